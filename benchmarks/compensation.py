@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.fetched.convert import convert_language, convert_vision
 from normalign_llava.fetched.easy_vqa import training_data
@@ -45,7 +46,7 @@ def load(checkpoint: Path, compensation: str) -> NormAlignLlavaForConditionalGen
 def batches(checkpoint: Path, count: int) -> list[dict[str, torch.Tensor]]:
     """Batches of the quickstart's training rows."""
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
-    rows: Dataset = prepare_rows(training_data(ROWS * count, 40), processor)[0]
+    rows: Dataset = prepare_rows(training_data(ROWS * count, 40), Checks(processor))[0]
     collator = ConversationCollator(processor)
     return [collator([rows[ROWS * number + row] for row in range(ROWS)]) for number in range(count)]
 

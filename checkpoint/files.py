@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 from ..errors import writing_to
 from .lock import LOCK, busy, check_free, only_writer, writer_of
 
+
+_YOUNG = 60  # seconds; a process may be about to take its lock
 
 OLD = ".replaced"
 """The folder that is replaced, in the temporary folder of the new one."""
@@ -130,8 +133,11 @@ def remove_unfinished(target: Path) -> list[str]:
     for unfinished in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
         if unfinished.is_symlink() or not unfinished.is_dir():
             continue
-        found = {each.name for each in unfinished.iterdir()}
-        if found and found <= {target.name, OLD, LOCK}:
+        try:
+            found, age = {each.name for each in unfinished.iterdir()}, time.time() - unfinished.stat().st_mtime
+        except OSError:  # another user's, or removed by now
+            continue
+        if found and found <= {target.name, OLD, LOCK} and (found != {LOCK} or age > _YOUNG):
             if writer := writer_of(unfinished):
                 writers.append(writer)
             else:

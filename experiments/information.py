@@ -16,6 +16,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import LlavaProcessor, TrainerCallback
 
+from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.fetched.easy_vqa import FEATURES, Question, conversation, easy_vqa, load_image
 from normalign_llava.train.batches.collator import ConversationCollator
@@ -94,7 +95,7 @@ class InformationCallback(TrainerCallback):
 def cross_entropies(model: nn.Module, processor: LlavaProcessor, questions: Sequence[Question]) -> list[float]:
     """Cross-entropy of each answer, in nats, summed over its tokens and the end of the turn, teacher-forced."""
     rows = Dataset.from_list([conversation([each], [load_image(each.image)]) for each in questions], features=FEATURES)
-    rows, _ = prepare_rows(rows, processor, name="questions", split="eval")
+    rows, _ = prepare_rows(rows, Checks(processor), name="questions", split="eval")
     collator, losses = ConversationCollator(processor), []
     training = model.training
     model.eval()

@@ -36,6 +36,15 @@ def environ(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ)
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The cache of `datasets`, in a folder of the test."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(scope="session")
 def archives():
     """The real archives, in the cache. Without a connection their tests are skipped, but never in CI."""

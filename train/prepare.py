@@ -19,7 +19,7 @@ from ..assembly.processing import settle
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.precision import warn_if_slow
-from ..data.rows.checks import MANY_ROWS
+from ..data.rows.checks import MANY_ROWS, Checks
 from ..data.rows.reports import DataReport, SourceReport
 from ..data.sources.mixtures import prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -108,7 +108,7 @@ def prepare(
     if isinstance(collator, ConversationCollator):
         readers = args.world_size * max(1, args.dataloader_num_workers or 0)  # each counts what it skips
         skippable = sum(source.skippable for source in report.sources)
-        share = skippable / (MANY_ROWS * len(report.sources)) if streams else 0.0
+        share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
         collator = replace(collator, skippable=skippable // readers, share=share)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
@@ -277,18 +277,15 @@ def checked_rows(
                 f"does not give. Give {name} a column length, or leave it out."
             )
         return rows, None
-    return prepare_rows(
-        rows,
+    checks = Checks(
         collator.processor,
-        name=name,
-        split=split,
-        max_length=args.max_length,
-        bad_rows=collator.bad_rows,
+        args.max_length,
+        collator.bad_rows,
         max_image_pixels=collator.max_image_pixels,
-        need_images=need_images,
         dropped_rows=collator.dropped_rows,
-        num_proc=args.dataset_num_proc,
+        processes=args.dataset_num_proc,
     )
+    return prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
 
 
 def prepare_stream(args: NormAlignConfig) -> None:

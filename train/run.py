@@ -96,8 +96,8 @@ def train(
         console.print(render_options(trainer.record), render(trainer.facts, output))
         console.print(*render_dropped(dropped), sep="\n")
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-        trainer.save_state()
         with writing_result(output):
+            trainer.save_state()
             trainer.save_model(_internal_call=True)
         console.print(*render_dropped(dropped), sep="\n")
         if args.push_to_hub:

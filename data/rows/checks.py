@@ -3,7 +3,6 @@
 """Checks of rows before training: their structure, their length, and whether their images exist."""
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from rich.markup import escape
 from rich.progress import track
-from transformers import LlavaProcessor, PreTrainedTokenizerFast
+from transformers import LlavaProcessor
 
 from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped
@@ -25,7 +24,7 @@ from ..sources.source import Source
 from .forms import PROMPT, image_name
 from .images import ImageRules, image_problem, printable
 from .parse import FEATURES, BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
-from .reports import by_kind, counted, warn_once
+from .reports import SourceReport, by_kind, counted, warn_once
 from .unread import is_about, unread_image
 
 
@@ -43,7 +42,18 @@ rows are opened before training.
 
 @dataclass
 class Checks:
-    """Options of the checks."""
+    """Options of the checks.
+
+    Attributes:
+        processor: Determines the length of a row and the tokens that no text may contain; None to count no tokens.
+        max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
+        bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it, and a share drops so many; for
+            None see [`share_of_bad_rows`].
+        check_images: Whether to decode every image before training, not those of `MANY_ROWS` rows.
+        max_image_pixels: Images with more pixels are bad.
+        dropped_rows: Records dropped rows.
+        processes: That check rows in memory; by default one for each core.
+    """
 
     processor: LlavaProcessor | None
     max_length: int | None = None
@@ -125,13 +135,16 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
 
 
-def has_images(source: Source, checks: Checks) -> bool:
+def has_images(source: Source, checks: Checks, report: SourceReport) -> bool:
     """Whether one of the first rows of a stream has an image; all of their images are opened.
+
+    The report gets how many rows may be skipped.
 
     Raises:
         ValueError: More rows are bad than `bad_rows` allows, or all of them, or [`check_images_are_read`] finds
             unread images.
     """
+    report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
     rows = list(_valid(source, checks, _FIRST))
     images = sum(row["image_count"] for row in rows)
     check_images_are_read(source.name, len(rows), images, Counter(row["unread"] for row in rows if row["unread"]))
@@ -172,13 +185,16 @@ def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]
     """Tokens of each parsed row, as the collator makes them, or why there are none; no image is decoded."""
     per_image = tokens_per_image(processor)
     texts = _rendered(processor, conversations)
-    ids = iter(encoded(processor.tokenizer, [text for text in texts if isinstance(text, str)]))
+    backend = processor.tokenizer.backend_tokenizer
+    backend.no_padding()  # as the tokenizer does before each call
+    backend.no_truncation()
+    ids = iter(backend.encode_batch_fast([text for text in texts if isinstance(text, str)], add_special_tokens=False))
     results: list[int | str] = []
     for conversation, text in zip(conversations, texts, strict=True):
         if isinstance(text, Exception):
             results.append(f"the chat template refuses it: {text}")
             continue
-        tokens, images = next(ids), len(conversation["images"])
+        tokens, images = next(ids).ids, len(conversation["images"])
         results.append(len(tokens) + images * (per_image - 1))
         if (printed := tokens.count(processor.image_token_id)) != images:
             results[-1] = f"the chat template prints {printed} image tokens for {images} images"
@@ -195,30 +211,6 @@ def _rendered(processor: LlavaProcessor, conversations: list[dict[str, Any]]) ->
         if len(conversations) == 1:
             return [error]
         return [text for conversation in conversations for text in _rendered(processor, [conversation])]
-
-
-def encoded(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, from pieces that begin with special tokens: most are a template's, and in every text.
-
-    The tokens of a piece depend on nothing before it, unless an option of its special token says so.
-    """
-    apart = [
-        each.content
-        for each in tokenizer.added_tokens_decoder.values()
-        if each.special and not (each.normalized or each.lstrip or each.single_word)
-    ]
-    special = re.compile(f"({'|'.join(map(re.escape, sorted(apart, key=len, reverse=True))) or '(?!)'})")
-    pieces = []
-    for text in texts:
-        first, *others = special.split(text)
-        pieces.append([first, *map(str.__add__, others[::2], others[1::2])])
-    distinct = list(set(chain.from_iterable(pieces)))
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()  # as the tokenizer does before each call
-    backend.no_truncation()
-    found = backend.encode_batch_fast(distinct, add_special_tokens=False)
-    ids = {piece: encoding.ids for piece, encoding in zip(distinct, found, strict=True)}
-    return [list(chain.from_iterable(map(ids.__getitem__, each))) for each in pieces]
 
 
 def tokens_per_image(processor: LlavaProcessor) -> int:

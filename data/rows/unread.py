@@ -16,36 +16,17 @@ from .values import is_empty, parsed
 
 
 _QUESTIONS = (
-    "question",
-    "query",
-    "instruction",
-    "problem",
-    "prefix",
-    "human",
-    "user",
-    "prompt",
-    "input",
-    "inputs",
-    "text",
-)
+    "question", "query", "instruction", "problem", "prefix", "human", "user", "prompt", "input", "inputs", "text",
+)  # fmt: skip
 _ANSWERS = (
-    *("answer", "response", "output", "outputs", "solution", "suffix", "assistant", "gpt", "completion", "label"),
-    *("target", "ground_truth", "chosen"),
-)
+    "answer", "response", "output", "outputs", "solution", "suffix", "assistant", "gpt", "completion", "label",
+    "target", "ground_truth", "chosen",
+)  # fmt: skip
 _CAPTIONS = ("captions", "description", "caption_str", "sentences", "re_caption", "raw", "ground_truth", "summary")
 _IMAGES = (
-    *(
-        "image_path",
-        "img_path",
-        "image_file",
-        "image_file_name",
-        "image_filename",
-        "file_name",
-        "filename",
-        "filepath",
-    ),
-    *("image_name", "img_name", "image_base64_str", "img", "picture", "photo", "path"),
-)
+    "image_path", "img_path", "image_file", "image_file_name", "image_filename", "file_name", "filename", "filepath",
+    "image_name", "img_name", "image_base64_str", "img", "picture", "photo", "path",
+)  # fmt: skip
 _PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
 _ABOUT = re.compile(
     r"(.*[_.-])?(ids?|uu?id|idx|index|key|hash|md5|sha256|urls?|uri|links?|sources?|origin|dataset|split|subset|"

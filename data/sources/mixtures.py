@@ -17,7 +17,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
-from ..rows.checks import MANY_ROWS, Checks, has_images, share_of_bad_rows, valid_rows
+from ..rows.checks import Checks, has_images, valid_rows
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES, DroppedRows
 from ..rows.reports import ABOUT, DataReport, SourceReport, not_read
@@ -94,9 +94,7 @@ def load_data(
     train: Dataset | IterableDataset
     held: Dataset | IterableDataset | None = None
     if streaming:
-        for source, report in zip(sources, reports, strict=True):
-            report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
-        with_images = any([has_images(source, checks) for source in sources])
+        with_images = any([has_images(each, checks, report) for each, report in zip(sources, reports, strict=True)])
         drawn = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
         train = _stream(_endless_rows, {**drawn, "buffer_size": arguments.shuffle_buffer_size})
@@ -123,18 +121,12 @@ def load_data(
 
 def prepare_rows(
     data: Dataset | IterableDataset,
-    processor: LlavaProcessor,
+    checks: Checks,
     *,
     name: str = "train_dataset",
     split: Literal["train", "eval"] = "train",
-    max_length: int | None = None,
     image_folder: str | None = None,
-    bad_rows: str | float | None = None,
-    check_images: bool = False,
-    max_image_pixels: int = DataArguments.max_image_pixels,
     need_images: bool = False,
-    dropped_rows: DroppedRows | None = None,
-    num_proc: int | None = None,
 ) -> tuple[Dataset | IterableDataset, SourceReport]:
     """Parsed rows, checked and measured, of a data set that is already open.
 
@@ -144,18 +136,11 @@ def prepare_rows(
 
     Args:
         data: Rows, in memory or streamed.
-        processor: Determines the length of a row.
+        checks: How they are checked.
         name: Name of the data in errors.
         split: Its use. Every image of held-out data is decoded now.
-        max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
         image_folder: Folder that image paths start from and must stay in; by default any local file is allowed.
-        bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it, and a share drops so many. By
-            default 0.01 if there are more than 10,000 rows, else `"stop"`.
-        check_images: Whether to decode every image now, not those of `MANY_ROWS` rows.
-        max_image_pixels: Images with more pixels are bad.
         need_images: Whether rows without any image are an error; for a stream, only the first rows are read.
-        dropped_rows: Records dropped rows.
-        num_proc: Processes that check rows in memory; by default one for each core.
 
     Raises:
         ValueError: Too many rows are bad, no row is left, images are needed and there are none, or seem to be there
@@ -170,11 +155,9 @@ def prepare_rows(
             measure(data, report)
         return data, report
     source = Source(name, ImageRules(image_folder), data=data)
-    checks = Checks(processor, max_length, bad_rows, check_images, max_image_pixels, dropped_rows, num_proc)
     prepared: Dataset | IterableDataset
     if isinstance(data, IterableDataset):
-        report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
-        with_images = has_images(source, checks)
+        with_images = has_images(source, checks, report)
         prepared = _stream(valid_rows, {"source": source, "checks": checks})
     else:
         reader = RowReader((source,))

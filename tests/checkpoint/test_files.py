@@ -1,6 +1,7 @@
 """Files and folders that are replaced whole, or not at all."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,12 +60,17 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
     (left / "out").mkdir(parents=True)
     locked.mkdir()
     (locked / LOCK).touch()
+    os.utime(locked, (0, 0))
+    young = tmp_path / ".out-87654321"
+    shutil.copytree(locked, young)
+    os.utime(young)
     for folder in (own, other):
         folder.mkdir()
         (folder / "mine.txt").write_text("mine")
     with replaced_folder(tmp_path / "out", lambda folder: []) as staging:
         (staging / "file").write_text("new")
-    assert {path.name for path in tmp_path.iterdir()} == {"out", own.name, other.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", own.name, other.name, young.name}
+    shutil.rmtree(young)
     left = tmp_path / ".README.md-abcdefgh"
     left.mkdir()
     (left / "README.md").write_text("half of it")

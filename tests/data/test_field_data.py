@@ -11,16 +11,16 @@ from itertools import islice
 
 import datasets
 import pytest
-import train_data
 from datasets import Dataset, List, Value
 from test_shards import shard
-from train_data import arguments, assistant, image_bytes, images, llava, user, write_json
+from train_data import assistant, image_bytes, images, llava, read, user, write_json
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
+from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.images import decode_image
-from normalign_llava.data.sources.arguments import DataArguments, DataSource
-from normalign_llava.data.sources.mixtures import load_data, prepare_rows
+from normalign_llava.data.sources.arguments import DataSource
+from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.data.sources.source import open_source
 from normalign_llava.evaluate.own_data import own_task
 from normalign_llava.train.batches.collator import ConversationCollator
@@ -28,16 +28,6 @@ from normalign_llava.train.batches.collator import ConversationCollator
 
 RED = base64.b64encode(image_bytes("red", (40, 40))).decode()
 TURNS = llava("Q", "A")["conversations"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return train_data.processor()
 
 
 def chat(*turns: str) -> str:
@@ -68,10 +58,6 @@ def batches(data, processor, count):
     collate = ConversationCollator(processor)
     made = [collate([row]) for row in islice(data, count)]
     return [(batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in made]
-
-
-def read(path, processor, **options):
-    return load_data(arguments(path, **options), processor, max_length=None, seed=0, with_eval=False)
 
 
 KITE = {"image": "red.png"}
@@ -255,12 +241,10 @@ def test_a_form_is_read_in_memory_as_a_stream_and_in_a_mixture(name, processor, 
     for key, count in left_out.items():
         assert report.left_out.pop(key) == count
     assert report.left_out.keys() <= {"id", "messages.content.detail"} and report.changed == changed
-    stream = read(path, processor, dataset_streaming=True, shuffle_buffer_size=1).train
+    stream = read(path, processor, streamed=True).train
     assert batches(stream, processor, 2) == expected * 2
-    mixture = DataArguments(
-        datasets=[{"path": str(path)}, {"path": str(write_json(tmp_path / "b", [llava("Q", "A")]))}]
-    )
-    mixed = load_data(mixture, processor, max_length=None, seed=0, with_eval=False).train
+    sources = [{"path": str(each)} for each in (path, write_json(tmp_path / "b", [llava("Q", "A")]))]
+    mixed = read(None, processor, datasets=sources).train
     assert batches(mixed, processor, 2) == [*expected, by_hand(processor, chat("Q", "[[A]]"))]
 
 
@@ -503,7 +487,7 @@ def test_json_of_one_row_or_of_something_else(processor, tmp_path):
         with pytest.raises(ValueError, match=remedy):
             read(tmp_path / "other.json", processor)
     with pytest.raises(TypeError, match="train_dataset is a list. Give a Dataset, as Dataset.from_list makes"):
-        prepare_rows([llava("Q", "A")], processor)
+        prepare_rows([llava("Q", "A")], Checks(processor))
 
 
 # ------------------------------------------------------------------------------------------------ what is told, shares
@@ -513,7 +497,7 @@ def test_what_is_not_read_is_told_by_the_command_and_in_python(processor, tmp_pa
     told = re.sub(r"\s+", " ", shown.output)
     assert shown.exit_code == 0 and "left out │ tools (2 rows), history (1 row)" in told
     assert "also not read │ id, similarity" in told
-    prepare_rows(Dataset.from_list(rows[:1]), processor, name="mine")
+    prepare_rows(Dataset.from_list(rows[:1]), Checks(processor), name="mine")
     assert "mine: left out: tools (1 row)" in caplog.text and "id (1 row)" not in caplog.text
     list(islice(read(tmp_path / "data.json", processor, dataset_streaming=True).train, 2))
     assert "data.json: left out: history." in caplog.text
@@ -545,4 +529,4 @@ def test_a_share_of_bad_rows_is_skipped_and_more_stop_before_the_first_step(proc
         read(write_many(tmp_path / "more", 10_001, 102), processor)
     for wrong in ("some", "1", 0, 1.5, True):
         with pytest.raises(ValueError, match="bad_rows must be 'stop', 'skip' or a share between 0 and 1"):
-            arguments(few, bad_rows=wrong)
+            read(few, processor, bad_rows=wrong)

@@ -8,41 +8,22 @@ import re
 from itertools import islice
 from pathlib import Path
 
-import datasets
 import paths
 import pytest
-import train_data
 from datasets import Dataset, DatasetDict
 from PIL import Image as PILImage
-from train_data import arguments, assistant, image_bytes, images, llava, user, write_json
+from train_data import arguments, assistant, image_bytes, images, llava, read, user, write_json
 
+from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.forms import FORMS, PROMPT
-from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.data.sources.files import READERS
-from normalign_llava.data.sources.mixtures import load_data, prepare_rows
+from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.diagnose.data import load_samples
 
 
 DOCS = (paths.DOCS / "data.md").read_text()
 EXAMPLES = re.findall(r"```(json|csv|python)(?: (\S+))?\n(.*?)```", DOCS, re.DOTALL)
 QUESTION, ANSWER = "What is flying?", "A red kite."
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return train_data.processor()
-
-
-def read(path, processor, **options):
-    need_images = options.pop("need_images", False)
-    return load_data(
-        arguments(path, **options), processor, max_length=None, seed=0, with_eval=False, need_images=need_images
-    )
 
 
 def said(row) -> list[tuple[str, str]]:
@@ -69,7 +50,7 @@ def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, pr
         monkeypatch.chdir(folder)
         made = {}
         exec(text, made)
-        prepared = list(prepare_rows(made["data"], processor)[0])
+        prepared = list(prepare_rows(made["data"], Checks(processor))[0])
         made["data"].to_parquet("data.parquet")
         path = folder / "data.parquet"
     else:
@@ -84,7 +65,7 @@ def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, pr
     assert row["image_count"] == len(row["images"]) == 1
     held = row["images"][0]["bytes"] or Path(row["images"][0]["path"]).read_bytes()
     assert PILImage.open(io.BytesIO(held)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
-    assert list(islice(read(path, processor, dataset_streaming=True, shuffle_buffer_size=1).train, 1)) == [row]
+    assert list(islice(read(path, processor, streamed=True).train, 1)) == [row]
     for data in {str(path), str(folder)}:
         (sample,) = load_samples(data, 1).samples
         assert sample.question == said(row)[0][1] and sample.image.getpixel((3, 3)) == (255, 0, 0)
@@ -153,9 +134,7 @@ def test_splits_and_image_folder_are_the_same_for_training_and_diagnosing(proces
         (sample,) = load_samples(str(tmp_path / data), 1, image_folder=folder).samples
         assert said(row)[0][1] == sample.question == question and dict(sample.stored) == row["images"][0]
     both = {"train": tmp_path / "mine:train", "test": f"{tmp_path}/mine:test"}
-    data = load_data(
-        arguments(both["train"], eval_dataset_name=both["test"]), processor, max_length=None, seed=0, with_eval=True
-    )
+    data = read(both["train"], processor, eval_dataset_name=both["test"], with_eval=True)
     assert [said(row)[0][1] for row in (*data.train, *data.eval)] == ["train?", "test?"]
     with pytest.raises(ValueError, match="no file in .*mine has 'dev' in its name: test/metadata.jsonl, train/"):
         read(tmp_path / "mine:dev", processor)
@@ -199,7 +178,7 @@ def test_columns_have_names_of_ones_own(processor, tmp_path, form, streaming):
 def test_a_mixture_and_diagnosing_take_names_of_columns(processor, tmp_path):
     path = write_json(tmp_path, [{**OWN[0], "path": "red.png"}])
     listed = [{"path": str(path), "columns": RENAMED}, {"path": str(write_json(tmp_path / "b", [llava("Q", "A")]))}]
-    data = load_data(DataArguments(datasets=listed), processor, max_length=None, seed=0, with_eval=False).train
+    data = read(None, processor, datasets=listed).train
     assert [said(row)[1][1] for row in data] == ["one", "A"]
     (sample,) = load_samples(str(path), 1, columns="image=path,question=asked").samples
     assert sample.question == "Q" and sample.image.getpixel((3, 3)) == (255, 0, 0)

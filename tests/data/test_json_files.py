@@ -6,8 +6,6 @@ import random
 import pytest
 
 from normalign_llava.data.sources import files
-from normalign_llava.data.sources.arguments import DataSource
-from normalign_llava.data.sources.source import open_source
 
 
 def value(rng: random.Random, depth=0):
@@ -100,13 +98,3 @@ def test_other_separators_are_named(tmp_path, name, separator, seems):
         list(files.rows_of_file(str(file)))
     file.write_text("caption\na; b | c\n")
     assert [files.loaded(text) for text in files.rows_of_file(str(file))] == [{"caption": "a; b | c"}]
-
-
-@pytest.mark.parametrize("name", ["data.xlsx", "data.jsonl.gz", "data"])
-def test_a_file_of_another_suffix_is_not_known(tmp_path, name):
-    (tmp_path / name).write_text("{}")
-    known = ".csv, .json, .jsonl, .parquet, .tar, .tsv"
-    with pytest.raises(
-        ValueError, match=f"{name} has the suffix '.*', which is not known. Save its rows as one of {known}"
-    ):
-        open_source(DataSource(str(tmp_path / name)), streaming=False)

@@ -2,73 +2,38 @@
 
 import dataclasses
 import json
-import random
 from itertools import islice
 
-import datasets
 import numpy as np
 import pytest
 import train_data
 from test_shards import shard
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import Unigram
-from tokenizers.normalizers import Prepend
-from tokenizers.pre_tokenizers import Metaspace
-from train_data import arguments, gigantic_png, images, inside, llava, mixed_rows, write_json
-from transformers import PreTrainedTokenizerFast
+from train_data import answers, gigantic_png, images, inside, llava, mixed_rows, read, write_json
 
 from normalign_llava.data.rows import checks
-from normalign_llava.data.rows.checks import encoded
 from normalign_llava.data.rows.parse import FEATURES, DroppedRows
 from normalign_llava.data.sources import table
-from normalign_llava.data.sources.arguments import DataArguments
-from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.train.batches.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def processor():
-    return train_data.processor()
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def load(processor):
-    def load(path, max_length=None, seed=0, with_eval=False, dropped_rows=None, **kwargs):
-        data_arguments = arguments(path, **kwargs) if path else DataArguments(**kwargs)
-        return load_data(
-            data_arguments,
-            processor,
-            max_length=max_length,
-            seed=seed,
-            with_eval=with_eval,
-            dropped_rows=dropped_rows,
-        )
-
-    return load
+    return lambda path, **options: read(path, processor, **options)
 
 
 def both(load, path, **kwargs) -> list[dict]:
     """Rows in memory, which must be those of the stream, which begins again when it ends."""
     in_memory = load(path, **kwargs).train
-    stream = load(path, dataset_streaming=True, shuffle_buffer_size=1, **kwargs).train
+    stream = load(path, streamed=True, **kwargs).train
     rows = list(in_memory)
     assert list(islice(stream, 2 * len(rows))) == 2 * rows
     assert all(row.keys() == FEATURES.keys() for row in rows) and in_memory[list(range(len(rows)))] == {
         column: [row[column] for row in rows] for column in FEATURES
     }
     return rows
-
-
-def answers(rows) -> list[str]:
-    return [row["messages"][-1]["content"][0]["text"] for row in rows]
 
 
 MIXED = ["green", "Hello!", "blue", "blue", "One two three four five six seven."]
@@ -128,18 +93,6 @@ def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_pa
         load(path, max_length=10)
 
 
-@pytest.mark.parametrize("option", ["special", "lstrip", "rstrip", "normalized", "single_word"])
-def test_pieces_of_texts_have_the_tokens_of_whole_texts(option):
-    letters = [(letter, -1.0) for letter in "▁\nabdeh"]  # a token each, so that no space gets lost
-    backend = Tokenizer(Unigram([("<unk>", -9.0), *letters], unk_id=0))
-    backend.normalizer, backend.pre_tokenizer = Prepend("▁"), Metaspace(prepend_scheme="first")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer.add_tokens([AddedToken(text, **{"special": True, option: True}) for text in ("<a>", "<ab>", "b<a>b")])
-    rng = random.Random(0)
-    texts = ["".join(rng.choices(["<a>", "<ab>", "b", " ", "\n", "head", " bed"], k=12)) for _ in range(50)]
-    assert encoded(tokenizer, texts) == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-
-
 def test_a_row_that_the_template_refuses_is_bad(tmp_path):
     strict = (
         "{% if messages|length > 2 %}{{ raise_exception('too much talk') }}{% endif %}" + train_data.tiny_parts.CHATML
@@ -150,7 +103,7 @@ def test_a_row_that_the_template_refuses_is_bad(tmp_path):
     with pytest.raises(
         ValueError, match=r"row 0 .*prints 0 image tokens for 1 images \(2 rows\)(.|\n)*row 2 .*too much talk"
     ):
-        load_data(arguments(path), processor, max_length=None, seed=0, with_eval=False)
+        read(path, processor)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad rows
@@ -281,14 +234,6 @@ def test_a_gigantic_image_is_a_bad_row(load, tmp_path):
     (tmp_path / "green.png").write_bytes(gigantic_png())
     with pytest.raises(ValueError, match="row 0: .*green.png: .*pixels"):
         load(path)
-
-
-def test_a_line_that_is_no_json_is_a_bad_row(load, tmp_path):
-    path = write_json(tmp_path, mixed_rows(), "data.jsonl")
-    path.write_bytes(b'{broken\n\n"\xff"\n' + path.read_bytes())
-    with pytest.raises(ValueError, match=r"row 0: the line is not valid JSON, .*: b'{broken(.|\n)*row 1: "):
-        load(path)
-    assert answers(both(load, path, bad_rows="skip")) == MIXED
 
 
 # ------------------------------------------------------------------------------------------------ mixed and held out

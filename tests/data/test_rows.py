@@ -5,7 +5,7 @@ import pickle
 import pytest
 import tiny_parts
 from huggingface_hub import constants
-from train_data import assistant, llava, mixed_rows, user
+from train_data import assistant, llava, user
 
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows, control_tokens, parse_row
@@ -27,23 +27,6 @@ def paths(raw) -> list:
 
 
 # ------------------------------------------------------------------------------------------------------------ formats
-def test_llava_json_of_every_kind():
-    one, text, two, last, count = mixed_rows()
-    assert shape(one) == [("user", [..., "Which colour?"]), ("assistant", ["green"])]
-    assert shape(text) == [("user", ["Say hello."]), ("assistant", ["Hello!"])]
-    assert shape(two) == [
-        ("user", [..., "What is this?"]),
-        ("assistant", ["red"]),
-        ("user", ["And ", ..., "?"]),
-        ("assistant", ["blue"]),
-    ]
-    assert paths(two) == ["/images/red.png", "/images/blue.png"]
-    assert shape(last) == [("user", ["Which colour?", ...]), ("assistant", ["blue"])]
-    assert paths(last) == ["/images/sub/blue.png"]
-    assert shape(count)[1] == ("assistant", ["One two three four five six seven."])
-    assert all(all(parse_row(raw, RULES)["learned"]) for raw in mixed_rows())
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -6,33 +6,22 @@ import pickle
 import subprocess
 import sys
 
-import datasets
 import pytest
 import train_data
 import training
 from datasets import Dataset
 from paths import HELPERS
 from torch.utils.data import DataLoader
-from train_data import arguments, inside, llava
+from train_data import inside, llava, read
 
+from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.data.sources import source, table
 from normalign_llava.data.sources.arguments import DataSource, cores
-from normalign_llava.data.sources.mixtures import load_data, prepare_rows
+from normalign_llava.data.sources.mixtures import prepare_rows
 
 
 COUNT = 100
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return train_data.processor()
 
 
 @pytest.mark.parametrize(("asked", "used"), [(1, 1), (3, 3), (9, 4), (None, min(4, cores()))])
@@ -55,10 +44,6 @@ def with_noise() -> list[dict]:
     return [{**row, "image": {"bytes": noise(n), "path": f"{n}.png"}} for n, row in enumerate(rows)]
 
 
-def load(path, processor, **options):
-    return load_data(arguments(path, **options), processor, max_length=None, seed=0, with_eval=False).train
-
-
 def digests(rows) -> list[str]:
     return [hashlib.sha256(row["images"][0]["bytes"]).hexdigest() for row in rows]
 
@@ -70,9 +55,9 @@ EXPECTED = [hashlib.sha256(noise(number)).hexdigest() for number in range(COUNT)
 def test_the_cache_holds_no_image_that_the_data_hold(form, processor, tmp_path, cache):
     if form == "saved":
         train_data.parquet_data(with_noise()).save_to_disk(str(tmp_path / "data"))
-        rows = load(tmp_path / "data", processor)
+        rows = read(tmp_path / "data", processor).train
     else:
-        rows = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor)
+        rows = read(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor).train
     ours = [file for file in cache.rglob("*.arrow") if "generator" in file.parts[len(cache.parts)]]
     assert len(ours) == 2 and sum(file.stat().st_size for file in ours) < 20_000 < COUNT * len(noise(0)) / 20
     assert not any(noise(n)[50:90] in file.read_bytes() for file in ours for n in (0, 7, COUNT - 1))
@@ -82,7 +67,7 @@ def test_the_cache_holds_no_image_that_the_data_hold(form, processor, tmp_path, 
 
 
 def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
-    rows = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor)
+    rows = read(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor).train
     picked = rows.select([5, 3, 99])
     expected = list(picked)
     assert digests(expected) == [EXPECTED[n] for n in (5, 3, 99)] and [row["row"] for row in expected] == [5, 3, 99]
@@ -100,8 +85,7 @@ def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch)
     path = train_data.write_json(tmp_path / "data", rows)
 
     def loaded(processes):
-        given = dict(max_length=None, seed=0, with_eval=False, num_proc=processes)
-        data = load_data(arguments(path, bad_rows="skip"), processor, **given)
+        data = read(path, processor, bad_rows="skip", num_proc=processes)
         return list(data.train), data.report
 
     one = loaded(1)
@@ -115,17 +99,14 @@ import sys
 import train_data
 from normalign_llava.data.sources import source, table
 from normalign_llava.data.sources.arguments import DataSource
-from normalign_llava.data.sources.mixtures import load_data
-processor = train_data.processor()
-data = load_data(train_data.arguments(sys.argv[1]), processor, max_length=None, seed=0, with_eval=False)
-print(len(data.train))
+print(len(train_data.read(sys.argv[1], train_data.processor()).train))
 """
 
 
 @pytest.mark.slow
 def test_a_second_start_reads_the_cache(processor, tmp_path, cache):
     path = train_data.write_json(tmp_path / "data", [llava(f"Q{n}?", "yes") for n in range(9)])
-    assert len(load(path, processor)) == 9
+    assert len(read(path, processor).train) == 9
     written = {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")}
     paths = os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "PYTHONPATH": paths, "PYTHONHASHSEED": "7"}
@@ -140,7 +121,7 @@ def test_a_transform_of_the_data_set_is_kept(processor):
         def transform(batch):
             return {"question": batch["q"], "answer": [answer] * len(batch["q"]), "image": [inside("red")]}
 
-        return prepare_rows(Dataset.from_dict({"q": ["Q"]}).with_transform(transform), processor)[0][0]
+        return prepare_rows(Dataset.from_dict({"q": ["Q"]}).with_transform(transform), Checks(processor))[0][0]
 
     found = [answered(answer)["messages"][1]["content"][0]["text"] for answer in ("yes", "no")]
     assert found == ["yes", "no"] and answered("no")["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]

@@ -7,20 +7,12 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-import datasets
 import pytest
-import train_data
-from train_data import arguments, image_bytes, llava, write_json
+from train_data import image_bytes, llava, read, write_json
 
 from normalign_llava.data.rows import zips
 from normalign_llava.data.rows.images import ImageRules, decode_image, image_problem
-from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.diagnose.data import load_samples
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -53,12 +45,11 @@ def entry(archive, name: str, field: int, value: bytes) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, streaming):
+def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, processor, streaming):
     rows = [llava("<image>Q", "A", name) for name in ("sub/red.png", "./sub/../blue.png")]
     path = write_json(tmp_path / "rows", rows)
-    given = {"dataset_streaming": streaming, "shuffle_buffer_size": 1, "image_folder": str(archive)}
-    options = {"max_length": None, "seed": 0, "with_eval": False}
-    found = list(islice(load_data(arguments(path, **given), train_data.processor(), **options).train, 2))
+    given = {"streamed": streaming, "image_folder": str(archive)}
+    found = list(islice(read(path, processor, **given).train, 2))
     assert [row["images"][0]["path"] for row in found] == [
         f"zip://{n}::{archive}" for n in ("sub/red.png", "blue.png")
     ]
@@ -69,7 +60,7 @@ def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, streaming):
     with pytest.raises(
         ValueError, match=r"row 2 \(zip://red.png::.*\): there is no such image in .*images.zip, whose"
     ):
-        list(load_data(arguments(path, **given), train_data.processor(), **options).train)
+        list(read(path, processor, **given).train)
 
 
 @pytest.mark.parametrize(

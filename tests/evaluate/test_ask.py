@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 
 import pytest
@@ -79,6 +80,15 @@ def test_each_token_is_printed_as_it_comes(capsys):
     printer.put(torch.tensor([tokenizer.eos_token_id]))
     printer.end()
     assert capsys.readouterr().out == "\ufffd\n"
+
+
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(prepared, checkpoint, tmp_path):
+    (tmp_path / "noise.png").write_bytes(training.image(1))
+    command = (
+        "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); from normalign_llava.cli import app; app()"
+    )
+    done = prepared.run(["-c", command, "ask", checkpoint, tmp_path / "noise.png", "What?", "--max-new-tokens", "4"])
+    assert done.returncode == 1 and not re.search("Error|Traceback|Exception|pipe", done.stderr), done.stderr
 
 
 def test_what_is_not_there_is_named(checkpoint, tmp_path):

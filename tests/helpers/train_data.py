@@ -14,6 +14,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.data.sources.arguments import DataArguments
+from normalign_llava.data.sources.mixtures import TrainingData, load_data
 
 
 def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
@@ -33,6 +34,19 @@ def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
 
 def arguments(path, **kwargs) -> DataArguments:
     return DataArguments(dataset_name=str(path), **kwargs)
+
+
+def read(path, processor, *, streamed=False, **options) -> TrainingData:
+    """The data that training has of a path, or of `datasets`; `options` are of `DataArguments` and `load_data`."""
+    names = {"max_length", "seed", "with_eval", "need_images", "dropped_rows", "num_proc"} & options.keys()
+    loading = {"max_length": None, "seed": 0, "with_eval": False, **{name: options.pop(name) for name in names}}
+    options |= {"dataset_streaming": True, "shuffle_buffer_size": 1} if streamed else {}
+    return load_data(arguments(path, **options) if path else DataArguments(**options), processor, **loading)
+
+
+def answers(rows) -> list[str]:
+    """The last answer of each parsed row."""
+    return [row["messages"][-1]["content"][0]["text"] for row in rows]
 
 
 def image_bytes(colour="red", size=(20, 20), form="PNG", mode="RGB") -> bytes:

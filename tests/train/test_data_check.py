@@ -1,24 +1,19 @@
 """`normalign data` says before training what training would: counts, every fault, and what of a row is learned."""
 
 import json
-import zipfile
 
-import datasets
 import pytest
-from train_data import arguments, image_bytes, llava, mixed_rows, write_json
+from train_data import image_bytes, llava, mixed_rows, read, write_json
 from typer.testing import CliRunner
 
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.cli import app
 from normalign_llava.data.sources.arguments import DataSource
-from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.train.data_check import check_data
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -33,7 +28,7 @@ def command(*words):
 def test_counts_and_lengths_are_those_of_training(tmp_path, model):
     path = write_json(tmp_path, mixed_rows())
     check = check_data(DataSource(str(path)), model)
-    trained = load_data(arguments(path), open_checkpoint(model).processor, max_length=None, seed=0, with_eval=False)
+    trained = read(path, open_checkpoint(model).processor)
     (report,) = trained.report.sources
     report.skippable = 0  # of training alone
     assert check.report == report and report.found == 5 and check.faults == []
@@ -43,7 +38,7 @@ def test_the_marked_text_is_what_the_collator_labels(tmp_path, model):
     rows = [llava("No image.", "None."), {"image": "red.png", "prompt": "Which?", "completion": "A red one. "}]
     path = write_json(tmp_path, rows)
     processor = open_checkpoint(model).processor
-    data = load_data(arguments(path), processor, max_length=None, seed=0, with_eval=False).train
+    data = read(path, processor).train
     batch = ConversationCollator(processor)([data[1]])
     learned = processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0])
     pieces = check_data(DataSource(str(path)), model).example
@@ -71,19 +66,6 @@ def test_every_fault_comes_at_once(tmp_path, model):
     write_json(tmp_path, [{"a": 1}, llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
     broken = command(path).output
     assert "row 0: its form" in broken and "row 2: " in broken and "broken.png: " in broken
-
-
-def test_a_table_with_own_columns_and_a_zip_file_of_images(tmp_path):
-    with zipfile.ZipFile(tmp_path / "images.zip", "w") as file:
-        file.writestr("a.png", image_bytes("red"))
-    (tmp_path / "data.tsv").write_text("image_path\tcaption\na.png\tone\nb.png\ttwo\n")
-    words = (tmp_path / "data.tsv", "--image-folder", tmp_path / "images.zip", "--columns", "image=image_path")
-    found = command(*words)
-    assert found.exit_code == 1 and "row 1 (zip://b.png" in found.output and "there is no such image" in found.output
-    (tmp_path / "data.tsv").write_text("image_path\tcaption\na.png\tone\n")
-    assert command(*words, "--check-images").exit_code == 0
-    unread = command(tmp_path / "data.tsv")
-    assert unread.exit_code == 1 and "image_path" in unread.output
 
 
 def test_data_without_rows_and_images_that_are_not_read_are_faults(tmp_path):

@@ -23,6 +23,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, writing_checkpoint
 from normalign_llava.train.keeping.resume import resolve_resume
 from normalign_llava.train.options.arguments import NormAlignConfig
+from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
@@ -198,7 +199,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_names_a_remedy(tmp_path):
     large = training.checkpoint(tmp_path / "large", hidden_size=256, intermediate_size=2048, head_dim=128)
     weights = sum(file.stat().st_size for file in large.glob("*.safetensors"))
     # The first file that cannot be written is text, the weights, or the optimizer's, which is twice as large.
-    limits = {300: "OSError", weights // 2: "OSError", weights * 3 // 2: "RuntimeError"}
+    limits = {300: "OSError", weights // 2: "NotWritable", weights * 3 // 2: "RuntimeError"}
     source = textwrap.dedent(CHILD).format(tests=[str(HELPERS), str(Path(__file__).parent)])
     command = [sys.executable, "-c", source, str(large), str(tmp_path), *map(str, limits)]
     done = subprocess.run(command, capture_output=True, text=True)  # to pipes, which have no limit
@@ -213,6 +214,42 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_names_a_remedy(tmp_path):
             assert option in said
         assert [path.name for path in output.glob("*checkpoint*")] == ["checkpoint-2"]
         assert resolve_resume("last", output, 1) == output / "checkpoint-2"
+
+
+FINAL = """
+    import json, resource, sys
+    sys.path[:0] = {tests!r}
+    from transformers import TrainerCallback
+    from normalign_llava.train.options.parsing import parse
+    from normalign_llava.train.run import train
+
+    class LimitAtEnd(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
+
+    for limit in sys.argv[1].split():
+        try:
+            train(*parse([*sys.argv[2:], "--output_dir", limit]), [LimitAtEnd()])
+        except OSError as error:
+            print(json.dumps(["limit", str(error)]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
+
+
+def test_a_full_disk_at_the_end_leaves_no_model_and_the_same_command_goes_on(tmp_path, parts):
+    weights = max(file.stat().st_size for file in (parts / "model").glob("*.safetensors"))
+    limits = ["300", str(weights // 2)]  # of the trainer's state, and of the weights
+    source = textwrap.dedent(FINAL).format(tests=[str(HELPERS), str(Path(__file__).parent)])
+    words = [training.recipe(tmp_path, parts, save_steps=2), "--use_cpu"]
+    command = [sys.executable, "-c", source, " ".join(limits), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    said = [json.loads(line)[1] for line in done.stdout.splitlines() if line.startswith('["limit"')]
+    assert len(said) == 2, done.stderr
+    for limit, error in zip(limits, said, strict=True):
+        assert f"The trained model could not be written to {limit}: File too large. Make room, and run the sa" in error
+        assert not {"config.json", "training.json"} & {path.name for path in (tmp_path / limit).iterdir()}
+        output = main([*words, "--resume_from_checkpoint", "--output_dir", str(tmp_path / limit)])
+        assert NormAlignLlavaForConditionalGeneration.from_pretrained(output)
 
 
 FROZEN = ("language_model", "vision_tower")

@@ -157,6 +157,16 @@ def test_stop_names_row_file_and_reason(processor, tmp_path):
         ConversationCollator(processor)([row(llava("Q", "A")), bad])
 
 
+def test_a_share_of_a_long_stream_grows_with_its_rows(processor):
+    good = row({**llava("<image>Q", "A"), "image": inside("red")})
+    bad = {**good, "images": [{"path": "bad.png", "bytes": TRUNCATED}]}
+    collate = ConversationCollator(processor, bad_rows=0.1, skippable=1, share=0.1)
+    for number in range(5):  # one of ten
+        collate([{**bad, "row": number}, *[good] * 9])
+    with pytest.raises(ValueError, match=r"row 5: .*as it may:\n.*row 0: .*truncated.*\(5 rows\)\nFix it, or skip"):
+        collate([{**bad, "row": 5}])
+
+
 def test_a_skipped_row_stays_without_effect(processor, tmp_path):
     dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
     collate = ConversationCollator(processor, bad_rows="skip", dropped_rows=dropped)

@@ -3,7 +3,6 @@
 from collections import Counter
 from itertools import islice
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -11,10 +10,8 @@ import train_data
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
-from train_data import arguments, llava, write_json
+from train_data import answers, llava, read, write_json
 
-from normalign_llava.data.sources.arguments import DataArguments
-from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.train.batches.sampler import ModalityLengthGroupedSampler
 
@@ -22,9 +19,7 @@ from normalign_llava.train.batches.sampler import ModalityLengthGroupedSampler
 BATCH = 8
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +92,6 @@ def test_two_processes_share_an_optimizer_step(index):
 
 
 # ----------------------------------------------------------------------------------------------------------- mixtures
-def answers(rows) -> list[str]:
-    return [row["messages"][-1]["content"][0]["text"] for row in rows]
-
-
 def sources(folder, counts, **fractions) -> list[dict]:
     """Sources whose answers are `a0`, `a1`, ..., `b0`, ...; those of `a` come with images."""
     made = []
@@ -115,8 +106,7 @@ def sources(folder, counts, **fractions) -> list[dict]:
 
 
 def mixture(processor, listed, seed=0, **kwargs):
-    mixed = DataArguments(datasets=listed, **kwargs)
-    return load_data(mixed, processor, max_length=None, seed=seed, with_eval=False)
+    return read(None, processor, seed=seed, datasets=listed, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +136,8 @@ def test_a_mixture_follows_from_its_seed(processor, tmp_path):
 def test_held_out_rows(processor, tmp_path):
     path = sources(tmp_path, {"a": 20})[0]["path"]
 
-    def load(with_eval=True, seed=0, **kwargs):
-        return load_data(arguments(path, **kwargs), processor, max_length=None, seed=seed, with_eval=with_eval)
+    def load(with_eval=True, **options):
+        return read(path, processor, with_eval=with_eval, **options)
 
     assert load(with_eval=False).eval is None
     parted, again, other = load(test_split_size=0.2), load(test_split_size=0.2), load(test_split_size=0.2, seed=1)
@@ -168,8 +158,7 @@ def test_held_out_rows(processor, tmp_path):
     with pytest.raises(ValueError, match="test_split_size needs data in memory.* Give eval_dataset_name"):
         load(test_split_size=0.2, dataset_streaming=True)
     with pytest.raises(ValueError, match=f"A mixture has no test split. .*{remedy}"):
-        listed = DataArguments(datasets=[{"path": path}])
-        load_data(listed, processor, max_length=None, seed=0, with_eval=True)
+        read(None, processor, datasets=[{"path": path}], with_eval=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ streams
