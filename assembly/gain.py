@@ -112,7 +112,7 @@ def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatist
     counts = counted_rows(norms, getattr(config, "image_token_id", None))
     mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
     largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))
-    top_rows = zip(*(each.tolist() for each in largest), strict=True)
+    top_rows = zip(*(column.tolist() for column in largest), strict=True)
     return EmbeddingStatistics(
         model=model,
         mean=mean,

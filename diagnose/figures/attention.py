@@ -16,7 +16,7 @@ from ..report import Attention, Drawing
 from .style import WIDTH, Shown, Sketch, elide, new_figure, printable
 
 
-COLUMNS, MAPS = 4, 12
+MAPS_PER_ROW, MAPS = 4, 12
 """How many layers' maps are drawn, and how many side by side."""
 COLORMAP = "magma"
 
@@ -42,11 +42,11 @@ def draw_question(answers: Sequence[tuple[Shown, Attention]], number: int, image
     shape = min(2.0, max(0.3, image.height / image.width if image else rows / columns))
     counts = [len(answer.maps) for _, answer in answers]
     chosen = [sorted({round(layer) for layer in np.linspace(0, most - 1, min(most, MAPS))}) for most in counts]
-    lines = [ceil(len(layers) / COLUMNS) for layers in chosen]
+    lines = [ceil(len(layers) / MAPS_PER_ROW) for layers in chosen]
     words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
-    height = (1 + sum(lines)) * (0.25 + shape * (WIDTH - 0.8) / COLUMNS) + 0.25 * (words.count("\n") + 3)
+    height = (1 + sum(lines)) * (0.25 + shape * (WIDTH - 0.8) / MAPS_PER_ROW) + 0.25 * (words.count("\n") + 3)
     figure = new_figure(height, f"Where text looks when asked:\n{words}")
-    grid = figure.subplots(1 + sum(lines), COLUMNS, squeeze=False)
+    grid = figure.subplots(1 + sum(lines), MAPS_PER_ROW, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
     if image is not None:
