@@ -27,7 +27,7 @@ class BaseTensors:
     """The base's tensors as training had them, each read from its file when it is asked for.
 
     Attributes:
-        dtype: In which training loaded them.
+        dtype: The dtype in which training loaded them.
         quantization: How they were quantized in training, as in [`MergeReport`].
     """
 

@@ -102,7 +102,7 @@ def merge_adapter(
         base: Checkpoint folder or Hub id, if the one in the adapter's configuration does not exist any more.
         base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, in place of what
             `training.json` says, which TRL alone does not write. The base's weights are quantized in their own dtype.
-        dtype: Of the written weights; `"auto"` is the base's. The norm is always float32.
+        dtype: The dtype of the written weights; `"auto"` is the base's. The norm is always float32.
 
     Raises:
         ValueError: The folder has no LoRA adapter; the base does not exist, or has another architecture or other
@@ -200,7 +200,7 @@ def _merged_layer(path: str, module: nn.Module, base: BaseTensors) -> tuple[dict
 
 
 def _give_memory_back() -> None:
-    """What glibc keeps of freed tensors below 32 MiB adds up to more than a gigabyte."""
+    """Gives freed memory back: what glibc keeps of tensors below 32 MiB adds up to more than a gigabyte."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -90,7 +90,7 @@ def loaded(folder: Path, count: int):
 
 
 def cpu_seconds() -> float:
-    """Of this process, and of those that it has waited for."""
+    """CPU time of this process, and of those that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 

@@ -38,7 +38,7 @@ KINDS = {"short": (500, 20, 120), "conversation": (158, 150, 500), "long": (50, 
 PATCHES, TOKENS_PER_IMAGE = 576, 64
 """Tokens of an image in LLaVA-1.5, and here. Text is shortened as much as images are."""
 PROCESSES, ROWS_PER_STEP, ROWS_PER_PASS = 8, 128, 4
-"""For the counts."""
+"""Processes and rows for which padding and balance are counted."""
 
 
 def mixture_lengths(rows: int) -> list[tuple[int, int]]:

@@ -85,7 +85,7 @@ class Updates:
         return high
 
     def table(self, model: str) -> Table:
-        """For the terminal."""
+        """The table for the terminal."""
         table = Table(title=f"{model}: predicted rotation of a token by its norm on entry", show_header=False)
         table.add_row("N_text, entering the decoder", f"{self.n_text:.4g}")
         table.add_row("update of layer 1", f"{self.sizes[0]:.4g}")

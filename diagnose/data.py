@@ -89,7 +89,7 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
     """Model inputs of `samples`, in order, padded on the left: each question after its image, as a user's turn.
 
     Args:
-        processor: Of a vision-language model. Its chat template is used, with the generation prompt; without one,
+        processor: A vision-language model's. Its chat template is used, with the generation prompt; without one,
             the text is the image token, a line break and the question. A tokenizer without a padding token gets its
             end-of-sequence token.
         samples: What to ask, `batch_size` at a time.

@@ -240,7 +240,7 @@ def _names(handles: list[ModelHandle], *names: str | None) -> list[str]:
 
 
 def _longer_name(handle: ModelHandle) -> str:
-    """With the folder above, such as baseline/model, unless that is the home folder: it has a person's name."""
+    """The name with the folder above, as baseline/model, unless that is the home folder, which names a person."""
     path = Path(handle.source).resolve()
     above = path.parent.name
     is_named = path.exists() and above and path.parent != Path.home().resolve()

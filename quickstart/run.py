@@ -47,7 +47,7 @@ class Settings:
         stage1, stage2: Options of the two recipes.
         emoji_share: Share of training rows that ask for the name of an emoji.
         asked: Held-out questions about easy-VQA's images, and about emoji; all, 300 and 12, without a limit.
-        asked_before: Those that the untrained model is asked.
+        asked_before: Number of those that the untrained model is asked.
         shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
         diagnosed: Held-out images for the diagnosis.
         seed: Seed of the data and the projector; the recipes have seeds of their own.

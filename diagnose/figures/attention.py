@@ -17,7 +17,7 @@ from .style import WIDTH, Shown, Sketch, elide, new_figure, printable
 
 
 MAPS_PER_ROW, MAPS = 4, 12
-"""How many layers' maps are drawn, and how many side by side."""
+"""How many maps stand side by side, and of how many layers they are drawn."""
 COLORMAP = "magma"
 
 

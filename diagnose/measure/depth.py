@@ -131,7 +131,7 @@ class DepthProbe:
                 self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 
     def _add_cosine(self, number: int, now: _Pass, state: Tensor, norm: Tensor) -> None:
-        """Of layer `number`, from its input, which `now` has, and the next layer's."""
+        """Adds the cosine of layer `number`: of its input, which `now` has, and the next layer's."""
         if now.state is not None:
             old, old_norm = (tensor.to(state.device) for tensor in now.state)
             cosine = torch.linalg.vecdot(old, state) / (old_norm * norm)
@@ -149,7 +149,7 @@ def _rows(states: Tensor, device: torch.device) -> Tensor:
 
 
 def _by_kind(moments: Tensor) -> dict[str, Moments]:
-    """Of moments `(3, kinds)`, those of kinds that occur."""
+    """Moments `(3, kinds)` by kind, of the kinds that occur."""
     return {
         kind: Moments(mean, std, int(count))
         for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True)

@@ -33,7 +33,7 @@ class RunningMoments:
         """Adds values `(..., n)`, and returns the means of these alone by group, NaN without values.
 
         Args:
-            values: Of shape `(n,)`, or one that broadcasts with that of the masks.
+            values: Numbers of shape `(n,)`, or one that broadcasts with that of the masks.
             masks: Which values belong to each group: boolean, `(groups, ..., n)`; default all, in one group. Values
                 outside every group may be NaN.
         """
