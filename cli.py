@@ -385,7 +385,8 @@ def publish(
     checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, or of an adapter.")],
     repo_id: Annotated[str, Option(help="Repository: user/name or organisation/name.")],
     private: Annotated[
-        bool | None, Option("--private/--public", help="Of a new repository.", show_default="your account's")
+        bool | None,
+        Option("--private/--public", help="Visibility of a new repository.", show_default="your account's"),
     ] = None,
     revision: Annotated[str, Option(help="Branch; made if it does not exist.")] = "main",
     create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request instead of committing.")] = False,

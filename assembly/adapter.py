@@ -130,29 +130,29 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
     with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
         adapted = put_on_meta(model, peft_config)
     with loading(f"{adapter / ADAPTER_WEIGHTS}"), safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
-        found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    shapes = {name: list(each.shape) for name, each in adapted.state_dict().items()}
-    expected = {name: shapes[place] for name, place in _saved_tensors(adapted, found).items()}
+        stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    shapes = {name: list(tensor.shape) for name, tensor in adapted.state_dict().items()}
+    expected = {name: shapes[place] for name, place in _saved_tensors(adapted, stored).items()}
     faults = [
-        f"{name} has shape {found.get(name, 'none')}, on the base {expected.get(name, 'none')}"
-        for name in sorted(expected.keys() | found.keys())
-        if found.get(name) != expected.get(name)
+        f"{name} has shape {stored.get(name, 'none')}, on the base {expected.get(name, 'none')}"
+        for name in sorted(expected.keys() | stored.keys())
+        if stored.get(name) != expected.get(name)
     ]
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else "")
         raise ValueError(f"The adapter {adapter} does not fit the base {base}: {shown}. Give the right --base.")
 
 
-def _saved_tensors(adapted: PeftModel, found: Collection[str]) -> dict[str, str]:
+def _saved_tensors(adapted: PeftModel, stored: Collection[str]) -> dict[str, str]:
     """The names under which PEFT saves an adapter's tensors, and those in its model.
 
-    Embeddings with an adapter may be saved whole besides; those are in the result if they are among those `found`.
+    Embeddings with an adapter may be saved whole besides; those are in the result if they are among those `stored`.
     """
     tensors, saved = adapted.state_dict(), dict[str, str]()
     names = {id(tensor): name for name, tensor in tensors.items()}
     for tables in (True, False):
         places = get_peft_model_state_dict(adapted, tensors, save_embedding_layers=tables)
-        saved |= {name: names[id(each)] for name, each in places.items() if name in found or not tables}
+        saved |= {name: names[id(tensor)] for name, tensor in places.items() if name in stored or not tables}
     return saved
 
 

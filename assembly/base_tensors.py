@@ -27,7 +27,7 @@ class BaseTensors:
     """The base's tensors as training had them, each read from its file when it is asked for.
 
     Attributes:
-        dtype: In which training loaded them.
+        dtype: The dtype in which training loaded them.
         quantization: How they were quantized in training, as in [`MergeReport`].
     """
 
@@ -95,10 +95,10 @@ class BaseTensors:
     def _tie(self, model: NormAlignLlavaForConditionalGeneration) -> None:
         """Gives tied tensors, of which one is stored, both names."""
         for pair in model.all_tied_weights_keys.items():
-            found = [name for name in pair if name in self._files]
-            if len(found) == 1:
-                self._files |= dict.fromkeys(pair, self._files[found[0]])
-            elif found and not torch.equal(*map(self._stored, found)):  # transformers does not tie these either
+            stored = [name for name in pair if name in self._files]
+            if len(stored) == 1:
+                self._files |= dict.fromkeys(pair, self._files[stored[0]])
+            elif stored and not torch.equal(*map(self._stored, stored)):  # transformers does not tie these either
                 model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
 
     def _check(self, model: NormAlignLlavaForConditionalGeneration) -> None:
@@ -131,5 +131,5 @@ def _quantized_layers(config: NormAlignLlavaConfig, settings: dict[str, Any]) ->
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     kinds = ("Linear4bit", "Linear8bitLt")
-    layers = {f"{name}.weight": each for name, each in model.named_modules() if type(each).__name__ in kinds}
+    layers = {f"{name}.weight": module for name, module in model.named_modules() if type(module).__name__ in kinds}
     return layers, f"4-bit {quantization.bnb_4bit_quant_type}" if quantization.load_in_4bit else "8-bit"

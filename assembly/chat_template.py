@@ -86,7 +86,8 @@ def without_preamble(template: str, image_token: str) -> tuple[str, Callable[[Me
 
     def joined(messages: Messages) -> Messages:
         texts = [
-            [image_token if part["type"] == "image" else part["text"] for part in each["content"]] for each in messages
+            [image_token if part["type"] == "image" else part["text"] for part in message["content"]]
+            for message in messages
         ]
         return [{**message, "content": "".join(text)} for message, text in zip(messages, texts, strict=True)]
 

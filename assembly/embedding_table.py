@@ -53,8 +53,8 @@ class EmbeddingRows(NamedTuple):
 
 def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
     """Reads the token embeddings of a folder, a weight file or a Hub repository."""
-    found, commit = find_model(model, revision)
-    path = Path(found)
+    source, commit = find_model(model, revision)
+    path = Path(source)
     folder = path.parent if path.is_file() else path
     if not path.exists():
         files = HfApi().list_repo_files(model, revision=commit)
@@ -81,11 +81,11 @@ def _weight_file(model: str, files: list[str]) -> str:
     for standard in (INDEX, WEIGHTS):
         if standard in files:
             return standard
-    found = [name for name in files if name.endswith(".safetensors")]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ValueError(f"{model} has {len(found)} .safetensors files and no index: {', '.join(found)}. Name one.")
+    single = [name for name in files if name.endswith(".safetensors")]
+    if len(single) == 1:
+        return single[0]
+    if single:
+        raise ValueError(f"{model} has {len(single)} .safetensors files and no index: {', '.join(single)}. Name one.")
     if any(name.endswith(".gguf") for name in files):
         raise ValueError(f"{model} has GGUF weights, which are not read. Name the checkpoint that they come from.")
     raise ValueError(
@@ -95,16 +95,16 @@ def _weight_file(model: str, files: list[str]) -> str:
 
 
 def _embedding_name(model: str, names: Iterable[str]) -> str:
-    found = [name for name in names if name.split(".")[-2:] in [[each, "weight"] for each in _NAMES]]
+    tables = [name for name in names if name.split(".")[-2:] in [[table, "weight"] for table in _NAMES]]
     # Layers that predict further tokens repeat the table (DeepSeek-V3).
-    found = [name for name in found if ".layers." not in name]
-    found = [name for name in found if "language_model." in name] or found
-    if len(found) != 1:
+    tables = [name for name in tables if ".layers." not in name]
+    tables = [name for name in tables if "language_model." in name] or tables
+    if len(tables) != 1:
         raise ValueError(
-            f"{model} has {len(found)} tensors called {' or '.join(_NAMES)} (.weight), of which one would be its "
-            f"embedding: {', '.join(found) or 'none'}. Name a language model alone; for an adapter, its base model."
+            f"{model} has {len(tables)} tensors called {' or '.join(_NAMES)} (.weight), of which one would be its "
+            f"embedding: {', '.join(tables) or 'none'}. Name a language model alone; for an adapter, its base model."
         )
-    return found[0]
+    return tables[0]
 
 
 def _safetensors(model: str, file: BinaryIO, where: str) -> tuple[str, Tensor, int]:

@@ -29,7 +29,7 @@ class EmbeddingStatistics:
     Rows that are all zero, the image token's row and vocabulary padding that repeats it do not count.
 
     Attributes:
-        model: Whose matrix it is.
+        model: The model whose matrix it is.
         mean, std: Mean and standard deviation of the L2 norms of the rows as stored.
         rows: How many rows count.
         top: The rows of largest norm, largest first.
@@ -112,7 +112,7 @@ def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatist
     counts = counted_rows(norms, getattr(config, "image_token_id", None))
     mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
     largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))
-    top_rows = zip(*(each.tolist() for each in largest), strict=True)
+    top_rows = zip(*(column.tolist() for column in largest), strict=True)
     return EmbeddingStatistics(
         model=model,
         mean=mean,

@@ -102,7 +102,7 @@ def merge_adapter(
         base: Checkpoint folder or Hub id, if the one in the adapter's configuration does not exist any more.
         base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, in place of what
             `training.json` says, which TRL alone does not write. The base's weights are quantized in their own dtype.
-        dtype: Of the written weights; `"auto"` is the base's. The norm is always float32.
+        dtype: The dtype of the written weights; `"auto"` is the base's. The norm is always float32.
 
     Raises:
         ValueError: The folder has no LoRA adapter; the base does not exist, or has another architecture or other
@@ -152,7 +152,7 @@ def _merged_tensors(
     wrapped: list[str] = []
     for path, module in adapted.named_modules():
         wraps = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        if not wraps or path.startswith(tuple(f"{each}." for each in wrapped)):
+        if not wraps or path.startswith(tuple(f"{name}." for name in wrapped)):
             continue
         wrapped.append(path)
         with loading(f"The adapter {adapter.folder}"):
@@ -176,7 +176,7 @@ def _merged_layer(path: str, module: nn.Module, base: BaseTensors) -> tuple[dict
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save["default"].state_dict(), 0.0
     layer = (module.token_adapter if isinstance(module, TrainableTokensWrapper) else module).get_base_layer()
-    absent = {name: base[f"{path}.{name}"].float() for name, each in layer.state_dict().items() if each.is_meta}
+    absent = {name: base[f"{path}.{name}"].float() for name, tensor in layer.state_dict().items() if tensor.is_meta}
     layer.load_state_dict(absent, strict=False, assign=True)
     for name, buffer in layer.named_buffers():
         if buffer.is_meta:  # computed from the configuration, such as Gemma's scale
@@ -200,14 +200,14 @@ def _merged_layer(path: str, module: nn.Module, base: BaseTensors) -> tuple[dict
 
 
 def _give_memory_back() -> None:
-    """What glibc keeps of freed tensors below 32 MiB adds up to more than a gigabyte."""
+    """Gives freed memory back: what glibc keeps of tensors below 32 MiB adds up to more than a gigabyte."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _finite(name: str, value: Tensor, adapter: Adapter) -> Tensor:
-    if value.is_floating_point() and value.numel() and not all(each.isfinite() for each in value.aminmax()):
+    if value.is_floating_point() and value.numel() and not all(limit.isfinite() for limit in value.aminmax()):
         raise ValueError(
             f"{name} would be NaN or infinite in {value.dtype} after merging {adapter.folder}. Nothing was written."
         )
@@ -228,8 +228,8 @@ def _carry(adapter: Path, base: Checkpoint, folder: Path) -> None:
         own = adapter / name
         if name == CARD and own.is_file() and "# Model Card for Model ID" in own.read_text("utf-8", "replace"):
             continue  # PEFT's, which has local paths
-        if found := own if own.is_file() else theirs:
-            shutil.copyfile(found, folder / name)
+        if file := own if own.is_file() else theirs:
+            shutil.copyfile(file, folder / name)
     if (adapter / DYNAMICS).is_file():  # curves and log are the adapter's alone: the base's are another run's
         shutil.copyfile(adapter / DYNAMICS, folder / DYNAMICS)
     if isinstance(state := json_or_none(adapter / STATE), dict):

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from measuring import machine
-from norm import HookLayerNorm, compare, step
+from norm import HookLayerNorm, measured_ratios, step
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
@@ -76,19 +76,20 @@ def check_norm(device: str) -> str:
     from normalign_llava import GlobalWeightCompensatedLayerNorm
 
     torch.manual_seed(0)
-    width, found = 3584, []
+    width, all_tensors = 3584, []
     x, upstream = torch.randn(2, 64, width).bfloat16()
-    ours = [(GlobalWeightCompensatedLayerNorm(width), device, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    for norm, place, dtype in [(HookLayerNorm(width, 0.0134), "cpu", torch.float64), *ours]:
+    forms = [(GlobalWeightCompensatedLayerNorm(width), device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for norm, place, dtype in [(HookLayerNorm(width, 0.0134), "cpu", torch.float64), *forms]:
         torch.nn.init.constant_(norm.weight, 0.0134)
         norm.to(place, None if dtype == torch.bfloat16 else dtype)  # the gain stays float32
-        given = x.to(place, dtype).requires_grad_()
-        step(norm, given, upstream.to(place, dtype))
-        tensors = [norm(given).detach(), given.grad, norm.weight.grad, norm.bias.grad]
-        found.append([tensor.double().cpu() for tensor in tensors])
-    errors = [max(float((a - b).norm() / b.norm()) for a, b in zip(each, found[0], strict=True)) for each in found[1:]]
+        tokens = x.to(place, dtype).requires_grad_()
+        step(norm, tokens, upstream.to(place, dtype))
+        tensors = [norm(tokens).detach(), tokens.grad, norm.weight.grad, norm.bias.grad]
+        all_tensors.append([tensor.double().cpu() for tensor in tensors])
+    exact, *ours = all_tensors
+    errors = [max(float((a - b).norm() / b.norm()) for a, b in zip(tensors, exact, strict=True)) for tensors in ours]
     timed = argparse.Namespace(device=device, bf16=True, tokens=8192, rounds=4, compile=False)
-    ratio = compare(width, timed)["LayerNorm, compensated: time / torch's LayerNorm"][1]
+    ratio = measured_ratios(width, timed)["LayerNorm, compensated: time / torch's LayerNorm"][1]
     text = f"errors {errors[0]:.0e} in float32, {errors[1]:.0e} in bfloat16; time / torch's LayerNorm {ratio:.2f}"
     if not (errors[0] < 1e-5 and errors[1] < 2e-2):
         raise ValueError(text)
@@ -111,7 +112,7 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
         disable_tqdm=True, use_cpu=device == "cpu",
     )  # fmt: skip
     own |= {"optim": "adamw_torch"} if device == "cpu" else {}  # the paged one is CUDA's
-    given = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    options = [word for name, value in own.items() for word in (f"--{name}", str(value))]
     marks: list[tuple[float, int]] = []
 
     class Times(TrainerCallback):
@@ -119,7 +120,7 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
             torch.cuda.synchronize() if device == "cuda" else None
             marks.append((time.perf_counter(), state.num_input_tokens_seen))
 
-    trainer = make_trainer(*parse([*words, *given]), DroppedRows(folder / "dropped.jsonl"), [Times()])
+    trainer = make_trainer(*parse([*words, *options]), DroppedRows(folder / "dropped.jsonl"), [Times()])
     trainer.remove_callback(PrinterCallback)
     predicted = trainer.estimate_memory().total if predicts else 0
     torch.cuda.reset_peak_memory_stats() if device == "cuda" else None
@@ -160,12 +161,12 @@ def answer(folder: Path) -> str:
 
 def run_tests(seconds: float) -> str:
     """Runs `TESTS` for at most so many seconds, and gives the last line of pytest."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{each}" for each in TESTS)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in TESTS)]
     command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"] if find_spec("xdist") else []
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=seconds)
-    last = (done.stderr + done.stdout).strip().splitlines()[-1].strip("= ")
-    if done.returncode:
-        raise ValueError(", ".join([last, *re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)]))
+    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=seconds)
+    last = (run.stderr + run.stdout).strip().splitlines()[-1].strip("= ")
+    if run.returncode:
+        raise ValueError(", ".join([last, *re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.M)]))
     return last
 
 

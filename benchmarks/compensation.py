@@ -37,7 +37,7 @@ OPTIMIZERS = {
 """Class, arguments, and the norm to which the gradients of all modules together are clipped."""
 
 
-def load(checkpoint: Path, compensation: str) -> NormAlignLlavaForConditionalGeneration:
+def load_model(checkpoint: Path, compensation: str) -> NormAlignLlavaForConditionalGeneration:
     """The model in float32, with or without compensation."""
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, gradient_compensation=compensation)
     return model.requires_grad_(False)
@@ -61,9 +61,9 @@ def gradients(checkpoint: Path, batch: dict[str, torch.Tensor]) -> None:
     print("\n| gain, in N_text / sqrt(d) | gradient at the visual tokens | at the projector | the same, with GWC |")
     print("|---|---|---|---|")
     for gain in GAINS:
-        found = {}
+        gradient = {}
         for compensation in ("none", "global"):
-            model = load(checkpoint, compensation)
+            model = load_model(checkpoint, compensation)
             projector = model.model.multi_modal_projector
             linears = [*projector.linear_1.parameters(), *projector.linear_2.parameters()]
             for parameter in linears:
@@ -73,9 +73,9 @@ def gradients(checkpoint: Path, batch: dict[str, torch.Tensor]) -> None:
             tokens: list[torch.Tensor] = []
             projector.register_forward_hook(lambda module, inputs, output, kept=tokens: kept.append(output))
             loss = model(**batch).loss
-            found[compensation] = torch.autograd.grad(loss, [*tokens, *linears])
-        at_tokens, *at_linears = found["none"]
-        compensated = norm_of(list(found["global"][1:]))
+            gradient[compensation] = torch.autograd.grad(loss, [*tokens, *linears])
+        at_tokens, *at_linears = gradient["none"]
+        compensated = norm_of(list(gradient["global"][1:]))
         print(f"| {gain:g} | {at_tokens.norm():.3g} | {norm_of(at_linears):.3g} | {compensated:.3g} |", flush=True)
 
 
@@ -92,7 +92,7 @@ def steps(checkpoint: Path, of_steps: list[dict[str, torch.Tensor]]) -> None:
 
 
 def _moved(checkpoint, of_steps, compensation, optimizer_class, arguments, clip) -> tuple[float, float]:
-    model = load(checkpoint, compensation)
+    model = load_model(checkpoint, compensation)
     torch.manual_seed(0)
     config = LoraConfig(r=8, target_modules=r".*\.language_model\..*\.(q|v)_proj")
     adapted: nn.Module = get_peft_model(model, config)

@@ -90,9 +90,9 @@ def loaded(folder: Path, count: int):
 
 
 def cpu_seconds() -> float:
-    """Of this process, and of those that it has waited for."""
+    """CPU time of this process, and of those that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def peak() -> int:
@@ -134,14 +134,14 @@ def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
         return lambda: [None for _ in DataLoader(rows, BATCH, num_workers=workers, collate_fn=collate)]
 
     ours = ConversationCollator(processor)
-    found = {"bare": reader(files, bare), "this package": reader(rows, ours), "TRL": reader(stock, trl)}
-    return found | {f"{workers} workers": reader(rows, ours, workers) for workers in WORKERS}
+    readers = {"bare": reader(files, bare), "this package": reader(rows, ours), "TRL": reader(stock, trl)}
+    return readers | {f"{workers} workers": reader(rows, ours, workers) for workers in WORKERS}
 
 
 def plain(messages: list[dict]) -> list[dict]:
     """Messages without the empty texts that Arrow gives image parts."""
-    keep = [[{k: v for k, v in part.items() if v is not None} for part in each["content"]] for each in messages]
-    return [{"role": each["role"], "content": content} for each, content in zip(messages, keep, strict=True)]
+    keep = [[{k: v for k, v in part.items() if v is not None} for part in message["content"]] for message in messages]
+    return [{"role": message["role"], "content": content} for message, content in zip(messages, keep, strict=True)]
 
 
 def cpu_time(function: Callable[[], object]) -> float:
@@ -176,14 +176,14 @@ def main() -> None:
                 done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
                 checks[f"{count:,} rows, {start}"] = json.loads(done.stdout.splitlines()[-1])
         readers = loaders(folder, options.images)
-        workers = {each: readers.pop(each) for each in [f"{count} workers" for count in WORKERS]}
+        workers = {name: readers.pop(name) for name in [f"{count} workers" for count in WORKERS]}
         cpu = in_turns(readers, options.rounds, cpu_time)
         wall = in_turns(
             {"this package": readers["this package"], **workers}, options.rounds, partial(seconds, device="cpu")
         )
     compared = ("this package", "TRL")
-    of_cpu = "; ".join(spread(quartiles(cpu["bare"], cpu[each])) for each in compared)
-    of_wall = "; ".join(spread(quartiles(wall["this package"], wall[each])) for each in workers)
+    of_cpu = "; ".join(spread(quartiles(cpu["bare"], cpu[kind])) for kind in compared)
+    of_wall = "; ".join(spread(quartiles(wall["this package"], wall[kind])) for kind in workers)
     rows = [
         ("batches", f"images per second of CPU / bare decoding: {'; '.join(compared)}", of_cpu),
         ("batches", f"images per second / in the same process: {'; '.join(workers)}", of_wall),

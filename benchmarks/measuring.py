@@ -55,13 +55,13 @@ def in_turns(
 
     The order within a round is random, since the first finds the memory in another state.
     """
-    found: dict[str, list[Value]] = {name: [] for name in functions}
+    values: dict[str, list[Value]] = {name: [] for name in functions}
     for round_ in range(rounds + 1):
         for name in random.sample(list(functions), len(functions)):
             value = measure(functions[name])
             if round_:
-                found[name].append(value)
-    return found
+                values[name].append(value)
+    return values
 
 
 def quartiles(values: Sequence[float], references: Sequence[float]) -> list[float]:

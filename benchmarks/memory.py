@@ -47,7 +47,7 @@ def allocated(function) -> int:
         function()
     changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     highest = now = 0
-    for event in sorted(changes, key=lambda each: each.start_ns()):
+    for event in sorted(changes, key=lambda change: change.start_ns()):
         now += event.nbytes()
         highest = max(highest, now)
     return highest
@@ -95,10 +95,10 @@ def measure(folder: Path, shape: str, words: list[str], options: argparse.Namesp
         measured = torch.cuda.max_memory_allocated()
     else:
         tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
-        states = [getattr(each, "quant_state", None) for each in tensors]
+        states = [getattr(tensor, "quant_state", None) for tensor in tensors]
         constants = [value for state in states if state for value in state.as_dict().values()]
         tensors += [value for value in constants if isinstance(value, torch.Tensor)]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         measured = sum(storages.values()) + allocated(trainer.train)
     pipe.send({"predicted": estimate.total, "measured": measured, "parts": estimate.parts})
 
@@ -124,10 +124,10 @@ def main() -> None:
             for method in options.methods:
                 ratios = []
                 for checkpointing in ("true", "false"):
-                    given = [*METHODS[method], "--gradient_checkpointing", checkpointing]
-                    found = in_process(measure, Path(name), shape, given, options)
-                    figures[f"{shape}, {method}, checkpointing {checkpointing}"] = found
-                    ratios.append(f"{found['predicted'] / found['measured']:.3f}")
+                    line = [*METHODS[method], "--gradient_checkpointing", checkpointing]
+                    size = in_process(measure, Path(name), shape, line, options)
+                    figures[f"{shape}, {method}, checkpointing {checkpointing}"] = size
+                    ratios.append(f"{size['predicted'] / size['measured']:.3f}")
                     print(f"{shape}, {method}, checkpointing {checkpointing}: {ratios[-1]}", flush=True)
                 pairs.append(", ".join(ratios))
             what = f"predicted / measured: {', '.join(options.methods)}"

@@ -58,7 +58,7 @@ def kept_bytes(norm: nn.Module, x: torch.Tensor) -> int:
     return sum(kept.values())
 
 
-def compare(width: int, options: argparse.Namespace) -> dict[str, list[float]]:
+def measured_ratios(width: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Quartiles of the times of each pair, and bytes that ours keeps for backward against LayerNorm's."""
     device, dtype = options.device, torch.bfloat16 if options.bf16 else torch.float32
     x = torch.randn(options.tokens, width, device=device, dtype=dtype, requires_grad=True)
@@ -81,8 +81,8 @@ def compare(width: int, options: argparse.Namespace) -> dict[str, list[float]]:
         pairs += [(f"{ours}, compiled", f"{theirs}, compiled") for ours, theirs in PAIRS[:2]]
     calls = {name: lambda norm=norm: step(norm, x, upstream) for name, norm in forms.items()}
     times = in_turns(calls, options.rounds, lambda call: seconds(call, device))
-    found = {f"{form}: time / {reference}": quartiles(times[form], times[reference]) for form, reference in pairs}
-    return {**found, f"{OURS}: kept for backward / {LAYER}": [kept] * 3}
+    ratios = {f"{form}: time / {reference}": quartiles(times[form], times[reference]) for form, reference in pairs}
+    return {**ratios, f"{OURS}: kept for backward / {LAYER}": [kept] * 3}
 
 
 def main() -> None:
@@ -93,18 +93,18 @@ def main() -> None:
     arguments.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     arguments.add_argument("--widths", type=int, nargs="+", default=[576, 1152, 3584], help="d")
     options = arguments.parse_args()
-    found = {width: compare(width, options) for width in options.widths}
+    ratios = {width: measured_ratios(width, options) for width in options.widths}
     rows = []
-    for name in found[options.widths[0]]:
+    for name in ratios[options.widths[0]]:
         what, measure = name.split(": ")
-        rows.append((what, measure, ", ".join(f"{found[width][name][1]:.2f}" for width in options.widths)))
+        rows.append((what, measure, ", ".join(f"{ratios[width][name][1]:.2f}" for width in options.widths)))
     precision = "bfloat16" if options.bf16 else "float32"
     widths = ", ".join(map(str, options.widths))
     report(
         f"Forward + backward, {options.tokens} tokens, d = {widths}, {precision}, {options.device}",
         rows,
         options,
-        ratios=found,
+        ratios=ratios,
     )
 
 

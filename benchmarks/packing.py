@@ -38,18 +38,18 @@ KINDS = {"short": (500, 20, 120), "conversation": (158, 150, 500), "long": (50, 
 PATCHES, TOKENS_PER_IMAGE = 576, 64
 """Tokens of an image in LLaVA-1.5, and here. Text is shortened as much as images are."""
 PROCESSES, ROWS_PER_STEP, ROWS_PER_PASS = 8, 128, 4
-"""For the counts."""
+"""Processes and rows for which padding and balance are counted."""
 
 
 def mixture_lengths(rows: int) -> list[tuple[int, int]]:
     """Images and tokens of text of each row."""
-    rng, scale, found = random.Random(0), TOKENS_PER_IMAGE / PATCHES, []
+    rng, scale, sizes = random.Random(0), TOKENS_PER_IMAGE / PATCHES, []
     for kind in rng.choices(list(KINDS), [share for share, _, _ in KINDS.values()], k=rows):
         _, least, most = KINDS[kind]
         images = 0 if kind == "text" else rng.choice((2, 3, 4)) if rng.random() < 0.05 else 1
         tokens = least * (most / least) ** rng.random()  # as many rows in each doubling of length
-        found.append((images, max(1, round(tokens * scale))))
-    return found
+        sizes.append((images, max(1, round(tokens * scale))))
+    return sizes
 
 
 def mixture(folder: Path, rows: int) -> None:
@@ -100,20 +100,20 @@ def passes_of(variant: str, lengths: list[int], rank: int) -> list[list[int]]:
 def counts(lengths: list[int]) -> dict[str, dict[str, float]]:
     """Padding and balance of the three ways of ours."""
     accumulation = ROWS_PER_STEP // PROCESSES // ROWS_PER_PASS
-    found = {}
+    balance = {}
     for variant in (PACKED, PADDED, GROUPED):
         tokens, real = [], 0  # tokens of each pass with padding, by process
         for rank in range(PROCESSES):
-            rows = [[lengths[row] for row in each] for each in passes_of(variant, lengths, rank)]
-            real += sum(map(sum, rows))
-            tokens.append([sum(each) if variant == PACKED else len(each) * max(each) for each in rows])
-        steps = [[sum(each[i : i + accumulation]) for i in range(0, len(each), accumulation)] for each in tokens]
-        found[variant] = {"padding": 1 - real / sum(map(sum, tokens))}
+            passes = [[lengths[row] for row in rows] for rows in passes_of(variant, lengths, rank)]
+            real += sum(map(sum, passes))
+            tokens.append([sum(rows) if variant == PACKED else len(rows) * max(rows) for rows in passes])
+        steps = [[sum(sums[i : i + accumulation]) for i in range(0, len(sums), accumulation)] for sums in tokens]
+        balance[variant] = {"padding": 1 - real / sum(map(sum, tokens))}
         for name, sums in (("pass", tokens), ("step", steps)):
-            found[variant][name] = statistics.mean(
-                max(each) / statistics.mean(each) for each in zip(*sums, strict=True)
+            balance[variant][name] = statistics.mean(
+                max(at_once) / statistics.mean(at_once) for at_once in zip(*sums, strict=True)
             )
-    return found
+    return balance
 
 
 def main() -> None:
@@ -136,7 +136,7 @@ def main() -> None:
     what = "packing, mixture"
     faster = ", ".join(f"{spent[variant] / spent[PACKED]:.2f}" for variant in VARIANTS[1:])
     rows = [(what, f"tokens per second / {'; '.join(VARIANTS[1:])}", faster)]
-    figures = [f"{each['padding']:.1%}, {each['pass'] - 1:.1%}, {each['step'] - 1:.1%}" for each in balance.values()]
+    figures = [f"{way['padding']:.1%}, {way['pass'] - 1:.1%}, {way['step'] - 1:.1%}" for way in balance.values()]
     rows.append((what, f"padding, imbalance of passes, of steps: {'; '.join(balance)}", "; ".join(figures)))
     title = f"Packing, {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {options.device}"
     report(title, rows, options, lengths=lengths, seconds=seconds, ends=ends, balance=balance)

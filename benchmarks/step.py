@@ -93,7 +93,7 @@ def write_rows(folder: Path, side: int, sizes: list[tuple[int, int]]) -> None:
         user = [{"type": "image"}] * images + [{"type": "text", "text": "describe"}]
         answer = [{"type": "text", "text": " ".join(rng.choices("etaoin", k=words))}]
         pixels = [rng.randbytes(3 * side**2) for _ in range(images)]
-        stored = [{"bytes": png(Image.frombytes("RGB", (side, side), each))} for each in pixels]
+        stored = [{"bytes": png(Image.frombytes("RGB", (side, side), image))} for image in pixels]
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
         data.append({"images": stored, "messages": messages})
     Dataset.from_list(data, features=FEATURES).save_to_disk(folder / "data")
@@ -256,7 +256,7 @@ def run(
     return seconds, ends
 
 
-def compare(runs: list[dict[str, list[float]]], variant: str, reference: str) -> dict[str, float]:
+def time_ratios(runs: list[dict[str, list[float]]], variant: str, reference: str) -> dict[str, float]:
     """Ratios of times of the same batch: medians over steps and runs, and both together."""
     plain, logged = [], []
     for seconds in runs:
@@ -297,14 +297,14 @@ def main() -> None:
     pairs = [(variant, STOCK) for variant in variants if variant != STOCK] + [(with_norm, NO_NORM)]
     peak = {variant: statistics.median(values) for variant, values in peaks.items()}
     precision = "bfloat16" if options.bf16 else "float32"
-    found, rows = {}, []
+    by_pair, rows = {}, []
     for variant, reference in pairs:
-        ratios, memory = compare(runs, variant, reference), peak[variant] / peak[reference]
-        found[f"{variant} / {reference}"] = ratios | {"peak memory": memory}
+        ratios, memory = time_ratios(runs, variant, reference), peak[variant] / peak[reference]
+        by_pair[f"{variant} / {reference}"] = ratios | {"peak memory": memory}
         name = f"training step: {variant}"
         rows.append((name, f"time, peak memory / {reference}", f"{ratios['all steps']:.3f}, {memory:.3f}"))
     title = f"A training step, {options.train}, {precision}, batch {options.batch}"
-    report(f"{title}, {options.device}", rows, options, ratios=found, seconds=runs, peak_bytes=peaks, ends=ends)
+    report(f"{title}, {options.device}", rows, options, ratios=by_pair, seconds=runs, peak_bytes=peaks, ends=ends)
 
 
 if __name__ == "__main__":

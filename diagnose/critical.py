@@ -71,7 +71,7 @@ class Updates:
 
     def relative_rotation(self, norm: float) -> float:
         """Mean rotation over the layers but the last of a token that enters with a norm, over that of N_text."""
-        rotated, of_text = (sum(self.rotation(each)[:-1] or self.rotation(each)) for each in (norm, self.n_text))
+        rotated, of_text = (sum(self.rotation(size)[:-1] or self.rotation(size)) for size in (norm, self.n_text))
         return rotated / of_text
 
     def critical_norm(self, share: float) -> float | None:
@@ -85,7 +85,7 @@ class Updates:
         return high
 
     def table(self, model: str) -> Table:
-        """For the terminal."""
+        """The table for the terminal."""
         table = Table(title=f"{model}: predicted rotation of a token by its norm on entry", show_header=False)
         table.add_row("N_text, entering the decoder", f"{self.n_text:.4g}")
         table.add_row("update of layer 1", f"{self.sizes[0]:.4g}")

@@ -65,8 +65,8 @@ def load_samples(
         questions = held_out(per_kind=100)
         rng.shuffle(questions)
         drawn = (
-            Sample(f"{each.kind} ({each.image.name})", each.text, {"path": str(each.image), "bytes": None})
-            for each in questions
+            Sample(f"{asked.kind} ({asked.image.name})", asked.text, {"path": str(asked.image), "bytes": None})
+            for asked in questions
         )
         name = "easy-VQA and emoji"
         return Samples(name, _take(name, drawn, count))
@@ -89,7 +89,7 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
     """Model inputs of `samples`, in order, padded on the left: each question after its image, as a user's turn.
 
     Args:
-        processor: Of a vision-language model. Its chat template is used, with the generation prompt; without one,
+        processor: A vision-language model's. Its chat template is used, with the generation prompt; without one,
             the text is the image token, a line break and the question. A tokenizer without a padding token gets its
             end-of-sequence token.
         samples: What to ask, `batch_size` at a time.
@@ -124,7 +124,7 @@ def _inputs_of(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, 
 def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Tensor]:
     options = {"padding": True, "padding_side": "left"}
     if processor.chat_template:
-        parts = ([{"type": "image", "image": each.image}, {"type": "text", "text": each.question}] for each in batch)
+        parts = ([{"type": "image", "image": x.image}, {"type": "text", "text": x.question}] for x in batch)
         inputs = processor.apply_chat_template(
             [[{"role": "user", "content": content}] for content in parts],
             add_generation_prompt=True,

@@ -50,7 +50,8 @@ def verdict(report: Report, against: Report | None = None) -> list[str]:
         enter = f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text"
         rotate = f"rotate {_rotation(report)} × as much as text in each layer"
         sentences = [f"{enter} and {rotate} (mean over layers 1 to {report.layers - 1})."]
-        checked = [each.outcome for each in findings(report) if each.outcome in ("agrees", "disagrees", "unclear")]
+        outcomes = [finding.outcome for finding in findings(report)]
+        checked = [outcome for outcome in outcomes if outcome in ("agrees", "disagrees", "unclear")]
         if checked and (against is None or against.entry_ratio is None):
             agree = f"{checked.count('agrees')} of the {len(checked)}"
             sentences.append(f"The measurement agrees with {agree} claims of the paper that it can check.")
@@ -88,10 +89,10 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
     # A claim about both modalities does not apply to a part alone.
     unknown = "not measured" if subject.interface.visual is not None else "does not apply"
     name = "" if against is None else f"{subject.model}: "
-    found = []
+    checked = []
     for claim, check in claims:
         outcome, sentence = check(subject) or (unknown, "What this is about was not measured.")
-        found.append(Finding(claim, outcome, name + sentence))
+        checked.append(Finding(claim, outcome, name + sentence))
     for claim, compare in (
         ("Figure 4a: with the norm, the norms of both stay nearer to each other in depth.", _remedy_norms),
         ("Figure 4b: with the norm, their rotations are nearer to each other.", _remedy_rotations),
@@ -104,8 +105,8 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         else:
             unmeasured = ("not measured", "The same has to be measured of both models.")
             outcome, sentence = compare(report, against) or unmeasured
-        found.append(Finding(claim, outcome, sentence))
-    return found
+        checked.append(Finding(claim, outcome, sentence))
+    return checked
 
 
 def _compared(report: Report, against: Report) -> str:
@@ -115,7 +116,7 @@ def _compared(report: Report, against: Report) -> str:
         if new is not None and old is not None:
             parts.append(f"their {what} is {number(new, 2)} × that of text instead of {number(old, 2)} ×")
     for what, name in (("text embeddings", "vocabulary"), ("the encoder's tokens", "encoder_output")):
-        norms = [getattr(each.interface, name) for each in (report, against)]
+        norms = [getattr(model.interface, name) for model in (report, against)]
         if not parts and None not in norms:
             parts.append(f"{what} have a norm of {number(norms[0].mean, 3)} instead of {number(norms[1].mean, 3)}")
     if not parts:
@@ -193,7 +194,7 @@ def _update_angle(report: Report) -> Checked:
 def _bottom(report: Report) -> Checked:
     if report.has_norm:
         return "does not apply", "The claim is about models without the norm."
-    biases = [fmean(each.bottom_bias) for each in report.attention if each.bottom_bias is not None]
+    biases = [fmean(answer.bottom_bias) for answer in report.attention if answer.bottom_bias is not None]
     if not biases:
         return None
     bias, error = fmean(biases), _standard_error(biases)
@@ -222,7 +223,7 @@ def _remedy_focus(report: Report, against: Report) -> Checked:
     pairs = list(zip(report.attention, against.attention, strict=False))
     if not pairs or any(new.question != old.question for new, old in pairs):
         return None
-    new, old = (fmean(fmean(each.entropy) for each in model) for model in zip(*pairs, strict=True))
+    new, old = (fmean(fmean(answer.entropy) for answer in model) for model in zip(*pairs, strict=True))
     fallen = [fmean(before.entropy) - fmean(now.entropy) for now, before in pairs]
     sentence = f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even (questions: {len(pairs)})."
     return _above(fmean(fallen), NO_CHANGE_ENTROPY, _standard_error(fallen)), sentence

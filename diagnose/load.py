@@ -50,7 +50,7 @@ class ModelHandle:
         name: Folder or Hub id, without the folders above it.
         source: Folder, file or Hub id to load it from.
         revision: The commit of a Hub id; all its files are read at this one.
-        processor, image_processor: Of a vision-language model; of a vision encoder.
+        processor, image_processor: The processor of a vision-language model, or of a vision encoder.
         model_class: Class that loads it; None for a language model.
         config: Configuration; None for a single file or a GGUF folder.
         opened: The checkpoint; None for a single file or a GGUF folder.

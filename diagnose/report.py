@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA_VERSION = 1
-"""Of `report.json`; it grows when a field is renamed, removed or changes its meaning, not when one is added."""
+"""The version of `report.json`; it grows when a field is renamed, removed or changes its meaning."""
 
 REPORT, PAGE = "report.json", "report.html"
 """Files in the folder that a diagnosis writes: the numbers and the page."""

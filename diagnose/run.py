@@ -57,8 +57,8 @@ class Diagnosis(Printed):
     def renderable(self) -> Group:
         """The verdict, what was left out, and the paper's claims."""
         claims = Table("the paper", "here", "measured")
-        for each in findings(self.report, self.against):
-            claims.add_row(each.claim, each.outcome, each.sentence)
+        for finding in findings(self.report, self.against):
+            claims.add_row(finding.claim, finding.outcome, finding.sentence)
         sentences = [*self.verdict, *self.report.left_out, f"Report: {self.folder / PAGE}"]
         return Group(*sentences, claims)
 
@@ -143,7 +143,7 @@ def diagnose(
         content = {
             "schema_version": SCHEMA_VERSION,
             "verdict": conclusion,
-            "findings": [asdict(each) for each in findings(report, baseline)],
+            "findings": [asdict(finding) for finding in findings(report, baseline)],
             "report": asdict(report),
             "against": baseline and asdict(baseline),
             "figures": [asdict(drawing) for drawing in drawings],
@@ -194,13 +194,13 @@ def _attention(
     for number, sample in enumerate(track(samples, "attention", console=Console()), 1):
         (inputs,) = batches(processor, [sample], 1)
         try:
-            found = attention_maps(model, inputs, question=sample.question, special_ids=special)
+            answer = attention_maps(model, inputs, question=sample.question, special_ids=special)
         except (ValueError, RuntimeError) as error:  # such as out of memory: a map has heads * tokens^2 numbers
             return measured, [f"Attention, from question {number} on: {str(error).partition(chr(10))[0]}"]
         if number <= QUESTIONS_DRAWN:
-            found = replace(found, image=f"{prefix}image_{number}.png")
-            shown_image(processor, inputs, sample.image).save(folder / str(found.image))
-        measured.append(found if found.image else replace(found, maps=[]))
+            answer = replace(answer, image=f"{prefix}image_{number}.png")
+            shown_image(processor, inputs, sample.image).save(folder / str(answer.image))
+        measured.append(answer if answer.image else replace(answer, maps=[]))
     return measured, []
 
 
@@ -212,8 +212,8 @@ def shown_image(processor: ProcessorMixin, inputs: dict[str, Tensor], image: Ima
     """
     pixels = inputs.get("pixel_values")
     names = ("image_mean", "image_std", "do_normalize", "do_rescale")
-    mean, std, *done = (getattr(processor.image_processor, name, None) for name in names)
-    if pixels is None or pixels.dim() != 4 or len(pixels) != 1 or mean is None or std is None or not all(done):
+    mean, std, *is_scaled = (getattr(processor.image_processor, name, None) for name in names)
+    if pixels is None or pixels.dim() != 4 or len(pixels) != 1 or mean is None or std is None or not all(is_scaled):
         return image
     shown = pixels[0].float() * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
     return Image.fromarray((shown * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
@@ -224,8 +224,8 @@ def _written(folder: Path) -> set[str]:
     try:
         content = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         reports = filter(None, (content["report"], content["against"]))
-        images = {each["image"] for report in reports for each in report["attention"] if each["image"]}
-        return {REPORT, PAGE, *images, *(each["file"] for each in content["figures"])}
+        images = {answer["image"] for report in reports for answer in report["attention"] if answer["image"]}
+        return {REPORT, PAGE, *images, *(figure["file"] for figure in content["figures"])}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 
@@ -240,7 +240,7 @@ def _names(handles: list[ModelHandle], *names: str | None) -> list[str]:
 
 
 def _longer_name(handle: ModelHandle) -> str:
-    """With the folder above, such as baseline/model, unless that is the home folder: it has a person's name."""
+    """The name with the folder above, as baseline/model, unless that is the home folder, which names a person."""
     path = Path(handle.source).resolve()
     above = path.parent.name
     is_named = path.exists() and above and path.parent != Path.home().resolve()

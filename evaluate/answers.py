@@ -47,16 +47,16 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
         return same[0]
     if _REFUSAL.match(answer):
         return None
-    if found := list(named.finditer(answer)):
-        several = any(another.match(answer, each.end()) for each in found)
-        letters = {each[1].upper() for each in found}
+    if matches := list(named.finditer(answer)):
+        several = any(another.match(answer, match.end()) for match in matches)
+        letters = {match[1].upper() for match in matches}
         return letters.pop() if len(letters) == 1 and not several else None
-    if found := [*alone.finditer(answer), *in_brackets.finditer(answer)]:
-        if len({each[1].upper() for each in found}) > 1:
+    if matches := [*alone.finditer(answer), *in_brackets.finditer(answer)]:
+        if len({match[1].upper() for match in matches}) > 1:
             return None
-        around = [(answer[: each.start()], answer[each.end() :]) for each in found]
+        around = [(answer[: match.start()], answer[match.end() :]) for match in matches]
         if any(not re.search(r"\w", before) or len(re.findall(r"\w+", after)) < 4 for before, after in around):
-            return found[0][1].upper()
+            return matches[0][1].upper()
     return _option_within(answer, options)
 
 

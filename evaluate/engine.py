@@ -45,7 +45,7 @@ evaluator.get_git_commit_hash = lambda: None  # of the working directory; withou
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model in memory and of each metric of a part
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
 SEED = 1234
-"""Of few-shot examples and everything else that a task draws."""
+"""The seed of few-shot examples and everything else that a task draws."""
 
 
 class MultimodalLM(HFMultimodalLM):
@@ -145,18 +145,18 @@ def run_task(lm: LM, task: str | Task, manager: TaskManager, *, limit: int | Non
     """
     chat = _is_chat(lm, manager.load([task]))
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
-    found = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
-    assert found is not None  # in the first process
-    found["config"]["apply_chat_template"] = chat  # which the harness does not write
-    return found
+    raw = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
+    assert raw is not None  # in the first process
+    raw["config"]["apply_chat_template"] = chat  # which the harness does not write
+    return raw
 
 
-def save(found: dict[str, Any], folder: Path, *, model: str) -> None:
+def save(raw: dict[str, Any], folder: Path, *, model: str) -> None:
     """Writes what [`run_task`] found in the harness's own form."""
-    samples = found.pop("samples")
+    samples = raw.pop("samples")
     tracker = EvaluationTracker(output_path=str(folder / "results.json"))
     tracker.general_config_tracker.model_name_sanitized = model
-    tracker.save_results_aggregated(found, samples=samples)
+    tracker.save_results_aggregated(raw, samples=samples)
     for name, answers in samples.items():
         tracker.save_results_samples(name, answers)
 
@@ -166,18 +166,18 @@ def saved_files(folder: Path) -> set[str]:
     return {file.name for pattern in ("results_*.json", "samples_*.jsonl") for file in folder.glob(pattern)}
 
 
-def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict[str, Any]) -> Evaluation:
+def summarized(raw: dict[str, Any], task: str, *, weights: str, settings: dict[str, Any]) -> Evaluation:
     """The results of a task, of a group as a whole first, then of its parts."""
-    counts = found["n-samples"].values()
-    config = next(iter(found["configs"].values()))
+    counts = raw["n-samples"].values()
+    config = next(iter(raw["configs"].values()))
     own = (config.get("metadata") or {}).get("own", {})
     return Evaluation(
         task=task,
         title=own.get("title", task),
-        metrics=_metrics(found, task),
+        metrics=_metrics(raw, task),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=[*_protocol(found, config, own), *_quantized(settings.get("quantization"))],
+        protocol=[*_protocol(raw, config, own), *_quantized(settings.get("quantization"))],
         date=datetime.now(UTC).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
@@ -192,15 +192,15 @@ def _quantized(settings: dict[str, Any] | None) -> list[str]:
 
 def _is_chat(lm: LM, loaded: TaskDict) -> bool:
     """Whether prompts go through the chat template: where answers are generated, if there is a template."""
-    generates = all(each.get_config("output_type") == "generate_until" for each in loaded["tasks"].values())
+    generates = all(task.get_config("output_type") == "generate_until" for task in loaded["tasks"].values())
     return generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
 
 
-def _metrics(found: dict[str, Any], task: str) -> list[Metric]:
+def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
     """The metrics of a task or group as a whole first, then of its parts."""
     metrics = []
-    for name in sorted(found["results"], key=lambda name: name != task):
-        scores, samples = found["results"][name], (found.get("samples") or {}).get(name)  # of a group there are none
+    for name in sorted(raw["results"], key=lambda name: name != task):
+        scores, samples = raw["results"][name], (raw.get("samples") or {}).get(name)  # of a group there are none
         for key, value in scores.items():
             metric, _, rule = key.partition(",")
             if not rule or metric.endswith("_stderr") or not isinstance(value, int | float):
@@ -215,25 +215,25 @@ def _metrics(found: dict[str, Any], task: str) -> list[Metric]:
                     float(error) if isinstance(error, int | float) else None,
                     references=_references(scores, metric, rule),
                     subset=None if name == task else scores.get("alias", name).strip(" -"),
-                    samples=samples and sum(metric in each["metrics"] for each in samples if each["filter"] == rule),
+                    samples=samples and sum(metric in s["metrics"] for s in samples if s["filter"] == rule),
                 )
             )
     return metrics
 
 
 def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
-    """Of accuracy `acc` the metrics `blank` and `commonest`, of `acc_colour` `blank_colour` and `commonest_colour`."""
+    """References of a metric: of `acc`, `blank` and `commonest`; of `acc_colour`, `blank_colour` and so on."""
     measure, _, subset = ("acc", "", "") if metric == "exact_match" else metric.partition("_")
     keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
     return {name: float(scores[key]) for name, key in keys.items() if measure == "acc" and key in scores}
 
 
-def _protocol(found: dict[str, Any], config: dict[str, Any], own: dict[str, str]) -> list[str]:
+def _protocol(raw: dict[str, Any], config: dict[str, Any], own: dict[str, str]) -> list[str]:
     """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
     kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
-    template = "through the chat template" if found["config"]["apply_chat_template"] else "as plain text"
+    template = "through the chat template" if raw["config"]["apply_chat_template"] else "as plain text"
     sentences = [
         f"lm-evaluation-harness runs its task {config['task']} on {data}.",
         f"Answers are generated with {options}." if kind == "generate_until" else f"Answers are chosen by {kind}.",
@@ -242,10 +242,10 @@ def _protocol(found: dict[str, Any], config: dict[str, Any], own: dict[str, str]
     ]
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
-    if any(each["metric"] == "blank" for each in config.get("metric_list", ())):
+    if any(metric["metric"] == "blank" for metric in config.get("metric_list", ())):
         sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
         sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
-    samples = next(iter(found["samples"].values()), None)
+    samples = next(iter(raw["samples"].values()), None)
     if samples and kind != "loglikelihood_rolling" and not own:
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")

@@ -76,12 +76,12 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
     if row["reason"]:
         raise ValueError(row["reason"])
     contents = [[part["text"] for part in turn["content"]] for turn in row["messages"]]  # None for an image
-    turns = ["".join(MARKER if text is None else text for text in each) for each in contents]
+    turns = ["".join(MARKER if text is None else text for text in content) for content in contents]
     system = turns.pop(0) if row["messages"][0]["role"] == "system" else ""
     if len(turns) != 2:
         raise ValueError(f"it has {len(turns) // 2} questions; save each, with its answer, as a row of its own")
     prompt, answer = turns
-    options, answers = row["options"], [plain(each) or each for each in row["accepted"] or [answer]]
+    options, answers = row["options"], [plain(text) or text for text in row["accepted"] or [answer]]
     if options:
         if (letter := chosen_letter(answer, options)) is None:
             raise ValueError(f"the answer {short(answer)} is not just one of the choices {short([*options.values()])}")
@@ -94,16 +94,16 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
 
 def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[str, Any]]]) -> OfflineTask:
     metric = "acc" if documents[0]["options"] else "exact_match"
-    if (words := median(len(each["answer"].split()) for each in documents)) > MANY_WORDS:
+    if (words := median(len(document["answer"].split()) for document in documents)) > MANY_WORDS:
         note = "exact_match counts the same words alone, and says little of captions: read the answers in evaluation/."
         logger.warning(f"The median answer of {label} has {words:,.0f} words. {note}")
-    files = [[hashlib.sha256(stored_bytes(image)).hexdigest() for image in each] for each in images]
+    files = [[hashlib.sha256(stored_bytes(image)).hexdigest() for image in stored] for stored in images]
     version = hashlib.sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
     alike = defaultdict(list)
-    for each in documents:
-        alike[each["prompt"]].append(each["answers"])
-    rows = [each | {"blank": alike.pop(each["prompt"], [])} for each in documents]
-    texts = [text for each in rows for text in (*each["answers"], *each["options"])]
+    for document in documents:
+        alike[document["prompt"]].append(document["answers"])
+    rows = [document | {"blank": alike.pop(document["prompt"], [])} for document in documents]
+    texts = [text for row in rows for text in (*row["answers"], *row["options"])]
     longest = max(16, *(len(text.encode()) + 2 for text in texts))  # tokens, each of a byte at least
     metrics = [(metric, "mean"), ("blank", blank), ("commonest", commonest)]
     config: dict[str, Any] = {
@@ -113,7 +113,7 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
         "test_split": "test",
         "description": documents[0]["system"],
         "doc_to_text": lambda row: row["prompt"],
-        "doc_to_image": lambda row: [decode_image(each, MAX_PIXELS) for each in images[row["row"]]],
+        "doc_to_image": lambda row: [decode_image(image, MAX_PIXELS) for image in images[row["row"]]],
         "doc_to_target": "answer",
         "process_results": _results,
         "output_type": "generate_until",
@@ -129,7 +129,7 @@ def _results(document: dict, answers: list[str]) -> dict[str, Any]:
     """The score of the answer; of that to a blank image, how many of the questions so worded it answers rightly."""
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
     # Answers that count as the same: of the same letter, or of the same text without case and marks.
-    said = [chosen_option(each, options) if options else plain(each) or each.strip() for each in answers]
+    said = [chosen_option(answer, options) if options else plain(answer) or answer.strip() for answer in answers]
     scores = {"acc" if options else "exact_match": float(said[0] in document["answers"])}
     asked = document["blank"]
     blanks = {"blank": [sum(said[1] in right for right in asked), len(asked)]} if len(said) > 1 else {}

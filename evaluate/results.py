@@ -27,7 +27,7 @@ WEIGHT_FILES = "*.safetensors"
 """Files of a model's weights, of which [`files_hash`] tells whether a result is theirs."""
 
 SCHEMA_VERSION = 2
-"""Of `summary.json`; raised when a field is renamed, removed or changes its meaning."""
+"""The version of `summary.json`; it grows when a field is renamed, removed or changes its meaning."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Metric:
     """One result of a task, with its error and references.
 
     Attributes:
-        name: Such as "accuracy".
+        name: Name of the metric, such as "accuracy".
         value: A share as 0.98, not 98.
         stderr: Standard error over samples; None if not computed.
         references: Results to compare with, by name: `{"blank image": 0.24, "commonest answer": 0.40}`.
@@ -59,7 +59,7 @@ class Evaluation:
         samples, total: How many samples were evaluated, of how many. Fewer than all, or none, is a partial run.
         protocol: Prompt, decoding and scoring, one sentence each.
         date: ISO 8601.
-        versions: Of the packages that evaluated, and of the task.
+        versions: Versions of the packages that evaluated, and of the task.
         weights: SHA-256 of the files of weights, or Hub id and commit.
         settings: What else the results depend on: batch size, precision, seeds.
 
@@ -80,7 +80,7 @@ class Evaluation:
 
     def __post_init__(self):
         numbers: list[tuple[str, list[Any]]] = [("samples", [self.samples, self.total])]
-        numbers += [(each.name, [each.value, each.stderr or 0, *each.references.values()]) for each in self.metrics]
+        numbers += [(m.name, [m.value, m.stderr or 0, *m.references.values()]) for m in self.metrics]
         for name, values in numbers:
             if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
                 raise ValueError(f"in {self.task}, {name} is {values}, not finite numbers")
@@ -96,9 +96,9 @@ class Evaluation:
         Raises ValueError, and changes nothing, if the file is not valid.
         """
         with only_writer(checkpoint):
-            others = [each for each in read_evaluations(checkpoint) if each.task != self.task]
-            tasks = sorted([*others, self], key=lambda each: each.task)
-            content = {"schema_version": SCHEMA_VERSION, "evaluations": [asdict(each) for each in tasks]}
+            others = [result for result in read_evaluations(checkpoint) if result.task != self.task]
+            tasks = sorted([*others, self], key=lambda result: result.task)
+            content = {"schema_version": SCHEMA_VERSION, "evaluations": [asdict(result) for result in tasks]}
             write_json(checkpoint / FOLDER / SUMMARY, content)
 
 
@@ -112,8 +112,8 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
         if (version := content["schema_version"]) != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
         return [
-            Evaluation(**{**each, "metrics": [Metric(**metric) for metric in each["metrics"]]})
-            for each in content["evaluations"]
+            Evaluation(**{**entry, "metrics": [Metric(**metric) for metric in entry["metrics"]]})
+            for entry in content["evaluations"]
         ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a valid evaluation: {error}. Evaluate again, or remove it.") from error
@@ -130,17 +130,17 @@ def add_before(result: Evaluation, checkpoint: Path) -> None:
         folder = checkpoint.resolve().parent / Path(str(record.get("options", {}).get("model_name_or_path"))).name
         record = record.get("before")
         earlier = read_evaluations(folder) if read_record(str(folder), TRAINING_RECORD) == record else []
-        for each in earlier:
-            if (each.task, each.samples) == (result.task, result.samples):
-                values = {metric.name: metric.value for metric in each.metrics}
+        for other in earlier:
+            if (other.task, other.samples) == (result.task, result.samples):
+                values = {metric.name: metric.value for metric in other.metrics}
                 for metric in (metric for metric in result.metrics if metric.name in values):
                     metric.references[BEFORE] = values[metric.name]
 
 
 def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None) -> str | None:
     """A sentence if bits per byte rose by more than `RISE`, or, of a trained `checkpoint`, if that is not known."""
-    of_text = [metric for each in evaluations if each.task == FORGETTING for metric in each.metrics]
-    if metric := next((each for each in of_text if each.name == "bits_per_byte"), None):
+    of_text = [metric for result in evaluations if result.task == FORGETTING for metric in result.metrics]
+    if metric := next((metric for metric in of_text if metric.name == "bits_per_byte"), None):
         before = metric.references.get(BEFORE)
         if before and metric.value > (1 + RISE) * before:
             return (

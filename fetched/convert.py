@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from ..checkpoint.files import cache_dir, finished_folder
-from .archives import LANGUAGE, VISION, Part
+from .archives import LANGUAGE, VISION, Archive
 from .fetch import alone, unpack
 
 
@@ -77,10 +77,10 @@ def _convert_vision(target: Path, image_size: int) -> None:
         _write_card(folder, VISION)
 
 
-def _write_card(folder: Path, part: Part) -> None:
+def _write_card(folder: Path, archive: Archive) -> None:
     """Writes a card that names the licence of the archive."""
-    about = f"{part.about}. Converted from {part.name} {part.version}."
-    (folder / "README.md").write_text(f"---\nlicense: {part.licence.lower()}\n---\n\n{about}\n", encoding="utf-8")
+    about = f"{archive.about}. Converted from {archive.name} {archive.version}."
+    (folder / "README.md").write_text(f"---\nlicense: {archive.licence.lower()}\n---\n\n{about}\n", encoding="utf-8")
 
 
 def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:

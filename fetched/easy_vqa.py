@@ -107,7 +107,7 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
 def emoji(split: str) -> list[Question]:
     """The names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
     google, fluent = unpack(GOOGLE_EMOJI) / "package", unpack(FLUENT_EMOJI) / "package"
-    entries = {each["short_name"]: each for each in json.loads((google / "emoji.json").read_text(encoding="utf-8"))}
+    entries = {entry["short_name"]: entry for entry in json.loads((google / "emoji.json").read_text(encoding="utf-8"))}
     if split == "train":
         files = {name: google / "img" / "google" / "64" / entries[name]["image"] for name in EMOJI}
     else:
@@ -133,7 +133,7 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Datase
     for _ in range(rows):
         if rng.random() < emoji_share:
             asked = rng.sample(drawings, EMOJI_TURNS)
-            conversations.append(conversation(asked, [placed(each.image, rng) for each in asked]))
+            conversations.append(conversation(asked, [placed(drawing.image, rng) for drawing in asked]))
             continue
         of_kind = by_image[rng.choice(images)]
         turns = [rng.choice(of_kind["yes/no"]), rng.choice(of_kind["shape"] + of_kind["colour"])]

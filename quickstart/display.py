@@ -19,7 +19,7 @@ from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
 from .evaluate import EMOJI
 
 
-COLUMNS = 4
+IMAGES_PER_ROW = 4
 """Images side by side."""
 
 
@@ -27,16 +27,16 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
     """Draws held-out images with question, answer and truth into one PNG."""
     from matplotlib.figure import Figure
 
-    rows = ceil(len(answered) / COLUMNS)
-    figure = Figure(figsize=(2.4 * COLUMNS, 2.7 * rows), layout="constrained")
-    for axes in (grid := figure.subplots(rows, COLUMNS, squeeze=False)).flat:
+    rows = ceil(len(answered) / IMAGES_PER_ROW)
+    figure = Figure(figsize=(2.4 * IMAGES_PER_ROW, 2.7 * rows), layout="constrained")
+    for axes in (grid := figure.subplots(rows, IMAGES_PER_ROW, squeeze=False)).flat:
         axes.set_axis_off()
-    for axes, (question, given) in zip(grid.flat, answered, strict=False):
-        right = named(given, CHOICES.get(question.kind, (question.answer,))) == question.answer
+    for axes, (question, said) in zip(grid.flat, answered, strict=False):
+        right = named(said, CHOICES.get(question.kind, (question.answer,))) == question.answer
         axes.imshow(load_image(question.image))
         axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
         style = {"transform": axes.transAxes, "ha": "center", "fontsize": 9}
-        answer, color = shorten(given, 40, placeholder=" ..."), "green" if right else "crimson"
+        answer, color = shorten(said, 40, placeholder=" ..."), "green" if right else "crimson"
         axes.text(0.5, 1.02, answer, color=color, weight="bold", **style)
         if not right:
             axes.text(0.5, -0.08, f"truth: {question.answer}", **style)

@@ -28,7 +28,7 @@ OURS, BASELINE = "quickstart", "quickstart-no-norm"
 """Names of the models in the reports."""
 
 
-def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, Any]:
+def ask_held_out(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, Any]:
     """Asks a checkpoint the held-out questions, unless it was asked before, and keeps the results in its folder.
     With `limit`, it is asked the first so many questions about easy-VQA's images and about emoji.
 
@@ -38,11 +38,13 @@ def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> di
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
-        done = evaluate(str(checkpoint), tasks=(EASY_VQA, NAMES), limit=limit, batch_size=BATCH_SIZE, dtype="float32")
-    for task, reason in done.failed.items():
+        tasks = (EASY_VQA, NAMES)
+        evaluated = evaluate(str(checkpoint), tasks=tasks, limit=limit, batch_size=BATCH_SIZE, dtype="float32")
+    for task, reason in evaluated.failed.items():
         raise RuntimeError(f"{task} could not be run: {reason}")
-    found = {(each.task, metric.name): metric for each in read_evaluations(checkpoint) for metric in each.metrics}
-    metrics = {kind: found[key] for kind, key in METRICS.items()}
+    results = read_evaluations(checkpoint)
+    by_name = {(result.task, metric.name): metric for result in results for metric in result.metrics}
+    metrics = {kind: by_name[key] for kind, key in METRICS.items()}
     return {
         "accuracy": {kind: metric.value for kind, metric in metrics.items()},
         "blank": {kind: metric.references["blank image"] for kind, metric in metrics.items()},

@@ -20,7 +20,7 @@ from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import finished_folder, json_or_none, remove_unfinished, write_json
 from ..checkpoint.lock import LOCK
-from ..fetched.archives import PARTS
+from ..fetched.archives import ARCHIVES
 from ..fetched.convert import convert_language, convert_vision
 from ..fetched.easy_vqa import Question, held_out, load_image, prompt, training_data
 from ..fetched.fetch import fetch
@@ -29,7 +29,7 @@ from ..hub_cards.push.clean_process import ask_clean_process, difference, first_
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.lock import only_run
 from .display import draw_images, peak_rss_gib, print_results
-from .evaluate import BASELINE, OURS, ask, diagnose_once, read_report
+from .evaluate import BASELINE, OURS, ask_held_out, diagnose_once, read_report
 from .journal import JOURNAL, Journal
 from .train import check_stage, rows_of, stage, train_stage
 
@@ -47,7 +47,7 @@ class Settings:
         stage1, stage2: Options of the two recipes.
         emoji_share: Share of training rows that ask for the name of an emoji.
         asked: Held-out questions about easy-VQA's images, and about emoji; all, 300 and 12, without a limit.
-        asked_before: Those that the untrained model is asked.
+        asked_before: Number of those that the untrained model is asked.
         shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
         diagnosed: Held-out images for the diagnosis.
         seed: Seed of the data and the projector; the recipes have seeds of their own.
@@ -101,9 +101,9 @@ def run_quickstart(
 
 def check_output(output: Path) -> None:
     """Raises ValueError if `output` holds anything but an earlier run."""
-    found = {each.name for each in output.iterdir()} - {LOCK} if output.exists() else set()
-    if found and "settings" not in (json_or_none(output / JOURNAL) or {}):
-        raise ValueError(f"{output} holds {min(found)}, which no quickstart wrote there. Choose a new folder.")
+    names = {path.name for path in output.iterdir()} - {LOCK} if output.exists() else set()
+    if names and "settings" not in (json_or_none(output / JOURNAL) or {}):
+        raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote there. Choose a new folder.")
 
 
 def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, console: Console) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
     full_baseline = full_baseline or (baseline / "model").exists()
 
     with journal.step("fetch"):
-        for part in PARTS:
-            console.print(f"{part.name} {part.version}, {part.licence}: {part.about}")
-            fetch(part)
+        for archive in ARCHIVES:
+            console.print(f"{archive.name} {archive.version}, {archive.licence}: {archive.about}")
+            fetch(archive)
     with journal.step("convert"):
         language = convert_language()
         vision = convert_vision(settings.image_size)
@@ -129,7 +129,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         build(vision, language, untrained, settings, arm="gwc")
 
     with journal.step("evaluate before"):
-        before = ask(untrained, limit=settings.asked_before, bf16=bf16)
+        before = ask_held_out(untrained, limit=settings.asked_before, bf16=bf16)
     write_data(data, settings)
     with journal.step("stage 1"):
         train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
@@ -139,7 +139,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         if not model.exists():
             merge_adapter(stage2, model, base=str(stage1))
     with journal.step("evaluate after"):
-        after = ask(model, limit=settings.asked, bf16=bf16)
+        after = ask_held_out(model, limit=settings.asked, bf16=bf16)
     with journal.step("reload"):
         questions = held_out(100)
         kinds = dict.fromkeys(question.kind for question in questions)
@@ -159,7 +159,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         if not plain.exists():
             merge_adapter(baseline / "stage2", plain, base=str(plain_stage1))
         with journal.step("evaluate baseline"):
-            of_baseline = ask(plain, limit=settings.asked, bf16=bf16)
+            of_baseline = ask_held_out(plain, limit=settings.asked, bf16=bf16)
     with journal.step("diagnose"):
         pages = [diagnose_once(model, OURS, plain, BASELINE, settings.diagnosed)]
         if full_baseline:

@@ -24,8 +24,8 @@ def stage(recipe: str, **changes: Any) -> dict[str, Any]:
 
 def check_stage(options: dict[str, Any]) -> None:
     """Raises ValueError if an option has a value that it cannot have, or this process sees several GPUs."""
-    given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "output", "bf16": False}
-    _, args, _ = parse(words({**options, **given}))
+    paths = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "output", "bf16": False}
+    _, args, _ = parse(words({**options, **paths}))
     check_one_gpu(args)
 
 
@@ -51,10 +51,10 @@ def train_stage(
     """
     run = output.with_name(output.name + "-trainer")
     if not output.exists():
-        given = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run, "bf16": bf16}
+        paths = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run, "bf16": bf16}
         if checkpoints_in(run):
-            given["resume_from_checkpoint"] = "last"
-        train(*parse(words({**options, **given})), callbacks)
+            paths["resume_from_checkpoint"] = "last"
+        train(*parse(words({**options, **paths})), callbacks)
         with finished_folder(output) as folder:
             for file in run.iterdir():
                 if file.is_file():  # folders are the trainer's checkpoints
@@ -64,7 +64,7 @@ def train_stage(
 
 def words(options: dict[str, Any]) -> list[str]:
     """Options as a command line."""
-    found = []
+    words = []
     for name, value in options.items():
-        found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return found
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words

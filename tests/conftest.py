@@ -48,11 +48,11 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def archives():
     """The real archives, in the cache. Without a connection their tests are skipped, but never in CI."""
-    from normalign_llava.fetched.archives import PARTS, SUITE
+    from normalign_llava.fetched.archives import ARCHIVES, SUITE
     from normalign_llava.fetched.fetch import FetchError, fetch
 
     try:
-        for part in {*PARTS, *SUITE}:
+        for part in {*ARCHIVES, *SUITE}:
             fetch(part)
     except FetchError as error:
         if os.environ.get("CI"):

@@ -26,13 +26,13 @@ FOLDER = ROOT / "benchmarks"
 )
 def test_figures_are_written_and_a_script_that_fails_is_named(monkeypatch, tmp_path, script, tiny):
     command = runpy.run_path(str(FOLDER / "__main__.py"), run_name="benchmarks")
-    options = {"packing": ["--steps", "few"], script: tiny.split()}
+    options = {"absent": [], script: tiny.split()}
     monkeypatch.setitem(command["main"].__globals__, "OPTIONS", options)
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--output", str(tmp_path / "all.json")])
-    with pytest.raises(SystemExit, match="Failed: packing"):
+    with pytest.raises(SystemExit, match="Failed: absent"):
         command["main"]()
     written = json.loads((tmp_path / "all.json").read_text())
-    assert list(written) == ["failed", script] and written["failed"] == ["packing"]
+    assert list(written) == ["failed", script] and written["failed"] == ["absent"]
     assert {"processor", "cores", "accelerator", "torch", "transformers", "trl"} == set(written[script]["machine"])
     for row in written[script]["rows"]:
         assert len(row) == 3 and "|" not in "".join(row) and re.match(r"\d+(\.\d+)?(%| |,|$)", row[2])

@@ -3,22 +3,17 @@
 """Figures of where text looks in an image (appendix G)."""
 
 from collections.abc import Sequence
-from math import ceil
 from pathlib import Path
 from textwrap import fill
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
+from matplotlib.image import AxesImage
 from PIL import Image
 
 from ..report import Attention, Drawing
 from .style import WIDTH, Shown, Sketch, elide, new_figure, printable
-
-
-COLUMNS, MAPS = 4, 12
-"""How many layers' maps are drawn, and how many side by side."""
-COLORMAP = "magma"
 
 
 def attention_figures(models: Sequence[Shown], images: Path) -> list[Sketch]:
@@ -31,55 +26,50 @@ def attention_figures(models: Sequence[Shown], images: Path) -> list[Sketch]:
 
 
 def draw_question(answers: Sequence[tuple[Shown, Attention]], number: int, images: Path) -> Sketch:
-    """Where each model looks when asked question `number`.
+    """The image, and where each model looks in it when asked question `number`, averaged over layers.
 
-    The image, the average over layers of each model on it, and below them the maps of each model's layers. Where
-    visual tokens form no single grid, a map is a row of them.
+    Where visual tokens form no single grid, a map is a row of them.
     """
     asked = answers[-1][1]
     image = None if asked.image is None else Image.open(images / asked.image, formats=("PNG",)).convert("RGB")
     rows, columns = asked.grid or (1, 3)
     shape = min(2.0, max(0.3, image.height / image.width if image else rows / columns))
-    counts = [len(answer.maps) for _, answer in answers]
-    chosen = [sorted({round(layer) for layer in np.linspace(0, most - 1, min(most, MAPS))}) for most in counts]
-    lines = [ceil(len(layers) / COLUMNS) for layers in chosen]
     words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
-    height = (1 + sum(lines)) * (0.25 + shape * (WIDTH - 0.8) / COLUMNS) + 0.25 * (words.count("\n") + 3)
-    figure = new_figure(height, f"Where text looks when asked:\n{words}")
-    grid = figure.subplots(1 + sum(lines), COLUMNS, squeeze=False)
-    for axes in grid.flat:
+    maps = [np.mean(answer.maps, axis=0) for _, answer in answers]
+    width = (WIDTH - 0.8) / (1 + len(maps))
+    figure = new_figure(
+        0.35 + shape * width + 0.25 * (words.count("\n") + 3), f"Where text looks when asked:\n{words}"
+    )
+    panels = figure.subplots(1, 1 + len(maps))
+    for axes in panels:
         axes.set_axis_off()
     if image is not None:
-        grid[0, 0].imshow(image)
-        grid[0, 0].set_title("the image", fontsize=8.5)
+        panels[0].imshow(image)
+        panels[0].set_title("the image", fontsize=8.5)
     # Up to a high quantile: a few cells with nearly everything would leave all others black.
-    every = np.concatenate([100 * np.ravel(answer.maps) for _, answer in answers])
-    scale, first = Normalize(0, max(float(np.quantile(every, 0.995)), 1e-9)), 1
-    for (model, answer), average, layers, count in zip(answers, grid[0, 1:], chosen, lines, strict=False):
-        draw_map(average, np.mean(answer.maps, axis=0), scale, image if answer.grid else None, shape)
-        average.set_title(fill(model.label, 26), fontsize=8.5)
-        for axes, layer in zip(grid[first : first + count].flat, layers, strict=False):
-            draw_map(axes, np.asarray(answer.maps[layer]), scale, None, shape)
-            axes.set_title(f"layer {answer.layers[layer]}{', baseline' * model.baseline}", fontsize=8.5, pad=3)
-        first += count
-    shades = grid[1, 0].images[-1]
-    bar = figure.colorbar(shades, ax=list(grid.flat), extend="max", aspect=40, extendfrac=0.02, pad=0.02)
+    every = np.concatenate([100 * np.ravel(shares) for shares in maps])
+    scale = Normalize(0, max(float(np.quantile(every, 0.995)), 1e-9))
+    for axes, (model, answer), shares in zip(panels[1:], answers, maps, strict=True):
+        shades = draw_map(axes, shares, scale, image if answer.grid else None, shape)
+        axes.set_title(fill(model.label, 26), fontsize=8.5)
+    bar = figure.colorbar(shades, ax=list(panels), extend="max", aspect=40, extendfrac=0.02, pad=0.02)
     bar.set_label("share of the attention\nto the image (%)", fontsize=8)
     bar.ax.tick_params(labelsize=8)
     how = "on the image" if asked.grid else "visual tokens in order, since they form no single grid"
     caption = (
-        f"Attention from the text after the image to the image's tokens: average over layers, {how}, and layer by "
-        f"layer (appendix G). Each map sums to 100 %. Question: {elide(asked.question, 300)}"
+        f"Attention from the text after the image to the image's tokens: average over layers, {how} (appendix G). "
+        f"A map sums to 100 %. Question: {elide(asked.question, 300)}"
     )
     return figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention")
 
 
-def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Image | None, shape: float) -> None:
+def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Image | None, shape: float) -> AxesImage:
     """Draws a map in percent, over a pale grey copy of the image if there is one."""
     extent = (0.0, 1.0, shape, 0.0)
     if image is not None:
         grey = 128 + np.asarray(image.convert("L")) / 2
         axes.imshow(grey, cmap="gray", vmin=0, vmax=255, extent=extent, interpolation="antialiased")
     alpha = None if image is None else 0.65
-    axes.imshow(100 * shares, cmap=COLORMAP, norm=scale, alpha=alpha, extent=extent, interpolation="nearest")
+    shades = axes.imshow(100 * shares, cmap="magma", norm=scale, alpha=alpha, extent=extent, interpolation="nearest")
     axes.set_aspect("equal")
+    return shades

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..report import Curve, Drawing, number
-from .style import COLORS, Shown, Sketch, compare, layer_axis, legend, log_scale, new_figure, tidy
+from .style import COLORS, Shown, Sketch, layer_axis, legend, log_scale, new_figure, ratio_title, tidy
 
 
 MODALITIES = ("visual", "text")
@@ -22,15 +22,15 @@ MODALITIES = ("visual", "text")
 
 def curves(model: Shown, quantity: str) -> dict[str, Curve]:
     """The field `quantity` of the model's `Depth`, for the modalities it was measured for."""
-    found: dict[str, Curve] = getattr(model.report.depth, quantity)
-    return {kind: found[kind] for kind in MODALITIES if kind in found}
+    measured: dict[str, Curve] = getattr(model.report.depth, quantity)
+    return {kind: measured[kind] for kind in MODALITIES if kind in measured}
 
 
 def norms(models: Sequence[Shown]) -> Sketch:
     """Norm of the states, and a mark for the state after the final norm (figures 1b, 4a)."""
     entering = [[curve.mean[0] for curve in curves(model, "norm").values()] for model in models]
-    ratios = [each[0] / each[1] if len(each) == 2 else None for each in entering]
-    title = compare(models, ratios, "Visual tokens start with {} the norm of text in the data")
+    ratios = [pair[0] / pair[1] if len(pair) == 2 else None for pair in entering]
+    title = ratio_title(models, ratios, "Visual tokens start with {} the norm of text in the data")
     figure = new_figure(4.4, title or "Norm of the hidden states")
     axes = figure.subplots()
     last = max(len(curve.mean) for model in models for curve in curves(model, "norm").values()) - 1
@@ -75,7 +75,7 @@ def cosine(models: Sequence[Shown]) -> Sketch:
 def rotation(models: Sequence[Shown]) -> Sketch:
     """Effective rotation angle of each layer (eqs. 8, 13)."""
     ratios = [model.report.depth.asymmetry if model.report.depth else None for model in models]
-    title = compare(models, ratios, "Visual tokens rotate {} as much as text in each layer")
+    title = ratio_title(models, ratios, "Visual tokens rotate {} as much as text in each layer")
     figure = by_layer(
         models, "rotation", title or "Rotation in each layer", "rotation by the layer (degrees)", degrees(1)
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 
 from ..report import Drawing, Interface, Moments, number
-from .style import COLORS, MARKERS, MUTED, Shown, Sketch, compare, legend, log_scale, new_figure, tidy
+from .style import COLORS, MARKERS, MUTED, Shown, Sketch, legend, log_scale, new_figure, ratio_title, tidy
 
 
 STAGES = {
@@ -38,7 +38,7 @@ def interface(models: Sequence[Shown]) -> Sketch | None:
     if not rows:
         return None
     ratios = [model.report.interface.ratio for model in models]
-    title = compare(models, ratios, "Visual tokens enter with {} the norm of text embeddings")
+    title = ratio_title(models, ratios, "Visual tokens enter with {} the norm of text embeddings")
     figure = new_figure(1.3 + (0.25 + 0.17 * (len(models) - 1)) * len(rows), title or "L2 norms at the interface")
     axes = figure.subplots()
     drawn = [

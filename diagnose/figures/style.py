@@ -98,12 +98,13 @@ def tidy(axes: Axes, x: str, y: str, title: str | None = None) -> None:
     axes.set_axisbelow(True)
 
 
-def compare(models: Sequence[Shown], values: Sequence[float | None], sentence: str) -> str | None:
+def ratio_title(models: Sequence[Shown], values: Sequence[float | None], sentence: str) -> str | None:
     """`sentence` with the model's ratio for {}, then the baseline's in parentheses; None if the model has no ratio."""
-    given = {m.baseline: f"{number(value, 3)} ×" for m, value in zip(models, values, strict=True) if value is not None}
-    if False not in given:
+    pairs = zip(models, values, strict=True)
+    ratios = {model.baseline: f"{number(value, 3)} ×" for model, value in pairs if value is not None}
+    if False not in ratios:
         return None
-    return sentence.format(given[False]) + (f" (baseline {given[True]})" if True in given else "")
+    return sentence.format(ratios[False]) + (f" (baseline {ratios[True]})" if True in ratios else "")
 
 
 def layer_axis(axes: Axes, last: int) -> None:

@@ -77,10 +77,10 @@ def attention_maps(
         question=question,
         image=None,
         grid=grid,
-        maps=[each.tolist() for each in maps],
+        maps=[shares.tolist() for shares in maps],
         image_share=shares,
-        entropy=[relative_entropy(each) for each in maps],
-        bottom_bias=None if grid is None else [bottom_bias(each) for each in maps],
+        entropy=[relative_entropy(shares) for shares in maps],
+        bottom_bias=None if grid is None else [bottom_bias(shares) for shares in maps],
         layers=list(received),
     )
 

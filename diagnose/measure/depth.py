@@ -85,13 +85,13 @@ class DepthProbe:
     def result(self) -> Depth:
         """Curves of all quantities, and the asymmetry."""
         steps = torch.stack([moments.results() for moments in self._steps])  # of each layer, (3, kinds, quantities)
-        found = dict(zip(QUANTITIES, steps.unbind(-1), strict=True))
+        measured = dict(zip(QUANTITIES, steps.unbind(-1), strict=True))
         for name, last in zip(("norm", "log_norm"), self._last.results().unbind(-1), strict=True):
-            found[name] = torch.cat([found[name], last[None]])
-        found["cosine"] = torch.stack([moments.results() for moments in self._cosines])
-        curves: dict[str, dict[str, Curve]] = {name: {} for name in found}
+            measured[name] = torch.cat([measured[name], last[None]])
+        measured["cosine"] = torch.stack([moments.results() for moments in self._cosines])
+        curves: dict[str, dict[str, Curve]] = {name: {} for name in measured}
         for place, kind in enumerate(KINDS):
-            of_kind = {name: moments[..., place].T for name, moments in found.items()}
+            of_kind = {name: moments[..., place].T for name, moments in measured.items()}
             if of_kind["norm"][2, 0] and _have_directions(of_kind, kind):
                 for name, (mean, std, _) in of_kind.items():
                     curves[name][kind] = Curve(mean.tolist(), std.tolist())
@@ -115,7 +115,7 @@ class DepthProbe:
         assert now is not None
         before = args[0] if args else kwargs["hidden_states"]
         after = output[0] if isinstance(output, tuple) else output
-        before, after = (_rows(each, after.device) for each in (before, after))
+        before, after = (_rows(states, after.device) for states in (before, after))
         values, defined = quantities(before, after)
         means = self._steps[number].add(values, now.masks.to(after.device).unsqueeze(1) & defined)
         now.rotations.append(means[:, QUANTITIES.index("rotation")])
@@ -126,14 +126,14 @@ class DepthProbe:
             defined = torch.stack([torch.ones_like(norm) > 0, norm > 0])
             self._last.add(torch.stack([norm, norm.log()]), now.masks.to(norm.device).unsqueeze(1) & defined)
             if number:  # the asymmetry leaves the last layer out
-                rotated = torch.stack([each.to(after.device) for each in now.rotations[:-1]]).sum(0)
+                rotated = torch.stack([rotation.to(after.device) for rotation in now.rotations[:-1]]).sum(0)
                 ratio = rotated[KINDS.index("visual")] / rotated[KINDS.index("text")]
                 self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 
     def _add_cosine(self, number: int, now: _Pass, state: Tensor, norm: Tensor) -> None:
-        """Of layer `number`, from its input, which `now` has, and the next layer's."""
+        """Adds the cosine of layer `number`: of its input, which `now` has, and the next layer's."""
         if now.state is not None:
-            old, old_norm = (each.to(state.device) for each in now.state)
+            old, old_norm = (tensor.to(state.device) for tensor in now.state)
             cosine = torch.linalg.vecdot(old, state) / (old_norm * norm)
             self._cosines[number].add(cosine, now.masks.to(state.device) & (old_norm > 0) & (norm > 0))
         now.state = state, norm
@@ -149,7 +149,7 @@ def _rows(states: Tensor, device: torch.device) -> Tensor:
 
 
 def _by_kind(moments: Tensor) -> dict[str, Moments]:
-    """Of moments `(3, kinds)`, those of kinds that occur."""
+    """Moments `(3, kinds)` by kind, of the kinds that occur."""
     return {
         kind: Moments(mean, std, int(count))
         for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True)
@@ -157,14 +157,14 @@ def _by_kind(moments: Tensor) -> dict[str, Moments]:
     }
 
 
-def _have_directions(found: dict[str, Tensor], kind: str) -> bool:
+def _have_directions(measured: dict[str, Tensor], kind: str) -> bool:
     """Whether tokens of a kind have directions in all layers; an error if visual or text tokens have none."""
-    if len(states := (~found["norm"].isfinite().all(0)).nonzero()):
+    if len(states := (~measured["norm"].isfinite().all(0)).nonzero()):
         raise ValueError(
             f"The {kind} tokens' hidden states are NaN or infinite in state {states[0].item()}. Load the model in "
             "bfloat16 or float32, and check its weights."
         )
-    if len(states := (found["log_norm"][2] == 0).nonzero()):
+    if len(states := (measured["log_norm"][2] == 0).nonzero()):
         if kind not in ("visual", "text"):
             return False  # a padding token's row may be all zero
         raise ValueError(

@@ -13,13 +13,13 @@ from ..report import DynamicsStep
 
 def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
     """Inter-layer cosines of one fixed batch at each step measured, in order; empty if nothing was recorded."""
-    found = []
+    steps = []
     with _content(Path(folder) / DYNAMICS) as content:
         for line in content.splitlines():
             record = json_object(line, "it")
             visual, text = ([float(value) for value in record[kind]] for kind in ("visual", "text"))
-            found.append(DynamicsStep(step=int(record["step"]), visual=visual, text=text))
-    return found
+            steps.append(DynamicsStep(step=int(record["step"]), visual=visual, text=text))
+    return steps
 
 
 def read_training_log(folder: str | Path) -> dict[str, list[tuple[int, float]]]:
@@ -27,13 +27,13 @@ def read_training_log(folder: str | Path) -> dict[str, list[tuple[int, float]]]:
 
     Pairs of step and value, in order; values may be NaN or infinite. Empty if there is no log.
     """
-    found: dict[str, list[tuple[int, float]]] = {}
+    log: dict[str, list[tuple[int, float]]] = {}
     with _content(Path(folder) / STATE) as content:
         for entry in json_object(content, "it")["log_history"] if content else ():
             for name, value in entry.items():
                 if isinstance(value, int | float) and name not in ("step", "epoch"):
-                    found.setdefault(name, []).append((entry["step"], float(value)))
-    return found
+                    log.setdefault(name, []).append((entry["step"], float(value)))
+    return log
 
 
 @contextmanager

@@ -60,9 +60,9 @@ class InterfaceProbe:
 
     def result(self, received: dict[str, Moments]) -> Interface:
         """The norms at all stages, given those that the decoder received, by kind."""
-        found = {name: moments.result() for name, moments in self._moments.items()}
+        stages = {name: moments.result() for name, moments in self._moments.items()}
         stored = _moments(self._row_norms[counted_rows(self._row_norms, self._parts.model.config.image_token_id)])
-        text, text_raw = received.get("text"), found.get("text_raw")
+        text, text_raw = received.get("text"), stages.get("text_raw")
         scale: float | None = math.prod(embedding_scales(self._parts.model.config.get_text_config()))
         if text and text_raw and text_raw.mean:
             scale = text.mean / text_raw.mean
@@ -76,7 +76,7 @@ class InterfaceProbe:
             rows = len(norms) - len(self._parts.model.config.visual_indicator_token_ids)
             tables = {"visual_table": _moments(norms[:rows]), "indicator_table": _moments(norms[rows:])}
         return Interface(
-            **found,
+            **stages,
             **received,
             **tables,
             vocabulary_raw=stored,
@@ -92,7 +92,7 @@ class InterfaceProbe:
         learned = [row for row in self._parts.inner.parameters(recurse=False) if row.dim() == 1]
         if not learned:
             return
-        rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in output.pooler_output])
+        rows = torch.cat([features.reshape(-1, features.shape[-1]) for features in output.pooler_output])
         same = [(rows == row.to(rows.device, rows.dtype)).all(-1) for row in learned if len(row) == rows.shape[-1]]
         self.newline = torch.stack(same).any(0) if same else None
 

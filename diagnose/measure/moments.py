@@ -33,7 +33,7 @@ class RunningMoments:
         """Adds values `(..., n)`, and returns the means of these alone by group, NaN without values.
 
         Args:
-            values: Of shape `(n,)`, or one that broadcasts with that of the masks.
+            values: Numbers of shape `(n,)`, or one that broadcasts with that of the masks.
             masks: Which values belong to each group: boolean, `(groups, ..., n)`; default all, in one group. Values
                 outside every group may be NaN.
         """
@@ -44,7 +44,7 @@ class RunningMoments:
         squares = torch.where(masks, values - mean.unsqueeze(-1), 0.0).square().sum(-1)
         means = torch.where(count > 0, mean, math.nan)
         if self._state is not None:
-            old_count, old_mean, old_squares = (each.to(values.device) for each in self._state)
+            old_count, old_mean, old_squares = (part.to(values.device) for part in self._state)
             total = (old_count + count).clamp(min=1)
             distance = mean - old_mean
             squares = old_squares + squares + distance.square() * old_count * count / total
@@ -55,7 +55,7 @@ class RunningMoments:
     def results(self) -> Tensor:
         """Mean, standard deviation and count by group, `(3, groups, ...)`; the former are NaN without values."""
         assert self._state is not None
-        count, mean, squares = (each.cpu().double() for each in self._state)
+        count, mean, squares = (part.cpu().double() for part in self._state)
         moments = torch.stack([mean, (squares / count.clamp(min=1)).sqrt()])
         return torch.cat([torch.where(count > 0, moments, math.nan), count[None]])
 

@@ -16,12 +16,12 @@ def boundary_ids(config: PreTrainedConfig) -> set[int]:
 
     Without the image token and Ovis' visual indicators, which stand for visual features.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
             if name.endswith(("_token_id", "_token_ids", "_token_index")) and not name.startswith("visual_indicator"):
-                found.update(each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
-    return found - {config.image_token_id}
+                ids.update(number for number in (value if isinstance(value, list) else [value]) if type(number) is int)
+    return ids - {config.image_token_id}
 
 
 def tokenizer_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:

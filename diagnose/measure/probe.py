@@ -74,11 +74,11 @@ def probe(
             f"None of the {samples} sequences has a visual token, id {config.image_token_id} (config.image_token_id). "
             "Put the image token into the prompts, as the processor does."
         )
-    found = interface.result(depth.norm_received())
+    norms = interface.result(depth.norm_received())
     left_out = []
     if parts.projector is None:
         left_out.append(f"The projector: its module in models of type {config.model_type!r} is not known.")
-    if found.scale is None:
+    if norms.scale is None:
         left_out.append(
             "N_text and what depends on it: the norms of text tokens are not proportional to those of their rows in "
             "the embedding matrix, because of an adapter on it, or of position embeddings."
@@ -92,7 +92,7 @@ def probe(
         data=data,
         samples=samples,
         tokens=counts,
-        interface=found,
+        interface=norms,
         depth=depth.result(),
         left_out=left_out,
         norm=config.projector_norm if config.model_type == "normalign_llava" else None,

@@ -17,7 +17,7 @@ from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
 from normalign_llava.evaluate.answers import named
-from normalign_llava.fetched.easy_vqa import CHOICES, EMOJI, KINDS, emoji as drawn, held_out, load_image, png
+from normalign_llava.fetched.easy_vqa import CHOICES, EMOJI, KINDS, Question, emoji as drawn, held_out, load_image, png
 from normalign_llava.fetched.texts import passages as read_passages
 
 
@@ -47,17 +47,17 @@ class OfflineTask(ConfigurableTask):
 def easy_vqa() -> dict[str, Dataset]:
     """The quickstart's questions about easy-VQA's test images: 100 each of shape and colour, and yes or no."""
     asked = held_out(100, SEED)
-    of_kind = [[each for each in asked if each.kind == kind] for kind in KINDS]
+    of_kind = [[question for question in asked if question.kind == kind] for kind in KINDS]
     return _as_test(
-        _row(png(load_image(each.image)), each.text, each.answer, CHOICES[each.kind], each.kind.replace("/", "_"))
+        _row(question, CHOICES[question.kind], question.kind.replace("/", "_"))
         for trio in zip(*of_kind, strict=True)  # so that the first few are of all kinds
-        for each in trio
+        for question in trio
     )
 
 
 def emoji() -> dict[str, Dataset]:
     """The names of Microsoft's drawings of the 12 emoji whose Google drawings the quickstart trains on."""
-    return _as_test(_row(png(load_image(each.image)), each.text, each.answer, EMOJI) for each in drawn("test"))
+    return _as_test(_row(question, EMOJI) for question in drawn("test"))
 
 
 def passages() -> dict[str, Dataset]:
@@ -107,8 +107,9 @@ def _in_category(metric: str, category: str, value: object) -> dict:
     return {metric: value} | ({f"{metric}_{category}": value} if category else {})
 
 
-def _row(image: bytes, question: str, answer: str, choices: Collection[str], category: str = "") -> dict:
-    row = {"image": {"bytes": image, "path": None}, "question": question, "answer": answer}
+def _row(question: Question, choices: Collection[str], category: str = "") -> dict:
+    image = {"bytes": png(load_image(question.image)), "path": None}
+    row = {"image": image, "question": question.text, "answer": question.answer}
     return row | {"category": category, "choices": choices}
 
 

@@ -33,5 +33,5 @@ def precision(pairs: list[tuple[bool, bool]]) -> float:
 
 def f1(pairs: list[tuple[bool, bool]]) -> float:
     """Harmonic mean of precision and recall; 0 if both are 0."""
-    found = sum(says_yes and is_there for says_yes, is_there in pairs)
-    return 2 * found / sum(map(sum, pairs)) if found else 0.0
+    right = sum(says_yes and is_there for says_yes, is_there in pairs)
+    return 2 * right / sum(map(sum, pairs)) if right else 0.0

@@ -106,37 +106,22 @@ print(json.dumps([[each.name, [[sample.name, sample.question] for sample in each
 """
 
 
-def hub_data(folder: Path, name: str, files: dict[str, list], configs: list) -> Path:
-    (folder / name).mkdir()
-    for file, questions in files.items():
-        rows = [{"image": inside(COLOURS[i % 6]), **question} for i, question in enumerate(questions)]
-        Dataset.from_list(rows).cast_column("image", Image()).to_parquet(str(folder / name / file))
-    entries = [
-        {"config_name": config, "data_files": [{"split": split, "path": path} for split, path in splits.items()]}
-        for config, splits in configs
-    ]
-    (folder / name / "README.md").write_text(f"---\nconfigs: {json.dumps(entries)}\n---\n")
-    return folder / name
+def hub_data(folder: Path, config: str, split: str, questions: list[dict]) -> Path:
+    folder.mkdir()
+    rows = [{"image": inside(COLOURS[i % 6]), **question} for i, question in enumerate(questions)]
+    Dataset.from_list(rows).cast_column("image", Image()).to_parquet(str(folder / "rows.parquet"))
+    entry = {"config_name": config, "data_files": [{"split": split, "path": "rows.parquet"}]}
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps([entry])}\n---\n")
+    return folder
 
 
 @pytest.mark.slow
 def test_the_benchmarks_of_the_paper(hub, prepared, tmp_path):
     numbered = [{"question": f"{i}?"} for i in range(9)]
     choices = [{**row, "hint": "nan", "A": "yes", "B": "no", "C": "nan", "D": "nan"} for row in numbered]
-    repositories = {
-        "lmms-lab-encoder/MMBench": hub_data(
-            tmp_path,
-            "mmbench",
-            {"en-dev.parquet": choices, "cn-dev.parquet": numbered[:1]},
-            [("cn", {"dev": "cn-*"}), ("en", {"dev": "en-*"})],
-        ),
-        "lmms-lab-encoder/POPE": hub_data(
-            tmp_path, "pope", {"test.parquet": numbered}, [("default", {"test": "test*"})]
-        ),
-        "Lin-Chen/MMStar": hub_data(tmp_path, "mmstar", {"mmstar.parquet": numbered}, [("val", {"val": "mmstar*"})]),
-    }
-    for name, folder in repositories.items():
-        hub.serve(name, folder, kind="dataset")
+    hub.serve("lmms-lab-encoder/MMBench", hub_data(tmp_path / "mmbench", "en", "dev", choices), kind="dataset")
+    hub.serve("lmms-lab-encoder/POPE", hub_data(tmp_path / "pope", "default", "test", numbered), kind="dataset")
+    hub.serve("Lin-Chen/MMStar", hub_data(tmp_path / "mmstar", "val", "val", numbered), kind="dataset")
     client = prepared.run(["-c", CLIENT])
     assert client.returncode == 0, client.stderr
     paper, again = json.loads(client.stdout.splitlines()[-1])

@@ -24,7 +24,6 @@ from transformers import (
 from vlm_batches import END, IMAGE, INDICATORS, START, WORDS
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.diagnose.measure.families import find_parts
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.diagnose.report import Moments
 
@@ -202,19 +201,6 @@ def test_rows_that_are_more_than_scaled_have_no_n_text():
     assert "N_text" in report.left_out[0]
 
 
-@pytest.mark.parametrize(
-    ("batches_of", "message"),
-    [
-        (lambda batch: [{**batch, "pixel_values_videos": batch["pixel_values"]}], "pixel_values_videos"),
-        (lambda batch: [{"input_ids": torch.tensor([[1, 5, 6]])}], "visual token.*97"),
-    ],
-)
-def test_batches_that_cannot_be_measured_are_refused(batches_of, message):
-    model, batch = vlm_families.make("llava")
-    with pytest.raises(ValueError, match=message):
-        probe(model, batches_of(batch))
-
-
 def mllama():
     """Llama 3.2 Vision: its decoder sees images by cross-attention, so no token of the sequence stands for one."""
     sizes = dict(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, vocab_size=tiny.VOCABULARY)
@@ -223,21 +209,23 @@ def mllama():
     return MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text))
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (mllama, "cannot be read: .* none with cross-attention"),
-        (lambda: LlamaForCausalLM(tiny.text_config()), "cannot be read: .* no language model alone"),
-        (lambda: torch.nn.Linear(2, 2), "not a model of transformers"),
-    ],
-)
-def test_models_without_visual_tokens_are_refused(model, message):
-    with pytest.raises(ValueError, match=message):
-        find_parts(model())
-
-
-def test_models_that_cannot_be_measured_are_refused():
+def test_models_and_batches_that_cannot_be_measured_are_refused():
     model, batch = vlm_families.make("llava")
+    tuned = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    for refused, message in (
+        (mllama(), "cannot be read: .* none with cross-attention"),
+        (LlamaForCausalLM(tiny.text_config()), "cannot be read: .* no language model alone"),
+        (torch.nn.Linear(2, 2), "not a model of transformers"),
+        (tuned, "Prompt tuning"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            probe(refused, [batch])
+    for other, message in (
+        ({**batch, "pixel_values_videos": batch["pixel_values"]}, "pixel_values_videos"),
+        ({"input_ids": torch.tensor([[1, 5, 6]])}, "visual token.*97"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            probe(model, [other])
     with torch.no_grad():
         model.model.multi_modal_projector.linear_2.weight.zero_()
         model.model.multi_modal_projector.linear_2.bias.zero_()
@@ -247,9 +235,6 @@ def test_models_that_cannot_be_measured_are_refused():
         model.model.multi_modal_projector.linear_2.bias[0] = math.inf
     with pytest.raises(ValueError, match="visual.*NaN or infinite in state 0"):
         probe(model, [batch])
-    tuned = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="Prompt tuning"):
-        probe(tuned, [batch])
 
 
 def tokenizer():

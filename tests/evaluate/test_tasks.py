@@ -77,7 +77,6 @@ def test_odd_answers_to_multiple_choice(task, tmp_path):
             f"It meows. {QUESTION} There are several options:\nA. a dog\nB. a cat\n\n{LETTER}",
         ),
         ("mmstar", {}, f"{MMSTAR['question']}\n{LETTER[:-1]}"),
-        ("seedbench_2_plus", {}, f"{QUESTION}\n{LINES}\n{LETTER}"),
         ("scienceqa", {"hint": "It meows."}, f"Context: It meows.\n{QUESTION}\n{LINES}\n{LETTER}"),
         ("ai2d", {}, f"{QUESTION}\n{LINES}\n{LETTER}"),
         ("pope", {}, "Is there a cat in the image?\nAnswer the question using a single word or phrase."),
@@ -117,14 +116,8 @@ def test_mmstar_is_the_mean_of_its_categories(tmp_path):
     assert result == pytest.approx({"acc_by_category": 2 / 3, "acc": 1 / 2})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "Options: A: a dog, B: a cat, C: a red car, D: a horse",
-        "Choices:\n(A) a dog\n(B) a cat\n(C) a red car\n(D) a horse",
-    ],
-)
-def test_mmstar_finds_the_options_in_the_question(options, tmp_path):
+def test_mmstar_finds_the_options_in_the_question(tmp_path):
+    options = "Choices:\n(A) a dog\n(B) a cat\n(C) a red car\n(D) a horse"
     rows = [MMSTAR | {"question": f"{QUESTION}\n{options}"}] * 3
     assert scores(tmp_path, "mmstar", rows, ["a cat", "I see a cat", "a horse"])["acc"] == pytest.approx(2 / 3)
 

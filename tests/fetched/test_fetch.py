@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from normalign_llava.fetched.archives import Part
+from normalign_llava.fetched.archives import Archive
 from normalign_llava.fetched.fetch import FetchError, fetch, unpack
 
 
@@ -110,7 +110,7 @@ def registry(wheel, tarball, monkeypatch, tmp_path):
 def part(wheel, monkeypatch, tmp_path):
     monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
     digest = hashlib.sha256(wheel).hexdigest()
-    return Part("pip", "tiny-part", "1.0", "MIT", "a test part", digest, ("tiny_part/*.bin",))
+    return Archive("pip", "tiny-part", "1.0", "MIT", "a test part", digest, ("tiny_part/*.bin",))
 
 
 def kept(cache):
@@ -137,9 +137,9 @@ def test_fetches_through_the_users_npm_registry(registry, part, tmp_path, tarbal
 
 FETCH = """
 import json, sys
-from normalign_llava.fetched.archives import Part
+from normalign_llava.fetched.archives import Archive
 from normalign_llava.fetched.fetch import fetch
-print(fetch(Part(**json.loads(sys.argv[1]))))
+print(fetch(Archive(**json.loads(sys.argv[1]))))
 """
 
 
