@@ -138,7 +138,7 @@ def publish(
         for warning in card.warnings:
             notify(f"Warning: {warning}")
         generated = {CARD: card.text.encode()}
-        if as_adapter:
+        if pinned:
             generated[ADAPTER_CONFIG] = published_config(folder, pinned)
         source = choose_files(folder, generated, repository.files)
         check_private(source, str(repository.api.token or ""))
