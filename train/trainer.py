@@ -435,7 +435,7 @@ class NormAlignTrainer(SFTTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves what the Trainer saves, the records of building and training, and in `output_dir` the card.
 
-        With `push_to_hub`, a user's call also publishes `output_dir`, as the Trainer's. Under FSDP and ZeRO-3 all
+        With `push_to_hub`, a user's call that saves to `output_dir` publishes it too. Under FSDP and ZeRO-3 all
         processes must call it, as the Trainer's; otherwise the first one alone may.
 
         Raises:
@@ -456,8 +456,8 @@ class NormAlignTrainer(SFTTrainer):
                 write_json(folder / BUILD_RECORD, self.build)
         if folder == Path(self.args.output_dir):
             self.create_model_card()
-        if self.args.push_to_hub and not _internal_call:
-            self.publish()
+            if self.args.push_to_hub and not _internal_call:
+                self.publish()
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes our card into `output_dir`, if there is a model; text written by hand is kept. Arguments are ignored.

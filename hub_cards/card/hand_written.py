@@ -3,8 +3,11 @@
 """What people write in a card: text between the marks of this package's, or a whole card of their own."""
 
 import re
+from pathlib import Path
 
 from huggingface_hub import ModelCard
+
+from ...checkpoint.names import CARD
 
 
 SECTIONS = ("introduction", "notes")
@@ -12,6 +15,15 @@ SECTIONS = ("introduction", "notes")
 
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
 _START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
+
+
+def card_in(folder: Path) -> str | None:
+    """`README.md` of a folder, line ends unchanged; None if there is none. Raises ValueError if it is not UTF-8."""
+    file = folder / CARD
+    try:
+        return file.read_bytes().decode("utf-8-sig") if file.is_file() else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8 ({error}). Save it as UTF-8.") from error
 
 
 def is_ours(card: str) -> bool:

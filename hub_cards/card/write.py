@@ -22,11 +22,8 @@ from ...diagnose.paper import paper_ratios
 from ...evaluate.results import forgotten
 from . import tables
 from .facts import Facts, Part, read_facts
-from .hand_written import SECTIONS, by_hand, check_replaceable, derived_keys, is_ours
+from .hand_written import SECTIONS, by_hand, card_in, check_replaceable, derived_keys, is_ours
 from .metadata import ORDER, merge_front_matter, metadata, read_front_matter, terms
-
-
-FIGURES = ("interface.png", "rotation.png")  # of a diagnosis
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def render_card(
             part={part.role: tables.part_link(part) for part in [*facts.parts, *([base] if base else [])]},
             ratios=paper_ratios(),
             parts=parts,
-            figures=[figure for file in FIGURES for figure in facts.figures if figure["file"] == file],
+            figures=[each for each in facts.figures if each["file"] in ("interface.png", "rotation.png")],
             terms=terms_sentence,
             forgotten=forgotten(facts.evaluations),
             hand={name: Markup(text) for name, text in hand.items()},
@@ -139,15 +136,6 @@ def refresh_card(checkpoint: Path) -> None:
     """Renders the card again, if this package wrote it: a merged checkpoint still has the adapter's or the base's."""
     if is_ours(card_in(checkpoint) or ""):
         write_card(checkpoint)
-
-
-def card_in(folder: Path) -> str | None:
-    """`README.md` of a folder, line ends unchanged; None if there is none. Raises ValueError if it is not UTF-8."""
-    file = folder / CARD
-    try:
-        return file.read_bytes().decode("utf-8-sig") if file.is_file() else None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not text in UTF-8 ({error}). Save it as UTF-8.") from error
 
 
 def _warnings(facts: Facts, base: Part | None, nameless: list[str], unused: list[str]) -> list[str]:

@@ -27,12 +27,10 @@ def recorded_base(adapter: Path) -> Part | None:
     )
 
 
-def published_config(adapter: Path, base: Part | None) -> bytes:
-    """`adapter_config.json` as it is published: naming `base`, or without the path of a base that is a folder here."""
+def published_config(adapter: Path, base: Part) -> bytes:
+    """`adapter_config.json` as it is published: naming `base`."""
     config = read_json(adapter / ADAPTER_CONFIG) or {}
-    config["base_model_name_or_path"] = Path(config.get("base_model_name_or_path") or "").name
-    if base is not None:
-        config |= {"base_model_name_or_path": base.hub_id, "revision": base.revision}
+    config |= {"base_model_name_or_path": base.hub_id, "revision": base.revision}
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 

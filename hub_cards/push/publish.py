@@ -16,8 +16,8 @@ from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.lock import check_free
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
 from ..card.facts import Part
-from ..card.hand_written import check_replaceable
-from ..card.write import card_in, render_card
+from ..card.hand_written import card_in, check_replaceable
+from ..card.write import render_card
 from ..demo import check_space, push_space
 from .adapter import pinned_base, published_config
 from .checkpoint_checks import check_checkpoint
@@ -138,7 +138,7 @@ def publish(
         for warning in card.warnings:
             notify(f"Warning: {warning}")
         generated = {CARD: card.text.encode()}
-        if as_adapter:
+        if pinned:
             generated[ADAPTER_CONFIG] = published_config(folder, pinned)
         source = choose_files(folder, generated, repository.files)
         check_private(source, str(repository.api.token or ""))

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 
 from ... import __version__
 from ...checkpoint.names import CARD
-from ..card.write import card_in
+from ..card.hand_written import card_in
 
 
 LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN, with a token from https://huggingface.co/settings/tokens"

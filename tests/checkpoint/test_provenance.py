@@ -18,6 +18,7 @@ from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.provenance import licence_of
 from normalign_llava.hub_cards.card.hand_written import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
+from normalign_llava.train.keeping import record as training_record
 from normalign_llava.train.keeping.record import code_commit, hardware
 from normalign_llava.train.run import main
 
@@ -82,9 +83,8 @@ def test_the_commit_outside_a_checkout_is_what_pip_noted(tmp_path, monkeypatch, 
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: normalign-llava\nVersion: 0.1.0\n")
     (info / "direct_url.json").write_text(json.dumps(origin))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(
-        records_of_training, "__file__", str(tmp_path / "site/normalign_llava/train/keeping/record.py")
-    )
+    file = tmp_path / "site/normalign_llava/train/keeping/record.py"
+    monkeypatch.setattr(training_record, "__file__", str(file))
     assert code_commit() == commit
 
 

@@ -204,12 +204,6 @@ def test_other_commands_say_it_in_a_sentence_too(commands, command):
     assert str(commands.folder) in commands.error(command)
 
 
-@pytest.mark.parametrize("kind", ["header with a shape too large", "index that is a list"])
-def test_gain_of_weights_whose_header_or_index_is_broken(commands, kind):
-    commands.spoil(kind)
-    assert "model.safetensors" in commands.error("gain")
-
-
 @pytest.mark.parametrize(
     "file, content, words",
     [

@@ -105,7 +105,7 @@ def test_a_new_commit_on_the_hub_is_evaluated_anew(hub, prepared, room, tmp_path
 
     assert not skipped() and skipped()
     head = repository.head()
-    repository.advance("main", head.files | {"new": repository.store("new", b"")}, "New", "bea", parent=head.oid)
+    repository.advance("main", head.files | {"new": repository.store("new", b"")}, parent=head.oid)
     assert not skipped()
 
 

@@ -211,6 +211,7 @@ def upload(hub: "HubServer", request: Request, repo_id: str, sha256: str, kind: 
 
 def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
     repository = visible(hub, request, kind, repo_id)
+    signed_in(request)
     header, *operations = [json.loads(line) for line in request.body.splitlines()]
     head = repository.resolve(revision)
     if header["value"].get("parentCommit", head.oid) != head.oid:
@@ -220,7 +221,7 @@ def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision
         _apply(repository, files, operation["key"], operation["value"])
     proposals = sum(name.startswith("refs/pr/") for name in repository.branches)
     branch = f"refs/pr/{1 + proposals}" if request.asks("create_pr") else revision
-    made = repository.advance(branch, files, header["value"]["summary"], signed_in(request).name, parent=head.oid)
+    made = repository.advance(branch, files, parent=head.oid)
     page = f"{hub.url}/{repository.address}"
     answered = {"success": True, "commitOid": made.oid, "commitUrl": f"{page}/commit/{made.oid}", "hookOutput": ""}
     if request.asks("create_pr"):

@@ -4,7 +4,6 @@
 
 import hashlib
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
 
 
@@ -45,15 +44,11 @@ class Commit:
     Attributes:
         oid: 40 hexadecimal digits.
         parent: The commit before it; None for the first.
-        author: Name of the account.
         files: Path -> blob id, as the Hub has it: git's SHA-1 for a regular file, the SHA-256 of the content in LFS.
     """
 
     oid: str
     parent: str | None
-    title: str
-    author: str
-    date: str
     files: dict[str, str]
 
 
@@ -105,13 +100,11 @@ class Repository:
             raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return self._commits[oid]
 
-    def advance(self, branch: str, files: dict[str, str], title: str, author: str, *, parent: str | None) -> Commit:
+    def advance(self, branch: str, files: dict[str, str], *, parent: str | None) -> Commit:
         """Makes the snapshot `files` the newest commit of a branch."""
-        number = len(self._commits)
-        date = (datetime(2026, 1, 1) + timedelta(seconds=number)).strftime("%Y-%m-%dT%H:%M:%S.000Z")
-        text = repr((self.address, number, parent, sorted(files.items()), title, author))
+        text = repr((self.address, len(self._commits), parent, sorted(files.items())))
         oid = hashlib.sha1(text.encode()).hexdigest()
-        self._commits[oid] = Commit(oid, parent, title, author, date, dict(sorted(files.items())))
+        self._commits[oid] = Commit(oid, parent, dict(sorted(files.items())))
         self.branches[branch] = oid
         return self._commits[oid]
 

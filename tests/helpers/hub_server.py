@@ -89,8 +89,8 @@ class HubServer:
         repository = self._add(Repository(address(kind, repo_id), private), {".gitattributes": GITATTRIBUTES})
         if files:
             stored = {path: repository.store(path, content) for path, content in files.items()}
-            head, author = repository.head(), repo_id.split("/")[0]
-            repository.advance("main", head.files | stored, "Upload files", author, parent=head.oid)
+            head = repository.head()
+            repository.advance("main", head.files | stored, parent=head.oid)
         return repository
 
     def serve(self, repo_id: str, folder: Path, kind: str = "model") -> Repository:
@@ -120,7 +120,7 @@ class HubServer:
 
     def _add(self, repository: Repository, files: dict) -> Repository:
         stored = {path: repository.store(path, content) for path, content in files.items()}
-        repository.advance("main", stored, "initial commit", repository.address.split("/")[-2], parent=None)
+        repository.advance("main", stored, parent=None)
         self.repositories[repository.address] = repository
         return repository
 

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card, write_card
-from normalign_llava.hub_cards.push.source import choose_files
 
 
 PINNED = Part("base model", "user/base", "user/base", "a" * 40)
@@ -47,16 +46,6 @@ def test_figures_show_no_sample_of_the_data(full):
     text = render_card(full).text
     assert re.findall(r"\]\((diagnostics/.*?)\)", text) == ["diagnostics/interface.png", "diagnostics/rotation.png"]
     assert made.SECRET not in text and "What shape is in the image?" not in text
-
-
-def test_every_file_that_the_card_links_is_sent(full):
-    card = render_card(full, repo_id="user/model")
-    inner = [child for token in tokens(card.text) for child in token.children or ()]
-    links = [
-        str(each.attrs.get("src") or each.attrs.get("href")) for each in inner if each.type in ("image", "link_open")
-    ]
-    links = [link for link in links if "://" not in link]
-    assert len(links) == 2 and set(links) <= choose_files(full, {}).files.keys()
 
 
 @pytest.mark.parametrize(
@@ -191,12 +180,6 @@ def test_a_protocol_is_folded_and_its_prompt_is_text(full):
     folded = re.search("<summary>Protocol</summary>\n\n(.*?)\n\n</details>", card, re.DOTALL)[1]
     (inline,) = (token for token in tokens(folded) if token.type == "inline")
     assert "".join(child.content for child in inline.children) == prompt and not re.search(r"&#?\w+;", card)
-
-
-def test_the_same_folder_gives_the_same_bytes(full, tmp_path):
-    copy = shutil.copytree(full, tmp_path / "other" / full.name)
-    assert render_card(full).text == render_card(copy).text
-    assert str(full) not in render_card(full).text
 
 
 def test_an_adapter_says_what_it_is_loaded_on(tmp_path):

@@ -1,6 +1,5 @@
 """What a card makes of records that are odd, old or wrong, and of folders that do not fit together."""
 
-import json
 from pathlib import Path
 
 import card_folder as made
@@ -11,23 +10,7 @@ import tiny_parts as parts
 from card_folder import data, rows, section, tokens
 
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
-from normalign_llava.evaluate.results import Evaluation, Metric
 from normalign_llava.hub_cards.card.write import render_card, write_card
-
-
-def test_two_folders_of_one_name_are_two_parts(tmp_path):
-    vision, language = parts.vision(tmp_path / "v" / "model"), parts.language(tmp_path / "l" / "model")
-    Path(vision, "README.md").write_text("---\nlicense: mit\n---\n")
-    Path(language, "README.md").write_text("---\nlicense: llama3.2\n---\n")
-    build_checkpoint(vision, language, tmp_path / "built")
-    assert json.loads((tmp_path / "built" / "build.json").read_text())["from_llava"] is False
-    card = render_card(tmp_path / "built")
-    assert "The vision encoder is model, the language model model." in card.text
-    assert data(card)["license"] == "other" and "model (mit), model (llama3.2)" in card.warnings[0]
-    assert {name: cells[1] for name, cells in rows(section(card, "Licence")).items() if name} == {
-        "vision encoder": "mit",
-        "language model": "llama3.2",
-    }
 
 
 def test_a_retrofit_is_one_part(tmp_path):
@@ -55,15 +38,6 @@ def test_a_base_that_the_author_names_is_kept(folder):
     text = (folder / "README.md").read_text().replace("- Qwen/decoder\n", "- my/decoder\n", 1)
     (folder / "README.md").write_text(text)  # what follows from the folder is not the author's
     assert data(write_card(folder))["base_model"] == ["google/encoder", "Qwen/decoder"]
-
-
-@pytest.mark.parametrize("stored", ["NaN", "null"])
-def test_a_result_that_is_no_number_is_named(folder, stored):
-    Evaluation("pope", "POPE", [Metric("accuracy", 0.5)], 50, 50, []).write(folder)
-    file = folder / "evaluation" / "summary.json"
-    file.write_text(file.read_text().replace("0.5", stored))
-    with pytest.raises(ValueError, match=r"summary.json .* in pope, .*accuracy .*Evaluate again, or remove it"):
-        render_card(folder)
 
 
 @pytest.mark.parametrize("start", ["# a", "1. a", "---", "=== a", "```", "| a |", "<b>", "[a]: b", "a_b_ _"])

@@ -1,7 +1,6 @@
 """Every figure and sentence of a card, by hand from what `card_folder` writes."""
 
 import card_folder as made
-import pytest
 from card_folder import listed, rows, section
 from diagnosed import diagnosed
 
@@ -81,19 +80,6 @@ def test_limits(full):
     assert_limits(*run, "bits per byte of a speech rose from 1.00 to 1.60", *measured, "No baseline", left_out)
 
 
-@pytest.mark.parametrize(
-    "changes, expected",
-    [
-        ({}, "In training, its gradients were compensated for the small gain."),
-        ({"gradient_compensation": "none"}, "Its gradients were not compensated for the gain."),
-        ({"projector_norm": "none"}, "LLaVA's projector alone, without a norm after it."),
-    ],
-)
-def test_what_the_norm_does(full, changes, expected):
-    made.edit(full / "config.json", **changes)
-    assert expected in " ".join(render_card(full).text.split())
-
-
 def test_a_diagnosis_of_other_weights_is_no_figure_of_this_model(full):
     assert not [warning for warning in render_card(full).warnings if "report.json" in warning]
     assert not any(STALE in sentence for sentence in limits(full))
@@ -112,9 +98,3 @@ def test_results_of_other_weights_are_called_so(full):
     assert not any("other weights" in sentence for sentence in limits(full))
     made.normed(full, 3.0)
     assert any("Evaluated with other weights" in sentence and "pope" in sentence for sentence in limits(full))
-
-
-def test_the_snippets_load_the_branch(full):
-    card = render_card(full, repo_id="user/model", revision="trial/2").text
-    assert card.count('"trial/2"') == 4 and '"main"' not in card
-    assert render_card(full, repo_id="user/model").text.count('"main"') == 4

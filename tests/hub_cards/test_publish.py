@@ -20,7 +20,7 @@ def edit(repository, **files):
     """A commit of a person who changes files on the Hub's page."""
     head = repository.head()
     stored = {name: repository.store(name, content) for name, content in files.items()}
-    return repository.advance("main", head.files | stored, "Edit by hand", "ann", parent=head.oid)
+    return repository.advance("main", head.files | stored, parent=head.oid)
 
 
 def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, folder, tmp_path):

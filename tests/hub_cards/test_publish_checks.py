@@ -1,7 +1,6 @@
 """Whether what would be sent may be sent, and whether the checkpoint is fit for it: every fault is made on disk."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -65,15 +64,6 @@ def test_every_arm_is_fit_as_built(tmp_path, arm):
     check_checkpoint(build(tmp_path, arm=arm))
 
 
-def test_sharded_weights_are_fit_until_a_shard_is_gone(folder):
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
-    model.save_pretrained(folder, max_shard_size="40KB")
-    check_checkpoint(folder)
-    first = sorted(folder.glob("model-*.safetensors"))[0]
-    first.unlink()
-    assert_only_fault(folder, first.name)
-
-
 def test_auto_map_is_whole(folder):
     auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
     auto_map.pop("AutoModel")
@@ -113,19 +103,9 @@ def test_the_gain_is_aligned_or_trained(folder):
         put(folder, **{GAIN: value})
         said = ("not aligned", f"{float(gain[0]):.6g}", "all its elements are the same", "align_projector_norm")
         assert_only_fault(folder, *said)
-    put(folder, **{GAIN: gain * 1.0005})
-    check_checkpoint(folder)
-
-
-def test_a_trained_gain_is_told_from_one_that_was_never_set(folder):
-    gain = gain_of(folder)
-    moved = gain + torch.arange(len(gain)) / 100
-    put(folder, **{GAIN: moved})
-    check_checkpoint(folder)  # by a trainer that leaves no record
-    trained(folder)
-    check_checkpoint(folder)
-    put(folder, **{GAIN: torch.ones_like(gain)})
-    assert_only_fault(folder, "not aligned", "all its elements are the same")
+    for value in (gain * 1.0005, gain + torch.arange(len(gain)) / 100):  # the second is trained
+        put(folder, **{GAIN: value})
+        check_checkpoint(folder)
 
 
 def test_embeddings_may_be_trained_away_from_a_norm_that_is_not(folder):
@@ -146,14 +126,6 @@ def test_gain_and_bias_are_finite_and_float32(folder):
     assert len(found) == 2
     assert f"{GAIN} has 32 values that are NaN" in found[0] + found[1]
     assert f"{BIAS} is torch.bfloat16" in found[0] + found[1]
-
-
-def test_the_weights_are_whole(folder):
-    file = folder / "model-language_model-00001-of-00001.safetensors"
-    os.truncate(file, file.stat().st_size // 2)
-    assert_only_fault(folder, "weights: ")
-    file.unlink()
-    assert_only_fault(folder, "weights: ", file.name)
 
 
 def test_the_processor_fits_the_model(folder):
@@ -229,13 +201,6 @@ def test_the_checkpoints_own_path_is_found_in_vocabularies_too(folder):
     (moved / "vocab.json").write_text(json.dumps({"at": f"{moved}/x"}))
     found = private(choose_files(moved, {}))
     assert len(found) == 1 and f"vocab.json, line 1: a local path, {json.dumps(str(moved))[1:-1]}. " in found[0]
-
-
-def test_paths_of_other_machines_are_nobodys_secret(folder, monkeypatch):
-    monkeypatch.setenv("HOME", "/root")  # of every container: no name of a person
-    (folder / "README.md").write_text("-v ~/.cache:/root/.cache -v /data/images:/images, hf_... sk-learn")
-    (folder / "vocab.txt").write_text("/home/user\n/tmp/foo\n/root/\nC:\\Users\\x\n")
-    check_private(choose_files(folder, {}), TOKEN)
 
 
 def test_disguised_files_and_figures_are_looked_into(tmp_path):
