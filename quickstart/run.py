@@ -190,8 +190,8 @@ def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm
     """Builds an untrained checkpoint: arm "gwc" has the norm and its gradient compensation, "none" no norm."""
     if output.exists():
         return
-    options = {"feature_layer": settings.feature_layer, "seed": settings.seed}
-    build_checkpoint(str(vision), str(language), output, arm=arm, **options)
+    layer, seed = settings.feature_layer, settings.seed
+    build_checkpoint(str(vision), str(language), output, arm=arm, feature_layer=layer, seed=seed)
 
 
 def write_data(output: Path, settings: Settings) -> None:
