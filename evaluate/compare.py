@@ -193,8 +193,8 @@ def mcnemar(scores: np.ndarray, reference: np.ndarray) -> float:
 
 
 def over_seeds(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval | None:
-    """t interval, by default 95 %, of the difference of mean scores of runs, `(runs,)`: paired if there are as many
-    runs, otherwise Welch's. None with fewer than two runs on either side."""
+    """t interval, by default 95 %, of the difference of mean scores of runs, `(runs,)` each: paired if there are as
+    many runs, otherwise Welch's. None with fewer than two runs on either side."""
     if min(len(scores), len(reference)) < 2:
         return None
     paired = len(scores) == len(reference)

@@ -61,8 +61,8 @@ class StageCost(NamedTuple):
     disk: int
 
 
-def row_flops(trainer: NormAlignTrainer, text: float, scored: float | None = None) -> Counter[str]:
-    """Floating-point operations of a training step for each row, which has one image, by part.
+def row_flops(trainer: NormAlignTrainer, text: float, images: float = 1, scored: float | None = None) -> Counter[str]:
+    """Floating-point operations of a training step for each row, by part.
 
     A linear layer of N weights takes 2 N for each position in the forward pass, 2 N more in the backward pass if a
     gradient flows to its input, and 2 N if its weights are trained (Kaplan et al. 2020, arXiv 2001.08361, table 1: 6 N
@@ -75,7 +75,8 @@ def row_flops(trainer: NormAlignTrainer, text: float, scored: float | None = Non
 
     Args:
         trainer: Of a dry run; its model, options and processor are read.
-        text: Tokens of a row beside its image.
+        text: Tokens of a row beside those of its images.
+        images: Of a row.
         scored: Positions whose logits are computed; by default all, as on a GPU.
     """
     model, again = base_model(trainer.model), trainer.args.gradient_checkpointing
@@ -83,6 +84,7 @@ def row_flops(trainer: NormAlignTrainer, text: float, scored: float | None = Non
     trained = {each for each in trainer.model.parameters() if each.requires_grad}
     sees = not trained.isdisjoint(inner.vision_tower.parameters())  # whether the encoder is trained
     patches = config.image_seq_length
+    tokens = images * patches + text
 
     def linear(layer: nn.Linear, positions: float, *, flows: bool, again: bool = False) -> float:
         passes = 1 + flows + (flows and again) + (layer.weight in trained)
@@ -109,11 +111,14 @@ def row_flops(trainer: NormAlignTrainer, text: float, scored: float | None = Non
     head = model.get_output_embeddings()
     return Counter(
         {
-            "vision tower": layers(inner.vision_tower, config.vision_config, with_class, deepest)
-            + sum(2 * each.numel() * patches * (1 + sees) for each in convolutions),
-            "projector": linear(first, patches, flows=sees) + linear(second, patches, flows=True),
-            "language model": layers(inner.language_model, text_config, patches + text, text_config.num_hidden_layers),
-            "head": linear(head, patches + text if scored is None else scored, flows=True),
+            "vision tower": images
+            * (
+                layers(inner.vision_tower, config.vision_config, with_class, deepest)
+                + sum(2 * each.numel() * patches * (1 + sees) for each in convolutions)
+            ),
+            "projector": images * (linear(first, patches, flows=sees) + linear(second, patches, flows=True)),
+            "language model": layers(inner.language_model, text_config, tokens, text_config.num_hidden_layers),
+            "head": linear(head, tokens if scored is None else scored, flows=True),
         }
     )
 
@@ -153,8 +158,8 @@ def run_cost(plan: Plan, run: Run, device_memory: str) -> tuple[dict[str, StageC
             count = steps * args.global_batch_size
             found[stage] = StageCost(
                 steps,
-                count * (model.config.image_seq_length + rows["text"]),
-                count * row_flops(trainer, rows["text"], rows.get("scored")).total(),
+                count * (rows.get("images", 1) * model.config.image_seq_length + rows["text"]),
+                count * row_flops(trainer, rows["text"], rows.get("images", 1), rows.get("scored")).total(),
                 partial(memory_on, estimate=trainer.estimate_memory(), static=static, sharded=sharded),
                 kept,
                 kept + checkpoints + more,

@@ -72,8 +72,8 @@ class Plan:
         optional: Variants that are made if they are named alone.
         accelerate: Of a run by commands on several GPUs: `--accelerate_config` of `stage1` and `stage2`.
         evaluate, diagnose: Options of these two commands.
-        rows: What `cost` must know of the data of `stage1` and `stage2`: how many `rows` in an epoch, tokens of `text`
-            in each beside its image, in the `longest` one, and, if fewer than all, those `scored` against the answer.
+        rows: What `cost` must know of the data of `stage1` and `stage2`: how many `rows` in an epoch; `images` of each
+            (1), and tokens of `text` beside theirs; those of the `longest`; and, on a CPU, how many are `scored`.
         downloads: Gigabytes of what is downloaded, by name.
         decisions: Differences of I that are tested together, by name: `GROUP/VARIANT`s, by turns plus and minus.
         differences: Others that are shown.

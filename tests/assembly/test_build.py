@@ -37,6 +37,17 @@ def folders(tmp_path):
     return parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language"), tmp_path / "built"
 
 
+def test_a_seed_decides_the_projector_whatever_was_drawn_before(folders):
+    vision, language, output = folders
+    projectors = []
+    for number, seed in enumerate([43, 43, 44]):
+        torch.rand(number + 1)
+        build_checkpoint(vision, language, f"{output}-{number}", seed=seed)
+        model = AutoModelForImageTextToText.from_pretrained(f"{output}-{number}")
+        projectors.append(model.model.multi_modal_projector.linear_1.weight)
+    assert torch.equal(projectors[0], projectors[1]) and not torch.equal(projectors[0], projectors[2])
+
+
 @pytest.mark.parametrize("kind", parts.ENCODERS)
 def test_every_encoder_gives_as_many_features_as_placeholders(tmp_path, kind):
     vision = parts.vision(tmp_path / "vision", kind)

@@ -45,6 +45,31 @@ def test_two_models_over_the_same_questions(tmp_path):
     assert json.loads((tmp_path / "comparison.json").read_text())[0]["questions"] == 200
 
 
+@pytest.mark.parametrize(
+    ("task", "metric", "groups", "right", "expected"),
+    [
+        # Two questions in two rotations, a row each; the second is right in one; and a rotation without its question.
+        ("mmbench_en_dev", "acc_circular", [7, 1_000_007, 9, 1_000_009, 1_000_011], [1, 1, 1, 0, 1], [1, 0]),
+        # Three rows of one category and one of another: 4 / (2 * 3) and 4 / (2 * 1).
+        ("mmstar", "acc_by_category", ["a", "a", "a", "b"], [1, 0, 0, 1], [2 / 3, 0, 0, 2]),
+    ],
+)
+def test_scores_of_questions_have_the_benchmarks_own_mean(tmp_path, task, metric, groups, right, expected):
+    metrics = [Metric(metric, float(np.mean(expected))), Metric("acc", float(np.mean(right)))]
+    Evaluation(task, task, metrics, len(right), len(right), []).write(tmp_path)
+    place = tmp_path / "evaluation" / task
+    place.mkdir()
+    lines = [
+        json.dumps(
+            {"metrics": [metric, "acc"], "filter": "none", "doc_id": i, "target_hash": "", metric: row, "acc": row[1]}
+        )
+        for i, row in enumerate(zip(groups, right, strict=True))
+    ]
+    (place / f"samples_{task}_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
+    ((name, scores),) = read_arm(str(tmp_path)).runs[0].items()
+    assert name == f"{task} {metric}" and list(scores.values()) == pytest.approx(expected)
+
+
 def test_scores_of_two_quantizations_are_not_compared(tmp_path):
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     alike = [

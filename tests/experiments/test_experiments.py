@@ -4,6 +4,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 
 import numpy as np
@@ -15,12 +16,13 @@ from datasets import load_from_disk
 from paths import ROOT
 from PIL import Image
 from plan import read_plan
-from report import difference, holm, write_report
+from report import difference, holm, read_result, write_report
 from runs import FixedFactors, data_hash, write_data
 from scipy import stats
 from transformers import TrainerControl, TrainerState
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.evaluate.engine import SUITES
 from normalign_llava.fetched.easy_vqa import training_data
 
 
@@ -159,3 +161,21 @@ def test_stored_results_make_the_report_that_is_stored():
         pytest.skip("no run is finished yet")
     stored = (plan.results / "report.md").read_text()
     assert write_report(plan).read_text() == stored
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_plan_can_be_read_and_names_tasks_that_there_are(file):
+    plan = read_plan(file)
+    assert plan.runs() and set(plan.tasks) <= {*SUITES["paper"], *SUITES["offline"]}
+    assert all(plan.options(run) for run in plan.runs())
+
+
+def test_results_of_a_plan_that_has_changed_are_kept_and_their_figures_are_the_pages():
+    plan = read_plan(ROOT / "experiments" / "small.yaml")
+    with pytest.raises(ValueError, match="keep the results of the changed plan in another folder with --results"):
+        [read_result(plan, run) for run in plan.runs()]
+    page = (plan.results.parent.parent / "first.md").read_text()
+    for arm, name in {"none": "no norm", "unit": "gain 1", "aligned": "aligned", "gwc": "aligned, GWC"}.items():
+        stored = [json.loads((plan.results / f"arms-{arm}-seed{seed}.json").read_text()) for seed in range(5)]
+        row = next(line for line in page.splitlines() if re.match(rf"\| {name} \| 0\.\d+, 0\.\d+ \|", line))
+        assert ", ".join(f"{each['scores']['offline_easy_vqa acc']:.2f}" for each in stored) in row

@@ -36,26 +36,31 @@ from normalign_llava.train.run import make_trainer
 
 
 TABLE4 = ROOT / "experiments" / "table4.yaml"
+ALL_TRAINED = dict.fromkeys(["use_peft", "lora_dropout", "lora_target_modules"])
 STEPS = {"global_batch_size": 2, "per_device_train_batch_size": 2, "probe_steps": [0, 2]}
 TINY = {
     "commands": True,
     "bf16": False,
-    "tasks": ["offline_emoji", "offline_perplexity"],
+    "tasks": ["offline_perplexity"],
     "feature_layer": -2,
     "diagnosed": 2,
     "evaluate": {"batch-size": 16},
     "stage1": {"recipe": "quickstart-align", **STEPS, "max_steps": 2, "save_steps": 2},
-    "stage2": {"recipe": "quickstart-tune", **STEPS, "max_steps": 3, "save_steps": 1, "lora_r": 2},
+    "stage2": {"recipe": "quickstart-tune", **STEPS, "max_steps": 3, "save_steps": 1, **ALL_TRAINED},
     "groups": {
+        "wrong": {
+            "question": "What is refused?",
+            "seeds": [5],
+            "variants": {"aligned": {"arm": "aligned", "stage1": {"learning_rate": -1}}},
+        },
         "tiny": {
             "question": "Which?",
             "seeds": [5, 6],
             "variants": {
                 "none": {"arm": "none"},
                 "gwc": {"arm": "gwc"},
-                "aligned": {"arm": "aligned", "stage2": {"lora_alpha": 0}},  # which is refused
             },
-        }
+        },
     },
 }
 
@@ -79,24 +84,24 @@ def test_a_plan_of_commands_is_killed_resumed_and_reported(archives, tmp_path):
     before = (started.parent / "stage1" / "training.json").stat().st_mtime_ns
 
     done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 1 and "Failed: tiny/aligned/5, tiny/aligned/6." in done.stderr
-    assert "tiny/aligned/5 failed. ValueError: it ended with status 1: normalign train" in done.stdout
+    assert done.returncode == 1 and "Failed: wrong/aligned/5." in done.stderr
+    assert "wrong/aligned/5 failed. ValueError: it ended with status 1: normalign train" in done.stdout
     assert (started.parent / "stage1" / "training.json").stat().st_mtime_ns == before
     assert len(list(results.glob("*.json"))) == 4 and not list(work.rglob("checkpoint-*"))
-    assert "4 of 6 runs are finished" in (page := (results / "report.md").read_text())
+    assert "4 of 5 runs are finished" in (page := (results / "report.md").read_text())
 
     def asked(arm, seed):
-        folder = work / f"tiny-{arm}-seed{seed}" / "model" / "evaluation" / "offline_emoji"
+        folder = work / f"tiny-{arm}-seed{seed}" / "stage2" / "evaluation" / "offline_perplexity"
         (samples,) = folder.rglob("samples_*.jsonl")
-        return [json.loads(line)["acc"] for line in samples.read_text().splitlines()]
+        return [json.loads(line)["bits_per_byte"] for line in samples.read_text().splitlines()]
 
     apart = [fmean(asked("gwc", seed)) - fmean(asked("none", seed)) for seed in (5, 6)]
-    half = stats.t.ppf(1 - 0.05 / 2 / 2, 1) * stdev(apart) / 2**0.5
-    row = next(line for line in page.splitlines() if line.startswith("| emoji acc | "))
+    half = stats.t.ppf(1 - 0.05 / 2, 1) * stdev(apart) / 2**0.5
+    row = next(line for line in page.splitlines() if line.startswith("| perplexity bits per byte | "))
     assert row.split(" | ")[1] == f"{fmean(apart):+.3f}"
     assert row.split(" | ")[4] == f"{fmean(apart) - half:+.3f} to {fmean(apart) + half:+.3f}"
     diagnosed = [
-        json.loads((work / f"tiny-gwc-seed{seed}" / "model" / "diagnostics" / "report.json").read_text())["report"]
+        json.loads((work / f"tiny-gwc-seed{seed}" / "stage2" / "diagnostics" / "report.json").read_text())["report"]
         for seed in (5, 6)
     ]
     entry = fmean(each["interface"]["ratio"] for each in diagnosed)
