@@ -31,7 +31,7 @@ from ..rows.checks import (
     warn_of_captions,
 )
 from ..rows.parse import DroppedRow, control_tokens, parse_row
-from ..rows.reports import SourceReport
+from ..rows.reports import SourceReport, by_kind
 from . import files, shards, source as origin
 from .arguments import cores
 from .source import CHUNK, Source
@@ -118,11 +118,8 @@ def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks
         raise ValueError(bad_rows_message(source, bad, len(table), share=share, expected=report.expected_bad))
     report.skippable = max(0, int(share * len(table)) - len(bad))
     if not len(valid):
-        first = f" The first: {(bad or report.dropped)[0]}." if report.dropped else ""
-        raise ValueError(
-            f"{report.source}: no row is left. {len(table)} found, {len(bad)} bad, {report.too_long} longer than "
-            f"max_length {checks.max_length}.{first}"
-        )
+        counts = f"{len(table)} found, {len(bad)} bad, {report.too_long} longer than max_length {checks.max_length}."
+        raise ValueError("\n".join([f"{report.source}: no row is left. {counts}", *by_kind(report.dropped, 5)]))
     return valid
 
 

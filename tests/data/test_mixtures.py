@@ -89,7 +89,9 @@ def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_pa
     assert [(row.row, row.tokens) for row in source.dropped] == [(2, 75)]
     assert len(both(load, path, max_length=limit)) == 4
     assert json.loads(json.dumps(dataclasses.asdict(short.report)))["sources"][0]["dropped"][0]["tokens"] == 75
-    with pytest.raises(ValueError, match="no row is left. 5 found, 0 bad, 5 longer than max_length 10. The first: "):
+    with pytest.raises(
+        ValueError, match="no row is left. 5 found, 0 bad, 5 longer than max_length 10.\n.*\\(5 rows\\)"
+    ):
         load(path, max_length=10)
 
 
