@@ -18,7 +18,7 @@ from scipy import stats
 
 from normalign_llava.checkpoint.files import atomic_write
 from normalign_llava.diagnose.paper import paper_tables
-from normalign_llava.evaluate.compare import CONFIDENCE, Arm, Interval, compare, over_seeds
+from normalign_llava.evaluate.compare import CONFIDENCE, Arm, Interval, compare_arms, over_seeds
 from normalign_llava.evaluate.paper_columns import COLUMNS
 
 
@@ -135,7 +135,7 @@ def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict
         theirs = _paper_row(paper, arm), _paper_row(paper, "none")
         reported = {name: theirs[0][name] - theirs[1][name] for name in theirs[0].keys() & theirs[1].keys()}
         found[arm] = []
-        for each in compare(pair, 1 - (1 - CONFIDENCE) / benchmarks):
+        for each in compare_arms(pair, 1 - (1 - CONFIDENCE) / benchmarks):
             name, factor = _named(each.task)
             questions, over = (
                 ends and (factor * ends[0], factor * ends[1]) for ends in (each.over_questions, each.over_seeds)
