@@ -122,12 +122,12 @@ def training(facts: Facts) -> Markup:
 
 
 def _chosen(source: dict[str, Any]) -> str:
-    """How many rows of a data set were used, and why others were not."""
     name = (source.get("dataset") or {}).get("id") or source["source"]
-    used, found, bad, too_long = (source.get(key) for key in ("used", "found", "bad", "too_long"))
-    rows = "" if used is None else f", {used:,} of {found:,} rows"
-    left_out = f" ({bad:,} bad, {too_long:,} too long)" if bad or too_long else ""
-    return name + rows + left_out + ("" if source.get("split") == "train" else ", held out")
+    counts = [f"{each:,}" for each in (source.get("used"), source.get("found")) if each is not None]
+    use = "" if source.get("split") == "train" else ", held out"
+    rows = f", {' of '.join(counts)} rows" if source.get("used") is not None else ""
+    bad = [f"{source[key]:,} {key.replace('_', ' ')}" for key in ("bad", "too_long") if source.get(key)]
+    return name + rows + (f" ({', '.join(bad)})" if bad else "") + use
 
 
 def _by_row(titles: Sequence[Any], columns: Sequence[dict[str, Any]]) -> Markup:

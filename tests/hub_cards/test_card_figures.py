@@ -59,8 +59,10 @@ def test_a_run_that_was_cut_short_on_a_stream(full):
     made.edit(full / "training.json", before=None, run=made.run(steps=3), steps_done=1, data=[stream])
     table = rows(section(render_card(full), "Training"))
     assert table["Steps"] == ["1 of 3"] and table["Data"] == ["stream"]
-    made.edit(full / "training.json", steps_done=3, run=None)
-    assert rows(section(render_card(full), "Training"))["Steps"] == ["3"]
+    given = {**stream, "split": "eval", "used": 8, "found": None, "bad": None, "too_long": 2}  # rows in memory
+    made.edit(full / "training.json", steps_done=3, run=None, data=[given])
+    table = rows(section(render_card(full), "Training"))
+    assert table["Steps"] == ["3"] and table["Data"] == ["stream, 8 rows (2 too long), held out"]
 
 
 def test_limits(full):
