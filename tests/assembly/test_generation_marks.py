@@ -52,6 +52,12 @@ def test_marks_hold_tool_calls_but_not_what_tools_say(name):
     assert marked(new, TOOL_CALL, tools=[WEATHER]) == [call, answer + END_OF_TURN[name]]
 
 
+def test_text_before_a_tool_call_is_marked_too():
+    messages = [TOOL_CALL[0], {**TOOL_CALL[1], "content": "Let me look."}, *TOOL_CALL[2:]]
+    (first, _) = marked(multimodal_chat_template(SHIPPED["qwen2_5"])[0], messages)
+    assert first.startswith("Let me look.\n<tool_call>") and first.endswith("</tool_call><|im_end|>")
+
+
 @pytest.mark.parametrize("name", ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"])
 def test_marks_from_trl_are_used_where_we_have_no_edit(name):
     new, has_marks = multimodal_chat_template(SHIPPED[name])

@@ -51,6 +51,12 @@ def test_the_letter_a_is_an_option_where_it_is_no_article():
     assert chosen_option("A dog runs", {"A": "two cats", "B": "dog"}) == "B"
 
 
+def test_options_that_are_letters_are_chosen_by_their_own_letter():
+    labels = {"A": "D", "B": "C", "C": "B", "D": "A"}
+    assert chosen_option("D", labels) == "D"
+    assert chosen_option("The answer is B", labels) == "B"
+
+
 def test_an_option_within_another_and_within_a_word():
     assert chosen_option("red car", {"A": "red", "B": "red car"}) == "B"
     assert chosen_option("It is the red car", {"A": "red", "B": "red car"}) is None

@@ -138,6 +138,25 @@ def test_a_task_that_is_not_compared_is_named(tmp_path):
     assert "Left out: mmstar acc, without a score for each question in d." in shown.output
 
 
+def test_the_first_filter_of_the_summary_is_compared(tmp_path):
+    arms = []
+    for name, value in (("base", 0.0), ("model", 1.0)):
+        Evaluation("math", "", [Metric("acc, strict", value), Metric("acc, loose", 0.5)], 4, 4, []).write(
+            tmp_path / name
+        )
+        place = tmp_path / name / "evaluation" / "math"
+        place.mkdir()
+        lines = [
+            json.dumps({"doc_id": i, "metrics": ["acc"], "filter": rule, "acc": given, "target_hash": "0"})
+            for rule, given in (("loose", 0.5), ("strict", value))
+            for i in range(4)
+        ]
+        (place / "samples_math_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
+        arms.append(read_arm(str(tmp_path / name)))
+    (found,) = compare_arms(arms).differences
+    assert (found.task, found.value) == ("math acc, strict", 1.0)
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path):
     whole = evaluated(tmp_path / "a", answers(0.5, 1))
     with pytest.raises(ValueError, match="two or more"):

@@ -18,6 +18,7 @@ from lm_eval.tasks import TaskManager
 from scripted_tasks import TASKS, Script
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
+from normalign_llava import build_checkpoint
 from normalign_llava.evaluate.answers import named
 from normalign_llava.evaluate.engine import OFFLINE
 from normalign_llava.evaluate.results import Evaluation, Metric, add_before, forgotten, read_evaluations
@@ -126,6 +127,20 @@ def test_a_language_model_alone_is_evaluated_on_the_texts(tmp_path):
         shares.append(-likelihoods.sum().item() / math.log(2) / len(text.encode()))
     assert bits.value == pytest.approx(sum(shares) / 2, rel=1e-5)
     assert words.value == pytest.approx(math.exp(-total / of_words), rel=1e-4)
+
+
+def test_a_checkpoint_reads_texts_as_its_language_model_alone(tmp_path):
+    folder = parts.language(tmp_path / "language", rows=128, max_position_embeddings=2048)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token, tokenizer.add_bos_token = "<|im_start|>", True
+    tokenizer.save_pretrained(folder)
+    build_checkpoint(parts.vision(tmp_path / "vision"), folder, tmp_path / "built")
+    alone, built = (
+        evaluate(str(model), tasks=OFFLINE[2:], output=tmp_path / "results", limit=2).results
+        for model in (folder, tmp_path / "built")
+    )
+    for each, same in zip(alone, built, strict=True):
+        assert [metric.value for metric in same.metrics] == pytest.approx([metric.value for metric in each.metrics])
 
 
 def test_the_checkpoint_before_the_first_stage_counts(tmp_path):
