@@ -5,7 +5,7 @@
 import argparse
 import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -126,7 +126,7 @@ def row_flops(trainer: NormAlignTrainer, text: float, images: float = 1, scored:
 def run_cost(plan: Plan, run: Run, device_memory: str) -> tuple[dict[str, StageCost], int]:
     """What both stages of a run take, from the trainers of dry runs, and bytes of the untrained checkpoint.
 
-    Without `shape` in its group, parts must be folders: the checkpoint is then built.
+    Without `shape` in its group the checkpoint is built, from parts that must then be there.
     """
     shape, found = plan.groups[run.group].get("shape"), {}
     with TemporaryDirectory() as name:
@@ -179,19 +179,29 @@ def memory_on(gpus: int, *, estimate: MemoryEstimate, static: dict[str, int], sh
 
 
 def print_cost(plan: Plan, given: argparse.Namespace) -> None:
-    """Prints what a plan takes, stage by stage and in all, and what is assumed."""
+    """Prints what a plan takes, stage by stage and in all, and what is assumed.
+
+    Raises ValueError if the plan does not say what its data have.
+    """
+    if plan.rows.keys() != {"stage1", "stage2"}:
+        raise ValueError(f"{plan.name} does not say how many rows its data have. Add `rows`, as in table4.yaml.")
     runs, every, kept, peak, body = plan.runs(given.only), [], 0, 0, []
     room = convert_file_size_to_int(given.device_memory) - CONTEXT
+    alike = defaultdict(list)  # but for arm and seed
+    for run in runs:
+        own = f"/{run.name}" if run.variant.stage1 or run.variant.stage2 else ""
+        alike[run.group + own].append(run)
 
     def row(name: str, count: int, costs: list[StageCost], disk: float, memory: str = "") -> None:
         steps, tokens, flops = (sum(values) for values in list(zip(*costs, strict=True))[:3])
         hours = flops / (given.tflops * 1e12 * given.mfu) / 3600
-        numbers = (f"{steps:,}", f"{tokens:.3g}", f"{flops:.3g}", f"{hours:,.3g}", f"{hours / given.gpus:,.3g}")
+        times = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in (hours, hours / given.gpus))
+        numbers = (f"{steps:,}", f"{tokens:.3g}", f"{flops:.3g}", *times)
         body.append([name, str(count), *numbers, memory, f"{disk / 1e9:,.1f}"])
 
-    for group in dict.fromkeys(run.group for run in runs):
-        count = sum(run.group == group for run in runs)
-        stages, untrained = run_cost(plan, next(run for run in runs if run.group == group), given.device_memory)
+    for group, of_group in alike.items():
+        count = len(of_group)
+        stages, untrained = run_cost(plan, of_group[0], given.device_memory)
         for name, cost in stages.items():
             size = cost.memory(given.gpus)
             fewest = next((number for number in GPUS if cost.memory(number) <= room), None)

@@ -71,29 +71,27 @@ def write_report(plan: Plan) -> Path:
     failed = {key: result["failed"] for key, result in found.items() if "failed" in result}
     hours = sum(result.get("minutes", 0) for result in found.values()) / 60
     devices = sorted({name for each in found.values() for name in each.get("hardware", {}).get("devices", [])})
+    wanted = {*found, *(run.key for run in plan.runs([]))}
     lines = [
         f"# Results of `{plan.name}`",
         "",
-        f"{len(found)} of {len(runs)} runs are finished, {len(failed)} of them failed. They took {hours:.1f} hours on "
-        f"{', '.join(devices)}.",
+        f"{len(found)} of {len(wanted)} runs are finished, {len(failed)} of them failed. They took {hours:.1f} hours "
+        f"on {', '.join(devices)}.",
         *(f"\n{key} failed: {reason}" for key, reason in failed.items()),
         "",
     ]
     if plan.commands:
-        return _written(plan, [*lines, *sections(plan, results)])
-    lines += [EXPLANATION, "", f"![I over steps]({FIGURE})"]
-    for name, group in plan.groups.items():
-        of_group = {key: seeds for key, seeds in results.items() if key.split("/")[0] == name}
-        if of_group:
-            lines += ["", f"## {name}", "", group["question"], "", *_by_seed(of_group), "", *_table(of_group)]
-    lines += ["", "## Decisions", "", *_differences(results, plan.decisions, together=True)]
-    if plan.differences:
-        lines += ["", "## Other differences", "", *_differences(results, plan.differences, together=False)]
-    draw(plan, results, plan.results / FIGURE)
-    return _written(plan, lines)
-
-
-def _written(plan: Plan, lines: list[str]) -> Path:
+        lines += sections(plan, results)
+    else:
+        lines += [EXPLANATION, "", f"![I over steps]({FIGURE})"]
+        for name, group in plan.groups.items():
+            of_group = {key: seeds for key, seeds in results.items() if key.split("/")[0] == name}
+            if of_group:
+                lines += ["", f"## {name}", "", group["question"], "", *_by_seed(of_group), "", *_table(of_group)]
+        lines += ["", "## Decisions", "", *_differences(results, plan.decisions, together=True)]
+        if plan.differences:
+            lines += ["", "## Other differences", "", *_differences(results, plan.differences, together=False)]
+        draw(plan, results, plan.results / FIGURE)
     with atomic_write(plan.results / PAGE) as partial:
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return plan.results / PAGE

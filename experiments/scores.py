@@ -81,7 +81,7 @@ class Line(NamedTuple):
             return f"too few {'seeds' if lengths[0] >= lengths[1] else 'questions'} to tell"
         if same:
             return f"{paper} inside"
-        sign = "no difference" if none else "same sign" if (low > 0) == (self.paper > 0) else "opposite sign"
+        sign = "no difference shown" if none else "same sign" if (low > 0) == (self.paper > 0) else "opposite sign"
         return f"{sign}, {paper} outside"
 
 
@@ -155,7 +155,7 @@ def draw(groups: dict[str, dict[str, Seeds]], found: dict[str, dict[str, list[Li
     panels = figure.subplots(2, len(groups), squeeze=False)
     for (above, below), (name, arms) in zip(panels.T, groups.items(), strict=True):
         for arm, lines in found[name].items():
-            colour, shift, labels = COLOURS[arm], 0.1 * list(NAMES).index(arm), [NAMES[arm], "the paper's"]
+            colour, shift, labels = COLOURS[arm], 0.1 * list(NAMES).index(arm) - 0.2, [NAMES[arm], "the paper's"]
             for place, line in enumerate(lines):
                 ends = line.interval or line.over_questions or [line.difference] * 2
                 above.vlines(place + shift, *ends, color=colour)
@@ -165,6 +165,7 @@ def draw(groups: dict[str, dict[str, Seeds]], found: dict[str, dict[str, list[Li
                 labels = [None, None]
             above.set_xticks(range(len(lines)), [line.benchmark for line in lines], rotation=30, ha="right")
         above.axhline(0, color="black", linewidth=0.8)
+        above.margins(y=0.25)  # room for the legend
         above.set(title=name, ylabel="difference to no norm, with its interval")
         for arm, seeds in arms.items():
             for kind, style in (("visual", ".-"), ("text", ".:")):
@@ -175,7 +176,7 @@ def draw(groups: dict[str, dict[str, Seeds]], found: dict[str, dict[str, list[Li
         below.set(xlabel="step of stage 1", ylabel="cosine of a layer's input and output")
         for axes in (above, below):
             axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
+            axes.legend(fontsize="small", ncols=2)
     with atomic_write(output) as partial:
         figure.savefig(partial, format="png", dpi=110)
 
