@@ -28,6 +28,7 @@ from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
+from .arms import ARMS
 from .chat_template import has_generation_marks
 from .parts import (
     add_image_token,
@@ -50,17 +51,6 @@ NO_MARKS = (
     "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on assistant "
     "turns needs them: pass a template that has them with --chat-template."
 )
-
-ARMS = {
-    "none": {"projector_norm": "none"},
-    "unit": {"projector_gain_init": "one", "gradient_compensation": "none"},
-    "aligned": {"gradient_compensation": "none"},
-    "gwc": {},
-}
-"""The paper's four arms as configuration: no norm; gain 1; aligned without compensation; aligned with it (default)."""
-
-ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
-"""The fields of the configuration that an arm sets."""
 
 
 @dataclass(frozen=True)

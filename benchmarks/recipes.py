@@ -56,8 +56,7 @@ def train(recipe: str, folder: Path, options: argparse.Namespace, words: list[st
     """Trains in this process and sends what was measured."""
     from transformers import PrinterCallback, TrainerCallback, logging
 
-    from normalign_llava.data.rows.parse import DroppedRows
-    from normalign_llava.train.options.parsing import parse
+    from normalign_llava.train.options.arguments import parse
     from normalign_llava.train.run import make_trainer
 
     logging.set_verbosity_error()
@@ -105,7 +104,7 @@ def train(recipe: str, folder: Path, options: argparse.Namespace, words: list[st
         def on_train_end(self, args, state, control, **kwargs):
             self.mark(state)
 
-    trainer = make_trainer(data_args, args, model_args, DroppedRows(folder / "dropped.jsonl"), [Steps()])
+    trainer, _ = make_trainer(data_args, args, model_args, [Steps()])
     trainer.remove_callback(PrinterCallback)
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from ..checkpoint.find import find_checkpoint
+from ..checkpoint.find import find_checkpoint, is_hub_id
 from ..data.sources.arguments import DataArguments, DataSource, each_of
 from ..errors import check_installed
 from .options.fields import ModelOptions, TrainingOptions
@@ -87,40 +87,42 @@ def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: boo
     return f"normalign diagnose {folder}"
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Checks a command line for what would take seconds to find, or must not be there, without importing TRL."""
+def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The options of a command line, and those of its recipe: its first word, or the file after --config."""
+    words = list(words)
+    if words and not words[0].startswith("-"):
+        return words[1:], read_recipe(recipe_file(words[0]))
+    if "--config" in words[:-1]:
+        place = words.index("--config")
+        return words[:place] + words[place + 2 :], read_recipe(words[place + 1])
+    return words, {}
+
+
+def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
+    """Checks options for what would take seconds to find, or must not be there, without importing TRL."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", "model_name_or_path", "model_revision", "hub_token", *DATA):
+    for name in ("model_name_or_path", "hub_token", *DATA):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
     for name in PACKAGES:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
-    given, _ = parser.parse_known_args(with_recipe_file(words))
+    given, _ = parser.parse_known_args(words)
     if given.hub_token:
         raise ValueError(
             "Everybody on this machine can read a command line, so --hub_token cannot be given there. Log in with "
             "`hf auth login`, or set HF_TOKEN."
         )
-    options = read_recipe(given.config) if given.config else {}
-    options |= {name: value for name, value in vars(given).items() if value is not None}
+    options = recipe | {name: value for name, value in vars(given).items() if value is not None}
     for name, (package, extra) in PACKAGES.items():
         if str(options.get(name)).lower() not in ("none", "false"):
             check_installed(package, extra, name)
     if not (model := options.get("model_name_or_path")):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
-    find_checkpoint(str(model), options.get("model_revision"), remedy=NO_MODEL)
+    if Path(str(model)).expanduser().exists() or not is_hub_id(str(model)):  # the Hub is asked once, where it is read
+        find_checkpoint(str(model), remedy=NO_MODEL)
     named: dict[str, Any] = {name: options.get(name) for name in DATA}
     data = DataArguments(**named, datasets=options.get("datasets") or [])
     held_out = [DataSource.named(data.eval_dataset_name)] if data.eval_dataset_name else []
     each_of([*data.sources, *held_out], DataSource.check_paths)
-
-
-def with_recipe_file(words: Sequence[str]) -> list[str]:
-    """A command line as TRL reads it: the recipe, if it begins with one, as `--config FILE`."""
-    if not words or words[0].startswith("-"):
-        return list(words)
-    file = recipe_file(words[0])
-    read_recipe(file)
-    return ["--config", str(file), *words[1:]]
 
 
 def recipe_file(recipe: str | os.PathLike, folder: Traversable = RECIPES) -> Path:

@@ -28,9 +28,9 @@ from ..data.rows.reports import not_read
 from ..data.sources.arguments import DataArguments, DataSource
 from ..data.sources.source import CHUNK, open_source
 from ..errors import Console
-from .batches.collator import ConversationCollator
+from .collator import ConversationCollator
 from .command import NO_MODEL
-from .modules.model import check_architecture
+from .modules.load import check_architecture
 
 
 @dataclass

@@ -20,7 +20,7 @@ from normalign_llava.data.rows.checks import encoded
 from normalign_llava.data.rows.parse import FEATURES, DroppedRows
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.data.sources.mixtures import load_data
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.modules.extra_inputs import BLANK_IMAGE, take_extra_inputs
 from normalign_llava.train.modules.model import base_model
 

@@ -7,8 +7,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoProcessor
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.batches.collator import ConversationCollator
-from normalign_llava.train.batches.padding_free import ROW_LENGTHS, PackedAttentionCheck
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.packing import ROW_LENGTHS, PackedAttentionCheck
 
 
 pytestmark = pytest.mark.slow

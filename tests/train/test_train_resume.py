@@ -15,7 +15,7 @@ import train_data
 import training
 from paths import HELPERS
 
-from normalign_llava.train.options.parsing import parse
+from normalign_llava.train.options.arguments import parse
 from normalign_llava.train.run import main
 
 

@@ -9,8 +9,8 @@ import training
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.arms import arm_of
 from normalign_llava.cli import app
-from normalign_llava.train.modules.model import arm_of
 from normalign_llava.train.run import main
 
 

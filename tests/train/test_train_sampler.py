@@ -15,8 +15,8 @@ from train_data import arguments, llava, write_json
 
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.data.sources.mixtures import load_data
-from normalign_llava.train.batches.collator import ConversationCollator
-from normalign_llava.train.batches.sampler import ModalityLengthGroupedSampler
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.packing import ModalityLengthGroupedSampler
 
 
 BATCH = 8

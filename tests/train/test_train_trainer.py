@@ -17,10 +17,11 @@ from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
 from normalign_llava.train.keeping.summary import render
-from normalign_llava.train.modules.float16 import largest_hidden_state
-from normalign_llava.train.modules.model import base_model, eval_frozen, load_model, module_of
+from normalign_llava.train.modules.load import largest_hidden_state, load_model
+from normalign_llava.train.modules.model import base_model, eval_frozen, module_of
 
 
 pytestmark = pytest.mark.slow
@@ -212,7 +213,7 @@ def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, checkpoint
     before = weights(trainer.model)
     trained = {name: value for name, value in trainer.model.named_parameters() if value.requires_grad}
     assert {value.dtype for value in trained.values()} == {torch.float32}
-    stored = load_model(checkpoint, trainer.args)
+    stored = load_model(open_checkpoint(checkpoint), trainer.args)
     for name, value in stored.model.multi_modal_projector.named_parameters():
         copied = base_model(trainer.model).model.multi_modal_projector.modules_to_save["default"]
         assert torch.equal(copied.get_parameter(name), value)

@@ -3,24 +3,20 @@
 """How far each decoder layer moves visual and text tokens, at chosen steps of a run, on one fixed batch (figure 5)."""
 
 import json
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from ...checkpoint.files import atomic_write
 from ...checkpoint.names import DYNAMICS
 from ...diagnose.measure.depth import DepthProbe
 from ...diagnose.measure.families import decoder_layers
 from ...diagnose.measure.positions import token_positions
-from ...diagnose.measure.probe import in_evaluation_mode
 from ...diagnose.report import KINDS
-from ..modules.model import base_model
+from ..modules.model import base_model, evaluating
 
 
 class CosineProbe(TrainerCallback):
@@ -76,24 +72,6 @@ def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[
         model(**batch, use_cache=False, logits_to_keep=1)
     curves = depth.result().cosine
     return {kind: curves[kind].mean if kind in curves else [] for kind in ("visual", "text")}
-
-
-@contextmanager
-def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Evaluation mode without gradients, in the precision of training.
-
-    Afterwards each module is in the mode it was in, and random numbers continue as if none had been drawn.
-    """
-    devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
-    dtype = torch.bfloat16 if args.bf16 else torch.float16
-    autocast = torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices), autocast, in_evaluation_mode(model):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _replace_line(path: Path, line: dict) -> None:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from ...checkpoint.files import write_json
 from ...data.rows.images import decode_image
-from .depth_probe import evaluating
+from ..modules.model import evaluating
 
 
 class SampleCallback(TrainerCallback):

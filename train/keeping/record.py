@@ -16,11 +16,10 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from ... import __version__
-from ...assembly.build import ARM_FIELDS
+from ...assembly.arms import ARM_FIELDS, arm_of
 from ...checkpoint.names import TRAINING_RECORD
 from ...checkpoint.provenance import code_commit, hardware, read_beside
 from ...data.rows.reports import DataReport
-from ..modules.model import arm_of
 from ..options.arguments import BOTH_STAGES, STAGES, NormAlignConfig
 
 

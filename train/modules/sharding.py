@@ -4,16 +4,16 @@
 
 from functools import wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .model import projector_norm
+from .model import projector_norm, replaced
 
 
 def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForConditionalGeneration) -> None:
@@ -32,7 +32,7 @@ def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForCondition
 
     @wraps(prepare)
     def prepare_with_norm(*args: Any, **kwargs: Any) -> Any:
-        with patch("torch.distributed.fsdp.fully_shard", shard):
+        with replaced(fsdp, fully_shard=shard):
             return prepare(*args, **kwargs)
 
     accelerator.prepare = prepare_with_norm

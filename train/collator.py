@@ -12,13 +12,12 @@ from torch import Tensor
 from transformers import LlavaProcessor
 from trl.trainer.utils import pad
 
-from ...assembly.processing import settle
-from ...checkpoint.loading import loading
-from ...data.rows.checks import tokens_per_image
-from ...data.rows.images import decode_image
-from ...data.rows.parse import BadRow, DroppedRow, DroppedRows
-from .packing import PACKED
-from .padding_free import without_padding
+from ..assembly.processing import settle
+from ..checkpoint.loading import loading
+from ..data.rows.checks import tokens_per_image
+from ..data.rows.images import decode_image
+from ..data.rows.parse import BadRow, DroppedRow, DroppedRows
+from .packing import PACKED, without_padding
 
 
 _PROBE = [
