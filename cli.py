@@ -150,7 +150,7 @@ def train(
     --accelerate_config (ddp, fsdp2, zero2, zero3 or a file) the run is started by `accelerate launch`, in
     --num_processes processes or as many as the file says.
     """
-    from .train.command import check_command, read_command, show_help
+    from .train.command import check_command, launch, read_command, show_help
 
     if not context.args or {"-h", "--help"} & set(context.args):
         return show_help()
@@ -165,8 +165,6 @@ def train(
         if (num_processes or 1) > 1 and not accelerate_config:
             raise ValueError("--num_processes needs --accelerate_config: ddp, fsdp2, zero2, zero3 or a file.")
         if accelerate_config:
-            from .train.launch import launch
-
             launch(accelerate_config, num_processes, context.args)
         else:
             from .train.run import main

@@ -32,7 +32,6 @@ from .arms import ARMS
 from .chat_template import has_generation_marks
 from .parts import (
     add_image_token,
-    check_feature_layer,
     check_language_model,
     check_text_outputs,
     check_vision_encoder,
@@ -42,7 +41,7 @@ from .parts import (
     tower_alone,
     vision_config,
 )
-from .processing import make_processor
+from .processing import check_feature_layer, make_processor
 
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Makes batches of parsed rows, with labels on exactly the answers."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from trl.trainer.utils import pad
 from ..assembly.processing import settle
 from ..checkpoint.loading import loading
 from ..data.rows.checks import tokens_per_image
-from ..data.rows.images import decode_image
+from ..data.rows.images import ImageRules, decode_image, image_problem
 from ..data.rows.parse import BadRow, DroppedRow, DroppedRows
 from .packing import PACKED, without_padding
 
@@ -48,7 +49,6 @@ class ConversationCollator:
         dropped_rows: Where rows with bad images are recorded.
         padding_free: Rows one after another in one sequence, as [`without_padding`] makes them.
         skippable: Rows that a process may skip.
-        seen: Batches that a resumed stream skips. They come empty, and their images are not opened.
 
     Raises:
         ValueError: The chat template marks no answer; when called, a bad image and its row.
@@ -61,7 +61,6 @@ class ConversationCollator:
     dropped_rows: DroppedRows | None = None
     padding_free: bool = False
     skippable: int = 0
-    seen: int = 0
 
     def __post_init__(self):
         self._skipped: set[tuple[str, int]] = set()
@@ -82,9 +81,6 @@ class ConversationCollator:
             `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
             With `padding_free`, what [`without_padding`] returns.
         """
-        if self.seen:
-            self.seen -= 1
-            return {}
         examples = [row for example in examples for row in example.get(PACKED, [example])]
         opened = [self._images(example) for example in examples]
         rows = []
@@ -106,6 +102,13 @@ class ConversationCollator:
         if images := [image for images, _ in opened for image in images]:
             batch |= self.processor.image_processor(images, return_tensors="pt")
         return without_padding(batch) if self.padding_free else batch
+
+    def readable(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Rows without those of bad images, if such may be skipped."""
+        skip = self.bad_rows == "skip" or self.skippable
+        for row in rows:
+            if not skip or not image_problem(row["images"], ImageRules(), self.max_image_pixels):
+                yield row
 
     def _encoded(self, examples: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """Token ids and labels of each row, `(T,)`, with one image token for each image."""
@@ -158,6 +161,12 @@ class ConversationCollator:
             while keep and not self.processor.tokenizer.decode(labels[start + keep - 1]).strip():
                 keep -= 1
             labels[start + keep : stop] = _IGNORED
+
+
+def blank_image(processor: LlavaProcessor) -> Tensor:
+    """An image of zeros in the shape that the vision tower reads, `(1, channels, height, width)`."""
+    image = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
+    return torch.zeros_like(image["pixel_values"])
 
 
 def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:

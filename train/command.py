@@ -1,10 +1,12 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What `normalign train` does before TRL is imported: its help, the recipe, and checks of the command line."""
+"""What `normalign train` does before TRL is imported: help, recipe, checks of the command line, several processes."""
 
 import argparse
+import logging
 import os
 import shlex
+import signal
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
@@ -19,11 +21,11 @@ from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint, is_hub_id
 from ..data.sources.arguments import DataArguments, DataSource, each_of
-from ..errors import check_installed
+from ..errors import Terminated, check_installed
 from .options.fields import ModelOptions, TrainingOptions
 
 
-RECIPES = files(__package__) / "recipes"
+RECIPES, CONFIGS = files(__package__) / "recipes", files(__package__) / "accelerate_configs"
 USAGE = "normalign train RECIPE [--option value ...]"
 OPTIONS = (DataArguments, TrainingOptions, ModelOptions)
 """The dataclasses that are known before TRL is imported."""
@@ -149,3 +151,28 @@ def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} is no YAML mapping of options to values. Give data with --dataset_name {file}.")
     return content
+
+
+def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
+    """Runs `accelerate launch --config_file CONFIG [--num_processes N] -m normalign_llava.train ARGUMENTS`."""
+    file = recipe_file(config, CONFIGS)
+    if read_recipe(file).get("distributed_type") == "DEEPSPEED":
+        check_installed("deepspeed", "deepspeed", config)
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    number = [] if processes is None else ["--num_processes", str(processes)]
+    words = ["--quiet", "--config_file", str(file), *number, "-m", "normalign_llava.train", *arguments]
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # of ended processes
+    try:
+        launch_command(launch_command_parser().parse_args(words))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:  # the process has said why
+            raise SystemExit(failure.exitcode) from None
+        raise ChildProcessError(
+            f"Process {rank} was ended by {failure.signal_name()}. SIGKILL is often for using too much memory."
+        ) from None
+    except SignalException as error:  # the processes have ended
+        raise (KeyboardInterrupt if error.sigval == signal.SIGINT else Terminated) from None

@@ -120,7 +120,7 @@ def largest_batch(
                 break
             longest.append(row)
     elif args.packing and not limit:
-        passes = train_sampler(args, rows)
+        passes: Any = train_sampler(args, rows)
         longest = max(passes, key=lambda together: sum(lengths[row] for row in together))
     return collator([rows[row] for row in longest])
 
@@ -173,7 +173,7 @@ def estimate_memory(
     parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())
     device, available, reserved = device_memory(args)
     shape = batch["input_ids"].shape
-    rows = len(batch["row_lengths"]) if "row_lengths" in batch else shape[0]
+    rows = int((batch["position_ids"] == 0).sum()) if "position_ids" in batch else shape[0]
     images = len(batch.get("pixel_values", ()))
     counted = {name: parts[name] for name in PARTS if parts[name]}
     return MemoryEstimate(counted, rows, shape.numel(), images, device, available, reserved)

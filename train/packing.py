@@ -67,12 +67,12 @@ def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
     )
 
 
-def fitted_accumulation(args: NormAlignConfig, rows: Dataset) -> int:
-    """The least accumulation with which no forward pass has more than `tokens_per_device` tokens."""
+def fitted_accumulation(args: NormAlignConfig, rows: Dataset, tokens: int) -> int:
+    """The least accumulation with which no forward pass of a packed run has more than so many tokens."""
     sampler = train_sampler(args, rows)
     assert isinstance(sampler, BalancedSampler)
     epochs = args.max_steps / sampler.steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
-    return sampler.fit(args.tokens_per_device, ceil(epochs))
+    return sampler.fit(tokens, ceil(epochs))
 
 
 class ModalityLengthGroupedSampler(Sampler[int]):
@@ -250,10 +250,6 @@ def packed_stream(rows: IterableDataset, rows_per_pass: int, accumulation: int, 
     return rows.map(divide, batched=True, batch_size=together * accumulation, remove_columns=rows.column_names)
 
 
-ROW_LENGTHS = "row_lengths"
-"""Key of a batch: tokens in each of its rows, `(rows,)`. First in the batch, where the Trainer counts its rows."""
-
-
 def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
     """A padded batch of B rows as one sequence of their N tokens.
 
@@ -261,14 +257,14 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
         batch: `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values`, which stay as they are.
 
     Returns:
-        `row_lengths` `(B,)`; `input_ids`, `labels` and `position_ids` `(1, N)`. The first label of each row is
-        masked: the token before it belongs to another row.
+        `input_ids`, `labels` and `position_ids` `(1, N)`; the rest. The first label of each row is masked: the token
+        before it belongs to another row.
     """
     real = batch.pop("attention_mask").bool()
     batch["labels"][torch.arange(len(real)), real.int().argmax(1)] = -100
     sequence = {name: batch.pop(name)[real][None] for name in ("input_ids", "labels")}
     positions = (real.long().cumsum(1) - 1)[real][None]
-    return {ROW_LENGTHS: real.sum(1), **sequence, "position_ids": positions, **batch}
+    return {**sequence, "position_ids": positions, **batch}
 
 
 class PackedAttentionCheck(TrainerCallback):

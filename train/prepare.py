@@ -37,9 +37,8 @@ from .modules.load import (
     frozen_dtype,
     load_model,
     settle_float16,
-    train_beside_quantized,
 )
-from .modules.model import MODULES, module_of, projector_norm
+from .modules.model import MODULES, module_of
 from .options.arguments import NormAlignConfig
 from .packing import check_longest, fitted_accumulation
 
@@ -102,6 +101,10 @@ def prepare(
             warn_if_slow(dtype, args.device.type)
 
     checkpoint, config = _checkpoint_and_config(model, args, quantization_config, peft_config)
+    if checkpoint is not None:
+        kwargs = args.model_init_kwargs or {}
+        dtype = frozen_dtype(kwargs.get("dtype"), config, args)
+        args.model_init_kwargs = {**kwargs, "revision": checkpoint.revision, "dtype": dtype}
     if peft_config is not None:
         from .modules.adapter import language_adapter
 
@@ -116,12 +119,24 @@ def prepare(
 
     processor = _processor(processor, model, checkpoint)
     named = train_dataset if isinstance(train_dataset, DataArguments) else None
+    if named and (collator or eval_dataset):
+        raise ValueError("DataArguments name held-out rows too, and have a collator. Leave eval_dataset and that out.")
     collator = collator or _collator(processor, args, named)
     check_collator(collator, args, compares_rows)
     args.padding_free = getattr(collator, "padding_free", False)
     need_images = args.stage == "align" or not rates["language"]
     if named:
-        train_dataset, eval_dataset, report = _named_rows(named, collator, args, need_images)
+        data = load_data(
+            named,
+            processor,
+            max_length=args.max_length,
+            seed=args.seed,
+            with_eval=args.eval_strategy != "no",
+            need_images=need_images,
+            dropped_rows=collator.dropped_rows,
+            num_proc=args.dataset_num_proc,
+        )
+        train_dataset, eval_dataset, report = data.train, data.eval, data.report
     else:
         train_dataset, eval_dataset, report = _given_rows(train_dataset, eval_dataset, collator, args, need_images)
     if isinstance(collator, ConversationCollator):
@@ -133,10 +148,10 @@ def prepare(
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
     if args.tokens_per_device:
-        args.gradient_accumulation_steps = fitted_accumulation(args, train_dataset)
+        args.gradient_accumulation_steps = fitted_accumulation(args, train_dataset, args.tokens_per_device)
 
     if checkpoint is not None:
-        model = _loaded(checkpoint, config, args, quantization_config, peft_config)
+        model = load_model(checkpoint, args, rates, quantization_config, peft_config is not None)
     if args.fp16_is_tried and not args.dry_run:
         settle_float16(model, args, largest_batch(args, train_dataset, collator))
     return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, origins, report, checkpoint)
@@ -177,28 +192,6 @@ def _checkpoint_and_config(
     return None, model.config
 
 
-def _loaded(
-    checkpoint: Checkpoint,
-    config: NormAlignLlavaConfig,
-    args: NormAlignConfig,
-    quantization_config: BitsAndBytesConfig | None,
-    peft_config: PeftConfig | None,
-) -> NormAlignLlavaForConditionalGeneration:
-    """The model of a checkpoint, whose commit and dtype `args` then have."""
-    asked = (args.model_init_kwargs or {}).get("dtype")
-    kwargs = {"revision": checkpoint.revision, "dtype": frozen_dtype(asked, config, args)}
-    args.model_init_kwargs = {**(args.model_init_kwargs or {}), **kwargs}
-    model = load_model(checkpoint, args, quantization_config, peft_config is not None)
-    norm = projector_norm(model)
-    if any(parameter.is_meta for parameter in norm.parameters()) and not args.dry_run:
-        # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
-        # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
-        norm.to_empty(device="cpu")
-    if quantization_config is not None and peft_config is None:
-        train_beside_quantized(model)
-    return model
-
-
 def _processor(processor: Any, model: Any, checkpoint: Checkpoint | None) -> LlavaProcessor:
     """The given processor, or the one in the model's folder or commit."""
     if processor is None:
@@ -223,23 +216,6 @@ def _collator(processor: LlavaProcessor, args: NormAlignConfig, named: DataArgum
     return ConversationCollator(
         processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free, **of_named
     )
-
-
-def _named_rows(
-    named: DataArguments, collator: ConversationCollator, args: NormAlignConfig, need_images: bool
-) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None, DataReport]:
-    """The training and the held-out rows that options name, and their report."""
-    data = load_data(
-        named,
-        collator.processor,
-        max_length=args.max_length,
-        seed=args.seed,
-        with_eval=args.eval_strategy != "no",
-        need_images=need_images,
-        dropped_rows=collator.dropped_rows,
-        num_proc=args.dataset_num_proc,
-    )
-    return data.train, data.eval, data.report
 
 
 def _given_rows(

@@ -17,10 +17,8 @@ from ..data.rows.parse import BadRow, DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
 from .command import next_command, read_command
-from .keeping.checkpoints import writing_result
-from .keeping.lock import only_run
+from .keeping.checkpoints import StepCounter, after_stop, only_run, resolve_resume, writing_result
 from .keeping.record import check_same_run, render_options
-from .keeping.resume import StepCounter, after_stop, resolve_resume
 from .keeping.summary import render, render_dropped
 from .memory import PeakMemory, gib
 from .options.arguments import ModelArguments, NormAlignConfig, parse

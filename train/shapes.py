@@ -73,7 +73,7 @@ def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: Exi
     stack.enter_context(replaced(trainer, _metrics=copy.deepcopy(trainer._metrics)))
     stack.enter_context(replaced(trainer.accelerator, gather_for_metrics=lambda value: value))
     if args.device.type != "cpu" or args.device_memory is not None:
-        stack.enter_context(replaced(trainer, only_answers=False))
+        stack.enter_context(replaced(base_model(model), only_answers=False))
         # TRL's fused head: Triton writes into the tiles of its products, where torch would allocate.
         stack.enter_context(replaced(utils, _use_triton=lambda device: True))
         tiles = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), lambda *args, **kwargs: None)

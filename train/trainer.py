@@ -3,14 +3,11 @@
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
 import os
-import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -28,47 +25,44 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import IntervalStrategy
-from transformers.utils import CONFIG_NAME
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint.files import write_json
-from ..checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
+from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..checkpoint.provenance import read_beside
 from ..checkpoint.weights import index_folder, no_progress_bar, stored_tensors, unchanged_files, write_weights
-from ..data.rows.images import ImageRules, image_problem
 from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .callbacks.depth_probe import CosineProbe
 from .callbacks.finite import FiniteCheck
 from .callbacks.measurements import Measurements
 from .callbacks.progress import DataWait, show_lines
-from .callbacks.samples import SampleCallback
-from .collator import ConversationCollator
-from .keeping.checkpoints import writing_checkpoint
-from .keeping.disk import check_disk, disk_use
-from .keeping.lock import only_run
-from .keeping.record import training_record
-from .keeping.summary import summary
+from .collator import ConversationCollator, blank_image
+from .keeping.checkpoints import only_run, writing_checkpoint
+from .keeping.record import publish_result, training_record, write_card_of
+from .keeping.summary import check_disk, disk_use, summary
 from .memory import MemoryEstimate, estimate_memory, largest_batch
-from .modules.adapter import restore_copies
-from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
 from .modules.load import load_model
 from .modules.model import (
     MODULES,
     base_model,
     eval_frozen,
+    fill_gradients,
     freeze,
     frozen_modules,
     module_of,
+    name_as_unsharded,
+    prepare_sharding,
     replaced,
     train_in_float32,
+    wrap_forward,
 )
-from .modules.sharding import fill_gradients, name_as_unsharded, prepare_sharding
 from .options.arguments import keep_float32
-from .packing import ROW_LENGTHS, PackedAttentionCheck, packed_stream, train_sampler
-from .prepare import Prepared, checked_rows, normalign_config, prepare
+from .packing import PackedAttentionCheck, packed_stream, train_sampler
+from .prepare import checked_rows, normalign_config, prepare
 
+
+if TYPE_CHECKING:
+    from .callbacks.depth_probe import CosineProbe
 
 logger = get_logger(__name__)  # logs in one process only
 
@@ -115,8 +109,6 @@ class NormAlignTrainer(SFTTrainer):
     Attributes:
         learning_rates: The peak learning rate of each module.
         facts: What [`summary`] found: modules, data, batch, memory.
-        only_answers: Whether only the answers go through the head, not every position. By default on a CPU, where
-            TRL's fused head lacks Triton and scoring every position is two thirds of a small model's step.
 
     Raises:
         ValueError: An argument, the model or the data is wrong; it is named.
@@ -166,7 +158,8 @@ class NormAlignTrainer(SFTTrainer):
         # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
         self.weights_in = index_folder(model.name_or_path, commit) if ready.checkpoint else []
         self.measurements, self.data_wait = Measurements(args), DataWait()
-        self._counted_loader: DataLoader | None = None
+        self.probe: CosineProbe | None = None
+        self._counted: tuple[Any, DataLoader | None] = None, None
         # The only place where options change after `prepare`, and are set again. TRL refuses the first two for images
         # (huggingface/trl#4339), and reports the third as ignored.
         for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
@@ -191,63 +184,51 @@ class NormAlignTrainer(SFTTrainer):
                 peft_config=ready.peft_config,
             )
         self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
-        self._finish(ready)
-
-    def _finish(self, ready: Prepared) -> None:
-        """What is shown, recorded and measured."""
         self._finish_model()
-        show_lines(self)
-        args, rows = self.args, self.get_total_train_batch_size(self.args)
-        self._counted_loader = loader = self.get_train_dataloader()
-        steps = self.set_initial_training_values(args, loader)[-1]
+        self._add_callbacks()
+        self._counted = self.train_dataset, (loader := self.get_train_dataloader())
+        rows, steps = self.get_total_train_batch_size(args), self.set_initial_training_values(args, loader)[-1]
         self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
         if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
             self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
-        self._add_samples_and_probe()
 
     def _finish_model(self) -> None:
-        """What is trained, in which precision, and the hooks of the model, on which TRL has put adapters by now."""
+        """What is trained, in which precision, and its forward pass; TRL has put adapters on the model by now."""
         args, model = self.args, base_model(self.model)
         if isinstance(self.model, PeftModel):
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
             if not is_deepspeed_zero3_enabled():  # it has no quantized base
+                from .modules.adapter import restore_copies
+
                 restore_copies(self.model)
         freeze(self.model, self.learning_rates)
         train_in_float32(self.model)
-        self.finite = FiniteCheck(self.model, args)
-        self.add_callback(self.finite)
-        self.only_answers = args.device.type == "cpu"
-        self.blank_image = blank_image(self.processing_class)
-        take_extra_inputs(model)
-        if args.padding_free:
-            self.add_callback(PackedAttentionCheck)
+        # On a CPU, TRL's head lacks Triton, and scoring every position is two thirds of a small model's step.
+        model.only_answers = args.device.type == "cpu"
+        wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
             prepare_sharding(self.accelerator, model)
 
-    def _add_samples_and_probe(self) -> None:
-        args, collator = self.args, self.data_collator
-        held_out = self.eval_dataset
-        if isinstance(held_out, dict):
-            held_out = next(iter(held_out.values()))
-        count = args.sample_count
-        if count is None:
-            count = 0 if self.is_fsdp_enabled or is_deepspeed_zero3_enabled() else 4
-            if not count and held_out is not None and args.eval_strategy != IntervalStrategy.NO:
-                logger.warning(
-                    "Evaluations answer no examples: each token would gather the whole model, which is sharded. Ask "
-                    "for some with --sample_count 4."
-                )
-        if held_out is not None and count and isinstance(collator, ConversationCollator):
-            pixels, skip = collator.max_image_pixels, collator.bad_rows == "skip" or collator.skippable
-            readable = (row for row in held_out if not skip or not image_problem(row["images"], ImageRules(), pixels))
-            examples = list(islice(readable, count))
-            self.add_callback(SampleCallback(examples, args.sample_max_new_tokens, pixels))
+    def _add_callbacks(self) -> None:
+        """Checks, and what is measured and shown: lines of the log, answers to held-out rows, cosines."""
+        args = self.args
+        self.finite = FiniteCheck(args)
+        self.add_callback(self.finite)
+        if args.padding_free:
+            self.add_callback(PackedAttentionCheck)
+        show_lines(self)
+        if self.eval_dataset is not None and args.sample_count != 0:
+            from .callbacks.samples import held_out_samples
+
+            sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+            if samples := held_out_samples(self.eval_dataset, self.data_collator, args, sharded):
+                self.add_callback(samples)
         if args.probe_steps:
-            if isinstance(collator, ConversationCollator):
-                collator = replace(collator, padding_free=False)
-            batch = collator(list(islice(self.train_dataset, args.probe_rows)))
-            self.add_callback(CosineProbe(args.probe_steps, batch))
+            from .callbacks.depth_probe import CosineProbe  # late: few runs have one
+
+            self.probe = CosineProbe.of_rows(self.train_dataset, self.data_collator, args)
+            self.add_callback(self.probe)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's, which puts a section `bf16` into DeepSpeed's configuration again."""
@@ -281,9 +262,9 @@ class NormAlignTrainer(SFTTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
-        if (loader := self._counted_loader) is not None:
-            self._counted_loader = None
-            return loader
+        (rows, loader), self._counted = self._counted, (None, None)
+        if loader is not None and rows is self.train_dataset:
+            return loader  # of which the summary counted the steps
         args = self.args
         if not (args.packing and isinstance(self.train_dataset, IterableDataset)):
             return super().get_train_dataloader()
@@ -312,8 +293,6 @@ class NormAlignTrainer(SFTTrainer):
         start = time.perf_counter()
         samples = super().get_batch_samples(*args, **kwargs)
         self.data_wait.seconds += time.perf_counter() - start
-        if isinstance(self.data_collator, ConversationCollator):
-            self.data_collator.seen = 0  # where a process of the loader counted
         return samples
 
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
@@ -357,20 +336,12 @@ class NormAlignTrainer(SFTTrainer):
             raise
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """TRL's loss, with frozen modules in evaluation mode, and the inputs of [`take_extra_inputs`]."""
-        inputs.pop(ROW_LENGTHS, None)
+        """TRL's loss, with frozen modules in evaluation mode."""
         if self.model.training:
             eval_frozen(base_model(self.model))
-        answers = inputs["labels"][:, 1:] != -100
-        needs_labels = return_outputs or self.label_smoother is not None or self.compute_loss_func is not None
-        if self.only_answers and not needs_labels and answers.any():
-            inputs[ANSWERS] = answers
-            inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
-        if "pixel_values" not in inputs:
-            inputs[BLANK_IMAGE] = self.blank_image.to(self.args.device)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training:
-            self.finite.check_loss(loss[0] if return_outputs else loss)
+            self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
         return loss
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
@@ -380,10 +351,6 @@ class NormAlignTrainer(SFTTrainer):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-        streams = isinstance(self.train_dataset, IterableDataset)
-        resumed = kwargs["resume_from_checkpoint"] and epoch == kwargs["epochs_trained"]
-        if streams and resumed and isinstance(self.data_collator, ConversationCollator):
-            self.data_collator.seen = kwargs["steps_trained_in_current_epoch"]
         # The Trainer checks for the end of a run only after a step: resumed at the end, it would take one more.
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(model, epoch, train_dataloader, **kwargs)
@@ -393,16 +360,15 @@ class NormAlignTrainer(SFTTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         self.measurements.after_clip(grad_norm)  # no callback gets the norm of the gradients before clipping
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if not self.finite.is_step_finite(grad_norm, self.accelerator.scaler):
+        if not self.finite.is_step_finite(self.model, grad_norm, self.accelerator.scaler):
             model.zero_grad()  # the optimizer skips parameters without a gradient
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the measurements of this step to what TRL and the Trainer log."""
         if self.model.training:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, Measurements | DataWait | CosineProbe):
-                    logs.update(callback.collect())
+            logs |= self.measurements.collect() | self.data_wait.collect()
+            logs |= self.probe.collect() if self.probe else {}
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -432,19 +398,9 @@ class NormAlignTrainer(SFTTrainer):
             self.publish()
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes our card into `output_dir`, if there is a model; text written by hand is kept. Arguments are ignored.
-
-        TRL's card would call it a text-generation model fine-tuned from None. A card that somebody else wrote, or a
-        damaged record, is only a warning: training is done, and the steps that follow must not fail because of it.
-        """
-        folder = Path(self.args.output_dir)
-        if self.is_world_process_zero() and any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG)):
-            from ..hub_cards.card.write import write_card
-
-            try:
-                write_card(folder, repo_id=self.hub_model_id)
-            except ValueError as error:
-                logger.warning(f"The card of {folder} was not written: {error}")
+        """Writes our card into `output_dir`, if there is a model. Arguments, which are of TRL's card, are ignored."""
+        if self.is_world_process_zero():
+            write_card_of(Path(self.args.output_dir), self.hub_model_id)
 
     def push_to_hub(self, *args, token: str | None = None, revision: str | None = None, **kwargs) -> Any:
         """Saves the model, and [`publish`]es it. Other arguments of the Trainer's are ignored."""
@@ -454,31 +410,11 @@ class NormAlignTrainer(SFTTrainer):
         return self.publish(token=token, revision=revision)
 
     def publish(self, token: str | None = None, revision: str | None = None) -> Any:
-        """Publishes what lies in `output_dir` as [`normalign_llava.publish`] does, whose result it returns.
-
-        An adapter is sent as one if its base is on the Hub; otherwise it is merged. Processes other than the first do
-        nothing.
-
-        Raises:
-            ValueError, OSError: It was not published. The message names the command that does it.
-        """
+        """[`publish_result`] of `output_dir`, in the first process."""
         if not self.is_world_process_zero():
             return None
-        from ..hub_cards.push.adapter import recorded_base
-        from ..hub_cards.push.publish import publish
-
-        folder, repo_id = self.args.output_dir, self.hub_model_id
         revision = revision or self.args.hub_revision or "main"
-        as_adapter = recorded_base(Path(folder)) is not None
-        try:
-            return publish(folder, repo_id, revision=revision, as_adapter=as_adapter, token=token or self.hub_token)
-        except (ValueError, OSError) as error:
-            words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
-            words += ["--adapter"] if as_adapter else []
-            raise (ValueError if isinstance(error, ValueError) else OSError)(
-                f"{error}\nThe trained model is complete in {folder}. Once that is fixed, publish it with "
-                f"`{shlex.join(words)}`; it need not be trained again."
-            ) from error
+        return publish_result(self.args.output_dir, self.hub_model_id, revision, token or self.hub_token)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # Adapters are PEFT's to save. An empty state is that of DeepSpeed if it does not gather weights.
@@ -489,7 +425,7 @@ class NormAlignTrainer(SFTTrainer):
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
             # What is frozen is written as it was read.
             trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-            model, state_dict = load_model(self.checkpoint, self.args), None
+            model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
             model.load_state_dict(trained, strict=False)
         with no_progress_bar(), replaced(self, model=model):
             super()._save(str(folder), {})

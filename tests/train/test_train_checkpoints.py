@@ -20,8 +20,7 @@ from paths import HELPERS
 from transformers import TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, writing_checkpoint
-from normalign_llava.train.keeping.resume import resolve_resume
+from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, resolve_resume, writing_checkpoint
 from normalign_llava.train.options.arguments import NormAlignConfig
 
 

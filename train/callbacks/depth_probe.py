@@ -4,11 +4,14 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import DataCollator, TrainerCallback
 
 from ...checkpoint.files import atomic_write
 from ...checkpoint.names import DYNAMICS
@@ -16,7 +19,9 @@ from ...diagnose.measure.depth import DepthProbe
 from ...diagnose.measure.families import decoder_layers
 from ...diagnose.measure.positions import token_positions
 from ...diagnose.report import KINDS
+from ..collator import ConversationCollator
 from ..modules.model import base_model, evaluating
+from ..options.arguments import NormAlignConfig
 
 
 class CosineProbe(TrainerCallback):
@@ -38,6 +43,13 @@ class CosineProbe(TrainerCallback):
         self.steps = frozenset(steps)
         self.batch = {name: value for name, value in batch.items() if name != "labels"}
         self._means: dict[str, float] = {}
+
+    @classmethod
+    def of_rows(cls, rows: Dataset | IterableDataset, collator: DataCollator, args: NormAlignConfig) -> "CosineProbe":
+        """The probe on the first `probe_rows` training rows, padded."""
+        if isinstance(collator, ConversationCollator):
+            collator = replace(collator, padding_free=False)
+        return cls(args.probe_steps or (), collator(list(islice(rows, args.probe_rows))))
 
     def collect(self) -> dict[str, float]:
         """The means over the layers, `cosine/visual` and `cosine/text`, if they were measured since the last call."""

@@ -18,14 +18,14 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...assembly.arms import ARMS, arm_of
-from ...assembly.parts import check_feature_layer
+from ...assembly.processing import check_feature_layer
 from ...checkpoint.names import PICKLES, TRAINING_RECORD
 from ...checkpoint.opening import Checkpoint
 from ...checkpoint.untrusted import check_weights
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..options.arguments import NormAlignConfig, autocast_dtype
-from .model import MODULES, PLACES, module_of
+from .model import MODULES, PLACES, module_of, projector_norm
 
 
 END = torch.finfo(torch.float16).max
@@ -75,6 +75,7 @@ def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConf
 def load_model(
     checkpoint: Checkpoint,
     training: NormAlignConfig,
+    learning_rates: dict[str, float],
     quantization_config: BitsAndBytesConfig | None = None,
     use_peft: bool = False,
 ) -> NormAlignLlavaForConditionalGeneration:
@@ -88,8 +89,8 @@ def load_model(
         quantization_config = copy.copy(quantization_config)
         quantization_config.bnb_4bit_compute_dtype = getattr(torch, autocast_dtype(training) or "float32")
         kwargs = {"device_map": {"": training.device}, **kwargs, "quantization_config": quantization_config}
-    rates = training.learning_rates(use_peft) | ({"language": 0.0} if use_peft else {})
-    in_float32 = [name for module in MODULES if rates[module] for name in PLACES[module]]
+    in_full = [module for module in MODULES if learning_rates[module] and not (use_peft and module == "language")]
+    in_float32 = [name for module in in_full for name in PLACES[module]]
     cls = NormAlignLlavaForConditionalGeneration
     # `from_pretrained` asks the class which modules stay in float32.
     # `from_pretrained` asks the class which modules stay in float32.
@@ -105,6 +106,13 @@ def load_model(
     stored, arm = arm_of(checkpoint.config), arm_of(config)
     if {stored, arm} & {"none", "unit"} and arm not in (stored, "none") and not training.dry_run:
         model.align_projector_norm()
+    norm = projector_norm(model)
+    if any(parameter.is_meta for parameter in norm.parameters()) and not training.dry_run:
+        # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
+        # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
+        norm.to_empty(device="cpu")
+    if quantization_config is not None and not use_peft:
+        train_beside_quantized(model)
     return model
 
 

@@ -1,18 +1,23 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The model to train: its parts by name, which are frozen, and in which precision and mode they run."""
+"""The model to train: its parts by name, which are frozen, in which precision and mode they run, and sharded."""
 
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -101,6 +106,51 @@ def _cast(values: Any, like: nn.Module) -> Any:
     return tree_map_only(Tensor, cast, values)
 
 
+def wrap_forward(model: NormAlignLlavaForConditionalGeneration, blank_image: Tensor) -> None:
+    """Wraps the forward pass for training, over TRL's fused head.
+
+    - While `model.only_answers` is true, the fused head gets the hidden states that predict a label, `(1, labels, d)`,
+      and not those of every position.
+    - In a pass without images and cache, the vision tower sees a blank image, and the decoder does not. Other
+      processes may have images, and under FSDP2 and ZeRO-3 all must gather the tower's weights in the same order:
+      after the embeddings', before the decoder's.
+
+    Args:
+        blank_image: `(1, channels, height, width)`.
+    """
+    inner = model.model
+    with_head, of_inner = _unbound(model.forward), _unbound(inner.forward)
+
+    @wraps(with_head)
+    def forward(self, *args, labels=None, **kwargs):
+        answers = None if labels is None else labels[:, 1:] != -100
+        if kwargs.get("fused_lm_head") and self.only_answers and answers is not None and answers.any():
+            return with_head(self, *args, shift_labels=labels[:, 1:][answers][None], answers=answers, **kwargs)
+        return with_head(self, *args, labels=labels, **kwargs)
+
+    @wraps(of_inner)
+    def inner_forward(self, *args, answers=None, **kwargs):
+        ids, no_image = kwargs.get("input_ids"), kwargs.get("pixel_values") is None
+        if ids is not None and no_image and kwargs.get("use_cache") is False:
+            embeddings = self.get_input_embeddings()(ids)
+            features = self.get_image_features(pixel_values=blank_image.to(embeddings)).pooler_output[0]
+            nowhere = torch.zeros_like(embeddings, dtype=torch.bool)  # so its gradients are zero
+            kwargs |= {"input_ids": None, "inputs_embeds": embeddings.masked_scatter(nowhere, features.to(embeddings))}
+        output = of_inner(self, *args, **kwargs)
+        if answers is not None:
+            output.last_hidden_state = output.last_hidden_state[:, :-1][answers][None]
+        return output
+
+    model.forward, inner.forward = MethodType(forward, model), MethodType(inner_forward, inner)
+
+
+def _unbound(forward: Callable) -> Callable:
+    """A forward pass as a function of the module, so that a copy of the module has its own."""
+    if isinstance(forward, MethodType):
+        return forward.__func__
+    return wraps(forward)(lambda self, *args, **kwargs: forward(*args, **kwargs))  # accelerate's, of a divided model
+
+
 def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     """Puts modules without a trained parameter into evaluation mode, so that they have no dropout.
 
@@ -135,6 +185,50 @@ class _FrozenCheckpoint:
                 self.layer.training = training
 
         return self.checkpoint(frozen_forward, *args)
+
+
+def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Names the layers that FSDP2 wraps one by one, unless the user's configuration does, and the norm.
+
+    accelerate's own list has classes of every family the model could be built from, and fails on those it lacks. It
+    also has one policy for all units, with which gain and bias would be used, and their gradients reduced, in
+    bfloat16. So the norm is a unit of its own, with a policy of its own.
+    """
+    plugin, prepare, norm = accelerator.state.fsdp_plugin, accelerator.prepare, type(projector_norm(model))
+    layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    plugin.transformer_cls_names_to_wrap = sorted({*(plugin.transformer_cls_names_to_wrap or layers), norm.__name__})
+
+    def shard(module: nn.Module, **kwargs: Any) -> FSDPModule:
+        return fully_shard(module, **kwargs | ({"mp_policy": MixedPrecisionPolicy()} if type(module) is norm else {}))
+
+    @wraps(prepare)
+    def prepare_with_norm(*args: Any, **kwargs: Any) -> Any:
+        with replaced(fsdp, fully_shard=shard):
+            return prepare(*args, **kwargs)
+
+    accelerator.prepare = prepare_with_norm
+
+
+def name_as_unsharded(model: FSDPModule) -> None:
+    """Gives the class that FSDP2 derives from the model's class the name and module of that class.
+
+    Saving writes them into the checkpoint's `auto_map` and copies that module's files.
+    """
+    sharded, own = type(model), type(model).__bases__[-1]
+    sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
+
+
+def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """Before a step under FSDP2, gives zero gradients to trained parameters that have none.
+
+    Those are the vision tower's layers after the one that is read. Without a state for every trained parameter, torch
+    refuses to load the optimizer's states. If none has a gradient, the step is one that is skipped.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 @contextmanager

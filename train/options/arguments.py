@@ -19,7 +19,7 @@ from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
 from ...data.sources.arguments import DataArguments, check_choices
 from ..command import USAGE, read_command
-from ..keeping.resume import began_in
+from ..keeping.checkpoints import began_in
 from .fields import ModelOptions, TrainingOptions, check_refused
 
 
