@@ -157,27 +157,26 @@ def train(
     --accelerate_config (ddp, fsdp2, zero2, zero3 or a file) the run is started by `accelerate launch`, in
     --num_processes processes or as many as the file says.
     """
-    from .train.command import check_words, show_help
+    from .train.command import check_command, launch, read_command, show_help
 
     if not context.args or {"-h", "--help"} & set(context.args):
         return show_help()
     full = "The same command with --dry_run tells what fits."
     with errors_for_people(stopped="" if accelerate_config else "Nothing was trained.", full=full):
         if "--help-all" in context.args:
-            from .train.options.parsing import option_parser
+            from .train.options.arguments import option_parser
 
             return option_parser().print_help()
-        check_words(context.args)
+        words, recipe = read_command(context.args)
+        check_command(words, recipe)
         if (num_processes or 1) > 1 and not accelerate_config:
             raise ValueError("--num_processes needs --accelerate_config: ddp, fsdp2, zero2, zero3 or a file.")
         if accelerate_config:
-            from .train.launch import launch
-
             launch(accelerate_config, num_processes, context.args)
         else:
             from .train.run import main
 
-            main(context.args)
+            main(words, recipe)
 
 
 @app.command()

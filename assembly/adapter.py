@@ -24,7 +24,7 @@ from ..checkpoint.untrusted import bytes_of_weights, check_files, check_inside, 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .build import ARM_FIELDS
+from .arms import ARM_FIELDS
 from .processing import settle
 
 

@@ -28,10 +28,10 @@ from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
+from .arms import ARMS
 from .chat_template import has_generation_marks
 from .parts import (
     add_image_token,
-    check_feature_layer,
     check_language_model,
     check_text_outputs,
     check_vision_encoder,
@@ -41,7 +41,7 @@ from .parts import (
     tower_alone,
     vision_config,
 )
-from .processing import make_processor
+from .processing import check_feature_layer, make_processor
 
 
 logger = logging.getLogger(__name__)
@@ -50,17 +50,6 @@ NO_MARKS = (
     "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on assistant "
     "turns needs them: pass a template that has them with --chat-template."
 )
-
-ARMS = {
-    "none": {"projector_norm": "none"},
-    "unit": {"projector_gain_init": "one", "gradient_compensation": "none"},
-    "aligned": {"gradient_compensation": "none"},
-    "gwc": {},
-}
-"""The paper's four arms as configuration: no norm; gain 1; aligned without compensation; aligned with it (default)."""
-
-ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
-"""The fields of the configuration that an arm sets."""
 
 
 @dataclass(frozen=True)

@@ -81,16 +81,6 @@ def check_language_model(language: Checkpoint) -> None:
         logger.warning(f"{language.name} normalises its embeddings, visual tokens too: the gain has no effect on it.")
 
 
-def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
-    """Raises ValueError if the encoder has no such hidden state; -1 is the last layer's output."""
-    states = config.num_hidden_layers + 1
-    if feature_layer == 0:
-        raise ValueError(f"LLaVA reads feature_layer 0 as none at all. The embeddings are {-states}.")
-    for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
-        if not -states <= layer < states:
-            raise ValueError(f"feature_layer {layer} does not exist: the encoder has {states} hidden states.")
-
-
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> bool:
     """Adds the image token, and gives the tokenizer a chat template that reads images: its own, or that of a file.
 

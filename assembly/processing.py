@@ -41,6 +41,16 @@ VISION_ENCODERS = {
 _RARE = "\ua66e"  # a letter of one manuscript
 
 
+def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
+    """Raises ValueError if the encoder has no such hidden state; -1 is the last layer's output."""
+    states = config.num_hidden_layers + 1
+    if feature_layer == 0:
+        raise ValueError(f"LLaVA reads feature_layer 0 as none at all. The embeddings are {-states}.")
+    for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
+        if not -states <= layer < states:
+            raise ValueError(f"feature_layer {layer} does not exist: the encoder has {states} hidden states.")
+
+
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
     """Sets the padding side to left, also in what is saved: generating from a batch needs it."""
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # the attribute alone is not saved

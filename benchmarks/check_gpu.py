@@ -100,8 +100,7 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
     """Trains two steps: losses, tokens a second of the second one, and memory."""
     from transformers import PrinterCallback, TrainerCallback, logging
 
-    from normalign_llava.data.rows.parse import DroppedRows
-    from normalign_llava.train.options.parsing import parse
+    from normalign_llava.train.options.arguments import parse
     from normalign_llava.train.run import make_trainer
 
     logging.set_verbosity_error()
@@ -120,7 +119,7 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
             torch.cuda.synchronize() if device == "cuda" else None
             marks.append((time.perf_counter(), state.num_input_tokens_seen))
 
-    trainer = make_trainer(*parse([*words, *options]), DroppedRows(folder / "dropped.jsonl"), [Times()])
+    trainer = make_trainer(*parse([*words, *options]), [Times()])
     trainer.remove_callback(PrinterCallback)
     predicted = trainer.estimate_memory().total if predicts else 0
     torch.cuda.reset_peak_memory_stats() if device == "cuda" else None

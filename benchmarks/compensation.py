@@ -22,7 +22,7 @@ from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.fetched.convert import convert_language, convert_vision
 from normalign_llava.fetched.easy_vqa import training_data
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 
 
 GAINS = [4.0**power for power in range(-3, 4)]

@@ -115,7 +115,7 @@ def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
     from torch.utils.data import DataLoader
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-    from normalign_llava.train.batches.collator import ConversationCollator
+    from normalign_llava.train.collator import ConversationCollator
 
     processor, rows, _ = loaded(folder, images)
     listed = list(rows)

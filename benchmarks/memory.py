@@ -57,10 +57,7 @@ def measure(folder: Path, shape: str, words: list[str], options: argparse.Namesp
     """Trains two steps in this process; sends predicted and measured bytes, and those by part."""
     from transformers import PrinterCallback, logging
 
-    from normalign_llava.data.rows.parse import DroppedRows
-    from normalign_llava.train.dry_run import largest_batch
-    from normalign_llava.train.memory import estimate_memory
-    from normalign_llava.train.options.parsing import parse
+    from normalign_llava.train.options.arguments import parse
     from normalign_llava.train.run import make_trainer
 
     logging.set_verbosity_error()
@@ -82,10 +79,10 @@ def measure(folder: Path, shape: str, words: list[str], options: argparse.Namesp
 
     def trainer_of(*more: str):
         data, args, model = parse([*words, *more])
-        return make_trainer(data, args, model, DroppedRows(folder / "dropped.jsonl"))
+        return make_trainer(data, args, model)[0]
 
     dry = trainer_of("--dry_run", "true")
-    estimate = estimate_memory(dry, largest_batch(dry))
+    estimate = dry.estimate_memory()
     del dry
     trainer = trainer_of()
     trainer.remove_callback(PrinterCallback)

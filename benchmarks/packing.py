@@ -80,8 +80,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
 
 def passes_of(variant: str, lengths: list[int], rank: int) -> list[list[int]]:
     """The rows of each forward pass of one of `PROCESSES` processes, in the whole steps of an epoch."""
-    from normalign_llava.train.batches.packing import BalancedSampler
-    from normalign_llava.train.batches.sampler import ModalityLengthGroupedSampler
+    from normalign_llava.train.packing import BalancedSampler, ModalityLengthGroupedSampler
 
     accumulation = ROWS_PER_STEP // PROCESSES // ROWS_PER_PASS
     order = SeedableRandomSampler(range(len(lengths)), data_seed=0)

@@ -19,7 +19,7 @@ from transformers import LlavaProcessor, TrainerCallback
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.fetched.easy_vqa import FEATURES, Question, conversation, easy_vqa, load_image
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 
 
 PER_KIND, KINDS, SCORED = 100, ("shape", "colour"), 100

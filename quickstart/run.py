@@ -27,7 +27,7 @@ from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..train.keeping.lock import only_run
+from ..train.keeping.checkpoints import only_run
 from .display import draw_images, peak_rss_gib, print_results
 from .evaluate import BASELINE, OURS, ask_held_out, diagnose_once, read_report
 from .journal import JOURNAL, Journal

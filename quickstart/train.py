@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from ..checkpoint.files import finished_folder
 from ..train.command import read_recipe, recipe_file
 from ..train.keeping.checkpoints import checkpoints_in
-from ..train.options.parsing import parse
+from ..train.options.arguments import parse
 from ..train.prepare import check_one_gpu
 from ..train.run import train
 

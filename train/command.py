@@ -1,10 +1,12 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What `normalign train` does before TRL is imported: its help, the recipe, and checks of the command line."""
+"""What `normalign train` does before TRL is imported: help, recipe, checks of the command line, several processes."""
 
 import argparse
+import logging
 import os
 import shlex
+import signal
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
@@ -17,13 +19,13 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from ..checkpoint.find import find_checkpoint
+from ..checkpoint.find import find_checkpoint, is_hub_id
 from ..data.sources.arguments import DataArguments, DataSource, each_of
-from ..errors import check_installed
+from ..errors import Terminated, check_installed
 from .options.fields import ModelOptions, TrainingOptions
 
 
-RECIPES = files(__package__) / "recipes"
+RECIPES, CONFIGS = files(__package__) / "recipes", files(__package__) / "accelerate_configs"
 USAGE = "normalign train RECIPE [--option value ...]"
 OPTIONS = (DataArguments, TrainingOptions, ModelOptions)
 """The dataclasses that are known before TRL is imported."""
@@ -87,40 +89,42 @@ def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: boo
     return f"normalign diagnose {folder}"
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Checks a command line for what would take seconds to find, or must not be there, without importing TRL."""
+def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The options of a command line, and those of its recipe: its first word, or the file after --config."""
+    words = list(words)
+    if words and not words[0].startswith("-"):
+        return words[1:], read_recipe(recipe_file(words[0]))
+    if "--config" in words[:-1]:
+        place = words.index("--config")
+        return words[:place] + words[place + 2 :], read_recipe(words[place + 1])
+    return words, {}
+
+
+def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
+    """Checks options for what would take seconds to find, or must not be there, without importing TRL."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", "model_name_or_path", "model_revision", "hub_token", *DATA):
+    for name in ("model_name_or_path", "hub_token", *DATA):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
     for name in PACKAGES:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
-    given, _ = parser.parse_known_args(with_recipe_file(words))
+    given, _ = parser.parse_known_args(words)
     if given.hub_token:
         raise ValueError(
             "Everybody on this machine can read a command line, so --hub_token cannot be given there. Log in with "
             "`hf auth login`, or set HF_TOKEN."
         )
-    options = read_recipe(given.config) if given.config else {}
-    options |= {name: value for name, value in vars(given).items() if value is not None}
+    options = recipe | {name: value for name, value in vars(given).items() if value is not None}
     for name, (package, extra) in PACKAGES.items():
         if str(options.get(name)).lower() not in ("none", "false"):
             check_installed(package, extra, name)
     if not (model := options.get("model_name_or_path")):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
-    find_checkpoint(str(model), options.get("model_revision"), remedy=NO_MODEL)
+    if Path(str(model)).expanduser().exists() or not is_hub_id(str(model)):  # the Hub is asked once, where it is read
+        find_checkpoint(str(model), remedy=NO_MODEL)
     named: dict[str, Any] = {name: options.get(name) for name in DATA}
     data = DataArguments(**named, datasets=options.get("datasets") or [])
     held_out = [DataSource.named(data.eval_dataset_name)] if data.eval_dataset_name else []
     each_of([*data.sources, *held_out], DataSource.check_paths)
-
-
-def with_recipe_file(words: Sequence[str]) -> list[str]:
-    """A command line as TRL reads it: the recipe, if it begins with one, as `--config FILE`."""
-    if not words or words[0].startswith("-"):
-        return list(words)
-    file = recipe_file(words[0])
-    read_recipe(file)
-    return ["--config", str(file), *words[1:]]
 
 
 def recipe_file(recipe: str | os.PathLike, folder: Traversable = RECIPES) -> Path:
@@ -147,3 +151,28 @@ def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} is no YAML mapping of options to values. Give data with --dataset_name {file}.")
     return content
+
+
+def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
+    """Runs `accelerate launch --config_file CONFIG [--num_processes N] -m normalign_llava.train ARGUMENTS`."""
+    file = recipe_file(config, CONFIGS)
+    if read_recipe(file).get("distributed_type") == "DEEPSPEED":
+        check_installed("deepspeed", "deepspeed", config)
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    number = [] if processes is None else ["--num_processes", str(processes)]
+    words = ["--quiet", "--config_file", str(file), *number, "-m", "normalign_llava.train", *arguments]
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # of ended processes
+    try:
+        launch_command(launch_command_parser().parse_args(words))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:  # the process has said why
+            raise SystemExit(failure.exitcode) from None
+        raise ChildProcessError(
+            f"Process {rank} was ended by {failure.signal_name()}. SIGKILL is often for using too much memory."
+        ) from None
+    except SignalException as error:  # the processes have ended
+        raise (KeyboardInterrupt if error.sigval == signal.SIGINT else Terminated) from None

@@ -22,9 +22,9 @@ from ..data.rows.reports import SourceReport, not_read
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
 from ..data.sources.table import RowReader, all_rows, check_rows, count_contents, rows_on_access
-from .batches.collator import ConversationCollator
+from .collator import ConversationCollator
 from .command import NO_MODEL
-from .modules.model import check_architecture
+from .modules.load import check_architecture
 
 
 @dataclass

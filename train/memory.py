@@ -6,25 +6,28 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, convert_file_size_to_int
+from datasets import Dataset, IterableDataset
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import DataCollator, TrainerCallback, TrainingArguments
+from trl import SFTTrainer
 
 from ..errors import Printed
+from .collator import ConversationCollator
 from .modules.model import module_of
+from .options.arguments import NormAlignConfig
+from .packing import train_sampler
 from .shapes import ADAPTERS, BATCHES, GRADIENTS, OPTIMIZER, PARTS, VISION, WEIGHTS, peak_bytes
 
-
-if TYPE_CHECKING:
-    from .trainer import NormAlignTrainer
 
 CONTEXT = 2**30
 """Bytes of a GPU that are kept free in the verdict: CUDA's context, and blocks that torch cannot fill."""
@@ -87,14 +90,65 @@ class MemoryEstimate(Printed):
         return Group(self.table(), self.verdict)
 
 
+def largest_batch(
+    args: NormAlignConfig,
+    rows: Dataset | IterableDataset,
+    collator: DataCollator,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """The forward pass of the longest rows, as the collator makes it.
+
+    With packing it is the one of most tokens. Of a stream, whose lengths are not known, the first row is repeated and
+    filled with tokens that are learned, up to `max_length`.
+
+    Rows with more tokens than `limit` do not count, as with `max_length`.
+    """
+    count = args.per_device_train_batch_size
+    if isinstance(collator, ConversationCollator):
+        collator = replace(collator, bad_rows="skip", dropped_rows=None)
+    if isinstance(rows, IterableDataset) or "length" not in rows.column_names:
+        batch = collator(list(islice(rows, 1)) * count)
+        limit = limit or args.max_length
+        return _filled(batch, limit * (count if args.padding_free else 1)) if limit else batch
+    lengths = rows.with_format(None)["length"][:]
+    order = sorted((row for row in range(len(lengths)) if not limit or lengths[row] <= limit), key=lengths.__getitem__)
+    longest = (order[::-1] * count)[:count]
+    if args.tokens_per_device:
+        longest, tokens = [], 0
+        for row in cycle(order[::-1]):
+            if (tokens := tokens + lengths[row]) > args.tokens_per_device:
+                break
+            longest.append(row)
+    elif args.packing and not limit:
+        passes: Any = train_sampler(args, rows)
+        longest = max(passes, key=lambda together: sum(lengths[row] for row in together))
+    return collator([rows[row] for row in longest])
+
+
+def _filled(batch: dict[str, Any], length: int) -> dict[str, Any]:
+    """A batch whose sequences have `length` tokens, the last of which are learned."""
+    missing = length - batch["input_ids"].shape[1]
+    if missing <= 0:
+        return batch
+    names = batch.keys() & {"input_ids", "attention_mask"}
+    more: dict[str, Any] = {name: batch[name][:, -1:].expand(-1, missing) for name in names}
+    more["labels"] = more["input_ids"]
+    if "position_ids" in batch:
+        more["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
+    return {**batch, **{name: torch.cat([batch[name], more[name]], 1) for name in more}}
+
+
 def estimate_memory(
-    trainer: "NormAlignTrainer", batch: dict[str, Any], gradient_checkpointing: bool | None = None
+    trainer: SFTTrainer,
+    batch: dict[str, Any],
+    gradient_checkpointing: bool | None = None,
+    accumulation: int | None = None,
 ) -> MemoryEstimate:
     """The memory of a step on a batch that the trainer's collator made; no weight is read or changed.
 
-    `gradient_checkpointing` is by default that of the trainer's arguments. A forward and a backward pass are run with
-    a shape in place of each weight. What they allocate is followed storage by storage, so attention, precision,
-    checkpointing and adapters need no formula.
+    `gradient_checkpointing` and `accumulation` are by default those of the trainer's arguments. A forward and a
+    backward pass are run with a shape in place of each weight. What they allocate is followed storage by storage, so
+    attention, precision, checkpointing and adapters need no formula.
     Optimizer states are there from the start, as after the first step, and gradients if steps are accumulated; so are
     the batches of the step.
     Kernels and autocast are the CPU's, also if a GPU is asked about. What a kernel allocates inside is not seen.
@@ -106,20 +160,21 @@ def estimate_memory(
         ValueError: The step cannot be followed.
     """
     args = trainer.args
+    passes = accumulation or args.gradient_accumulation_steps
     static = static_bytes(trainer.model, args)
     try:
-        parts, pixels = peak_bytes(trainer, batch, gradient_checkpointing), batch.get("pixel_values")
+        parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"The memory of a step cannot be estimated for this model: {error}") from error
     parts[GRADIENTS] = int(parts[GRADIENTS] * _shares(args)[GRADIENTS])
     for name, size in static.items():
         parts[name] += size if name != GRADIENTS else 0
     # The Trainer moves all of a step's batches to the device before its first forward pass.
-    parts[BATCHES] = args.gradient_accumulation_steps * sum(value.nbytes for value in batch.values())
+    parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())
     device, available, reserved = device_memory(args)
     shape = batch["input_ids"].shape
-    rows = len(batch["row_lengths"]) if "row_lengths" in batch else shape[0]
-    images = 0 if pixels is None else len(pixels)
+    rows = int((batch["position_ids"] == 0).sum()) if "position_ids" in batch else shape[0]
+    images = len(batch.get("pixel_values", ()))
     counted = {name: parts[name] for name in PARTS if parts[name]}
     return MemoryEstimate(counted, rows, shape.numel(), images, device, available, reserved)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What the trainer does with its arguments first: options, model, processor, data, optimizer."""
+"""How a run is prepared, from options and from Python alike: everything is checked before weights are loaded."""
 
 import copy
 from dataclasses import dataclass, fields, replace
@@ -9,48 +9,54 @@ from typing import Any, Literal
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel
 from torch import nn
 from torch.optim import Optimizer
-from transformers import AutoProcessor, BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
+from transformers import BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import HubStrategy
 
+from ..assembly.arms import arm_of
 from ..assembly.processing import settle
-from ..checkpoint.find import find_checkpoint
-from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import warn_if_slow
+from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..data.rows.checks import MANY_ROWS, Checks
+from ..data.rows.parse import DroppedRows
 from ..data.rows.reports import DataReport, SourceReport
-from ..data.sources.mixtures import prepare_rows
+from ..data.sources.arguments import DataArguments
+from ..data.sources.mixtures import load_data, prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .batches.collator import ConversationCollator
+from .collator import ConversationCollator
 from .command import NO_MODEL
-from .modules.adapter import language_adapter
-from .modules.model import (
-    MODULES,
-    arm_of,
+from .memory import largest_batch
+from .modules.load import (
     check_architecture,
     check_checkpoint,
     check_quantized,
+    config_of_arm,
+    frozen_dtype,
     load_model,
-    module_of,
-    projector_norm,
-    train_beside_quantized,
+    settle_float16,
 )
+from .modules.model import MODULES, module_of
 from .options.arguments import NormAlignConfig
-from .options.parsing import accumulation_steps
+from .packing import check_longest, fitted_accumulation
 
 
 logger = get_logger(__name__)  # logs in one process only
 
+DROPPED_ROWS = "dropped_rows.jsonl"
+"""File in `output_dir` with the rows that were dropped, and why."""
+
 
 @dataclass(frozen=True)
 class Prepared:
-    """The arguments of a trainer, checked and complete.
+    """A run that is checked and loaded.
 
     Attributes:
         learning_rates: Peak learning rate of each module, with its origin.
-        commit: Of a model from the Hub.
+        checkpoint: Where the model was loaded from; None for a model that was given.
     """
 
     model: NormAlignLlavaForConditionalGeneration
@@ -61,47 +67,79 @@ class Prepared:
     peft_config: PeftConfig | None
     learning_rates: dict[str, tuple[float, str]]
     report: DataReport
-    commit: str | None
+    checkpoint: Checkpoint | None
 
 
 def prepare(
     model: Any,
     args: NormAlignConfig,
+    *,
     collator: DataCollator | None,
+    train_dataset: Any,
+    eval_dataset: Any,
     processor: Any,
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | None,
     optimizer: Optimizer | None,
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None,
-    *,
-    data: tuple[Any, Any, DataReport | None],
     compares_rows: bool,
 ) -> Prepared:
-    """Checks the arguments of [`NormAlignTrainer`], loads what they name, and completes `args` in place."""
+    """Checks the arguments of [`NormAlignTrainer`], reads what they name, and completes `args` in place.
+
+    Options come first, then checkpoint and adapters, then the rows, and last the weights.
+    """
     if peft_config is not None and optimizer is not None:
         raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
-    if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
-        args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
     if getattr(model, "hf_device_map", None) is None:
         check_one_gpu(args)
-    if args.process_index == 0 and not args.dry_run:
-        for asked in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):
-            warn_if_slow(asked, args.device.type)
+    if args.dry_run and is_deepspeed_zero3_enabled():
+        raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
+    if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
+        args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
     args.gradient_accumulation_steps = accumulation_steps(args)
-    model, commit, peft_config = trained_model(model, args, quantization_config, peft_config)
-    explained = explained_learning_rates(args, model, optimizer, peft_config is not None)
-    rates = {module: value for module, (value, _) in explained.items()}
+    if args.process_index == 0 and not args.dry_run:
+        for dtype in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):
+            warn_if_slow(dtype, args.device.type)
+
+    checkpoint, config = _checkpoint_and_config(model, args, quantization_config, peft_config)
+    if checkpoint is not None:
+        kwargs = args.model_init_kwargs or {}
+        dtype = frozen_dtype(kwargs.get("dtype"), config, args)
+        args.model_init_kwargs = {**kwargs, "revision": checkpoint.revision, "dtype": dtype}
+    if peft_config is not None:
+        from .modules.adapter import language_adapter
+
+        peft_config = language_adapter(peft_config, config, args.learning_rates(use_peft=True))
+        peft_config.revision = checkpoint.revision if checkpoint else None  # PEFT stores the base's name alone
+    if quantization_config is not None:
+        check_quantized(config, quantization_config, args, peft_config)
+    origins = learning_rates_with_origin(args, model, optimizer, peft_config is not None)
+    rates = {module: value for module, (value, _) in origins.items()}
     # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
     args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
-    processor = model_processor(processor, model, commit)
-    collator = collator or ConversationCollator(
-        processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
-    )
+
+    processor = _processor(processor, model, checkpoint)
+    named = train_dataset if isinstance(train_dataset, DataArguments) else None
+    if named and (collator or eval_dataset):
+        raise ValueError("DataArguments name held-out rows too, and have a collator. Leave eval_dataset and that out.")
+    collator = collator or _collator(processor, args, named)
     check_collator(collator, args, compares_rows)
-    train_dataset, eval_dataset, report = data
-    if report is None:
-        need_images = args.stage == "align" or not rates["language"]
-        train_dataset, eval_dataset, report = checked_datasets(*data[:2], collator, args, need_images)
+    args.padding_free = getattr(collator, "padding_free", False)
+    need_images = args.stage == "align" or not rates["language"]
+    if named:
+        data = load_data(
+            named,
+            processor,
+            max_length=args.max_length,
+            seed=args.seed,
+            with_eval=args.eval_strategy != "no",
+            need_images=need_images,
+            dropped_rows=collator.dropped_rows,
+            num_proc=args.dataset_num_proc,
+        )
+        train_dataset, eval_dataset, report = data.train, data.eval, data.report
+    else:
+        train_dataset, eval_dataset, report = _given_rows(train_dataset, eval_dataset, collator, args, need_images)
     streams = isinstance(train_dataset, IterableDataset)
     if streams:
         prepare_stream(args)
@@ -110,127 +148,60 @@ def prepare(
         skippable = sum(source.skippable for source in report.sources)
         share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
         collator = replace(collator, skippable=skippable // readers, share=share)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
-        logger.warning(
-            f"Rows have up to {longest:,} tokens, and the language model has {positions:,} positions. Longer rows are "
-            f"dropped with --max_length {positions}."
-        )
+    _check_lengths(report, config, args)
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
-    return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, explained, report, commit)
+    if args.tokens_per_device:
+        args.gradient_accumulation_steps = fitted_accumulation(args, train_dataset, args.tokens_per_device)
+
+    if checkpoint is not None:
+        model = load_model(checkpoint, args, rates, quantization_config, peft_config is not None)
+    if args.fp16_is_tried and not args.dry_run:
+        settle_float16(model, args, largest_batch(args, train_dataset, collator))
+    return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, origins, report, checkpoint)
 
 
-def trained_model(
+def _checkpoint_and_config(
     model: Any,
     args: NormAlignConfig,
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | None,
-) -> tuple[NormAlignLlavaForConditionalGeneration, str | None, LoraConfig | None]:
-    """The model to train, its commit and its adapters by [`language_adapter`], checked before a name is loaded.
-
-    The commit is of a model from the Hub, and `args` then has it too.
+) -> tuple[Checkpoint | None, NormAlignLlavaConfig]:
+    """The checkpoint that is named, if one is, and the configuration of the model to train.
 
     Raises:
-        ValueError: It has another architecture, another arm than `args` says, or adapters, or these do not fit.
+        ValueError: It has another architecture, another arm than `args` says, or adapters, or cannot be quantized.
     """
-    commit, name = None, None if isinstance(model, nn.Module) else model
-    if name is not None:
-        kwargs = args.model_init_kwargs or {}
-        name, commit = find_checkpoint(name, kwargs.get("revision"), remedy=NO_MODEL)
-        args.model_init_kwargs = {**kwargs, "revision": commit}
-        _, config = check_checkpoint(name, args, commit)
-    elif quantization_config is not None:
+    if not isinstance(model, nn.Module):
+        if quantization_config is not None and is_deepspeed_zero3_enabled():
+            raise ValueError("load_in_4bit and load_in_8bit cannot be used with ZeRO-3. Use ddp or zero2.")
+        checkpoint = open_checkpoint(model, (args.model_init_kwargs or {}).get("revision"), remedy=NO_MODEL)
+        check_checkpoint(checkpoint, args)
+        return checkpoint, config_of_arm(checkpoint, args.arm)
+    if quantization_config is not None:
         raise ValueError("quantization_config is for a model that is loaded here. Load yours with it.")
-    elif isinstance(model, PeftModel):
+    if isinstance(model, PeftModel):
         raise ValueError(
             "The model has adapters. Give it without them and peft_config, or merge them first with `normalign merge` "
             "or model.merge_and_unload()."
         )
-    elif peft_config is None and getattr(model.config, "quantization_config", None) is not None:
+    if peft_config is None and getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(
             "Without adapters, what is quantized is saved as the model's folder has it. Give that folder and "
             "quantization_config in place of the model."
         )
-    else:
-        config = model.config
-        check_architecture(config.model_type, model.name_or_path or type(model).__name__)
-        if args.arm not in (None, found := arm_of(config)):
-            raise ValueError(f"The model is of arm {found!r}. To train it as arm {args.arm!r}, give its path.")
-    if peft_config is not None:
-        peft_config = language_adapter(peft_config, config, args.learning_rates(use_peft=True))
-        peft_config.revision = commit  # PEFT stores the base's name alone
-    if name is not None:
-        if quantization_config is not None:
-            check_quantized(config, quantization_config, args, peft_config)
-        model = load_model(name, args, quantization_config, peft_config is not None)
-        norm = projector_norm(model)
-        if any(parameter.is_meta for parameter in norm.parameters()):
-            # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
-            # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
-            norm.to_empty(device="cpu")
-        if quantization_config is not None and peft_config is None:
-            train_beside_quantized(model)
-    return model, commit, peft_config
+    check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
+    if args.arm not in (None, arm := arm_of(model.config)):
+        raise ValueError(f"The model is of arm {arm!r}. To train it as arm {args.arm!r}, give its path.")
+    return None, model.config
 
 
-def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows: bool) -> None:
-    """Raises ValueError if options need a collator of another kind; `args.padding_free` is then what it does."""
-    padding_free = getattr(collator, "padding_free", False)
-    own = isinstance(collator, ConversationCollator)  # of others, rows have no lengths
-    if args.padding_free and not (padding_free and (own or not args.packing)):
-        name = "packing" if args.packing else "padding_free"
-        raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
-    if unread := (args.dataset_kwargs or {}).keys() - {"skip_prepare_dataset"}:
-        logger.warning(f"dataset_kwargs has {', '.join(sorted(unread))}, which nothing reads. Leave it out.")
-    if padding_free and compares_rows:
-        raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
-    args.padding_free = padding_free
-
-
-def normalign_config(
-    args: TrainingArguments | None, model: Any, collator: DataCollator | None = None
-) -> NormAlignConfig:
-    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with four exceptions.
-
-    The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
-    tokens would be labels. (A collator of another kind makes its own labels.) Rows longer than `max_length` are
-    dropped, not cut. `packing` keeps the rows of each step. Nothing is pushed before the end of training.
-    """
-    if args is None:
-        return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
-    if isinstance(args, NormAlignConfig):
-        return copy.copy(args)
-    known = {field.name for field in fields(NormAlignConfig) if field.init}
-    given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
-    if not given.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
-        logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
-    decided = {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
-    if given.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
-        decided["hub_strategy"] = HubStrategy.END
-    return NormAlignConfig(**{**given, **decided})
-
-
-def check_one_gpu(args: TrainingArguments) -> None:
-    """Raises ValueError if this process would divide batches among several GPUs, which TRL refuses after loading.
-
-    It is told from `args.n_gpu`. A model that `device_map` divides is one that TRL trains.
-    """
-    if args.n_gpu > 1 and "device_map" not in (args.model_init_kwargs or {}):
-        raise ValueError(
-            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
-            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
-        )
-
-
-def model_processor(
-    processor: Any, model: NormAlignLlavaForConditionalGeneration, commit: str | None
-) -> LlavaProcessor:
+def _processor(processor: Any, model: Any, checkpoint: Checkpoint | None) -> LlavaProcessor:
     """The given processor, or the one in the model's folder or commit."""
     if processor is None:
-        if not model.name_or_path:
+        if checkpoint is None and not model.name_or_path:
             raise ValueError("The model names no folder to load its processor from. Give processing_class.")
-        processor = open_checkpoint(model.name_or_path, commit).preprocessor(AutoProcessor)
+        processor = (checkpoint or open_checkpoint(model.name_or_path)).processor
     if not isinstance(processor, LlavaProcessor):
         raise ValueError(
             f"processing_class is a {type(processor).__name__}, which reads no images. Give a LlavaProcessor, or "
@@ -240,7 +211,18 @@ def model_processor(
     return processor
 
 
-def checked_datasets(
+def _collator(processor: LlavaProcessor, args: NormAlignConfig, named: DataArguments | None) -> ConversationCollator:
+    """The collator of rows that options name, or of others. Of the former, dropped ones are listed in `output_dir`."""
+    of_named: dict[str, Any] = {}
+    if named:
+        dropped = None if args.dry_run else DroppedRows(Path(args.output_dir) / DROPPED_ROWS)
+        of_named = {"max_image_pixels": named.max_image_pixels, "bad_rows": named.bad_rows, "dropped_rows": dropped}
+    return ConversationCollator(
+        processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free, **of_named
+    )
+
+
+def _given_rows(
     train: Any, held_out: Any, collator: DataCollator, args: NormAlignConfig, need_images: bool
 ) -> tuple[Dataset | IterableDataset, Any, DataReport]:
     """[`checked_rows`] of the training and the held-out data (one data set or several by name), and one report."""
@@ -288,6 +270,19 @@ def checked_rows(
     return prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
 
 
+def _check_lengths(report: DataReport, config: NormAlignLlavaConfig, args: NormAlignConfig) -> None:
+    """Checks the longest rows: those of one forward pass, and the language model's positions."""
+    for source in report.sources:
+        if args.tokens_per_device and source.split == "train":
+            check_longest(source.longest or 0, args.tokens_per_device, source.source)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
+        logger.warning(
+            f"Rows have up to {longest:,} tokens, and the language model has {positions:,} positions. Longer rows are "
+            f"dropped with --max_length {positions}."
+        )
+
+
 def prepare_stream(args: NormAlignConfig) -> None:
     """Has one process at most read a stream. Raises ValueError if options need its length, or that of its rows."""
     if args.max_steps <= 0:
@@ -301,16 +296,99 @@ def prepare_stream(args: NormAlignConfig) -> None:
     args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has a single shard
 
 
-def explained_learning_rates(
-    args: NormAlignConfig, model: nn.Module, optimizer: Optimizer | None, use_peft: bool
+def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows: bool) -> None:
+    """Raises ValueError if options need a collator of another kind."""
+    padding_free = getattr(collator, "padding_free", False)
+    own = isinstance(collator, ConversationCollator)  # of others, rows have no lengths
+    if args.padding_free and not (padding_free and (own or not args.packing)):
+        name = "packing" if args.packing else "padding_free"
+        raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
+    if unread := (args.dataset_kwargs or {}).keys() - {"skip_prepare_dataset"}:
+        logger.warning(f"dataset_kwargs has {', '.join(sorted(unread))}, which nothing reads. Leave it out.")
+    if padding_free and compares_rows:
+        raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
+
+
+def normalign_config(
+    args: TrainingArguments | None, model: Any, collator: DataCollator | None = None
+) -> NormAlignConfig:
+    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with four exceptions.
+
+    The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
+    tokens would be labels. (A collator of another kind makes its own labels.) Rows longer than `max_length` are
+    dropped, not cut. `packing` keeps the rows of each step. Nothing is pushed before the end of training.
+    """
+    if args is None:
+        return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
+    if isinstance(args, NormAlignConfig):
+        return copy.copy(args)
+    known = {field.name for field in fields(NormAlignConfig) if field.init}
+    given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
+    if not given.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
+        logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
+    decided = {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
+    if given.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
+        decided["hub_strategy"] = HubStrategy.END
+    return NormAlignConfig(**{**given, **decided})
+
+
+def check_one_gpu(args: TrainingArguments) -> None:
+    """Raises ValueError if this process would divide batches among several GPUs, which TRL refuses after loading.
+
+    It is told from `args.n_gpu`. A model that `device_map` divides is one that TRL trains.
+    """
+    if args.n_gpu > 1 and "device_map" not in (args.model_init_kwargs or {}):
+        raise ValueError(
+            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
+            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
+        )
+
+
+def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
+    """Forward passes per optimizer step that give the global batch on any number of processes."""
+    own = args.accelerator_config
+    if own.split_batches or own.dispatch_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
+        raise ValueError(
+            "accelerator_config's split_batches, dispatch_batches and num_steps would change the rows in an optimizer "
+            "step. Leave them out, and set global_batch_size."
+        )
+    if args.global_batch_size is None:
+        return args.gradient_accumulation_steps
+    world_size = world_size or args.world_size
+    if args.tokens_per_device:
+        if args.gradient_accumulation_steps != 1:
+            raise ValueError("gradient_accumulation_steps are derived from tokens_per_device. Leave them out.")
+        if args.global_batch_size % world_size:
+            raise ValueError(
+                f"global_batch_size {args.global_batch_size} is not a multiple of {world_size} processes. Change it."
+            )
+        return 1  # until the lengths of the rows are known
+    together = args.per_device_train_batch_size * world_size
+    steps, rest = divmod(args.global_batch_size, together)
+    product = f"per_device_train_batch_size {args.per_device_train_batch_size} x {world_size} process(es)"
+    if rest or not steps:
+        raise ValueError(
+            f"global_batch_size {args.global_batch_size} is not a multiple of {product} = {together}. Change one."
+        )
+    if args.gradient_accumulation_steps not in (1, steps):
+        raise ValueError(
+            f"{product} x gradient_accumulation_steps {args.gradient_accumulation_steps} is not global_batch_size "
+            f"{args.global_batch_size}. Leave gradient_accumulation_steps out: it is derived, and would be {steps}."
+        )
+    return steps
+
+
+def learning_rates_with_origin(
+    args: NormAlignConfig, model: Any, optimizer: Optimizer | None, use_peft: bool
 ) -> dict[str, tuple[float, str]]:
     """Peak learning rate of each module with its origin, by `args` or by a user's own optimizer."""
     if optimizer is None:
-        return args.explained_learning_rates(use_peft)
+        return args.learning_rates_with_origin(use_peft)
     given = [f"{module}_learning_rate" for module in MODULES if getattr(args, f"{module}_learning_rate") is not None]
     if given:
         raise ValueError(f"{', '.join(given)} cannot be used with optimizers. Give them to its parameter groups.")
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    names = {parameter: name for name, parameter in named}
     learning_rates = dict.fromkeys(MODULES, 0.0)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

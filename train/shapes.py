@@ -9,30 +9,29 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from trl import SFTTrainer
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
 
-from .modules.model import base_model
+from .modules.model import base_model, replaced
 
-
-if TYPE_CHECKING:
-    from .trainer import NormAlignTrainer
 
 WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER = "weights", "adapters", "vision tower", "gradients", "optimizer"
 BATCHES, ACTIVATIONS, LOGITS = "batches", "activations", "logits and loss"
 PARTS = (WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS, LOGITS)
 """What takes memory. The vision tower's part has its weights and its activations; `weights` are all the others."""
 
-_TRL = "trl.kernels.chunked_logprob"
 
-
-def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any], checkpointing: bool | None) -> Counter[str]:
+def peak_bytes(
+    trainer: SFTTrainer, batch: dict[str, Any], checkpointing: bool | None, accumulates: bool
+) -> Counter[str]:
     """Bytes by part where their sum is highest in a step of the trainer, besides its weights and optimizer states."""
     args, model = trainer.args, trainer.model
     ledger, half = _Ledger(), torch.float16 if args.fp16 else torch.bfloat16
@@ -47,7 +46,7 @@ def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any], checkpointing
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda each: ledger.move(each.grad, GRADIENTS))
-                if args.gradient_accumulation_steps > 1:
+                if accumulates:
                     parameter.grad = torch.zeros_like(parameter)
                     ledger.move(parameter.grad, GRADIENTS)
         if "pixel_values" in batch:
@@ -59,9 +58,9 @@ def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any], checkpointing
     return ledger.parts
 
 
-def _take_as_trained(trainer: "NormAlignTrainer", checkpointing: bool | None, stack: ExitStack) -> None:
+def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: ExitStack) -> None:
     """Has the trainer take steps as in training, on a GPU if one is asked about, until the stack is closed."""
-    args, model, state = trainer.args, trainer.model, trainer.state
+    args, model = trainer.args, trainer.model
     if args.gradient_checkpointing if checkpointing is None else checkpointing:
         stack.callback(model.gradient_checkpointing_disable)  # the Trainer enables it when it trains
         given = dict(args.gradient_checkpointing_kwargs or {})
@@ -70,16 +69,15 @@ def _take_as_trained(trainer: "NormAlignTrainer", checkpointing: bool | None, st
     stack.callback(model.train, model.training)
     model.train()
     stack.enter_context(torch.random.fork_rng(devices=[]))
-    stack.enter_context(patch.object(state, "num_input_tokens_seen", state.num_input_tokens_seen))
-    stack.enter_context(patch.object(trainer, "_metrics", copy.deepcopy(trainer._metrics)))
-    stack.enter_context(patch.object(trainer.accelerator, "gather_for_metrics", lambda value: value))
+    stack.enter_context(replaced(trainer.state, num_input_tokens_seen=trainer.state.num_input_tokens_seen))
+    stack.enter_context(replaced(trainer, _metrics=copy.deepcopy(trainer._metrics)))
+    stack.enter_context(replaced(trainer.accelerator, gather_for_metrics=lambda value: value))
     if args.device.type != "cpu" or args.device_memory is not None:
-        stack.enter_context(patch.object(trainer, "only_answers", False))
+        stack.enter_context(replaced(base_model(model), only_answers=False))
         # TRL's fused head: Triton writes into the tiles of its products, where torch would allocate.
-        stack.enter_context(patch("trl.trainer.utils._use_triton", lambda device: True))
-        stack.enter_context(patch(f"{_TRL}._use_triton", lambda device: False))
-        for kernel in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
-            stack.enter_context(patch(f"{_TRL}.{kernel}", lambda *args, **kwargs: None))
+        stack.enter_context(replaced(utils, _use_triton=lambda device: True))
+        tiles = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), lambda *args, **kwargs: None)
+        stack.enter_context(replaced(chunked_logprob, _use_triton=lambda device: False, **tiles))
 
 
 def _enter_parts_by_module(model: nn.Module, ledger: "_Ledger", stack: ExitStack) -> None:

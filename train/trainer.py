@@ -3,24 +3,19 @@
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
 import os
-import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import islice
-from math import ceil
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from transformers import (
     BitsAndBytesConfig,
     DataCollator,
@@ -30,50 +25,44 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import IntervalStrategy
-from transformers.utils import CONFIG_NAME
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint.files import write_json
-from ..checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
+from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..checkpoint.provenance import read_record
 from ..checkpoint.weights import index_folder, no_progress_bar, stored_tensors, unchanged_files, write_weights
-from ..data.rows.images import ImageRules, image_problem
-from ..data.rows.reports import DataReport
+from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .batches.collator import ConversationCollator
-from .batches.packing import BalancedSampler, packed_stream
-from .batches.padding_free import ROW_LENGTHS, PackedAttentionCheck
-from .batches.sampler import ModalityLengthGroupedSampler
-from .callbacks.depth_probe import CosineProbe
 from .callbacks.finite import FiniteCheck
 from .callbacks.measurements import Measurements
 from .callbacks.progress import DataWait, show_lines
-from .callbacks.samples import SampleCallback
-from .dry_run import largest_batch
-from .keeping.checkpoints import writing_checkpoint
-from .keeping.disk import check_disk, disk_use
-from .keeping.lock import only_run
-from .keeping.record import training_record
-from .keeping.summary import summary
-from .memory import MemoryEstimate, estimate_memory
-from .modules.adapter import restore_copies
-from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
-from .modules.float16 import settle_float16
+from .collator import ConversationCollator, blank_image
+from .keeping.checkpoints import only_run, writing_checkpoint
+from .keeping.record import publish_result, training_record, write_card_of
+from .keeping.summary import check_disk, disk_use, summary
+from .memory import MemoryEstimate, estimate_memory, largest_batch
+from .modules.load import load_model
 from .modules.model import (
     MODULES,
     base_model,
     eval_frozen,
+    fill_gradients,
     freeze,
     frozen_modules,
-    load_model,
     module_of,
+    name_as_unsharded,
+    prepare_sharding,
+    replaced,
     train_in_float32,
+    wrap_forward,
 )
-from .modules.sharding import fill_gradients, name_as_unsharded, prepare_sharding
 from .options.arguments import keep_float32
-from .prepare import Prepared, checked_rows, normalign_config, prepare
+from .packing import PackedAttentionCheck, packed_stream, train_sampler
+from .prepare import checked_rows, normalign_config, prepare
 
+
+if TYPE_CHECKING:
+    from .callbacks.depth_probe import CosineProbe
 
 logger = get_logger(__name__)  # logs in one process only
 
@@ -104,7 +93,8 @@ class NormAlignTrainer(SFTTrainer):
         data_collator: By default a [`ConversationCollator`] that stops at an image that cannot be read. A collator of
             another kind gets the rows as they are.
         train_dataset: Rows in memory or a stream, in any form that `normalign train` reads. They are checked first,
-            and those with more tokens than `max_length` are dropped. A stream needs `max_steps`.
+            and those with more tokens than `max_length` are dropped. A stream needs `max_steps`. `DataArguments` name
+            rows, held-out ones too, as options do.
         eval_dataset: Held-out rows, or several data sets by name.
         processing_class: The model's processor, by default the one in its folder.
         compute_loss_func, compute_metrics, callbacks, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: As in
@@ -114,14 +104,11 @@ class NormAlignTrainer(SFTTrainer):
         peft_config: A `LoraConfig`. Adapters are limited to the language model; projector and norm are trained in full
             and saved with them, and so is the vision tower if it has a learning rate.
         formatting_func: Refused, since it turns rows into text.
-        report: How many rows were used and dropped, if rows are parsed already.
         options: More dataclasses of options, to be kept in `training.json`.
 
     Attributes:
         learning_rates: The peak learning rate of each module.
         facts: What [`summary`] found: modules, data, batch, memory.
-        only_answers: Whether only the answers go through the head, not every position. By default on a CPU, where
-            TRL's fused head lacks Triton and scoring every position is two thirds of a small model's step.
 
     Raises:
         ValueError: An argument, the model or the data is wrong; it is named.
@@ -132,7 +119,7 @@ class NormAlignTrainer(SFTTrainer):
         model: str | os.PathLike | NormAlignLlavaForConditionalGeneration,
         args: SFTConfig | TrainingArguments | None = None,
         data_collator: DataCollator | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
+        train_dataset: Dataset | IterableDataset | DataArguments | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: LlavaProcessor | None = None,
         compute_loss_func: Callable | None = None,
@@ -145,7 +132,6 @@ class NormAlignTrainer(SFTTrainer):
         peft_config: PeftConfig | None = None,
         formatting_func: Callable | None = None,
         *,
-        report: DataReport | None = None,
         options: Sequence[Any] = (),
     ):
         if formatting_func is not None:
@@ -154,31 +140,36 @@ class NormAlignTrainer(SFTTrainer):
         ready = prepare(
             model,
             args,
-            data_collator,
-            processing_class,
-            quantization_config,
-            peft_config,
-            optimizers[0],
-            optimizer_cls_and_kwargs,
-            data=(train_dataset, eval_dataset, report),
+            collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processor=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            optimizer=optimizers[0],
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             compares_rows=compute_metrics is not None,
         )
-        if args.fp16_is_tried and not args.dry_run:
-            self.args, self.train_dataset, self.data_collator = args, ready.train_dataset, ready.collator
-            settle_float16(ready.model, args, largest_batch(self))
+        self.checkpoint, model = ready.checkpoint, ready.model
+        commit = ready.checkpoint.revision if ready.checkpoint else None
         self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
-        self.record = training_record(ready.model, ready.commit, args, self.learning_rates, ready.report, options)
-        self.build = read_record(ready.model.name_or_path, BUILD_RECORD, ready.commit)
+        self.record = training_record(model, commit, args, self.learning_rates, ready.report, options)
+        self.build = read_record(model.name_or_path, BUILD_RECORD, commit)
         # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
-        self.weights_in = [] if isinstance(model, nn.Module) else index_folder(ready.model.name_or_path, ready.commit)
+        self.weights_in = index_folder(model.name_or_path, commit) if ready.checkpoint else []
         self.measurements, self.data_wait = Measurements(args), DataWait()
-        # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
-        unsaid: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
+        self.probe: CosineProbe | None = None
+        self._counted: tuple[Any, DataLoader | None] = None, None
+        # The only place where options change after `prepare`, and are set again. TRL refuses the first two for images
+        # (huggingface/trl#4339), and reports the third as ignored.
+        for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
         if not isinstance(ready.collator, ConversationCollator):  # another one alone knows what its rows must have
-            unsaid |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
-        with patch.multiple(args, **unsaid):
+            for_trl |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        if args.dry_run:  # the Trainer would create both
+            for_trl |= {"output_dir": gettempdir(), "push_to_hub": False}
+        with replaced(args, **for_trl):
             super().__init__(
-                ready.model,
+                model,
                 args,
                 ready.collator,
                 ready.train_dataset,
@@ -192,61 +183,52 @@ class NormAlignTrainer(SFTTrainer):
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
                 peft_config=ready.peft_config,
             )
-        self._finish(ready)
-
-    def _finish(self, ready: Prepared) -> None:
-        """What is shown, recorded and measured."""
+        self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
         self._finish_model()
-        show_lines(self)
-        args, rows = self.args, self.get_total_train_batch_size(self.args)
-        steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
+        self._add_callbacks()
+        self._counted = self.train_dataset, (loader := self.get_train_dataloader())
+        rows, steps = self.get_total_train_batch_size(args), self.set_initial_training_values(args, loader)[-1]
         self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
         if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
             self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
-        self._add_samples_and_probe()
 
     def _finish_model(self) -> None:
-        """What is trained, in which precision, and the hooks of the model, on which TRL has put adapters by now."""
+        """What is trained, in which precision, and its forward pass; TRL has put adapters on the model by now."""
         args, model = self.args, base_model(self.model)
         if isinstance(self.model, PeftModel):
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
             if not is_deepspeed_zero3_enabled():  # it has no quantized base
+                from .modules.adapter import restore_copies
+
                 restore_copies(self.model)
         freeze(self.model, self.learning_rates)
         train_in_float32(self.model)
-        self.finite = FiniteCheck(self.model, args)
-        self.add_callback(self.finite)
-        self.only_answers = args.device.type == "cpu"
-        self.blank_image = blank_image(self.processing_class)
-        take_extra_inputs(model)
-        if args.padding_free:
-            self.add_callback(PackedAttentionCheck)
+        # On a CPU, TRL's head lacks Triton, and scoring every position is two thirds of a small model's step.
+        model.only_answers = args.device.type == "cpu"
+        wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
             prepare_sharding(self.accelerator, model)
 
-    def _add_samples_and_probe(self) -> None:
-        args, collator = self.args, self.data_collator
-        held_out = self.eval_dataset
-        if isinstance(held_out, dict):
-            held_out = next(iter(held_out.values()))
-        if args.sample_count is None:
-            args.sample_count = 0 if self.is_fsdp_enabled or is_deepspeed_zero3_enabled() else 4
-            if not args.sample_count and held_out is not None and args.eval_strategy != IntervalStrategy.NO:
-                logger.warning(
-                    "Evaluations answer no examples: each token would gather the whole model, which is sharded. Ask "
-                    "for some with --sample_count 4."
-                )
-        if held_out is not None and args.sample_count and isinstance(collator, ConversationCollator):
-            pixels, skip = collator.max_image_pixels, collator.bad_rows == "skip" or collator.skippable
-            readable = (row for row in held_out if not skip or not image_problem(row["images"], ImageRules(), pixels))
-            examples = list(islice(readable, args.sample_count))
-            self.add_callback(SampleCallback(examples, args.sample_max_new_tokens, pixels))
+    def _add_callbacks(self) -> None:
+        """Checks, and what is measured and shown: lines of the log, answers to held-out rows, cosines."""
+        args = self.args
+        self.finite = FiniteCheck(args)
+        self.add_callback(self.finite)
+        if args.padding_free:
+            self.add_callback(PackedAttentionCheck)
+        show_lines(self)
+        if self.eval_dataset is not None and args.sample_count != 0:
+            from .callbacks.samples import held_out_samples
+
+            sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+            if samples := held_out_samples(self.eval_dataset, self.data_collator, args, sharded):
+                self.add_callback(samples)
         if args.probe_steps:
-            if isinstance(collator, ConversationCollator):
-                collator = replace(collator, padding_free=False)
-            batch = collator(list(islice(self.train_dataset, args.probe_rows)))
-            self.add_callback(CosineProbe(args.probe_steps, batch))
+            from .callbacks.depth_probe import CosineProbe  # late: few runs have one
+
+            self.probe = CosineProbe.of_rows(self.train_dataset, self.data_collator, args)
+            self.add_callback(self.probe)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's, which puts a section `bf16` into DeepSpeed's configuration again."""
@@ -274,42 +256,16 @@ class NormAlignTrainer(SFTTrainer):
                 optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer
 
-    def _get_train_sampler(self, train_dataset):
-        args = self.args
-        grouped = args.train_sampling_strategy == "group_by_length"
-        if not (grouped or args.packing) or "length" not in (train_dataset.column_names or []):
-            return super()._get_train_sampler(train_dataset)
-        columns = train_dataset.with_format(None)  # reads the columns alone, without building rows
-        lengths, rows_per_step = columns["length"][:], self.get_total_train_batch_size(args)
-        if grouped:  # the Trainer's own sampler knows no modalities
-            has_image = [count > 0 for count in columns["image_count"]]
-            seed = args.seed if args.data_seed is None else args.data_seed
-            sampler = ModalityLengthGroupedSampler(lengths, has_image, batch_size=rows_per_step, seed=seed)
-        else:
-            sampler = super()._get_train_sampler(train_dataset)
-        if not args.packing:
-            return sampler
-        if isinstance(sampler, RandomSampler):  # in the order that accelerate gives it later
-            sampler = SeedableRandomSampler(train_dataset, data_seed=args.data_seed)
-        return BalancedSampler(
-            sampler,
-            lengths,
-            rows_per_step=rows_per_step,
-            rows_per_pass=args.train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            processes=args.world_size,
-            rank=args.process_index,
-            drop_last=args.dataloader_drop_last,
-        )
+    def _get_train_sampler(self, train_dataset=None):
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
 
     def get_train_dataloader(self) -> DataLoader:
         """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
+        (rows, loader), self._counted = self._counted, (None, None)
+        if loader is not None and rows is self.train_dataset:
+            return loader  # of which the summary counted the steps
         args = self.args
-        if args.tokens_per_device:  # each time: the order of rows depends on torch's seed
-            sampler = self._get_train_sampler(self.train_dataset)
-            sampler.grad_accum = 1
-            epochs = args.max_steps / sampler.steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
-            args.gradient_accumulation_steps = sampler.fit(args.tokens_per_device, ceil(epochs))
         if not (args.packing and isinstance(self.train_dataset, IterableDataset)):
             return super().get_train_dataloader()
         passes = packed_stream(
@@ -324,10 +280,7 @@ class NormAlignTrainer(SFTTrainer):
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
-            eval_dataset, _ = checked_rows(eval_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
-            # The Trainer keeps a loader with persistent workers, whatever rows it is asked for next.
-            with patch.object(self.args, "dataloader_persistent_workers", False):
-                return super().get_eval_dataloader(eval_dataset)
+            return self.get_test_dataloader(eval_dataset)  # the other keeps a loader, whatever rows are asked for next
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
@@ -340,13 +293,12 @@ class NormAlignTrainer(SFTTrainer):
         start = time.perf_counter()
         samples = super().get_batch_samples(*args, **kwargs)
         self.data_wait.seconds += time.perf_counter() - start
-        if isinstance(self.data_collator, ConversationCollator):
-            self.data_collator.seen = 0  # where a process of the loader counted
         return samples
 
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
         """The memory of a step on the longest rows: [`estimate_memory`]. No weight is read, none need be loaded."""
-        return estimate_memory(self, largest_batch(self), gradient_checkpointing)
+        batch = largest_batch(self.args, self.train_dataset, self.data_collator)
+        return estimate_memory(self, batch, gradient_checkpointing)
 
     def train(self, *args, **kwargs):
         """The Trainer's training.
@@ -384,20 +336,12 @@ class NormAlignTrainer(SFTTrainer):
             raise
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """TRL's loss, with frozen modules in evaluation mode, and the inputs of [`take_extra_inputs`]."""
-        inputs.pop(ROW_LENGTHS, None)
+        """TRL's loss, with frozen modules in evaluation mode."""
         if self.model.training:
             eval_frozen(base_model(self.model))
-        answers = inputs["labels"][:, 1:] != -100
-        needs_labels = return_outputs or self.label_smoother is not None or self.compute_loss_func is not None
-        if self.only_answers and not needs_labels and answers.any():
-            inputs[ANSWERS] = answers
-            inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
-        if "pixel_values" not in inputs:
-            inputs[BLANK_IMAGE] = self.blank_image.to(self.args.device)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training:
-            self.finite.check_loss(loss[0] if return_outputs else loss)
+            self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
         return loss
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
@@ -407,10 +351,6 @@ class NormAlignTrainer(SFTTrainer):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-        streams = isinstance(self.train_dataset, IterableDataset)
-        resumed = kwargs["resume_from_checkpoint"] and epoch == kwargs["epochs_trained"]
-        if streams and resumed and isinstance(self.data_collator, ConversationCollator):
-            self.data_collator.seen = kwargs["steps_trained_in_current_epoch"]
         # The Trainer checks for the end of a run only after a step: resumed at the end, it would take one more.
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(model, epoch, train_dataloader, **kwargs)
@@ -420,16 +360,15 @@ class NormAlignTrainer(SFTTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         self.measurements.after_clip(grad_norm)  # no callback gets the norm of the gradients before clipping
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if not self.finite.is_step_finite(grad_norm, self.accelerator.scaler):
+        if not self.finite.is_step_finite(self.model, grad_norm, self.accelerator.scaler):
             model.zero_grad()  # the optimizer skips parameters without a gradient
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the measurements of this step to what TRL and the Trainer log."""
         if self.model.training:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, Measurements | DataWait | CosineProbe):
-                    logs.update(callback.collect())
+            logs |= self.measurements.collect() | self.data_wait.collect()
+            logs |= self.probe.collect() if self.probe else {}
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -446,8 +385,7 @@ class NormAlignTrainer(SFTTrainer):
         folder = Path(output_dir or self.args.output_dir)
         if isinstance(self.model, FSDPModule):
             name_as_unsharded(self.model)
-        with patch.object(self.args, "hub_token", None):  # the options are saved too
-            super().save_model(str(folder), _internal_call=True)
+        super().save_model(str(folder), _internal_call=True)
         if self.args.should_save:
             if self.is_in_train:
                 self.record["seconds"] = round(time.perf_counter() - self._began, 3)
@@ -460,55 +398,23 @@ class NormAlignTrainer(SFTTrainer):
                 self.publish()
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes our card into `output_dir`, if there is a model; text written by hand is kept. Arguments are ignored.
-
-        TRL's card would call it a text-generation model fine-tuned from None. A card that somebody else wrote, or a
-        damaged record, is only a warning: training is done, and the steps that follow must not fail because of it.
-        """
-        folder = Path(self.args.output_dir)
-        if self.is_world_process_zero() and any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG)):
-            from ..hub_cards.card.write import write_card
-
-            try:
-                write_card(folder, repo_id=self.hub_model_id)
-            except ValueError as error:
-                logger.warning(f"The card of {folder} was not written: {error}")
+        """Writes our card into `output_dir`, if there is a model. Arguments, which are of TRL's card, are ignored."""
+        if self.is_world_process_zero():
+            write_card_of(Path(self.args.output_dir), self.hub_model_id)
 
     def push_to_hub(self, *args, token: str | None = None, revision: str | None = None, **kwargs) -> Any:
         """Saves the model, and [`publish`]es it. Other arguments of the Trainer's are ignored."""
         if self.hub_model_id is None:
-            self.init_hf_repo(token=token)
+            self.init_hf_repo(token=token or self.hub_token)
         self.save_model(_internal_call=True)
         return self.publish(token=token, revision=revision)
 
     def publish(self, token: str | None = None, revision: str | None = None) -> Any:
-        """Publishes what lies in `output_dir` as [`normalign_llava.publish`] does, whose result it returns.
-
-        An adapter is sent as one if its base is on the Hub; otherwise it is merged. Processes other than the first do
-        nothing.
-
-        Raises:
-            ValueError, OSError: It was not published. The message names the command that does it.
-        """
+        """[`publish_result`] of `output_dir`, in the first process."""
         if not self.is_world_process_zero():
             return None
-        from ..hub_cards.push.adapter import recorded_base
-        from ..hub_cards.push.publish import publish
-
-        folder, repo_id = self.args.output_dir, self.hub_model_id
         revision = revision or self.args.hub_revision or "main"
-        as_adapter = recorded_base(Path(folder)) is not None
-        try:
-            return publish(
-                folder, repo_id, revision=revision, as_adapter=as_adapter, token=token or self.args.hub_token
-            )
-        except (ValueError, OSError) as error:
-            words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
-            words += ["--adapter"] if as_adapter else []
-            raise (ValueError if isinstance(error, ValueError) else OSError)(
-                f"{error}\nThe trained model is complete in {folder}. Once that is fixed, publish it with "
-                f"`{shlex.join(words)}`; it need not be trained again."
-            ) from error
+        return publish_result(self.args.output_dir, self.hub_model_id, revision, token or self.hub_token)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # Adapters are PEFT's to save. An empty state is that of DeepSpeed if it does not gather weights.
@@ -516,13 +422,12 @@ class NormAlignTrainer(SFTTrainer):
             super()._save(output_dir, state_dict)
             return
         folder, model, frozen = Path(output_dir or self.args.output_dir), self.model, frozen_modules(self.model)
-        if (
-            getattr(model.config, "quantization_config", None) is not None
-        ):  # frozen layers are written as they were read
-            trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-            model, state_dict = load_model(model.name_or_path, self.args), None
+        if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
+            # What is frozen is written as it was read.
+            trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+            model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
             model.load_state_dict(trained, strict=False)
-        with no_progress_bar(), patch.object(self, "model", model):
+        with no_progress_bar(), replaced(self, model=model):
             super()._save(str(folder), {})
         layout = stored_tensors(model, state_dict)
         write_weights(folder, layout, linked=unchanged_files(layout, frozen, self.weights_in))

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..report import KINDS
-
 
 def boundary_ids(config: PreTrainedConfig) -> set[int]:
     """Ids in a configuration and its text configuration: starts and ends of vision, of a sequence, padding.
@@ -48,7 +46,9 @@ def token_kinds(
     special: Iterable[int],
     newline: Tensor | None = None,
 ) -> Tensor:
-    """Boolean masks `(len(KINDS), batch * tokens)`; a position is in one of them or, if it is padding, in none.
+    """Boolean masks `(kinds, batch * tokens)` in the order of `report.KINDS`.
+
+    A position is in one of them or, if it is padding, in none.
 
     Args:
         ids, attention_mask: `(batch, tokens)`, image tokens expanded; the mask is 0 at padding, or None.
@@ -69,7 +69,7 @@ def token_kinds(
         "newline": image & ends,
         "indicator": text & indicators,
     }
-    return torch.stack([kinds[kind].flatten() for kind in KINDS])
+    return torch.stack([mask.flatten() for mask in kinds.values()])
 
 
 def _among(ids: Tensor, wanted: Iterable[int]) -> Tensor:

@@ -31,7 +31,7 @@ from normalign_llava.data.rows.checks import token_lengths
 from normalign_llava.data.rows.parse import parse_row
 from normalign_llava.data.rows.questions import Sample
 from normalign_llava.diagnose.data import batches
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 
 
 # -------------------------------------------------------------------------------------------------------------- text

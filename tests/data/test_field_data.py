@@ -23,7 +23,7 @@ from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.data.sources.source import open_source
 from normalign_llava.evaluate.own_data import own_task
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 
 
 RED = base64.b64encode(image_bytes("red", (40, 40))).decode()

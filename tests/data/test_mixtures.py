@@ -13,7 +13,7 @@ from train_data import answers, gigantic_png, images, inside, llava, mixed_rows,
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.parse import FEATURES, DroppedRows
 from normalign_llava.data.sources import table
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow

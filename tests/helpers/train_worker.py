@@ -70,14 +70,12 @@ class Watched(NormAlignTrainer):
         self.batches.append((self.state.global_step, "pixel_values" in inputs, inputs["input_ids"].tolist()))
         if self.state.global_step == 0:
             return self.first_step(model, inputs, num_items_in_batch)
-        if not (self.breaks and self.state.global_step == 1 and self.accelerator.is_last_process):
-            return super().training_step(model, inputs, num_items_in_batch)
-        norm = projector_norm(self.model)
-        hook = norm.register_forward_hook(lambda module, given, output: output * math.nan, prepend=True)
-        try:
-            return super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            hook.remove()
+        if self.breaks and self.state.global_step == 1 and self.accelerator.is_last_process:
+            projector_norm(self.model).register_forward_hook(self.not_a_number, prepend=True)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def not_a_number(self, module, given, output):
+        return output * math.nan if self.state.global_step == 1 else output
 
     def first_step(self, model, inputs, num_items_in_batch):
         norm = projector_norm(self.model)

@@ -12,9 +12,8 @@ from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.train.batches.collator import ConversationCollator
-from normalign_llava.train.modules.extra_inputs import BLANK_IMAGE, take_extra_inputs
-from normalign_llava.train.modules.model import base_model
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.modules.model import base_model, wrap_forward
 
 
 @pytest.fixture
@@ -74,8 +73,9 @@ def test_training_steps_with_all_callbacks(trainer, options, only_answers):
             learning_rate=0.1,
             **options,
         )
-        assert run.only_answers == (device == "cpu")
-        run.only_answers = only_answers
+        model = base_model(run.model)
+        assert model.only_answers == (device == "cpu")
+        model.only_answers = only_answers
         run.train()
         runs.append(run)
     on_cpu, on_strict = runs
@@ -131,10 +131,10 @@ def test_an_adapter_trained_there_is_merged(trainer, checkpoint, tmp_path):
 
 
 def test_a_batch_without_images_where_tower_and_decoder_are_on_two_devices(checkpoint):
-    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), BLANK_IMAGE: torch.zeros(1, 3, 16, 16)}
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "use_cache": False}
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     expected = model(inputs["input_ids"]).logits
     for part in (model.model.vision_tower, model.model.multi_modal_projector):  # as accelerate divides a model
         add_hook_to_module(part.to(STRICT), AlignDevicesHook(STRICT))
-    take_extra_inputs(model)
+    wrap_forward(model, torch.zeros(1, 3, 16, 16))
     assert torch.equal(model(**inputs).logits, expected)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.cli import app
 from normalign_llava.data.sources.arguments import DataSource
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.data_check import check_data
 
 

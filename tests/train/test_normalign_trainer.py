@@ -31,7 +31,7 @@ from normalign_llava import (
     half_precision_pays,
 )
 from normalign_llava.data.sources.arguments import DataArguments
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.modules.model import module_of
 from normalign_llava.train.options.arguments import ModelArguments
 from normalign_llava.train.prepare import normalign_config

@@ -7,8 +7,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoProcessor
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.batches.collator import ConversationCollator
-from normalign_llava.train.batches.padding_free import ROW_LENGTHS, PackedAttentionCheck
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.packing import PackedAttentionCheck
 
 
 pytestmark = pytest.mark.slow
@@ -26,12 +26,13 @@ def batches(checkpoint, rows):
 
 def losses(model, batch):
     """The sum of the loss over each row, `(rows,)`."""
-    labels, lengths = batch.pop("labels"), batch.pop(ROW_LENGTHS, None)
+    labels, positions = batch.pop("labels"), batch.get("position_ids")
     logits = model(**batch, use_cache=False).logits
     each = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    if lengths is None:
+    if positions is None:
         return each.view(len(labels), -1).sum(1)
-    return torch.stack([row.sum() for row in functional.pad(each, (1, 0)).split(lengths.tolist())])
+    rows = (positions[0] == 0).cumsum(0) - 1  # of each token
+    return torch.zeros(rows[-1] + 1).index_add(0, rows, functional.pad(each, (1, 0)))
 
 
 def gradients(model):

@@ -20,8 +20,7 @@ from paths import HELPERS
 from transformers import TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, writing_checkpoint
-from normalign_llava.train.keeping.resume import resolve_resume
+from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, resolve_resume, writing_checkpoint
 from normalign_llava.train.options.arguments import NormAlignConfig
 from normalign_llava.train.run import main
 
@@ -220,7 +219,7 @@ FINAL = """
     import json, resource, sys
     sys.path[:0] = {tests!r}
     from transformers import TrainerCallback
-    from normalign_llava.train.options.parsing import parse
+    from normalign_llava.train.options.arguments import parse
     from normalign_llava.train.run import train
 
     class LimitAtEnd(TrainerCallback):

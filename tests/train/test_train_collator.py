@@ -14,7 +14,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.rows.parse import DroppedRows, parse_row
-from normalign_llava.train.batches.collator import ConversationCollator, _messages
+from normalign_llava.train.collator import ConversationCollator, _messages
 
 
 def row(raw, number=0) -> dict:

@@ -23,9 +23,8 @@ from safetensors.torch import load_file
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.parse import DroppedRows
 from normalign_llava.train.callbacks.measurements import PARTS
-from normalign_llava.train.keeping.checkpoints import missing_from
-from normalign_llava.train.keeping.lock import only_run
-from normalign_llava.train.launch import CONFIGS
+from normalign_llava.train.command import CONFIGS
+from normalign_llava.train.keeping.checkpoints import missing_from, only_run
 
 
 pytestmark = pytest.mark.slow
@@ -413,7 +412,9 @@ def test_what_is_not_finite_on_one_process_stops_both(mode, nightly):
     folder = nightly(mode, zero="broken")
     said = [seen(folder, "broken", rank)["error"] for rank in range(2)]
     assert said[0] == said[1]
-    assert said[0].startswith("Step 2 has values that are not finite, first in the norm's output.")
+    assert said[0].startswith(
+        "Step 2 has values that are not finite, first in the output of model.multi_modal_projector.norm."
+    )
     assert f"The last complete checkpoint is {folder / 'broken' / 'checkpoint-1'}." in said[0]
     assert not (folder / "broken" / "checkpoint-2").exists() and not list((folder / "broken").glob("*.safetensors"))
 

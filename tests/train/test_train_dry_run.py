@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.train.dry_run import largest_batch, remedy
-from normalign_llava.train.memory import CONTEXT
+from normalign_llava.train.dry_run import remedy
+from normalign_llava.train.memory import CONTEXT, largest_batch
 
 
 pytestmark = pytest.mark.slow
@@ -142,6 +142,10 @@ def mixed(checkpoint, tmp_path_factory):
     return trainer
 
 
+def batch_of(trainer, limit=None):
+    return largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator, limit)
+
+
 def estimate_with(trainer, rows):
     trainer.args.per_device_train_batch_size = rows
     return trainer.estimate_memory()
@@ -151,7 +155,7 @@ def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
     lengths = sorted(mixed.train_dataset["length"])
     for rows, limit, longest in ((2, None, lengths[-1]), (4, lengths[3], lengths[3])):
         mixed.args.per_device_train_batch_size = rows
-        assert largest_batch(mixed, limit)["input_ids"].shape == (rows, longest)
+        assert batch_of(mixed, limit)["input_ids"].shape == (rows, longest)
     small, large = (estimate_with(mixed, rows) for rows in (2, 8))
     assert (small.rows, large.rows) == (2, 8)
     assert 3 < large.parts["activations"] / small.parts["activations"] < 5
@@ -176,7 +180,7 @@ def test_with_packing_the_tokens_of_a_pass_are_named(checkpoint, tmp_path):
     trainer.train_dataset = rows = with_lengths(trainer, data)
     trainer.args.device_memory, longest = device(0), max(rows["length"])
     trainer.args.tokens_per_device = fitting = longest + 2 * 64
-    assert len(largest_batch(trainer)["input_ids"][0]) > longest
+    assert len(batch_of(trainer)["input_ids"][0]) > longest
     size = trainer.estimate_memory().total
     trainer.args.tokens_per_device, trainer.args.device_memory = longest + 4 * 64, device(size)
     assert remedy(trainer, None) == f"Would fit: --tokens_per_device {fitting}, the largest that does."

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping.checkpoints import missing_from
-from normalign_llava.train.modules.model import base_model, projector_norm
+from normalign_llava.train.modules.model import projector_norm
 
 
 pytestmark = pytest.mark.slow
@@ -81,32 +81,27 @@ def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("vision_tower.encoder.layers.0.mlp.fc1", "the vision tower's output"),
-        ("multi_modal_projector.norm", "the norm's output"),
-        ("language_model.layers.0.mlp.up_proj", "the language model's output"),
-    ],
+    "name",
+    ["vision_tower.encoder.layers.0.mlp.fc1", "multi_modal_projector.norm", "language_model.layers.0.mlp.up_proj"],
 )
-def test_the_module_that_it_came_from_is_named(make, name, place):
-    trainer = make()
-    module = trainer.model.model.get_submodule(name)
-    broken = in_step(trainer, {2}, lambda: module.register_forward_pre_hook(lambda m, given: (given[0] * math.nan,)))
-    assert stopped(broken).startswith(f"Step 2 has values that are not finite, first in {place}. ")
+def test_the_module_that_it_came_from_is_named(make, name):
+    trainer = make(gradient_accumulation_steps=2)
+    module, calls = trainer.model.model.get_submodule(name), []
+
+    def break_(module, given):
+        calls.append(1)
+        return (given[0] * (math.nan if trainer.state.global_step == 1 else 1),)
+
+    module.register_forward_pre_hook(break_)
+    assert stopped(trainer).startswith(f"Step 2 has values that are not finite, first in the output of model.{name}. ")
+    assert len(calls) == 6 and not module._forward_hooks  # two batches a step, and those of the bad one again
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_gradients_alone_stop_it_too(make, max_grad_norm):
     trainer = make(max_grad_norm=max_grad_norm)
     said = stopped(in_step(trainer, {3}, gradients_of_the_norm(trainer)))
-    assert said.startswith("Step 3 has values that are not finite, first in the gradient from the norm. The last")
-
-
-def test_gradients_of_one_weight_stop_it_too(make):
-    trainer = make()
-    weight = base_model(trainer.model).model.multi_modal_projector.linear_1.weight
-    said = stopped(in_step(trainer, {2}, lambda: weight.register_hook(lambda gradient: gradient * math.nan)))
-    assert said.startswith("Step 2 has values that are not finite, first in the gradients of weights.")
+    assert said.startswith("Step 3 has values that are not finite, first in the gradients, with finite outputs. The l")
 
 
 def test_weights_that_the_last_step_spoiled_are_not_saved(make, tmp_path):
@@ -128,7 +123,7 @@ def test_a_step_can_be_skipped(make, tmp_path, caplog):
     assert all(torch.equal(first[name], value) for name, value in {**second, **third}.items())
     assert any(not torch.equal(first[name], value) for name, value in fourth.items())
     assert all(value.isfinite().all() for value in fourth.values())
-    assert caplog.text.count("The step is skipped.") == 2 and "first in the gradient from the norm" in caplog.text
+    assert caplog.text.count("The step is skipped.") == 2 and "first in the gradients" in caplog.text
 
 
 def test_skipping_every_step_ends(make):

@@ -14,7 +14,7 @@ from trl import SFTConfig
 
 from normalign_llava.train.options.arguments import NormAlignConfig
 from normalign_llava.train.options.fields import REFUSED, TrainingOptions
-from normalign_llava.train.options.parsing import accumulation_steps
+from normalign_llava.train.prepare import accumulation_steps
 
 
 def config(folder, **options) -> NormAlignConfig:

@@ -9,8 +9,8 @@ from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from datasets import Dataset
 from torch.utils.data import BatchSampler
 
-from normalign_llava.train.batches.packing import BalancedSampler, balanced, packed_stream
-from normalign_llava.train.options.parsing import accumulation_steps
+from normalign_llava.train.packing import BalancedSampler, balanced, packed_stream
+from normalign_llava.train.prepare import accumulation_steps
 
 
 LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]

@@ -54,6 +54,7 @@ def probed(checkpoint, folder, steps=(0, 1, 3), **kwargs):
     trainer = make_trainer(checkpoint, folder, **kwargs)
     probe = CosineProbe(steps, trainer.data_collator(list(trainer.train_dataset.select(range(2)))))
     trainer.add_callback(probe)
+    trainer.probe = probe
     return trainer, probe
 
 

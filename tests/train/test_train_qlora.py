@@ -9,7 +9,9 @@ from safetensors import safe_open
 from transformers import BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
-from normalign_llava.train.modules.model import base_model, load_model, projector_norm
+from normalign_llava.checkpoint.opening import open_checkpoint
+from normalign_llava.train.modules.load import load_model
+from normalign_llava.train.modules.model import base_model, projector_norm
 from normalign_llava.train.run import main
 
 
@@ -38,7 +40,7 @@ def test_a_device_map_of_one_s_own_is_kept(tmp_path, checkpoint):
     args = training.arguments(tmp_path)
     args.model_init_kwargs = {"device_map": {"model": "cpu", "lm_head": "disk"}}  # which bitsandbytes refuses
     with pytest.raises(ValueError, match="Some modules are dispatched on the CPU or the disk"):
-        load_model(checkpoint, args, BitsAndBytesConfig(load_in_4bit=True))
+        load_model(open_checkpoint(checkpoint), args, args.learning_rates(True), BitsAndBytesConfig(load_in_4bit=True))
 
 
 @pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True)])
@@ -46,7 +48,7 @@ def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file
     options = {**QLORA, "load_in_4bit": False, **base}
     trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=2, **options)
     before = gain_and_bias(trainer.model)
-    stored = load_model(checkpoint, trainer.args)
+    stored = load_model(open_checkpoint(checkpoint), trainer.args, trainer.learning_rates)
     assert all(torch.equal(ours, kept) for ours, kept in zip(before, gain_and_bias(stored), strict=True))
     trainer.train()
     norm = projector_norm(trainer.model)

@@ -16,7 +16,7 @@ import training
 from paths import HELPERS
 
 from normalign_llava.data.rows import checks
-from normalign_llava.train.options.parsing import parse
+from normalign_llava.train.options.arguments import parse
 from normalign_llava.train.run import main
 
 
@@ -149,32 +149,6 @@ def test_resumed_from_what_a_kill_leaves_is_as_if_never_stopped(tmp_path, parts,
     workers = ["--dataloader_num_workers", str(after)]
     main([file, "--output_dir", str(stopped), "--resume_from_checkpoint", *workers])
     assert_same(whole, stopped)
-
-
-def test_a_resumed_stream_opens_no_image_of_what_was_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "_FIRST", 1)  # opened before training, at each start
-    parts, output = tmp_path / "parts", tmp_path / "out"
-    training.checkpoint(parts)
-    rows = [train_data.llava("<image>\nwhat?", "red", f"{number}.png") for number in range(4 * STEPS)]
-    (parts / "first").mkdir()
-    train_data.write_json(parts / "first", rows)
-    for row in rows:
-        (parts / "first" / row["image"]).write_bytes(train_data.image_bytes())
-    streams = dict(dataset_streaming=True, shuffle_buffer_size=1)
-    file = recipe(tmp_path / "run", parts, **streams)
-    main([file, "--output_dir", str(output), "--max_steps", "4"])
-    for number in range(1, 16):
-        (parts / "first" / f"{number}.png").write_bytes(b"no image")
-    for workers in ("0", "1"):
-        again = tmp_path / workers
-        shutil.copytree(output / "checkpoint-4", again / "checkpoint-4")
-        resumed = ["--resume_from_checkpoint", "--max_steps", "6", "--dataloader_num_workers", workers]
-        main([file, "--output_dir", str(again), *resumed])
-        assert json.loads((again / "trainer_state.json").read_text())["global_step"] == 6
-    for number in range(16):
-        (parts / "first" / f"{number}.png").write_bytes(train_data.image_bytes())
-    main([file, "--output_dir", str(output), "--resume_from_checkpoint", "--max_steps", str(STEPS + 2)])
-    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == STEPS + 2
 
 
 def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):

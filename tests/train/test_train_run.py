@@ -1,5 +1,7 @@
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,9 @@ import training
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.arms import arm_of
 from normalign_llava.cli import app
 from normalign_llava.data.sources import table
-from normalign_llava.train.modules.model import arm_of
 from normalign_llava.train.run import main
 
 
@@ -39,6 +41,45 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     assert record["options"]["warmup_steps"] == 0.03
     assert (record["stage"], record["arm"], record["quantization"]) == ("align", "gwc", None)
     assert str(tmp_path) not in json.dumps(record) and str(parts) not in json.dumps(record)
+
+
+IMPORTED = """
+import sys
+import normalign_llava.cli
+from transformers import TrainerCallback
+from normalign_llava.train.options.arguments import parse
+from normalign_llava.train.run import train
+
+class Imported(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+        own = [name for name in files if name.startswith("normalign_llava.") and "__init__" not in files[name]]
+        print("IMPORTED", *own)
+
+train(*parse(sys.argv[1:]), [Imported()])
+"""
+"""Prints the modules of this package with code in them that are imported by the first step."""
+
+
+def test_a_run_imports_what_it_uses(tmp_path, parts):
+    file = training.recipe(tmp_path, parts, stage="align", max_steps=1)
+    done = subprocess.run([sys.executable, "-c", IMPORTED, file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("IMPORTED"))
+    modules = [name.removeprefix("normalign_llava.") for name in line.split()[1:]]
+    above = {name for name in modules if name.startswith(("hub_cards", "evaluate", "diagnose"))}
+    assert above == {"diagnose.measure.families", "diagnose.measure.positions"}
+    assert len(modules) <= 55, sorted(modules)
+
+
+def test_a_checkpoint_of_the_hub_is_asked_for_once(hub, prepared, tmp_path, parts):
+    hub.serve("bea/base", parts / "model")
+    file = training.recipe(tmp_path, parts, model_name_or_path="bea/base", max_steps=1)
+    hub.requests.clear()
+    done = prepared.run(["-m", "normalign_llava", "train", file])
+    assert done.returncode == 0, done.stderr
+    asked = [request for request in hub.requests if request.startswith("GET /api/models/bea/base/rev")]
+    assert asked == ["GET /api/models/bea/base/revision/main"]
 
 
 def following(said: str, data: Path) -> list[str]:

@@ -12,8 +12,8 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from train_data import answers, llava, read, write_json
 
-from normalign_llava.train.batches.collator import ConversationCollator
-from normalign_llava.train.batches.sampler import ModalityLengthGroupedSampler
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.packing import ModalityLengthGroupedSampler
 
 
 BATCH = 8

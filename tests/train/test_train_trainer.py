@@ -17,10 +17,11 @@ from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
 from normalign_llava.train.keeping.summary import render
-from normalign_llava.train.modules.float16 import largest_hidden_state
-from normalign_llava.train.modules.model import base_model, eval_frozen, load_model, module_of
+from normalign_llava.train.modules.load import largest_hidden_state, load_model
+from normalign_llava.train.modules.model import base_model, eval_frozen, module_of
 
 
 pytestmark = pytest.mark.slow
@@ -212,7 +213,7 @@ def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, checkpoint
     before = weights(trainer.model)
     trained = {name: value for name, value in trainer.model.named_parameters() if value.requires_grad}
     assert {value.dtype for value in trained.values()} == {torch.float32}
-    stored = load_model(checkpoint, trainer.args)
+    stored = load_model(open_checkpoint(checkpoint), trainer.args, trainer.learning_rates)
     for name, value in stored.model.multi_modal_projector.named_parameters():
         copied = base_model(trainer.model).model.multi_modal_projector.modules_to_save["default"]
         assert torch.equal(copied.get_parameter(name), value)
@@ -241,6 +242,7 @@ HALF, FULL = ["bfloat16"], ["float32"]
     [
         (dict(**FROZEN), HALF, FULL, HALF),
         (dict(vision_learning_rate=0.0), HALF, FULL, FULL),
+        (dict(learning_rate=0.0, norm_learning_rate=1e-3), HALF, HALF, HALF),
         (dict(language_learning_rate=0.0), FULL, FULL, HALF),
         (dict(projector_learning_rate=0.0, norm_learning_rate=0.0), FULL, HALF, FULL),
         (dict(use_peft=True), HALF, FULL, HALF),

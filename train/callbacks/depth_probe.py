@@ -3,24 +3,25 @@
 """How far each decoder layer moves visual and text tokens, at chosen steps of a run, on one fixed batch (figure 5)."""
 
 import json
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import DataCollator, TrainerCallback
 
 from ...checkpoint.files import atomic_write
 from ...checkpoint.names import DYNAMICS
 from ...diagnose.measure.depth import DepthProbe
 from ...diagnose.measure.families import decoder_layers
 from ...diagnose.measure.positions import token_positions
-from ...diagnose.measure.probe import in_evaluation_mode
 from ...diagnose.report import KINDS
-from ..modules.model import base_model
+from ..collator import ConversationCollator
+from ..modules.model import base_model, evaluating
+from ..options.arguments import NormAlignConfig
 
 
 class CosineProbe(TrainerCallback):
@@ -42,6 +43,13 @@ class CosineProbe(TrainerCallback):
         self.steps = frozenset(steps)
         self.batch = {name: value for name, value in batch.items() if name != "labels"}
         self._means: dict[str, float] = {}
+
+    @classmethod
+    def of_rows(cls, rows: Dataset | IterableDataset, collator: DataCollator, args: NormAlignConfig) -> "CosineProbe":
+        """The probe on the first `probe_rows` training rows, padded."""
+        if isinstance(collator, ConversationCollator):
+            collator = replace(collator, padding_free=False)
+        return cls(args.probe_steps or (), collator(list(islice(rows, args.probe_rows))))
 
     def collect(self) -> dict[str, float]:
         """The means over the layers, `cosine/visual` and `cosine/text`, if they were measured since the last call."""
@@ -76,24 +84,6 @@ def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[
         model(**batch, use_cache=False, logits_to_keep=1)
     curves = depth.result().cosine
     return {kind: curves[kind].mean if kind in curves else [] for kind in ("visual", "text")}
-
-
-@contextmanager
-def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Evaluation mode without gradients, in the precision of training.
-
-    Afterwards each module is in the mode it was in, and random numbers continue as if none had been drawn.
-    """
-    devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
-    dtype = torch.bfloat16 if args.bf16 else torch.float16
-    autocast = torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices), autocast, in_evaluation_mode(model):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _replace_line(path: Path, line: dict) -> None:

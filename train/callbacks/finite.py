@@ -2,63 +2,47 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Stops a run at the first step whose loss or gradients are not finite, and names the module they came from."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, reduce
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..keeping.checkpoints import newest_complete
-from ..modules.model import base_model, projector_norm
+from ..modules.model import base_model, evaluating
 from ..options.arguments import NormAlignConfig
 
 
 logger = get_logger(__name__)  # logs in one process only
 
-PLACES = (
-    "the vision tower's output",
-    "the projector's output",
-    "the norm's output",
-    "the language model's output",
-    "the loss",
-    "the gradient from the loss",
-    "the gradient from the language model",
-    "the gradient from the norm",
-    "the gradient from the projector",
-    "the gradients of weights",
-)
-"""Where values can stop being finite, in the order of a step."""
-
-LOSS, WEIGHTS = PLACES.index("the loss"), len(PLACES) - 1
-
-IN_A_ROW = 10
+MAX_CONSECUTIVE_SKIPS = 10
 """A run that skips bad steps stops after so many in a row."""
 
 
 class FiniteCheck(TrainerCallback):
-    """Checks whether loss and gradients of a step are finite, and if not, where they stopped being so.
+    """Checks whether loss and gradients of a step are finite; only if not, looks for the module that was first.
 
-    Every module's output, and the gradient it gets, is checked and counted on its device. Once in an optimizer step
-    the counts are summed over the processes, so that all of them stop or none, and read, which waits for the device.
-    (The Trainer's `logging_nan_inf_filter`, which waits twice for each batch, is off.)
+    They are counted on their device. Once in an optimizer step the counts are summed over the processes, so that all
+    of them stop or none, and read, which waits for the device. (The Trainer's `logging_nan_inf_filter`, which waits
+    twice for each batch, is off.)
 
     With fp16, infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step and
     lowers its scale. There only the loss counts, until the scale is below 1.
     """
 
-    def __init__(self, model: nn.Module, args: NormAlignConfig):
+    def __init__(self, args: NormAlignConfig):
         self.args = args
-        self._not_finite = torch.zeros(len(PLACES), dtype=torch.int32, device=args.device)
+        self._not_finite = torch.zeros(2, dtype=torch.int32, device=args.device)  # losses, norms of gradients
+        self._batches: list[Mapping[str, Any]] = []  # of this step
         self._step = self._skipped = 0
-        inner, norm = base_model(model).model, projector_norm(model)
-        # By their place in `PLACES`.
-        inner.multi_modal_projector.register_forward_pre_hook(lambda module, inputs: self._watch(0, inputs[0]))
-        norm.register_forward_pre_hook(lambda module, inputs: self._watch(1, inputs[0]))
-        norm.register_forward_hook(lambda module, inputs, output: self._watch(2, output))
-        inner.language_model.register_forward_hook(lambda module, inputs, output: self._watch(3, output[0]))
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Raises FloatingPointError if weights are not finite from the start."""
@@ -72,14 +56,18 @@ class FiniteCheck(TrainerCallback):
         self._step = state.global_step + 1
         self._not_finite.zero_()
 
-    def check_loss(self, loss: Tensor) -> None:
-        """Checks the loss of a batch."""
-        self._count(LOSS, loss)
+    def check_loss(self, loss: Tensor, batch: Mapping[str, Any]) -> None:
+        """Checks the loss of a batch, which is kept until the step is taken."""
+        if not self._step:
+            return  # of an estimate of memory
+        self._not_finite[0] += ~loss.detach().isfinite().all().to(self._not_finite.device)
+        self._batches.append(batch)
 
-    def is_step_finite(self, total_norm: Tensor | float | None, scaler: GradScaler | None) -> bool:
+    def is_step_finite(self, model: nn.Module, total_norm: Tensor | float | None, scaler: GradScaler | None) -> bool:
         """Whether the optimizer may take this step. All processes must call it at the same time.
 
         Args:
+            model: The model, not wrapped.
             total_norm: The norm of all gradients; None if DeepSpeed does not know it, below 0 if it is not finite.
             scaler: The gradient scaler of fp16.
 
@@ -90,21 +78,23 @@ class FiniteCheck(TrainerCallback):
         if total_norm is not None:
             norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
             norm = torch.as_tensor(norm, device=self.args.device)
-            self._not_finite[WEIGHTS] += ~(norm.isfinite() & (norm >= 0))
-        found = reduce(self._not_finite, "sum").tolist()
-        if not (found[LOSS] or found[WEIGHTS]):
+            self._not_finite[1] += ~(norm.isfinite() & (norm >= 0))
+        losses, gradients = reduce(self._not_finite, "sum").tolist()
+        batches, self._batches = self._batches, []  # before the next ones are read
+        if not (losses or gradients):
             self._skipped = 0
             return True
-        if self.args.fp16 and not found[LOSS] and (scaler is None or scaler.get_scale() >= 1):
+        if self.args.fp16 and not losses and (scaler is None or scaler.get_scale() >= 1):
             return True
-        first = next(place for place, count in zip(PLACES, found, strict=True) if count)
-        problem = f"Step {self._step} has values that are not finite, first in {first}."
+        place = self._first_module(model, batches) or ("the loss" if losses else "the gradients, with finite outputs")
+        problem = f"Step {self._step} has values that are not finite, first in {place}."
         self._skipped += 1
         if self.args.bad_steps == "stop":
             skip = ", or skip such steps with --bad_steps skip, in a resumed run too"
             raise FloatingPointError(f"{problem} {self._remedy(skip)}")
-        if self._skipped == IN_A_ROW:
-            raise FloatingPointError(f"{problem} So had the {IN_A_ROW - 1} steps before it. {self._remedy()}")
+        if self._skipped == MAX_CONSECUTIVE_SKIPS:
+            before = f"So had the {MAX_CONSECUTIVE_SKIPS - 1} steps before it."
+            raise FloatingPointError(f"{problem} {before} {self._remedy()}")
         logger.warning(f"{problem} The step is skipped.")
         return False
 
@@ -114,22 +104,38 @@ class FiniteCheck(TrainerCallback):
         Raises:
             FloatingPointError: Some of them are NaN or infinite.
         """
-        if found := weights_not_finite(model):
+        if damaged := weights_not_finite(model):
             raise FloatingPointError(
-                f"After step {self._step}, {len(found)} tensors of the model are not finite, first {found[0]}. They "
-                f"are not saved. {self._remedy()}"
+                f"After step {self._step}, {len(damaged)} tensors of the model are not finite, first {damaged[0]}. "
+                f"They are not saved. {self._remedy()}"
             )
 
-    def _watch(self, place: int, values: Tensor) -> None:
-        """Checks what one module passes to the next, and the gradient it gets back."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return  # torch.compile cannot trace hooks on gradients
-        self._count(place, values)
-        if values.requires_grad:  # gradients come back in reverse order
-            values.register_hook(lambda gradient: self._count(WEIGHTS - 1 - place, gradient))
+    def _first_module(self, model: nn.Module, batches: list[Mapping[str, Any]]) -> str:
+        """The first module that gives values that are not finite, in one more forward pass of the step's batches."""
+        first: list[str] = []
 
-    def _count(self, place: int, values: Tensor) -> None:
-        self._not_finite[place] += ~values.detach().isfinite().all().to(self._not_finite.device)
+        def watch(name: str):
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                values = (value for value in tree_leaves(output) if isinstance(value, Tensor))
+                if not first and not all(value.isfinite().all() for value in values):
+                    first.append(f"the output of {name}")
+
+            return hook
+
+        hooks = [
+            module.register_forward_hook(watch(name)) for name, module in base_model(model).named_modules() if name
+        ]
+        try:
+            with evaluating(model, self.args):
+                for batch in batches:  # all of them: sharded weights are gathered by all processes
+                    model(**batch, fused_lm_head=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # as a backward pass would: gradients are those of shards
+        return next(iter(gather_object(first)), "")
 
     def _remedy(self, skip: str = "") -> str:
         last = newest_complete(self.args.output_dir, self.args.world_size)

@@ -3,15 +3,42 @@
 """What the model answers to a few held-out examples at each evaluation: in a file."""
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
 from PIL import Image
-from transformers import TrainerCallback
+from transformers import DataCollator, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from ...checkpoint.files import write_json
 from ...data.rows.images import decode_image
-from .depth_probe import evaluating
+from ..collator import ConversationCollator
+from ..modules.model import evaluating
+from ..options.arguments import NormAlignConfig
+
+
+logger = get_logger(__name__)  # logs in one process only
+
+
+def held_out_samples(
+    held_out: Any, collator: DataCollator, args: NormAlignConfig, sharded: bool
+) -> "SampleCallback | None":
+    """The examples that are answered at each evaluation: the first that can be read, unless none are to be."""
+    count = args.sample_count
+    if count is None and sharded:
+        if args.eval_strategy != IntervalStrategy.NO:
+            logger.warning(
+                "Evaluations answer no examples: each token would gather the whole model, which is sharded. Ask for "
+                "some with --sample_count 4."
+            )
+        return None
+    if not isinstance(collator, ConversationCollator):
+        return None
+    rows = next(iter(held_out.values())) if isinstance(held_out, dict) else held_out
+    examples = islice(collator.readable(rows), 4 if count is None else count)
+    return SampleCallback(examples, args.sample_max_new_tokens, collator.max_image_pixels)
 
 
 class SampleCallback(TrainerCallback):

@@ -1,10 +1,12 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""`training.json`: how a checkpoint was trained."""
+"""What a run leaves with its weights: `training.json`, the model card, and the result on the Hub."""
 
 import json
+import logging
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,15 +21,17 @@ from accelerate.utils import gather_object
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from ... import __version__
-from ...assembly.build import ARM_FIELDS
-from ...checkpoint.names import TRAINING_RECORD
+from ...assembly.arms import ARM_FIELDS, arm_of
+from ...checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
 from ...checkpoint.provenance import read_record
 from ...data.rows.reports import DataReport
-from ..modules.model import arm_of
 from ..options.arguments import BOTH_STAGES, STAGES, NormAlignConfig
 
+
+logger = logging.getLogger(__name__)
 
 MAY_CHANGE = (
     *("save_", "logging_", "log_", "eval_", "report_to", "sample_", "probe_", "max_steps", "num_train_epochs", "hub_"),
@@ -154,6 +158,45 @@ def render_options(record: dict[str, Any]) -> Table:
     for name, value in {"stage": record["stage"], "arm": record["arm"], **record["options"]}.items():
         table.add_row(name, Text(str(value)))
     return table
+
+
+def write_card_of(folder: Path, repo_id: str | None) -> None:
+    """Writes the model card of a result, if there is one; text written by hand is kept.
+
+    TRL's card would call it a text-generation model fine-tuned from None. A card that somebody else wrote, or a
+    damaged record, is only a warning: training is done, and the steps that follow must not fail because of it.
+    """
+    if not any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG)):
+        return
+    from ...hub_cards.card.write import write_card
+
+    try:
+        write_card(folder, repo_id=repo_id)
+    except ValueError as error:
+        logger.warning(f"The card of {folder} was not written: {error}")
+
+
+def publish_result(folder: str, repo_id: str, revision: str, token: str | None) -> Any:
+    """Publishes a result as [`normalign_llava.publish`] does, whose result it returns.
+
+    An adapter is sent as one if its base is on the Hub; otherwise it is merged.
+
+    Raises:
+        ValueError, OSError: It was not published. The message names the command that does it.
+    """
+    from ...hub_cards.push.adapter import recorded_base
+    from ...hub_cards.push.publish import publish
+
+    as_adapter = recorded_base(Path(folder)) is not None
+    try:
+        return publish(folder, repo_id, revision=revision, as_adapter=as_adapter, token=token)
+    except (ValueError, OSError) as error:
+        words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
+        words += ["--adapter"] if as_adapter else []
+        raise (ValueError if isinstance(error, ValueError) else OSError)(
+            f"{error}\nThe trained model is complete in {folder}. Once that is fixed, publish it with "
+            f"`{shlex.join(words)}`; it need not be trained again."
+        ) from error
 
 
 def _changed(options: Any, always: set[str]) -> dict[str, Any]:

@@ -1,37 +1,30 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The model to train: its checks, how it is loaded, and which of its modules are frozen."""
+"""The model to train: its parts by name, which are frozen, in which precision and mode they run, and sharded."""
 
-import copy
-import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import wraps
+from types import MethodType
 from typing import Any
-from unittest.mock import patch
 
+import numpy as np
 import torch
-from peft import LoraConfig, PeftModel
+from accelerate import Accelerator
+from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.quantizers import HfQuantizer
-from transformers.quantizers.auto import AutoHfQuantizer
 
-from ...assembly.adapter import IN_PRECISION
-from ...assembly.build import ARMS
-from ...assembly.parts import check_feature_layer
-from ...checkpoint.names import PICKLES, TRAINING_RECORD
-from ...checkpoint.opening import Checkpoint, open_checkpoint
-from ...checkpoint.untrusted import check_weights
 from ...checkpoint.weights import module_of_file
-from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..command import NO_MODEL
-from ..options.arguments import NormAlignConfig, autocast_dtype
 
 
 MODULES = ("language", "projector", "norm", "vision")
@@ -56,190 +49,14 @@ def module_of(parameter: str) -> str:
     return "language"
 
 
-def check_checkpoint(
-    checkpoint: str | os.PathLike, training: NormAlignConfig, revision: str | None = None
-) -> tuple[Checkpoint, NormAlignLlavaConfig]:
-    """The checkpoint to train, and its configuration with the arm of `training`; no weights are loaded."""
-    opened = open_checkpoint(str(checkpoint), revision, remedy=NO_MODEL)
-    folder = opened.name
-    if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
-        raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
-    check_architecture(opened.model_type, folder)
-    stored = any(file.suffix in (".safetensors", *PICKLES) for file in Path(folder).glob("*model*"))
-    if stored or not training.dry_run:
-        check_weights(folder, opened.revision)  # as loading does, but before rows are read
-    config = copy.deepcopy(opened.config)
-    check_feature_layer(config.vision_feature_layer, config.vision_config)
-    current = arm_of(config)
-    arm = training.arm or current
-    if arm != current:
-        if {arm, current} != {"aligned", "gwc"} and (Path(folder) / TRAINING_RECORD).exists():
-            raise ValueError(
-                f"{folder} was trained as arm {current!r}; arm {arm!r} would discard its gain. Start from an "
-                f"untrained checkpoint: `normalign build --arm {arm}`."
-            )
-        norm = "layer_norm" if config.projector_norm == "none" else config.projector_norm
-        neutral = {"projector_norm": norm, "projector_gain_init": "text_norm", "gradient_compensation": "global"}
-        for name, value in {**neutral, **ARMS[arm]}.items():
-            setattr(config, name, value)
-    return opened, config
+def projector_norm(model: nn.Module) -> nn.Module:
+    """The norm after the projector; with adapters, the trained copy."""
+    return base_model(model).model.multi_modal_projector.norm
 
 
-def check_architecture(model_type: str | None, name: str) -> None:
-    """Raises ValueError if a model is not a NormAlign-LLaVA."""
-    if model_type != NormAlignLlavaConfig.model_type:
-        raise ValueError(
-            f"{name} is a {model_type!r} model. Build a NormAlign-LLaVA checkpoint from it with `normalign build` "
-            "(--vision and --language, or --from-llava), and train that."
-        )
-
-
-def load_model(
-    checkpoint: str | os.PathLike,
-    training: NormAlignConfig,
-    quantization_config: BitsAndBytesConfig | None = None,
-    use_peft: bool = False,
-) -> NormAlignLlavaForConditionalGeneration:
-    """Loads a checkpoint as the arm of `training`, and aligns a norm that this adds or resets.
-
-    What is trained in full is read in float32, the rest in [`frozen_dtype`], which `model_init_kwargs` then names.
-    """
-    kwargs = dict(training.model_init_kwargs or {})
-    opened, config = check_checkpoint(checkpoint, training, kwargs.pop("revision", None))
-    kwargs["dtype"] = frozen_dtype(kwargs.get("dtype"), config, training)
-    training.model_init_kwargs = {**(training.model_init_kwargs or {}), "dtype": kwargs["dtype"]}
-    if quantization_config is not None:
-        quantization_config = copy.copy(quantization_config)
-        quantization_config.bnb_4bit_compute_dtype = getattr(torch, autocast_dtype(training) or "float32")
-        kwargs = {"device_map": {"": training.device}, **kwargs, "quantization_config": quantization_config}
-    rates = training.learning_rates(use_peft) | ({"language": 0.0} if use_peft else {})
-    in_float32 = [name for module in MODULES if rates[module] for name in PLACES[module]]
-    cls = NormAlignLlavaForConditionalGeneration
-    with patch.object(cls, "_keep_in_fp32_modules_strict", [*cls._keep_in_fp32_modules_strict, *in_float32]):
-        if training.dry_run:
-            return without_weights(checkpoint, config, kwargs)
-        model = opened.load(config=config, **kwargs)
-    # The name is empty if the configuration differs from the folder's; training.json records the difference.
-    model.name_or_path = model.config.name_or_path = str(checkpoint)
-    stored, arm = arm_of(opened.config), arm_of(config)
-    if {stored, arm} & {"none", "unit"} and arm not in (stored, "none"):
-        model.align_projector_norm()
-    return model
-
-
-def check_quantized(
-    config: NormAlignLlavaConfig,
-    quantization: BitsAndBytesConfig,
-    training: NormAlignConfig,
-    peft_config: LoraConfig | None,
-) -> None:
-    """Raises ValueError if a layer that would be quantized would also be trained, other than by adapters."""
-    use_peft = peft_config is not None
-    saved = [*(peft_config.modules_to_save or ())] if peft_config else []
-    if peft_config and peft_config.use_dora and quantization.load_in_8bit and training.device.type == "cpu":
-        raise ValueError("use_dora with load_in_8bit fails in PEFT on a CPU. Leave one of them out, or use 4 bits.")
-    with torch.device("meta"):
-        model = NormAlignLlavaForConditionalGeneration(config)
-    _quantizer(quantization).preprocess_model(model=model, device_map=None)
-    for name, layer in model.named_modules():
-        module, parts = module_of(f"{name}."), name.split(".")
-        paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-        own = next((each for each in saved if any(path.endswith(each) for path in paths)), None)  # as PEFT finds them
-        if own and module == "language" and type(layer).__name__ in ("Linear4bit", "Linear8bitLt"):
-            raise ValueError(
-                f"modules_to_save names {own}, of which {name} would be quantized, and quantized weights cannot be "
-                "trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
-            )
-        rate, origin = training.explained_learning_rates(use_peft)[module]
-        if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") and rate and not (use_peft and module == "language"):
-            option = f"{module}_learning_rate"
-            adapters = " add --use_peft, or" if module == "language" else ""
-            raise ValueError(
-                f"{name} would be quantized, and quantized weights cannot be trained, as {option} {rate:g} ({origin}) "
-                f"asks for. Leave out the quantization,{adapters} freeze the module with --{option} 0."
-            )
-
-
-def frozen_dtype(asked: str | torch.dtype | None, config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
-    """The dtype of what is not trained: by default the checkpoint's own if steps are autocast to it, or else float32.
-
-    Raises:
-        ValueError: Another half precision was asked for than steps are autocast to, which torch does not mix.
-    """
-    if is_deepspeed_zero3_enabled():
-        return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
-    autocast, halves = autocast_dtype(training), {"bfloat16", "float16"}
-    own = config.dtype or config.get_text_config().dtype
-    name = str(own if asked in (None, "auto") else asked).removeprefix("torch.")
-    if asked in (None, "auto"):
-        return name if name == autocast else "float32"
-    if autocast and name in halves - {autocast}:
-        raise ValueError(f"dtype {name} and steps in {autocast} cannot be mixed. Use --dtype {autocast}, or float32.")
-    return name
-
-
-def without_weights(
-    name: str | os.PathLike, config: NormAlignLlavaConfig, kwargs: dict[str, Any]
-) -> NormAlignLlavaForConditionalGeneration:
-    """The model that `from_pretrained` would load with `kwargs`, on meta: shapes and dtypes alone, also in 4 bits."""
-    kwargs, dtype = dict(kwargs), getattr(torch, kwargs["dtype"])
-    quantization, device_map = kwargs.pop("quantization_config", None), kwargs.pop("device_map", None)
-    with torch.device("meta"):
-        model = NormAlignLlavaForConditionalGeneration._from_config(config, **{**kwargs, "dtype": dtype})
-    for key, parameter in model.named_parameters():
-        if any(place in key for place in model._keep_in_fp32_modules_strict):
-            parameter.data = parameter.data.float()
-    model.name_or_path = model.config.name_or_path = str(name)
-    if quantization is None:
-        return model
-    if quantization.load_in_8bit:
-        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
-    quantizer = _quantizer(quantization)
-    quantizer.preprocess_model(model=model, device_map=device_map)
-    quantizer.postprocess_model(model)
-    model.hf_quantizer = quantizer
-    with patch.dict("bitsandbytes.functional.name2qmap"):  # which keeps a table for later models; here it is on meta
-        for module in model.modules():
-            if type(module).__name__ == "Linear4bit":
-                module.to(dtype)  # as they are loaded
-                module.weight._quantize("meta")
-                if module.weight.quant_state.nested:
-                    module.weight.quant_state.offset = torch.zeros(())  # which is read where bytes are counted
-    return model
-
-
-def _quantizer(quantization: BitsAndBytesConfig) -> HfQuantizer:
-    """What quantizes as `from_pretrained` of the model does."""
-    quantization = copy.copy(quantization)
-    if quantization.llm_int8_skip_modules is None:
-        quantization.llm_int8_skip_modules = IN_PRECISION
-    return AutoHfQuantizer.from_config(quantization, pre_quantized=False)
-
-
-def arm_of(config: NormAlignLlavaConfig) -> str:
-    """The paper's arm that a configuration is."""
-    if config.projector_norm == "none":
-        return "none"
-    if config.projector_gain_init == "one" and config.gradient_compensation == "none":
-        return "unit"
-    return "gwc" if config.gradient_compensation == "global" else "aligned"
-
-
-def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
-    """Has TRL and the Trainer take a model whose quantized layers are frozen, without adapters.
-
-    transformers refuses any quantized model without adapters, TRL rounds all that may be trained to bfloat16 before
-    [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
-    """
-    model.is_quantized = False
-    model.requires_grad_(False)
-
-    def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
-        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        for name in state.keys() - trained:
-            del state[name]
-
-    model.register_load_state_dict_pre_hook(load_trained)
+def base_model(model: nn.Module) -> NormAlignLlavaForConditionalGeneration:
+    """The model itself, without PEFT's wrapper."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
@@ -289,6 +106,51 @@ def _cast(values: Any, like: nn.Module) -> Any:
     return tree_map_only(Tensor, cast, values)
 
 
+def wrap_forward(model: NormAlignLlavaForConditionalGeneration, blank_image: Tensor) -> None:
+    """Wraps the forward pass for training, over TRL's fused head.
+
+    - While `model.only_answers` is true, the fused head gets the hidden states that predict a label, `(1, labels, d)`,
+      and not those of every position.
+    - In a pass without images and cache, the vision tower sees a blank image, and the decoder does not. Other
+      processes may have images, and under FSDP2 and ZeRO-3 all must gather the tower's weights in the same order:
+      after the embeddings', before the decoder's.
+
+    Args:
+        blank_image: `(1, channels, height, width)`.
+    """
+    inner = model.model
+    with_head, of_inner = _unbound(model.forward), _unbound(inner.forward)
+
+    @wraps(with_head)
+    def forward(self, *args, labels=None, **kwargs):
+        answers = None if labels is None else labels[:, 1:] != -100
+        if kwargs.get("fused_lm_head") and self.only_answers and answers is not None and answers.any():
+            return with_head(self, *args, shift_labels=labels[:, 1:][answers][None], answers=answers, **kwargs)
+        return with_head(self, *args, labels=labels, **kwargs)
+
+    @wraps(of_inner)
+    def inner_forward(self, *args, answers=None, **kwargs):
+        ids, no_image = kwargs.get("input_ids"), kwargs.get("pixel_values") is None
+        if ids is not None and no_image and kwargs.get("use_cache") is False:
+            embeddings = self.get_input_embeddings()(ids)
+            features = self.get_image_features(pixel_values=blank_image.to(embeddings)).pooler_output[0]
+            nowhere = torch.zeros_like(embeddings, dtype=torch.bool)  # so its gradients are zero
+            kwargs |= {"input_ids": None, "inputs_embeds": embeddings.masked_scatter(nowhere, features.to(embeddings))}
+        output = of_inner(self, *args, **kwargs)
+        if answers is not None:
+            output.last_hidden_state = output.last_hidden_state[:, :-1][answers][None]
+        return output
+
+    model.forward, inner.forward = MethodType(forward, model), MethodType(inner_forward, inner)
+
+
+def _unbound(forward: Callable) -> Callable:
+    """A forward pass as a function of the module, so that a copy of the module has its own."""
+    if isinstance(forward, MethodType):
+        return forward.__func__
+    return wraps(forward)(lambda self, *args, **kwargs: forward(*args, **kwargs))  # accelerate's, of a divided model
+
+
 def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     """Puts modules without a trained parameter into evaluation mode, so that they have no dropout.
 
@@ -325,11 +187,80 @@ class _FrozenCheckpoint:
         return self.checkpoint(frozen_forward, *args)
 
 
-def projector_norm(model: nn.Module) -> nn.Module:
-    """The norm after the projector; with adapters, the trained copy."""
-    return base_model(model).model.multi_modal_projector.norm
+def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Names the layers that FSDP2 wraps one by one, unless the user's configuration does, and the norm.
+
+    accelerate's own list has classes of every family the model could be built from, and fails on those it lacks. It
+    also has one policy for all units, with which gain and bias would be used, and their gradients reduced, in
+    bfloat16. So the norm is a unit of its own, with a policy of its own.
+    """
+    plugin, prepare, norm = accelerator.state.fsdp_plugin, accelerator.prepare, type(projector_norm(model))
+    layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    plugin.transformer_cls_names_to_wrap = sorted({*(plugin.transformer_cls_names_to_wrap or layers), norm.__name__})
+
+    def shard(module: nn.Module, **kwargs: Any) -> FSDPModule:
+        return fully_shard(module, **kwargs | ({"mp_policy": MixedPrecisionPolicy()} if type(module) is norm else {}))
+
+    @wraps(prepare)
+    def prepare_with_norm(*args: Any, **kwargs: Any) -> Any:
+        with replaced(fsdp, fully_shard=shard):
+            return prepare(*args, **kwargs)
+
+    accelerator.prepare = prepare_with_norm
 
 
-def base_model(model: nn.Module) -> NormAlignLlavaForConditionalGeneration:
-    """The model itself, without PEFT's wrapper."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+def name_as_unsharded(model: FSDPModule) -> None:
+    """Gives the class that FSDP2 derives from the model's class the name and module of that class.
+
+    Saving writes them into the checkpoint's `auto_map` and copies that module's files.
+    """
+    sharded, own = type(model), type(model).__bases__[-1]
+    sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
+
+
+def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """Before a step under FSDP2, gives zero gradients to trained parameters that have none.
+
+    Those are the vision tower's layers after the one that is read. Without a state for every trained parameter, torch
+    refuses to load the optimizer's states. If none has a gradient, the step is one that is skipped.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+@contextmanager
+def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
+    """Evaluation mode without gradients, in the precision of training.
+
+    Afterwards each module is in the mode it was in, and random numbers continue as if none had been drawn.
+    """
+    devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
+    dtype = torch.bfloat16 if args.bf16 else torch.float16
+    autocast = torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
+    python, numpy = random.getstate(), np.random.get_state()
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.random.fork_rng(devices), autocast, torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives attributes of an object other values for a time."""
+    before = {name: value for name, value in vars(owner).items() if name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(before)

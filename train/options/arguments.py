@@ -2,21 +2,24 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
+import difflib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from accelerate import DeepSpeedPlugin, PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import BitsAndBytesConfig, SchedulerType
 from transformers.integrations import get_reporting_integration_callbacks
-from trl import ModelConfig, SFTConfig, get_quantization_config
+from trl import ModelConfig, SFTConfig, TrlParser, get_quantization_config
 
 from ...checkpoint.precision import half_precision_pays
-from ...data.sources.arguments import check_choices, cores
-from ..keeping.resume import began_in
+from ...data.sources.arguments import DataArguments, check_choices, cores
+from ..command import USAGE, read_command
+from ..keeping.checkpoints import began_in
 from .fields import ModelOptions, TrainingOptions, check_refused, names_in
 
 
@@ -193,9 +196,9 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
         """The peak learning rate of each module; 0 if it is frozen, as by default the vision tower with adapters."""
-        return {module: value for module, (value, _) in self.explained_learning_rates(use_peft).items()}
+        return {module: value for module, (value, _) in self.learning_rates_with_origin(use_peft).items()}
 
-    def explained_learning_rates(self, use_peft: bool) -> dict[str, tuple[float, str]]:
+    def learning_rates_with_origin(self, use_peft: bool) -> dict[str, tuple[float, str]]:
         """[`learning_rates`], each with its origin: `"given"`, or whose default it is, such as `"stage tune"`."""
         defaults, origin = STAGES.get(self.stage or "", {}), f"stage {self.stage}" if self.stage else "TRL"
         if use_peft and self.stage == "tune" and not self.learning_rate_is_given:
@@ -238,6 +241,50 @@ class ModelArguments(ModelOptions, ModelConfig):
     def quantization(self) -> BitsAndBytesConfig | None:
         """TRL's, but that [`load_model`] sets the precision of products, which TRL takes from `dtype`."""
         return get_quantization_config(replace(self, dtype="float32"))
+
+
+def parse(
+    words: Sequence[str], recipe: dict[str, Any] | None = None
+) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:
+    """Parses options: the command line overrides the recipe, which overrides the stage.
+
+    Args:
+        words: `RECIPE --option value ...`, or the options alone if the recipe is read already.
+        recipe: What [`read_command`] read of it.
+
+    Raises:
+        ValueError: There is no such option, or one has a value that it cannot have.
+    """
+    if recipe is None:
+        words, recipe = read_command(words)
+    parser = option_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    os.environ |= {name: str(value) for name, value in recipe.get("env", {}).items()}  # as TrlParser has it
+    unknown = parser.set_defaults_with_config(**{name: value for name, value in recipe.items() if name != "env"})
+    data, training, model, rest = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
+    if unknown := [*unknown, *rest]:
+        options = [option for action in parser._actions for option in action.option_strings]
+        close = difflib.get_close_matches(unknown[0], options)
+        best = max(close, key=lambda option: len(os.path.commonprefix([option, unknown[0]])), default=None)
+        hint = f" Did you mean {best}?" if best else " `normalign train --help-all` lists the options."
+        raise ValueError(f"There is no option {' '.join(unknown)}.{hint}")
+    for name in ("test_split_size", "eval_dataset_name"):
+        if getattr(data, name) and training.eval_strategy == "no":
+            raise ValueError(f"{name} needs eval_strategy steps or epoch. Set that, or leave {name} out.")
+    of_model = {"revision": model.model_revision, "dtype": model.dtype}
+    of_model["attn_implementation"] = model.attn_implementation
+    training.model_init_kwargs = {**of_model, **(training.model_init_kwargs or {})}
+    return data, training, model
+
+
+def _refuse(message: str) -> NoReturn:
+    """In place of argparse's, which each process of a run would print."""
+    raise ValueError(f"{message[:1].upper()}{message[1:]}. `normalign train --help-all` lists the options.")
+
+
+def option_parser() -> TrlParser:
+    """The parser of all options, TRL's included."""
+    return TrlParser([DataArguments, NormAlignConfig, ModelArguments], usage=USAGE, allow_abbrev=False)
 
 
 def autocast_dtype(training: NormAlignConfig) -> Literal["bfloat16", "float16"] | None:

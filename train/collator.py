@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Makes batches of parsed rows, with labels on exactly the answers."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,13 @@ from torch import Tensor
 from transformers import LlavaProcessor
 from trl.trainer.utils import pad
 
-from ...assembly.processing import settle
-from ...checkpoint.loading import loading
-from ...data.rows.checks import tokens_per_image
-from ...data.rows.images import decode_image
-from ...data.rows.parse import BadRow, DroppedRow, DroppedRows
-from ...data.rows.reports import by_kind
-from .packing import PACKED
-from .padding_free import without_padding
+from ..assembly.processing import settle
+from ..checkpoint.loading import loading
+from ..data.rows.checks import tokens_per_image
+from ..data.rows.images import ImageRules, decode_image, image_problem
+from ..data.rows.parse import BadRow, DroppedRow, DroppedRows
+from ..data.rows.reports import by_kind
+from .packing import PACKED, without_padding
 
 
 _PROBE = [
@@ -51,7 +51,6 @@ class ConversationCollator:
         padding_free: Rows one after another in one sequence, as [`without_padding`] makes them.
         skippable: Rows that a process may skip.
         share: The share of its rows that it may skip, if that is more.
-        seen: Batches that a resumed stream skips. They come empty, and their images are not opened.
 
     Raises:
         ValueError: The chat template marks no answer; when called, a bad image and its row.
@@ -65,7 +64,6 @@ class ConversationCollator:
     padding_free: bool = False
     skippable: int = 0
     share: float = 0.0
-    seen: int = 0
 
     def __post_init__(self):
         self._skipped: dict[tuple[str, int], DroppedRow] = {}
@@ -87,9 +85,6 @@ class ConversationCollator:
             `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
             With `padding_free`, what [`without_padding`] returns.
         """
-        if self.seen:
-            self.seen -= 1
-            return {}
         examples = [row for example in examples for row in example.get(PACKED, [example])]
         self._rows += len(examples)
         opened = [self._images(example) for example in examples]
@@ -112,6 +107,13 @@ class ConversationCollator:
         if images := [image for images, _ in opened for image in images]:
             batch |= self.processor.image_processor(images, return_tensors="pt")
         return without_padding(batch) if self.padding_free else batch
+
+    def readable(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Rows without those of bad images, if such may be skipped."""
+        skip = self.bad_rows == "skip" or self.skippable
+        for row in rows:
+            if not skip or not image_problem(row["images"], ImageRules(), self.max_image_pixels):
+                yield row
 
     def _encoded(self, examples: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """Token ids and labels of each row, `(T,)`, with one image token for each image."""
@@ -165,6 +167,12 @@ class ConversationCollator:
             while keep and not self.processor.tokenizer.decode(labels[start + keep - 1]).strip():
                 keep -= 1
             labels[start + keep : stop] = _IGNORED
+
+
+def blank_image(processor: LlavaProcessor) -> Tensor:
+    """An image of zeros in the shape that the vision tower reads, `(1, channels, height, width)`."""
+    image = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
+    return torch.zeros_like(image["pixel_values"])
 
 
 def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,273 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""How the model to train is loaded: checked first, as the arm of the run, in which precision, quantized or not."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import BitsAndBytesConfig
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from ...assembly.arms import ARMS, arm_of
+from ...assembly.processing import check_feature_layer
+from ...checkpoint.names import PICKLES, TRAINING_RECORD
+from ...checkpoint.opening import Checkpoint
+from ...checkpoint.untrusted import check_weights
+from ...configuration_normalign_llava import NormAlignLlavaConfig
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..options.arguments import NormAlignConfig, autocast_dtype
+from .model import MODULES, PLACES, module_of, projector_norm
+
+
+END = torch.finfo(torch.float16).max
+LARGEST = END / 4
+"""The largest hidden state with which a run begins in float16; they may grow while it is trained."""
+
+
+def check_checkpoint(checkpoint: Checkpoint, training: NormAlignConfig) -> None:
+    """Raises ValueError if a checkpoint cannot be trained as `training` says; no weights are loaded."""
+    folder = checkpoint.name
+    if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
+        raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
+    check_architecture(checkpoint.model_type, folder)
+    stored = any(file.suffix in (".safetensors", *PICKLES) for file in Path(folder).glob("*model*"))
+    if stored or not training.dry_run:
+        check_weights(folder, checkpoint.revision)  # as loading does, but before rows are read
+
+
+def check_architecture(model_type: str | None, name: str) -> None:
+    """Raises ValueError if a model is not a NormAlign-LLaVA."""
+    if model_type != NormAlignLlavaConfig.model_type:
+        raise ValueError(
+            f"{name} is a {model_type!r} model. Build a NormAlign-LLaVA checkpoint from it with `normalign build` "
+            "(--vision and --language, or --from-llava), and train that."
+        )
+
+
+def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConfig:
+    """The checkpoint's configuration as one of the paper's arms, by default its own."""
+    config = copy.deepcopy(checkpoint.config)
+    check_feature_layer(config.vision_feature_layer, config.vision_config)
+    stored = arm_of(config)
+    if arm in (None, stored):
+        return config
+    if {arm, stored} != {"aligned", "gwc"} and (Path(checkpoint.name) / TRAINING_RECORD).exists():
+        raise ValueError(
+            f"{checkpoint.name} was trained as arm {stored!r}; arm {arm!r} would discard its gain. Start from an "
+            f"untrained checkpoint: `normalign build --arm {arm}`."
+        )
+    norm = "layer_norm" if config.projector_norm == "none" else config.projector_norm
+    neutral = {"projector_norm": norm, "projector_gain_init": "text_norm", "gradient_compensation": "global"}
+    for name, value in {**neutral, **ARMS[arm]}.items():
+        setattr(config, name, value)
+    return config
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    training: NormAlignConfig,
+    learning_rates: dict[str, float],
+    quantization_config: BitsAndBytesConfig | None = None,
+    use_peft: bool = False,
+) -> NormAlignLlavaForConditionalGeneration:
+    """Loads a checkpoint as the arm of `training`, and aligns a norm that this adds or resets.
+
+    What is trained in full is read in float32, the rest in the dtype of `model_init_kwargs`, see [`frozen_dtype`].
+    """
+    config = config_of_arm(checkpoint, training.arm)
+    kwargs = {name: value for name, value in (training.model_init_kwargs or {}).items() if name != "revision"}
+    if quantization_config is not None:
+        quantization_config = copy.copy(quantization_config)
+        quantization_config.bnb_4bit_compute_dtype = getattr(torch, autocast_dtype(training) or "float32")
+        kwargs = {"device_map": {"": training.device}, **kwargs, "quantization_config": quantization_config}
+    in_full = [module for module in MODULES if learning_rates[module] and not (use_peft and module == "language")]
+    in_float32 = [name for module in in_full for name in PLACES[module]]
+    cls = NormAlignLlavaForConditionalGeneration
+    # `from_pretrained` asks the class which modules stay in float32.
+    # `from_pretrained` asks the class which modules stay in float32.
+    kept = {"_keep_in_fp32_modules_strict": [*cls._keep_in_fp32_modules_strict, *in_float32]}
+    loaded_as = type(cls.__name__, (cls,), {**kept, "__module__": cls.__module__})
+    if training.dry_run:
+        model = without_weights(loaded_as, config, kwargs)
+    else:
+        model = checkpoint.load(loaded_as, config=config, **kwargs)
+    model.__class__ = cls
+    # The name is empty if the configuration differs from the folder's; training.json records the difference.
+    model.name_or_path = model.config.name_or_path = checkpoint.name
+    stored, arm = arm_of(checkpoint.config), arm_of(config)
+    if {stored, arm} & {"none", "unit"} and arm not in (stored, "none") and not training.dry_run:
+        model.align_projector_norm()
+    norm = projector_norm(model)
+    if any(parameter.is_meta for parameter in norm.parameters()) and not training.dry_run:
+        # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
+        # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
+        norm.to_empty(device="cpu")
+    if quantization_config is not None and not use_peft:
+        train_beside_quantized(model)
+    return model
+
+
+def frozen_dtype(asked: str | torch.dtype | None, config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
+    """The dtype of what is not trained: by default the checkpoint's own if steps are autocast to it, or else float32.
+
+    Raises:
+        ValueError: Another half precision was asked for than steps are autocast to, which torch does not mix.
+    """
+    if is_deepspeed_zero3_enabled():
+        return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
+    autocast, halves = autocast_dtype(training), {"bfloat16", "float16"}
+    own = config.dtype or config.get_text_config().dtype
+    name = str(own if asked in (None, "auto") else asked).removeprefix("torch.")
+    if asked in (None, "auto"):
+        return name if name == autocast else "float32"
+    if autocast and name in halves - {autocast}:
+        raise ValueError(f"dtype {name} and steps in {autocast} cannot be mixed. Use --dtype {autocast}, or float32.")
+    return name
+
+
+def check_quantized(
+    config: NormAlignLlavaConfig,
+    quantization: BitsAndBytesConfig,
+    training: NormAlignConfig,
+    peft_config: LoraConfig | None,
+) -> None:
+    """Raises ValueError if a layer that would be quantized would also be trained, other than by adapters."""
+    use_peft = peft_config is not None
+    saved = [*(peft_config.modules_to_save or ())] if peft_config else []
+    if peft_config and peft_config.use_dora and quantization.load_in_8bit and training.device.type == "cpu":
+        raise ValueError("use_dora with load_in_8bit fails in PEFT on a CPU. Leave one of them out, or use 4 bits.")
+    with torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration(config)
+    _quantizer(quantization).preprocess_model(model=model, device_map=None)
+    for name, layer in model.named_modules():
+        module, parts = module_of(f"{name}."), name.split(".")
+        paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        own = next((each for each in saved if any(path.endswith(each) for path in paths)), None)  # as PEFT finds them
+        if own and module == "language" and type(layer).__name__ in ("Linear4bit", "Linear8bitLt"):
+            raise ValueError(
+                f"modules_to_save names {own}, of which {name} would be quantized, and quantized weights cannot be "
+                "trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
+            )
+        rate, origin = training.learning_rates_with_origin(use_peft)[module]
+        if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") and rate and not (use_peft and module == "language"):
+            option = f"{module}_learning_rate"
+            adapters = " add --use_peft, or" if module == "language" else ""
+            raise ValueError(
+                f"{name} would be quantized, and quantized weights cannot be trained, as {option} {rate:g} ({origin}) "
+                f"asks for. Leave out the quantization,{adapters} freeze the module with --{option} 0."
+            )
+
+
+def without_weights(
+    cls: type[NormAlignLlavaForConditionalGeneration], config: NormAlignLlavaConfig, kwargs: dict[str, Any]
+) -> NormAlignLlavaForConditionalGeneration:
+    """The model that `from_pretrained` would load with `kwargs`, on meta: shapes and dtypes alone, also in 4 bits."""
+    kwargs, dtype = dict(kwargs), getattr(torch, kwargs["dtype"])
+    quantization, device_map = kwargs.pop("quantization_config", None), kwargs.pop("device_map", None)
+    with torch.device("meta"):
+        model = cls._from_config(config, **{**kwargs, "dtype": dtype})
+    for key, parameter in model.named_parameters():
+        if any(place in key for place in model._keep_in_fp32_modules_strict):
+            parameter.data = parameter.data.float()
+    if quantization is None:
+        return model
+    if quantization.load_in_8bit:
+        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
+    from bitsandbytes.functional import create_dynamic_map, name2qmap
+
+    name2qmap.setdefault("dynamic", create_dynamic_map())  # or the first model's, on meta, would be kept for all
+    quantizer = _quantizer(quantization)
+    quantizer.preprocess_model(model=model, device_map=device_map)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.to(dtype)  # as they are loaded
+            module.weight._quantize("meta")
+            if module.weight.quant_state.nested:
+                module.weight.quant_state.offset = torch.zeros(())  # which is read where bytes are counted
+    return model
+
+
+def _quantizer(quantization: BitsAndBytesConfig) -> HfQuantizer:
+    """What quantizes as `from_pretrained` of the model does."""
+    from ...assembly.adapter import IN_PRECISION  # late: few runs quantize
+
+    quantization = copy.copy(quantization)
+    if quantization.llm_int8_skip_modules is None:
+        quantization.llm_int8_skip_modules = IN_PRECISION
+    return AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+
+
+def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Has TRL and the Trainer take a model whose quantized layers are frozen, without adapters.
+
+    transformers refuses any quantized model without adapters, TRL rounds all that may be trained to bfloat16 before
+    [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
+    """
+    model.is_quantized = False
+    model.requires_grad_(False)
+
+    def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for name in state.keys() - trained:
+            del state[name]
+
+    model.register_load_state_dict_pre_hook(load_trained)
+
+
+def settle_float16(
+    model: NormAlignLlavaForConditionalGeneration, args: NormAlignConfig, batch: dict[str, Any]
+) -> None:
+    """Leaves `args.fp16` on if hidden states of a batch stay well below 65,504, or else has all trained in float32.
+
+    `args.precision_because` says so, and the model's 4-bit layers follow. All processes must call it together.
+    """
+    if getattr(model, "hf_device_map", None) is None:
+        model.to(args.device)
+    found = broadcast_object_list([largest_hidden_state(model, batch)])[0]
+    reach = f"reach {found:,.0f}" if math.isfinite(found) else "overflow"
+    args.precision_because = f"hidden states of the longest rows {reach}, and float16 ends at {END:,.0f}"
+    if found < LARGEST:
+        return
+    args.fp16, args.mixed_precision = False, "no"
+    args.model_init_kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32"}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    if (quantization := getattr(model.config, "quantization_config", None)) is not None:
+        quantization.bnb_4bit_compute_dtype = torch.float32
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.compute_dtype = torch.float32
+
+
+@torch.no_grad()
+def largest_hidden_state(model: NormAlignLlavaForConditionalGeneration, batch: dict[str, Any]) -> float:
+    """The largest absolute value that a module gives in a forward pass in float16; infinity if one is not finite."""
+    device = model.device
+    largest: list[Tensor] = []
+
+    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+        values = (each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point())
+        largest.extend(each.float().abs().max() for each in values)
+
+    names = ("input_ids", "attention_mask", "position_ids", "pixel_values")
+    inputs = {name: batch[name].to(device) for name in names if name in batch}
+    hooks = [module.register_forward_hook(watch) for module in model.model.modules()]
+    try:
+        with torch.autocast(device.type, torch.float16):
+            model.model(**inputs, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(largest).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
