@@ -119,7 +119,7 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
             torch.cuda.synchronize() if device == "cuda" else None
             marks.append((time.perf_counter(), state.num_input_tokens_seen))
 
-    trainer = make_trainer(*parse([*words, *options]), [Times()])
+    trainer, _ = make_trainer(*parse([*words, *options]), [Times()])
     trainer.remove_callback(PrinterCallback)
     predicted = trainer.estimate_memory().total if predicts else 0
     torch.cuda.reset_peak_memory_stats() if device == "cuda" else None

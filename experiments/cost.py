@@ -22,11 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.checkpoint.weights import size_of, stored_tensors
-from normalign_llava.data.rows.parse import DroppedRows
 from normalign_llava.quickstart.train import words
 from normalign_llava.train.memory import CONTEXT, MemoryEstimate, gib, static_bytes
 from normalign_llava.train.modules.model import base_model
-from normalign_llava.train.options.parsing import parse
+from normalign_llava.train.options.arguments import parse
 from normalign_llava.train.run import make_trainer
 from normalign_llava.train.shapes import BATCHES, GRADIENTS
 from normalign_llava.train.trainer import NormAlignTrainer
@@ -148,7 +147,7 @@ def run_cost(plan: Plan, run: Run, device_memory: str) -> tuple[dict[str, StageC
             if (steps := args.max_steps) <= 0:
                 steps = math.ceil(args.num_train_epochs * rows["rows"] / args.global_batch_size)
             arguments = parse(words({**given, "max_steps": steps}))
-            trainer = make_trainer(*arguments, DroppedRows(folder / "dropped_rows.jsonl"))
+            trainer = make_trainer(*arguments)[0]
             model, disk = base_model(trainer.model), trainer.facts["disk"]
             sharded = plan.accelerate.get(stage, "ddp") != "ddp"
             checkpoints, whole = disk["checkpoints"] * disk["checkpoint"], size_of(stored_tensors(model))

@@ -19,13 +19,13 @@ from scipy import stats
 from normalign_llava.checkpoint.files import atomic_write
 from normalign_llava.diagnose.paper import paper_tables
 from normalign_llava.evaluate.compare import CONFIDENCE, Arm, Interval, compare_arms, over_seeds
-from normalign_llava.evaluate.paper_columns import COLUMNS
+from normalign_llava.evaluate.paper_columns import PAPER_COLUMNS
 
 
 AVERAGE, FIGURE = "average", "scores.png"
 NAMES = {"none": "w/o norm", "unit": "norm, gain 1", "aligned": "norm", "gwc": "norm and GWC"}
 IN_PAPER = {"none": "no norm", "aligned": "norm", "gwc": "norm and GWC"}
-COLUMN_OF = {f"{task} {metric}": (name, factor) for name, (task, metric, factor) in COLUMNS.items()}
+COLUMN_OF = {f"{task} {metric}": (name, factor) for name, (task, metric, factor) in PAPER_COLUMNS.items()}
 COLUMN_OF["ocrbench total"] = ("OCRBench", 100)  # each question has 0 or 1, and the paper's is of 1000
 
 COLOURS = {"none": "black", "unit": "C2", "aligned": "C0", "gwc": "C1"}

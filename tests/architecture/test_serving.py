@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.data.rows.parse import parse_row
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.data.rows.questions import Sample
 from normalign_llava.diagnose.data import batches
-from normalign_llava.diagnose.load import find
+from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluate.engine import as_lm
 from normalign_llava.train.run import main
 
@@ -123,7 +123,7 @@ def test_an_unsettled_checkpoint_is_asked_with_one_first_token(tmp_path, prints)
         stored.chat_template = stored.tokenizer.chat_template = "{{ bos_token }}" + stored.chat_template
         stored.save_pretrained(folder)
         assert stored.tokenizer.encode(prompt(stored, "a"))[:3] == [BOS, BOS, 1]
-    found = find(str(folder))
+    found = resolve_model(str(folder))
     (asked,) = batches(found.processor, [Sample("a", "what", {"bytes": image_bytes(), "path": None})], 1)
     lm, texts = as_lm(found, batch_size=1), [prompt(found.processor, "a")]
     shown = lm.tok_batch_multimodal_encode(texts, [IMAGES[:1]])

@@ -28,10 +28,9 @@ from scipy import stats
 from scores import Line
 from torch.utils.flop_counter import FlopCounterMode
 
-from normalign_llava.data.rows.parse import DroppedRows
-from normalign_llava.train.dry_run import largest_batch
+from normalign_llava.train.memory import largest_batch
 from normalign_llava.train.modules.model import base_model
-from normalign_llava.train.options.parsing import parse
+from normalign_llava.train.options.arguments import parse
 from normalign_llava.train.run import make_trainer
 
 
@@ -198,8 +197,8 @@ def test_operations_are_those_that_torch_counts(models, method, checkpointing):
         }
         given |= {"per_device_train_batch_size": 1, "gradient_checkpointing": checkpointing}
         words = [*METHODS[method], *(str(word) for name, value in given.items() for word in (f"--{name}", value))]
-        trainer = make_trainer(*parse(words), DroppedRows(folder / "dropped.jsonl"))
-        model, batch = trainer.model.train(), largest_batch(trainer)
+        trainer, _ = make_trainer(*parse(words))
+        model, batch = trainer.model.train(), largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
         if checkpointing == "true":
             model.gradient_checkpointing_enable()
         labels = batch.pop("labels")
