@@ -135,7 +135,7 @@ def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict
         theirs = _paper_row(paper, arm), _paper_row(paper, "none")
         reported = {name: theirs[0][name] - theirs[1][name] for name in theirs[0].keys() & theirs[1].keys()}
         found[arm] = []
-        for each in compare_arms(pair, 1 - (1 - CONFIDENCE) / benchmarks):
+        for each in compare_arms(pair, 1 - (1 - CONFIDENCE) / benchmarks).differences:
             name, factor = _named(each.task)
             questions, over = (
                 ends and (factor * ends[0], factor * ends[1]) for ends in (each.over_questions, each.over_seeds)
