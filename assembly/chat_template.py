@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Chat templates that read images: a language model's own after a preamble, or Vicuna's if it has none.
 
 A language model's template concatenates strings and fails on a message of image and text parts. The preamble turns

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The token-embedding matrix of a checkpoint, read without its other tensors, some rows at a time.
 
 Of a safetensors file only the header and the bytes of one tensor are read, on the Hub too: `safetensors` opens local

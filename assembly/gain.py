@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """N_text and the gain of a checkpoint, from its token embeddings alone: `normalign gain MODEL`."""
 
 from dataclasses import dataclass

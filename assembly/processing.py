@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """A stock LlavaProcessor that writes as many image tokens as the vision encoder gives features.
 
 Its tokenizer adds no tokens of its own. A rendered conversation is tokenized with what the tokenizer adds in some

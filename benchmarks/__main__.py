@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Runs the scripts of this folder one after another, and writes what they found as a table into docs/method.md.
 
     python benchmarks [norm step ...] [--output results.json]

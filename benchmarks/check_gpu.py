@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What a GPU changes, checked without a network in less than nine minutes: `make check-gpu`.
 
     python benchmarks/check_gpu.py [--device cuda] [--minutes 9] [--output check-gpu.json]
@@ -50,6 +49,7 @@ OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "recipe tune": (TUNE, []),
     **{f"recipe {name}": ([name], []) for name in ("quickstart-align", "quickstart-tune", "lora")},
     "recipe qlora": (["qlora"], ["bitsandbytes"]),
+    "align in 4 bits": ([*ALIGN, "--load_in_4bit", "true"], ["bitsandbytes"]),
     "float32": ([*LORA, "--bf16", "false"], []),
     "bfloat16": ([*LORA, "--bf16", "true"], []),
     "float16": ([*LORA, "--fp16", "true"], ["cuda"]),

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What `normalign train --dry_run` says of each recipe at true size, with checkpoints whose weights take no disk.
 
     python benchmarks/dry_runs.py [--device_memory 24GiB] [--recipes align-qwen2.5-7b ...] [OPTIONS OF normalign train]

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """How fast training gets its data: batches, and the checks before the first step.
 
     python benchmarks/feed.py [--images 128] [--rows 20000 200000] [--rounds 4] [--output results.json]

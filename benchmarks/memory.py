@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The memory of a training step: what `normalign train --dry_run` predicts, and what steps take.
 
     python benchmarks/memory.py [--device cuda] [--bf16] [--shapes tiny 135m] [--output results.json]

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What the compensated norms cost, forward and backward: against torch's own, eager and compiled, and the hook form.
 
     python benchmarks/norm.py [--device cuda] [--bf16] [--no-compile] [--output results.json]

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What padding costs: tokens per second of ours packed, ours padded, and TRL's `SFTTrainer` on stock LLaVA.
 
     python benchmarks/packing.py [--device cuda] [--output results.json]

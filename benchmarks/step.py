@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What a training step costs: ours and stock LLaVA with TRL's `SFTTrainer`, on the quickstart's parts and rows.
 
     python benchmarks/step.py [--device cuda] [--train projector|lora|all] [--output results.json]

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Provenance of a checkpoint: licences and commits of its parts and data, and its records.
 
 Facts that cannot be found are None; no function raises because a connection or a card is missing.

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Checks of checkpoints from other people: none of their code runs, and no file outside their folder is read.
 
 Commands call [`check_files`] before transformers reads a checkpoint and [`check_weights`] before its model is built,

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Weights on disk: files of their own for language model, vision tower and projector, with the usual index.
 
 Tensors are written one at a time, so that a model need not be in memory to be saved; `safetensors` writes whole files.

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Diagnosis of any vision-language model: norms at the interface, rotation in depth, attention.
 
 Names are imported on first use: training measures with two modules of this package alone.

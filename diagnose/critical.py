@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The norm on entry from which on a language model's layers hardly turn a token: `normalign gain MODEL --critical`.
 
 A prediction before training, from a language model alone. Section 3.1 takes a layer's update to have the same size and

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What was measured, in words: the main numbers, and whether they agree with each of the paper's claims.
 
 It is never about how good answers are.

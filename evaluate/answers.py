@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What a generated answer says: the option that it chooses, or yes or no.
 
 No language model judges the answers. `chosen_option` and `yes_or_no` follow VLMEvalKit without its judge (`can_infer`

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """`normalign compare`: which model is better, by how much, and whether that is noise.
 
 Models are compared over the same questions, so that what makes a question hard for all of them cancels. Two kinds of

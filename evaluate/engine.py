@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """lm-evaluation-harness: which tasks there are, a checkpoint as its model, and the results of a task."""
 
 import difflib
@@ -14,7 +13,6 @@ from importlib.resources import files
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
-from unittest.mock import patch
 
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.model import LM
@@ -73,8 +71,11 @@ class MultimodalLM(HFMultimodalLM):
     ):
         tokenizer = self.processor.tokenizer
         if not any(images):
-            with patch.object(self, "tokenizer", tokenizer):
+            of_text, self.tokenizer = self.tokenizer, tokenizer
+            try:
                 ids, mask = self.tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+            finally:
+                self.tokenizer = of_text
             return BatchEncoding({"input_ids": ids, "attention_mask": mask}).to(self.device)
         first = tokenizer.bos_token
         if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
@@ -88,8 +89,12 @@ class MultimodalLM(HFMultimodalLM):
     def _model_multimodal_generate(self, inputs, *args, **kwargs):
         last = self.model.generation_config.eos_token_id
         ends = {self.eot_token_id, *(last if isinstance(last, list) else [last])} - {None}
-        with patch.object(self.model.generation_config, "max_new_tokens", None):  # the task says how many
+        config = self.model.generation_config
+        own, config.max_new_tokens = config.max_new_tokens, None  # the task says how many
+        try:
             return super()._model_multimodal_generate(inputs, *args, eos_token_id=list(ends), **kwargs)
+        finally:
+            config.max_new_tokens = own
 
     def generate_until(self, requests, disable_tqdm=False):
         gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded

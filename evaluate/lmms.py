@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """A model of lmms-eval, `--model normalign_llava`, which finds it by an entry point of this package."""
 
 from itertools import groupby

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """GRPO on questions about images: answers are sampled, and the right and the short ones rewarded.
 
     accelerate launch examples/grpo.py --model_name_or_path MODEL --dataset_name DATA --output_dir OUTPUT

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Makes the runs of an experiment, and the report of their results; says before what they cost.
 
     python experiments run PLAN [--results FOLDER] [--work FOLDER] [--only CELL ...] [--gpus N] [--print]

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Visual information in nats an answer: I = H(answer | wording) - cross-entropy of the answers with the right image.
 
 H is the entropy of the true answers to each wording of a question, from their counts among the questions: the least

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Changes a scale of pre-trained parts that their function does not see, and by which their norms are compared.
 
 A pre-norm network reads its hidden states through norms alone. If everything that is added to the hidden states is

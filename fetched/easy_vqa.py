@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The quickstart's questions: easy-VQA, and the names of emoji.
 
 Held out are easy-VQA's own test images, none of which is among its training images, and another vendor's drawings: the

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Fetching the archives of the quickstart and the offline suite: pinned, verified and cached.
 
 The user's own `pip` or `npm` fetches them, with their mirrors, proxies, certificates and credentials; the archive must

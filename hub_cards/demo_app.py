@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """A page that asks a NormAlign-LLaVA about an image, streams the answer and shows where its words look.
 
 A Hugging Face Space gets this file as its `app.py`, so it imports nothing of the package.

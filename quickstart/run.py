@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The whole quickstart: fetch, convert, build, evaluate, train twice, merge, evaluate, reload, diagnose.
 
 Every step writes its result atomically and is skipped if the result exists, so that a stopped run is resumed by

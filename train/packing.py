@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Which rows come together, in which order, and without padding.
 
 - [`ModalityLengthGroupedSampler`]: rows of similar length, all with images or all without, as LLaVA trains.

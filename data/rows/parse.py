@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Rows in any known form are parsed, or refused with a reason.
 
 A parsed row has explicit content parts, with each image in the turn it belongs to:

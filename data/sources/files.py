@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Rows of JSON, JSON lines, CSV and TSV files, whose columns may mix types, which `datasets` cannot read.
 
 A row is read as its JSON text, which a table keeps; [`loaded`] parses it.

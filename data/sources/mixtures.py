@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Loads data sets in any known form as parsed rows, checked, measured and mixed; in memory or streamed.
 
 No image is written on the way: a row is parsed when it is read.

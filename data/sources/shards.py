@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """WebDataset's shards: tar files in which the files of one name, such as `7.jpg` and `7.json`, are a row.
 
 Images of local shards are read in place when a batch needs them: a row has their address. Those of a stream from the

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Data sets in memory: a cached table says where each row is and how long it is; a row is parsed when it is read."""
 
 import gc

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The style of the figures: colours, markers, labels, legends, and writing them as PNG.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart. In grey print, kinds of token differ by marker

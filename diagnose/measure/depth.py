@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What a decoder's layers do to visual and to text tokens, measured while it runs (figures 1b, 2, 3, 4)."""
 
 import math

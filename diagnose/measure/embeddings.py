@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What weights alone show: norms of token embeddings (tables 6 to 8), and gain and bias of the norm (table 5)."""
 
 import math

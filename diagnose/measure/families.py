@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The modules of vision-language models of transformers that are measured.
 
 Found by conventions of transformers: `config.image_token_id`, `get_image_features`, and a decoder with `layers` and

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The offline suite, from pinned archives: questions about easy-VQA's images and emoji; a text.
 
 A document with an image is a question. The first of each wording is asked a second time with a white image, and holds

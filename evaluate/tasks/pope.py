@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """POPE: is an object in the image? For each object that is there, one that is not: random, popular or adversarial."""
 
 from normalign_llava.evaluate.answers import yes_or_no

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The model card: `README.md`, rendered from the files of a checkpoint folder and from nothing else.
 
 What the author writes between its marks, and adds to the front matter, is kept when it is rendered again.

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Loading a checkpoint in a clean process: without this package, and with empty caches.
 
 This file is also the script of that process, so it imports nothing of the package.

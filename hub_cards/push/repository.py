@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """A repository on the Hub: who may write to it, what it holds, and one commit, which lands whole or not at all."""
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """The quickstart's questions, from the real archives: what is held out, what is balanced, what the loss is on."""
 
 from collections import Counter, defaultdict

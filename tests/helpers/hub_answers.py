@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """What the hub of the tests is asked, and what it answers: to those who read, and to those who write."""
 
 import base64

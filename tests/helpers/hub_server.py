@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """A real HTTP hub on the loopback interface, which the real client pushes to and pulls from, faults included.
 
 `HF_ENDPOINT` is read when huggingface_hub is imported, so a client of this server runs in a process of its own, with

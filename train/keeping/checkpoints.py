@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: one process at a time writes them, which is complete, from which a run resumes.
 
 The file `trainer_state.json` marks a checkpoint as complete: the first process writes it last, after every process has

@@ -1,5 +1,4 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Options of training that are not TRL's, or mean something else here, and those of TRL's that are refused.
 
 The field of an option has its help, its choices and why it is refused; --help, checks and docs/options.md are made
