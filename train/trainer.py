@@ -159,7 +159,6 @@ class NormAlignTrainer(SFTTrainer):
         self.weights_in = index_folder(model.name_or_path, commit) if ready.checkpoint else []
         self.measurements, self.data_wait = Measurements(args), DataWait()
         self.probe: CosineProbe | None = None
-        self._counted: tuple[Any, DataLoader | None] = None, None
         # The only place where options change after `prepare`, and are set again. TRL refuses the first two for images
         # (huggingface/trl#4339), and reports the third as ignored.
         for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
@@ -186,8 +185,8 @@ class NormAlignTrainer(SFTTrainer):
         self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
         self._finish_model()
         self._add_callbacks()
-        self._counted = self.train_dataset, (loader := self.get_train_dataloader())
-        rows, steps = self.get_total_train_batch_size(args), self.set_initial_training_values(args, loader)[-1]
+        rows = self.get_total_train_batch_size(args)
+        steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
         self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
         if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
             self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
@@ -262,9 +261,6 @@ class NormAlignTrainer(SFTTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
-        (rows, loader), self._counted = self._counted, (None, None)
-        if loader is not None and rows is self.train_dataset:
-            return loader  # of which the summary counted the steps
         args = self.args
         if not (args.packing and isinstance(self.train_dataset, IterableDataset)):
             return super().get_train_dataloader()
@@ -402,10 +398,12 @@ class NormAlignTrainer(SFTTrainer):
         if self.is_world_process_zero():
             write_card_of(Path(self.args.output_dir), self.hub_model_id)
 
-    def push_to_hub(self, *args, token: str | None = None, revision: str | None = None, **kwargs) -> Any:
+    def push_to_hub(
+        self, *args, token: str | None = None, revision: str | None = None, private: bool | None = None, **kwargs
+    ) -> Any:
         """Saves the model, and [`publish`]es it. Other arguments of the Trainer's are ignored."""
         if self.hub_model_id is None:
-            self.init_hf_repo(token=token or self.hub_token)
+            self.init_hf_repo(token=token or self.hub_token, private=private)
         self.save_model(_internal_call=True)
         return self.publish(token=token, revision=revision)
 

@@ -340,6 +340,14 @@ def test_callbacks_and_an_optimizer_of_ones_own(tmp_path, model, checkpoint):
             NormAlignTrainer(model, args, train_dataset=rows(), optimizers=(bad, None), peft_config=adapters)
 
 
+def test_what_is_set_after_the_trainer_was_made_counts(tmp_path, checkpoint):
+    trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows())
+    collator, sizes = trainer.data_collator, []
+    trainer.data_collator = lambda batch: sizes.append(len(batch)) or collator(batch)
+    trainer.train()
+    assert sizes
+
+
 def test_an_optimizer_class_gets_the_learning_rates_by_module(tmp_path, checkpoint):
     trainer = NormAlignTrainer(
         str(checkpoint),

@@ -30,6 +30,14 @@ ADAPTER = MODEL - {
     *stored.FILES,
 } | {"adapter_config.json", "adapter_model.safetensors"}
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
+CALL = """
+import sys
+from normalign_llava.train.options.arguments import parse
+from normalign_llava.train.run import make_trainer
+
+trainer, _ = make_trainer(*parse(sys.argv[1:]))
+trainer.push_to_hub(private=True)
+"""
 
 
 @pytest.fixture
@@ -37,7 +45,7 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
     """A run that publishes."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)  # of clean processes
 
-    def run(token, **options):
+    def run(token, script=RUN, **options):
         given = {
             "stage": "tune",
             "model_name_or_path": parts / "model",
@@ -59,7 +67,7 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
             **options,
         }
         words = (word for name, value in given.items() for word in (f"--{name}", value))
-        return prepared.run(["-c", RUN, *words])
+        return prepared.run(["-c", script, *words])
 
     return run
 
@@ -94,6 +102,12 @@ def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tm
     repository = hub.repository(REPO)
     assert repository.private and set(repository.head().files) == {".gitattributes"}
     assert stored.weights(tmp_path / "out")
+
+
+def test_a_repository_that_a_call_creates_is_as_private_as_it_asks(hub, run):
+    done = run(hub.token("ann"), script=CALL, push_to_hub=False)
+    assert done.returncode == 0, done.stderr
+    assert hub.repository(REPO).private and set(hub.repository(REPO).head().files) >= MODEL
 
 
 @pytest.mark.parametrize(("account", "role"), [("ann", "read"), ("bob", "write")])
