@@ -276,7 +276,8 @@ class NormAlignTrainer(SFTTrainer):
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
-            return self.get_test_dataloader(eval_dataset)  # the other keeps a loader, whatever rows are asked for next
+            rows, _ = checked_rows(eval_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
+            return self.get_test_dataloader(rows)  # the other keeps a loader, whatever rows are asked for next
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:

@@ -294,6 +294,8 @@ def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):
     expected = (logits.argmax(-1) == labels)[labels != -100].float().mean().item()
     fresh = trainer.evaluate(rows(count=4))  # rows as a user has them, given later
     assert fresh["eval_accuracy"] == pytest.approx(expected) == trainer.predict(rows(count=4)).metrics["test_accuracy"]
+    with pytest.raises(ValueError, match="eval_dataset"):
+        trainer.evaluate(Dataset.from_list([{"prompt": "what?"}]))
     losses = [trainer.evaluate(rows(count=4))["eval_loss"]]
     trainer.compute_metrics = None
     losses.append(trainer.evaluate(trainer.eval_dataset["easy"])["eval_loss"])
