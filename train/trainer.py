@@ -38,7 +38,7 @@ from .callbacks.measurements import Measurements
 from .callbacks.progress import DataWait, show_lines
 from .collator import ConversationCollator, blank_image
 from .keeping.checkpoints import only_run, writing_checkpoint
-from .keeping.record import publish_result, training_record, write_card_of
+from .keeping.record import check_publishable, publish_result, training_record, write_card_of
 from .keeping.summary import check_disk, disk_use, summary
 from .memory import MemoryEstimate, estimate_memory, largest_batch
 from .modules.load import load_model
@@ -398,6 +398,12 @@ class NormAlignTrainer(SFTTrainer):
         """Writes our card into `output_dir`, if there is a model. Arguments, which are of TRL's card, are ignored."""
         if self.is_world_process_zero():
             write_card_of(Path(self.args.output_dir), self.hub_model_id)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """The Trainer's, which also checks a repository that exists: who may write there, and whose card it has."""
+        super().init_hf_repo(token, private)
+        if self.is_world_process_zero():
+            check_publishable(self.hub_model_id, self.args.hub_revision or "main", token or self.args.hub_token)
 
     def push_to_hub(
         self, *args, token: str | None = None, revision: str | None = None, private: bool | None = None, **kwargs

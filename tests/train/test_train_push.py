@@ -117,6 +117,23 @@ def test_who_may_not_create_the_repository_is_refused_before_training(hub, run, 
     assert not (tmp_path / "out" / "trainer_state.json").exists() and not hub.repositories
 
 
+@pytest.mark.parametrize(
+    ("account", "role", "card", "said"),
+    [
+        ("ann", "read", None, "may only read"),
+        ("bob", "write", None, "bob may publish as"),
+        ("ann", "write", b"# By hand", "not written by this package"),
+    ],
+)
+def test_a_repository_that_would_refuse_the_result_is_refused_before_training(
+    hub, run, tmp_path, account, role, card, said
+):
+    hub.create(REPO, files={"README.md": card} if card else {})
+    done = run(hub.token(account, role))
+    assert done.returncode == 1 and said in " ".join(done.stderr.split())
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
 def test_an_adapter_names_its_base_on_the_hub_by_its_commit(hub, run, tmp_path, parts):
     token = hub.token("ann")
     base = hub.serve("bea/base", parts / "model")
