@@ -29,7 +29,7 @@ SHAPES = {
 }
 
 
-def sparse_checkpoint(folder: Path, shape: str, dtype: torch.dtype = torch.bfloat16) -> None:
+def sparse_checkpoint(folder: Path, shape: str) -> None:
     """Writes `folder/checkpoint` as `build` does, but each file of weights is a true header and a hole of its size."""
     from transformers import AutoProcessor
 
@@ -43,10 +43,10 @@ def sparse_checkpoint(folder: Path, shape: str, dtype: torch.dtype = torch.bfloa
     processor.save_pretrained(made)
     config.image_token_id = processor.image_token_id
     config.image_seq_length = (vision.image_size // vision.patch_size) ** 2
-    config.dtype = config.text_config.dtype = vision.dtype = dtype
+    config.dtype = config.text_config.dtype = vision.dtype = torch.bfloat16
     config.save_pretrained(made)
     with torch.device("meta"):
-        layout = stored_tensors(NormAlignLlavaForConditionalGeneration(config).to(dtype))
+        layout = stored_tensors(NormAlignLlavaForConditionalGeneration(config).to(torch.bfloat16))
     write_weights(made, layout, ((name, torch.empty(0)) for name in layout))
     for path in made.glob("model-*.safetensors"):
         with open(path, "r+b") as file:

@@ -37,7 +37,7 @@ from .callbacks.measurements import Measurements
 from .callbacks.progress import DataWait, show_lines
 from .collator import ConversationCollator, blank_image
 from .keeping.checkpoints import only_run, writing_checkpoint
-from .keeping.record import publish_result, training_record, write_card_of
+from .keeping.record import check_publishable, publish_result, training_record, write_card_of
 from .keeping.summary import check_disk, disk_use, summary
 from .memory import MemoryEstimate, estimate_memory, largest_batch
 from .modules.load import load_model
@@ -158,7 +158,6 @@ class NormAlignTrainer(SFTTrainer):
         self.weights_in = index_folder(model.name_or_path, commit) if ready.checkpoint else []
         self.measurements, self.data_wait = Measurements(args), DataWait()
         self.probe: CosineProbe | None = None
-        self._counted: tuple[Any, DataLoader | None] = None, None
         # The only place where options change after `prepare`, and are set again. TRL refuses the first two for images
         # (huggingface/trl#4339), and reports the third as ignored.
         for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
@@ -185,8 +184,8 @@ class NormAlignTrainer(SFTTrainer):
         self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
         self._finish_model()
         self._add_callbacks()
-        self._counted = self.train_dataset, (loader := self.get_train_dataloader())
-        rows, steps = self.get_total_train_batch_size(args), self.set_initial_training_values(args, loader)[-1]
+        rows = self.get_total_train_batch_size(args)
+        steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
         self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
         if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
             self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
@@ -261,9 +260,6 @@ class NormAlignTrainer(SFTTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
-        (rows, loader), self._counted = self._counted, (None, None)
-        if loader is not None and rows is self.train_dataset:
-            return loader  # of which the summary counted the steps
         args = self.args
         if not (args.packing and isinstance(self.train_dataset, IterableDataset)):
             return super().get_train_dataloader()
@@ -279,7 +275,8 @@ class NormAlignTrainer(SFTTrainer):
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
-            return self.get_test_dataloader(eval_dataset)  # the other keeps a loader, whatever rows are asked for next
+            rows, _ = checked_rows(eval_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
+            return self.get_test_dataloader(rows)  # the other keeps a loader, whatever rows are asked for next
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
@@ -401,10 +398,18 @@ class NormAlignTrainer(SFTTrainer):
         if self.is_world_process_zero():
             write_card_of(Path(self.args.output_dir), self.hub_model_id)
 
-    def push_to_hub(self, *args, token: str | None = None, revision: str | None = None, **kwargs) -> Any:
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """The Trainer's, which also checks a repository that exists: who may write there, and whose card it has."""
+        super().init_hf_repo(token, private)
+        if self.is_world_process_zero():
+            check_publishable(self.hub_model_id, self.args.hub_revision or "main", token or self.args.hub_token)
+
+    def push_to_hub(
+        self, *args, token: str | None = None, revision: str | None = None, private: bool | None = None, **kwargs
+    ) -> Any:
         """Saves the model, and [`publish`]es it. Other arguments of the Trainer's are ignored."""
         if self.hub_model_id is None:
-            self.init_hf_repo(token=token or self.hub_token)
+            self.init_hf_repo(token=token or self.hub_token, private=private)
         self.save_model(_internal_call=True)
         return self.publish(token=token, revision=revision)
 

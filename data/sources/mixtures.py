@@ -124,21 +124,19 @@ def prepare_rows(
     *,
     name: str = "train_dataset",
     split: Literal["train", "eval"] = "train",
-    image_folder: str | None = None,
     need_images: bool = False,
 ) -> tuple[Dataset | IterableDataset, SourceReport]:
     """Parsed rows, checked and measured, of a data set that is already open.
 
-    Rows may have any form that files have; images may also be PIL images. A stream is neither shuffled nor repeated.
-    The results of this function and of [`load_data`] are returned unchanged. All processes must call this at the same
-    time.
+    Rows may have any form that files have; images may also be PIL images, or any local files. A
+    stream is neither shuffled nor repeated. The results of this function and of [`load_data`] are returned unchanged.
+    All processes must call this at the same time.
 
     Args:
         data: Rows, in memory or streamed.
         checks: How they are checked.
         name: Name of the data in errors.
         split: Its use. Every image of held-out data is decoded now.
-        image_folder: Folder that image paths start from and must stay in; by default any local file is allowed.
         need_images: Whether rows without any image are an error; for a stream, only the first rows are read.
 
     Raises:
@@ -153,7 +151,7 @@ def prepare_rows(
         if isinstance(data, Dataset):
             measure(data, report)
         return data, report
-    source = Source(name, ImageRules(image_folder), data=data)
+    source = Source(name, ImageRules(), data=data)
     prepared: Dataset | IterableDataset
     if isinstance(data, IterableDataset):
         with_images = has_images(source, checks, report)

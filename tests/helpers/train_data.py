@@ -49,9 +49,9 @@ def answers(rows) -> list[str]:
     return [row["messages"][-1]["content"][0]["text"] for row in rows]
 
 
-def image_bytes(colour="red", size=(20, 20), form="PNG", mode="RGB") -> bytes:
+def image_bytes(colour="red", size=(20, 20), form="PNG") -> bytes:
     buffer = io.BytesIO()
-    PILImage.new(mode, size, colour).save(buffer, form)
+    PILImage.new("RGB", size, colour).save(buffer, form)
     return buffer.getvalue()
 
 
@@ -82,10 +82,10 @@ def deep_png(colour: list[int]) -> bytes:
     return _png(header, struct.pack(">B3H", 0, *colour))
 
 
-def jpeg_of_scans(count: int, size=(64, 64)) -> bytes:
+def jpeg_of_scans(count: int) -> bytes:
     """A progressive JPEG whose last scan comes again and again."""
     buffer = io.BytesIO()
-    PILImage.new("L", size).save(buffer, "JPEG", progressive=True)
+    PILImage.new("L", (64, 64)).save(buffer, "JPEG", progressive=True)
     whole, start = buffer.getvalue(), b"\xff\xda"
     last = whole[whole.rindex(start) : -2]
     return whole[:-2] + last * (count - whole.count(start)) + whole[-2:]

@@ -10,7 +10,7 @@ PAD, BOS, EOS = 0, 1, 2
 WORDS = range(3, 89)  # ids of ordinary text
 INDICATORS = (89, 90, 91, 92, 93)  # Ovis' visual indicators
 VIDEO, START, END, IMAGE = 94, 95, 96, tiny.IMAGE
-PIXELS, PATCH = 16, 8  # of `tiny.vision_config`: two by two patches
+PIXELS = 16  # of `tiny.vision_config`: two by two patches
 
 
 def sequences(first: list[int], second: list[int], seed: int = 0) -> dict[str, Tensor]:

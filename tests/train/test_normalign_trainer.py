@@ -294,6 +294,8 @@ def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):
     expected = (logits.argmax(-1) == labels)[labels != -100].float().mean().item()
     fresh = trainer.evaluate(rows(count=4))  # rows as a user has them, given later
     assert fresh["eval_accuracy"] == pytest.approx(expected) == trainer.predict(rows(count=4)).metrics["test_accuracy"]
+    with pytest.raises(ValueError, match="eval_dataset"):
+        trainer.evaluate(Dataset.from_list([{"prompt": "what?"}]))
     losses = [trainer.evaluate(rows(count=4))["eval_loss"]]
     trainer.compute_metrics = None
     losses.append(trainer.evaluate(trainer.eval_dataset["easy"])["eval_loss"])
@@ -338,6 +340,14 @@ def test_callbacks_and_an_optimizer_of_ones_own(tmp_path, model, checkpoint):
     ):
         with pytest.raises(ValueError, match=message):
             NormAlignTrainer(model, args, train_dataset=rows(), optimizers=(bad, None), peft_config=adapters)
+
+
+def test_what_is_set_after_the_trainer_was_made_counts(tmp_path, checkpoint):
+    trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows())
+    collator, sizes = trainer.data_collator, []
+    trainer.data_collator = lambda batch: sizes.append(len(batch)) or collator(batch)
+    trainer.train()
+    assert sizes
 
 
 def test_an_optimizer_class_gets_the_learning_rates_by_module(tmp_path, checkpoint):

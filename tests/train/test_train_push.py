@@ -29,6 +29,14 @@ ADAPTER = MODEL - {
     *stored.FILES,
 } | {"adapter_config.json", "adapter_model.safetensors"}
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
+CALL = """
+import sys
+from normalign_llava.train.options.arguments import parse
+from normalign_llava.train.run import make_trainer
+
+trainer, _ = make_trainer(*parse(sys.argv[1:]))
+trainer.push_to_hub(private=True)
+"""
 
 
 @pytest.fixture
@@ -36,7 +44,7 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
     """A run that publishes."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)  # of clean processes
 
-    def run(token, **options):
+    def run(token, script=RUN, **options):
         given = {
             "stage": "tune",
             "model_name_or_path": parts / "model",
@@ -58,7 +66,7 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
             **options,
         }
         words = (word for name, value in given.items() for word in (f"--{name}", value))
-        return prepared.run(["-c", RUN, *words])
+        return prepared.run(["-c", script, *words])
 
     return run
 
@@ -95,11 +103,34 @@ def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tm
     assert stored.weights(tmp_path / "out")
 
 
+def test_a_repository_that_a_call_creates_is_as_private_as_it_asks(hub, run):
+    done = run(hub.token("ann"), script=CALL, push_to_hub=False)
+    assert done.returncode == 0, done.stderr
+    assert hub.repository(REPO).private and set(hub.repository(REPO).head().files) >= MODEL
+
+
 @pytest.mark.parametrize(("account", "role"), [("ann", "read"), ("bob", "write")])
 def test_who_may_not_create_the_repository_is_refused_before_training(hub, run, tmp_path, account, role):
     done = run(token := hub.token(account, role))
     assert done.returncode == 1 and "403" in done.stderr and token not in done.stdout + done.stderr
     assert not (tmp_path / "out" / "trainer_state.json").exists() and not hub.repositories
+
+
+@pytest.mark.parametrize(
+    ("account", "role", "card", "said"),
+    [
+        ("ann", "read", None, "may only read"),
+        ("bob", "write", None, "bob may publish as"),
+        ("ann", "write", b"# By hand", "not written by this package"),
+    ],
+)
+def test_a_repository_that_would_refuse_the_result_is_refused_before_training(
+    hub, run, tmp_path, account, role, card, said
+):
+    hub.create(REPO, files={"README.md": card} if card else {})
+    done = run(hub.token(account, role))
+    assert done.returncode == 1 and said in " ".join(done.stderr.split())
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
 def test_an_adapter_names_its_base_on_the_hub_by_its_commit(hub, run, tmp_path, parts):

@@ -51,8 +51,8 @@ class FiniteCheck(TrainerCallback):
             )
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Resets the counts."""
-        self._step = state.global_step + 1
+        """Forgets the step before, also one that was never taken."""
+        self._step, self._batches = state.global_step + 1, []
         self._not_finite.zero_()
 
     def check_loss(self, loss: Tensor, batch: Mapping[str, Any]) -> None:

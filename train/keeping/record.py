@@ -175,6 +175,14 @@ def write_card_of(folder: Path, repo_id: str | None) -> None:
         logger.warning(f"The card of {folder} was not written: {error}")
 
 
+def check_publishable(repo_id: str, revision: str, token: str | None) -> None:
+    """Raises ValueError if [`publish_result`] would refuse a repository that exists: before training, not after it."""
+    from ...hub_cards.card.hand_written import check_replaceable
+    from ...hub_cards.push.repository import find_repository, log_in
+
+    check_replaceable(find_repository(log_in(repo_id, token), repo_id, branch=revision).card, repo_id)
+
+
 def publish_result(folder: str, repo_id: str, revision: str, token: str | None) -> Any:
     """Publishes a result as [`normalign_llava.publish`] does, whose result it returns.
 

@@ -92,7 +92,6 @@ def load_model(
     in_float32 = [name for module in in_full for name in PLACES[module]]
     cls = NormAlignLlavaForConditionalGeneration
     # `from_pretrained` asks the class which modules stay in float32.
-    # `from_pretrained` asks the class which modules stay in float32.
     kept = {"_keep_in_fp32_modules_strict": [*cls._keep_in_fp32_modules_strict, *in_float32]}
     loaded_as = type(cls.__name__, (cls,), {**kept, "__module__": cls.__module__})
     if training.dry_run:
