@@ -21,7 +21,7 @@ from transformers.trainer_utils import sort_checkpoints
 from ...checkpoint.files import json_or_none
 from ...checkpoint.lock import only_writer
 from ...checkpoint.names import ADAPTER_CONFIG, STATE, TRAINING_RECORD
-from ...errors import Console, write_failure
+from ...errors import Console, NotWritable, write_failure
 
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
@@ -122,7 +122,7 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
         if PartialState().is_main_process:
             try:
                 held.enter_context(only_writer(output_dir, wait=0))
-            except ValueError as error:
+            except (ValueError, NotWritable) as error:
                 problem = [str(error)]
             except OSError as error:
                 problem = [f"The --output_dir {output_dir} cannot be written to: {error}. Choose another."]

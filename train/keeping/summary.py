@@ -126,8 +126,10 @@ def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Se
         once = sum(size for name, size in sizes.items() if module_of_file(files[name][0]) in frozen)
         weights = sum(sizes.values()) - once
         optimizer += size_of(layout) if sharded else 0  # which is saved again with these states
-    every = args.save_steps if args.save_steps >= 1 else ceil(args.save_steps * steps)
-    saves = {"no": 0, "epoch": ceil(args.num_train_epochs)}.get(args.save_strategy.value, ceil(steps / every))
+    saves = {"no": 0, "epoch": ceil(args.num_train_epochs)}.get(args.save_strategy.value)
+    if saves is None:
+        every = args.save_steps if args.save_steps >= 1 else ceil(args.save_steps * steps)
+        saves = ceil(steps / every)
     # The oldest is removed when the newest is written, and the best one stays.
     limit = (args.save_total_limit or saves) + 1 + (args.load_best_model_at_end and args.save_total_limit == 1)
     kept, checkpoint = min(saves, limit), weights + (0 if args.save_only_model else optimizer)

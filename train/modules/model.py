@@ -122,10 +122,11 @@ def wrap_forward(model: NormAlignLlavaForConditionalGeneration, blank_image: Ten
 
     @wraps(with_head)
     def forward(self, *args, labels=None, **kwargs):
-        answers = None if labels is None else labels[:, 1:] != -100
-        if kwargs.get("fused_lm_head") and self.only_answers and answers is not None and answers.any():
-            return with_head(self, *args, shift_labels=labels[:, 1:][answers][None], answers=answers, **kwargs)
-        return with_head(self, *args, labels=labels, **kwargs)
+        if labels is not None and kwargs.get("fused_lm_head") and self.only_answers:
+            kwargs |= _answers(labels)
+        else:
+            kwargs["labels"] = labels
+        return with_head(self, *args, **kwargs)
 
     @wraps(of_inner)
     def inner_forward(self, *args, answers=None, **kwargs):
@@ -141,6 +142,13 @@ def wrap_forward(model: NormAlignLlavaForConditionalGeneration, blank_image: Ten
         return output
 
     model.forward, inner.forward = MethodType(forward, model), MethodType(inner_forward, inner)
+
+
+@torch.compiler.disable  # the number of labels differs from batch to batch, for which graphs would be compiled again
+def _answers(labels: Tensor) -> dict[str, Tensor]:
+    """The labels that are learned, and at which positions they are predicted; all of them if there are none."""
+    answers = labels[:, 1:] != -100
+    return {"answers": answers, "shift_labels": labels[:, 1:][answers][None]} if answers.any() else {"labels": labels}
 
 
 def _unbound(forward: Callable) -> Callable:

@@ -2,15 +2,18 @@
 """Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 from accelerate import DeepSpeedPlugin, PartialState
 from accelerate.utils import broadcast_object_list
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import BitsAndBytesConfig, SchedulerType
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig, TrlParser, get_quantization_config
@@ -67,6 +70,11 @@ REFUSED_SECTIONS = {
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 """Schedules of transformers that ignore `warmup_steps`."""
 
+LEAST = dict.fromkeys(("per_device_train_batch_size", "global_batch_size", "probe_rows", "tokens_per_device"), 1)
+LEAST |= dict.fromkeys(("sample_count", "seed", "data_seed", "dataloader_num_workers", "max_grad_norm"), 0)
+LEAST |= {"dataset_num_proc": 1, "max_length": 1, "warmup_steps": 0}
+"""The least value of options of numbers."""
+
 
 @dataclass
 class NormAlignConfig(TrainingOptions, SFTConfig):
@@ -89,6 +97,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
 
     def __post_init__(self):
         check_choices(self)
+        check_numbers(self)
         if (size := self.device_memory) is not None and not self.dry_run:
             raise ValueError("--device_memory is for a dry run. Add --dry_run, or leave it out.")
         if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
@@ -125,10 +134,17 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
         check_refused(self)
         check_trackers(self.report_to)
+        if self.push_to_hub:
+            try:
+                validate_repo_id(name := self.hub_model_id or Path(self.output_dir).absolute().name)
+            except HFValidationError as error:
+                raise ValueError(f"hub_model_id {name!r} cannot be a name on the Hub: {error}") from error
         if self.do_eval and self.eval_strategy == "no":
             raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
-        if self.max_steps == 0:
-            raise ValueError("max_steps is 0, which would train for all epochs. Give 1 or more, or leave it out.")
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ValueError(
+                f"max_steps is {self.max_steps}, which would train for all epochs. Give 1 or more, or leave it out."
+            )
         self._check_packing()
         self.padding_free = self.padding_free or self.packing
         if self.padding_free and self.pad_to_multiple_of:
@@ -142,12 +158,6 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         self.hub_token = (self.hub_token or "").strip() or None  # a block of YAML ends in a line break
         if not any(self.learning_rates(use_peft=False).values()):
             raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
-        least_of = {"per_device_train_batch_size": 1, "global_batch_size": 1, "probe_rows": 1, "sample_count": 0}
-        least_of |= {"tokens_per_device": 1}
-        least_of |= {each.name: 0 for each in fields(self) if each.name.endswith("learning_rate")}
-        for name, least in least_of.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}.")
 
     def _choose_precision(self) -> None:
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION")  # by a configuration of accelerate
@@ -214,6 +224,23 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             if (given := getattr(self, name)) is not None:
                 found[module] = given, "given"
         return found
+
+
+def check_numbers(args: NormAlignConfig) -> None:
+    """Raises ValueError if a number is NaN, infinite or too small, as TRL and transformers say late or not at all."""
+    given = {field.name: getattr(args, field.name) for field in fields(args)}
+    for name, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value}.")
+        least = 0 if name.endswith("learning_rate") else LEAST.get(name)
+        if least is not None and value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}.")
+    if args.max_steps == -1 and args.num_train_epochs is not None and args.num_train_epochs <= 0:
+        raise ValueError(f"num_train_epochs must be above 0, got {args.num_train_epochs:g}.")
+    if args.save_steps is not None and args.save_steps <= 0 and args.save_strategy == "steps":
+        raise ValueError(
+            f"save_steps must be above 0, got {args.save_steps:g}. For no checkpoints, save_strategy: no."
+        )
 
 
 @dataclass
