@@ -95,6 +95,10 @@ def prepare(
         raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
     if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
         args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
+    if args.push_to_hub and args.process_index == 0 and not args.dry_run:
+        from ..hub_cards.push.repository import log_in
+
+        log_in(args.hub_model_id or Path(args.output_dir).absolute().name, args.hub_token)
     args.gradient_accumulation_steps = accumulation_steps(args)
     if args.process_index == 0 and not args.dry_run:
         for dtype in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):

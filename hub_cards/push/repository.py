@@ -56,7 +56,10 @@ def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
 
 
 def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> HfApi:
-    """The client of an account that may publish as `repo_id`, or open a pull request there."""
+    """The client of an account that may publish as `repo_id`, or open a pull request there.
+
+    A `repo_id` without an owner is the account's own.
+    """
     token = (token or get_token() or "").strip()
     if not token:
         raise ValueError(f"There is no token to publish with. {LOG_IN}.")
@@ -66,9 +69,13 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise ValueError(f'The token of {account["name"]} may only read. {LOG_IN}, which has the role "write".')
     names = [account["name"], *(organisation["name"] for organisation in account.get("orgs", []))]
-    if not create_pr and repo_id.split("/")[0].lower() not in [name.lower() for name in names]:
+    owner = repo_id.rpartition("/")[0]
+    if owner and not create_pr and owner.lower() not in [name.lower() for name in names]:
         own = " or ".join(f"{name}/..." for name in names)
-        raise ValueError(f"{account['name']} may publish as {own}, not as {repo_id}, or propose it with --create-pr.")
+        raise ValueError(
+            f"{account['name']} may publish as {own}, not as {repo_id}, or propose it with `normalign publish "
+            "--create-pr`."
+        )
     return api
 
 

@@ -109,10 +109,16 @@ def test_a_repository_that_a_call_creates_is_as_private_as_it_asks(hub, run):
     assert hub.repository(REPO).private and set(hub.repository(REPO).head().files) >= MODEL
 
 
-@pytest.mark.parametrize(("account", "role"), [("ann", "read"), ("bob", "write")])
-def test_who_may_not_create_the_repository_is_refused_before_training(hub, run, tmp_path, account, role):
-    done = run(token := hub.token(account, role))
-    assert done.returncode == 1 and "403" in done.stderr and token not in done.stdout + done.stderr
+@pytest.mark.parametrize(
+    ("account", "role", "reason"),
+    [
+        ("ann", "read", "The token of ann may only read"),
+        ("bob", "write", f"bob may publish as bob/..., not as {REPO}"),
+    ],
+)
+def test_who_may_not_publish_is_refused_before_anything_is_read(hub, run, tmp_path, account, role, reason):
+    done = run(token := hub.token(account, role), dataset_name=tmp_path / "none.json")
+    assert done.returncode == 1 and reason in done.stderr and token not in done.stdout + done.stderr
     assert not (tmp_path / "out" / "trainer_state.json").exists() and not hub.repositories
 
 
