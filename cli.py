@@ -185,7 +185,7 @@ def data(
     columns: ColumnsOption = None,
     model: Annotated[str | None, Option(help="Checkpoint that counts tokens and shows what is learned.")] = None,
     check_images: Annotated[
-        bool, Option("--check-images", help="Decode every image, not those of 10,000 rows.")
+        bool, Option("--check-images", help="Decode every image, not a sample of 10,000 rows.")
     ] = False,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault at once."""

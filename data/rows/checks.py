@@ -48,7 +48,7 @@ class Checks:
         max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
         bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it, and a share drops so many; for
             None see [`share_of_bad_rows`].
-        check_images: Whether to decode every image before training, not those of `MANY_ROWS` rows.
+        check_images: Whether to decode every image before training, whatever a sample of `MANY_ROWS` rows tells.
         max_image_pixels: Images with more pixels are bad.
         dropped_rows: Records dropped rows.
         processes: That check rows in memory; by default one for each core.
@@ -170,14 +170,14 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
     is_sample = number == first
-    if len(bad) == number > 0 or (at_least(len(bad)) if is_sample else len(bad)) > share * number:
+    if len(bad) == number > 0 or (likely_counts(len(bad))[0] if is_sample else len(bad)) > share * number:
         shown = f"\nThese are the first {number:,} rows of the stream." if is_sample else ""
         raise BadRow(bad_rows_message(source, bad, number, share=share) + shown)
 
 
-def at_least(found: int) -> float:
-    """The fewest that such samples have on average if one has `found`: three standard deviations below."""
-    return found - 3 * found**0.5
+def likely_counts(count: int) -> tuple[float, float]:
+    """The fewest and the most that such samples have on average if one has `count`: three standard deviations off."""
+    return count - 3 * count**0.5, (count**0.5 + 1.5) ** 2
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:

@@ -128,7 +128,7 @@ class DataArguments:
         "Rows that cannot be trained on: stop at one, skip them, or skip at most a share, such as 0.01. Default: 0.01 "
         "if data are from the Hub or have more than 10,000 rows in memory, else stop.",
     )
-    check_images: bool = option(False, "Decode every image before training, not those of 10,000 rows.")
+    check_images: bool = option(False, "Decode every image before training, not a sample of 10,000 rows.")
     max_image_pixels: int = option(89_478_485, "Images with more pixels are bad rows. Default: Pillow's own limit.")
     shuffle_buffer_size: int = option(1000, "Rows in the shuffle buffer of a streamed data set.")
 

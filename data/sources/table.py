@@ -20,10 +20,10 @@ from ..rows import checks, choices, forms, images, parse, turns, unread, values
 from ..rows.checks import (
     MANY_ROWS,
     Checks,
-    at_least,
     bad_rows_message,
     check_images_are_read,
     image_problems,
+    likely_counts,
     parse_rows,
     share_of_bad_rows,
     tokens_per_image,
@@ -125,8 +125,8 @@ def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks
 def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport) -> Dataset:
     """The valid rows of a table of a source, which may be none; fills in the report.
 
-    Images are opened if there are few; of more than `MANY_ROWS` rows with images, those of as many rows drawn at
-    random, unless `check_images` is set or the rows are held out.
+    Images are opened if there are few. Of more than `MANY_ROWS` rows with images, those of as many rows drawn at
+    random are, and all if these cannot tell whether too many are bad, `check_images` is set or the rows are held out.
     """
     refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
     shows = np.flatnonzero(pc.greater(_column(table, "image_count"), 0))
@@ -141,11 +141,14 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         return {int(numbers[number]): problem for number, problem in found.items()}
 
     problems = image_faults(opened, checks.max_image_pixels)
-    if len(problems) == len(opened) < len(shows):  # perhaps all are bad, and nothing can be trained on
-        opened = shows
-        problems = image_faults(opened, checks.max_image_pixels)
-    broken = len(problems)
-    problems |= image_faults(np.setdiff1d(shows, opened), None)
+    broken, rest, scale = len(problems), np.setdiff1d(shows, opened), len(shows) / max(1, len(opened))
+    problems |= image_faults(rest, None)
+    fewest, most = (count * scale for count in likely_counts(broken))
+    share = share_of_bad_rows(checks.bad_rows, source, len(table))
+    allowed = share * len(table) - len(refused) - (len(problems) - broken)
+    if len(rest) and (fewest <= allowed < most or broken == len(opened)):
+        problems |= image_faults(rest, checks.max_image_pixels)
+        fewest = broken
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
     if checks.max_length is not None:
@@ -158,8 +161,7 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         elif too_long := checks.too_long(row):
             long.append(too_long)
     report.found, report.bad, report.too_long, report.dropped = len(table), len(bad), len(long), bad + long
-    likely = at_least(broken) * len(shows) / max(1, len(opened)) if len(opened) < len(shows) else broken
-    report.expected_bad = len(bad) + max(0, int(likely) - broken)
+    report.expected_bad = len(bad) + (max(0, int(fewest) - broken) if len(rest) else 0)
     if dropped:
         table = table.select(np.delete(np.arange(len(table)), list(dropped)))
     if len(table):
