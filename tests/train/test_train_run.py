@@ -151,7 +151,7 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
     cut(*unopened[:5])
     for more in ([], ["--dataloader_num_workers", "2"]):
         with pytest.raises(ValueError, match=r"skipped as many rows before as it may:\n.*truncated"):
-            main([file, "--bad_rows", "0.3", *more])
+            main([file, "--bad_rows", "0.3", "--output_dir", str(tmp_path / f"stopped{len(more)}"), *more])
     cut(bad)
     main([file, "--bad_rows", "0.3", "--output_dir", str(tmp_path / "share")])
     capsys.readouterr()
