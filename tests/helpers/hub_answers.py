@@ -204,6 +204,7 @@ def batch(hub: "HubServer", request: Request, repo_id: str, kind: str = "model")
 def upload(hub: "HubServer", request: Request, repo_id: str, sha256: str, kind: str = "model") -> Answer:
     # The address is the permit, as with the signed addresses of the Hub's storage: no token comes with it.
     hub.repositories[address(kind, repo_id)].blobs[sha256] = Blob(len(request.body), request.body)
+    hub.received[sha256] += len(request.body)
     return Answer()
 
 

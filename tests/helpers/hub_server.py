@@ -47,6 +47,7 @@ class HubServer:
     Attributes:
         requests: method and path of every request, in order.
         sent: path of a file (`"namespace/name/file"`) -> bytes of it that were sent.
+        received: SHA-256 -> bytes of LFS content received.
     """
 
     def __init__(self, repositories: dict[str, Path] | None = None):
@@ -61,6 +62,7 @@ class HubServer:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
         self.accounts: dict[str, Account] = {}
         self.faults: list[Fault] = []
 
