@@ -80,12 +80,13 @@ def train(
             console.print(str(error), soft_wrap=True)
         console.print(render_options(trainer.record), render(trainer.facts, output))
         dropped = DroppedRows(output / DROPPED_ROWS)
-        console.print(*render_dropped(dropped), sep="\n")
+        console.print(*(shown := render_dropped(dropped)), sep="\n")
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         with writing_result(output):
             trainer.save_state()
             trainer.save_model(_internal_call=True)
-        console.print(*render_dropped(dropped), sep="\n")
+        if (lines := render_dropped(dropped)) != shown:  # rows whose images were met in training
+            console.print(*lines, sep="\n")
         if args.push_to_hub:
             done = trainer.publish()
             console.print(f"Published as {done.repository.url}, commit {done.commit.oid}." if done else "")
