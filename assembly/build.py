@@ -37,7 +37,6 @@ from .parts import (
     load_language_model,
     set_chat_template,
     text_outputs,
-    tower_alone,
     vision_config,
 )
 from .processing import check_feature_layer, make_processor
@@ -147,8 +146,7 @@ def build_checkpoint(
             tokens_per_image = check_processor(processor)
 
         language_model = load_language_model(language_part, dtype)
-        with tower_alone():
-            tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
+        tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
         outputs = text_outputs(language_model)
         add_image_token(language_model, tokenizer)
         config = NormAlignLlavaConfig(

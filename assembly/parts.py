@@ -4,8 +4,6 @@
 import inspect
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,23 +27,6 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
-
-
-@contextmanager
-def tower_alone() -> Iterator[None]:
-    """Hides transformers' report of extra tensors when the vision tower of a CLIP or a SigLIP is loaded alone."""
-    report_logger = logging.getLogger("transformers.modeling_utils")
-    report_logger.addFilter(_has_faults_or_is_no_report)
-    try:
-        yield
-    finally:
-        report_logger.removeFilter(_has_faults_or_is_no_report)
-
-
-def _has_faults_or_is_no_report(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    faults = ("MISSING", "MISMATCH", "CONVERSION")
-    return "LOAD REPORT" not in message or any(fault in message for fault in faults)
 
 
 def vision_config(vision: Checkpoint) -> PreTrainedConfig:
