@@ -3,10 +3,9 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 from accelerate import PartialState
@@ -22,14 +21,13 @@ from ..sources.arguments import DataArguments
 from ..sources.source import Source
 from .forms import PROMPT, image_name
 from .images import ImageRules, image_problem, printable
-from .parse import FEATURES, BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
-from .reports import SourceReport, by_kind, counted, warn_once
-from .unread import is_about, unread_image
+from .parse import DroppedRow, DroppedRows, control_tokens, parse_row
+from .reports import by_kind, counted, warn_once
+from .unread import unread_image
 
 
-_CHUNK = 64  # rows of a stream that are checked together
+_CHUNK = 64  # rows whose images are checked together
 _SHOWN = 5  # reasons in an error
-_FIRST = 100  # rows of a stream whose images are opened before training
 
 DEFAULT_SHARE, MANY_ROWS = 0.01, 10_000
 """Share of bad rows that is skipped by default where data are from the Hub, or have more than so many rows.
@@ -111,68 +109,6 @@ def parse_rows(
         row["image_count"] = len(row["images"])
         row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
     return rows
-
-
-def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    """The rows of a source that pass all checks, in parsed form; the others are recorded.
-
-    Raises:
-        ValueError: More rows are bad than `bad_rows` allows, or no row is left at the end.
-    """
-    empty = True
-    for row in _valid(source, checks):
-        empty = False
-        if row["unread"]:
-            warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
-        for name in row["left_out"]:
-            if not is_about(name):
-                warn_once(f"{source.name}: left out: {name}.")
-        for change in row["changed"]:
-            warn_once(f"{source.name}: {change}.")
-        yield {column: row[column] for column in FEATURES}
-    if empty:  # repeated without end, it would never give a row
-        raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
-
-
-def has_images(source: Source, checks: Checks, report: SourceReport) -> bool:
-    """Whether one of the first rows of a stream has an image; all of their images are opened.
-
-    The report gets how many rows may be skipped.
-
-    Raises:
-        ValueError: More rows are bad than `bad_rows` allows, or all of them, or [`check_images_are_read`] finds
-            unread images.
-    """
-    report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
-    rows = list(_valid(source, checks, _FIRST))
-    images = sum(row["image_count"] for row in rows)
-    check_images_are_read(source.name, len(rows), images, Counter(row["unread"] for row in rows if row["unread"]))
-    return images > 0
-
-
-def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[dict[str, Any]]:
-    """The valid rows of a stream; of the `first` alone, the images are opened too."""
-    found = islice(source, first)
-    rows = iter(lambda: parse_rows(islice(found, _CHUNK), source.rules, checks.processor), [])
-    share, bad, number = share_of_bad_rows(checks.bad_rows, source), list[DroppedRow](), 0
-    for number, row in enumerate(chain.from_iterable(rows), 1):
-        dropped = checks.too_long(row)
-        problem = (row["file"], row["reason"]) if row["reason"] else None
-        images, pixels = (row["images"], checks.max_image_pixels) if first else (image_files(row["paths"]), None)
-        if problem := problem or image_problem(images, source.rules, pixels):
-            dropped = DroppedRow(row["source"], row["row"], *problem)
-            bad += [dropped] if share < 1 or first else []
-            if len(bad) > share * max(number, MANY_ROWS):
-                raise BadRow(bad_rows_message(source, bad, share=share))
-        if not dropped:
-            warn_of_captions(source.name, [row["form"]])
-            yield row
-        elif checks.dropped_rows:
-            checks.dropped_rows.add(dropped)
-    is_sample = number == first
-    if len(bad) == number > 0 or (likely_counts(len(bad))[0] if is_sample else len(bad)) > share * number:
-        shown = f"\nThese are the first {number:,} rows of the stream." if is_sample else ""
-        raise BadRow(bad_rows_message(source, bad, number, share=share) + shown)
 
 
 def likely_counts(count: int) -> tuple[float, float]:

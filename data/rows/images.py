@@ -44,12 +44,10 @@ class ImageRules:
     Args:
         folder: Folder that paths start from and must stay in, links resolved; or a zip file of images.
         hub: Id of a Hub data set; files that `datasets` downloads or streams from it are allowed.
-        shards: Folder of the data set's own tar files, whose images are read in place.
     """
 
     folder: str | None = None
     hub: str | None = None
-    shards: str | None = None
 
     def image(self, value: Any) -> dict[str, Any]:
         """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
@@ -83,12 +81,11 @@ class ImageRules:
                 f"the path {short(path)} is not valid Unicode, or too long; base64 that does not begin as an image "
                 "file does needs data:image/...;base64, before it"
             )
-        # `datasets` writes a file in an archive as zip://a.png::b.zip, where b.zip is a path or an address of the Hub;
-        # of an image in a shard, tar:// has the place and size in bytes.
+        # `datasets` writes a file in an archive as zip://a.png::b.zip, where b.zip is a path or an address of the Hub.
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file
         if streamed or separator:
-            known = given is value and re.fullmatch(r"(?s)(zip://((?!::).)*|tar://\d{1,18}\+\d{1,18})?", archive)
+            known = given is value and re.fullmatch(r"(?s)(zip://((?!::).)*)?", archive)
             allowed = file.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
             if not known or streamed and not (allowed and (self.hub or not self.folder)):
                 local = path.startswith("file://")
@@ -141,7 +138,7 @@ class ImageRules:
 
     def _allow(self, file: str, whole: Callable[[str], str]) -> bool:
         caches = (constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)) if self.hub else ()
-        roots = [whole(root) for root in (self.folder, self.shards, *caches) if root is not None]
+        roots = [whole(root) for root in (self.folder, *caches) if root is not None]
         return not roots or any(os.path.join(file, "").startswith(os.path.join(root, "")) for root in roots)
 
 
@@ -247,13 +244,8 @@ def stored_bytes(image: dict[str, Any]) -> bytes:
     if content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
         content = read_entry(path)
     elif content is None:
-        place, size = 0, MAX_IMAGE_BYTES + 1  # a file may be sparse, or packed a thousand times smaller
-        if path.startswith("tar://"):
-            part, _, path = path.rpartition("::")
-            place, size = map(int, part.removeprefix("tar://").split("+"))
         with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
-            file.seek(place)
-            content = file.read(min(size, MAX_IMAGE_BYTES + 1))
+            content = file.read(MAX_IMAGE_BYTES + 1)  # it may be sparse, or packed a thousand times smaller
     if len(content) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return content

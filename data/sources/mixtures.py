@@ -6,9 +6,8 @@ No image is written on the way: a row is parsed when it is read.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -16,12 +15,13 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
-from ..rows.checks import Checks, has_images, valid_rows
+from ..rows.checks import Checks
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES, DroppedRows
 from ..rows.reports import ABOUT, DataReport, SourceReport, not_read
 from .arguments import DataArguments, DataSource, each_of
 from .source import Source, open_held_out, open_source
+from .streams import endless_rows, has_images, stream, valid_rows
 from .table import RowReader, measure, only_valid, rows_on_access, valid_table
 
 
@@ -96,8 +96,8 @@ def load_data(
         with_images = any([has_images(each, checks, report) for each, report in zip(sources, reports, strict=True)])
         drawn = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
-        train = _stream(_endless_rows, {**drawn, "buffer_size": arguments.shuffle_buffer_size})
-        held = _stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
+        train = stream(endless_rows, {**drawn, "buffer_size": arguments.shuffle_buffer_size})
+        held = stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
         reader = RowReader((*sources, *([held_out] if held_out else [])))
         parts = each_of(enumerate(reports), lambda part: valid_table(reader, part[0], checks, part[1]))
@@ -107,7 +107,7 @@ def load_data(
         elif splitting:
             table, out = _split(table, arguments.test_split_size, seed, reports)
             # With any file allowed: links that leave the image folder were checked with all rows.
-            mixed = Source("held out of training", ImageRules())
+            mixed = Source("held out of training", ImageRules(), out)
             held = rows_on_access(only_valid(out, reader, mixed, checks, held_report), reader)
         train = rows_on_access(table, reader)
         with_images = any(report.images for report in reports)
@@ -151,11 +151,11 @@ def prepare_rows(
         if isinstance(data, Dataset):
             measure(data, report)
         return data, report
-    source = Source(name, ImageRules(), data=data)
+    source = Source(name, ImageRules(), data)
     prepared: Dataset | IterableDataset
     if isinstance(data, IterableDataset):
         with_images = has_images(source, checks, report)
-        prepared = _stream(valid_rows, {"source": source, "checks": checks})
+        prepared = stream(valid_rows, {"source": source, "checks": checks})
     else:
         reader = RowReader((source,))
         prepared = rows_on_access(valid_table(reader, 0, checks, report), reader)
@@ -181,35 +181,6 @@ def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
     if checks.dropped_rows and PartialState().is_main_process:
         for dropped in (row for report in reports for row in report.dropped):
             checks.dropped_rows.add(dropped)
-
-
-def _stream(rows: Callable[..., Iterator[dict[str, Any]]], given: dict[str, Any]) -> IterableDataset:
-    # One generator without lists among its arguments is one shard. Several would be split between workers and
-    # processes, each of which would then see other sources, number rows differently and end at another time.
-    return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=given)
-
-
-def _endless_rows(
-    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, buffer_size: int
-) -> Iterator[dict[str, Any]]:
-    # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
-    rows, random = _drawn_rows(sources, checks, fractions, seed), np.random.default_rng(seed)
-    buffer = list(islice(rows, buffer_size))
-    for row in rows:
-        place = random.integers(buffer_size)
-        yield buffer[place]
-        buffer[place] = row
-
-
-def _drawn_rows(
-    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
-) -> Iterator[dict[str, Any]]:
-    # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
-    groups = [(source,) for source in sources] if fractions else [sources]
-    streams = [chain.from_iterable(valid_rows(source, checks) for source in cycle(group)) for group in groups]
-    random = np.random.default_rng(seed)
-    while True:
-        yield next(streams[random.choice(len(streams), p=fractions or None)])
 
 
 def _fractions(sources: list[DataSource]) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ import pytest
 import train_data
 from train_data import llava, write_json
 
-from normalign_llava.data.sources import source as sources
+from normalign_llava.data.sources import stored
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.files import files_of_folder
 from normalign_llava.data.sources.source import open_source
@@ -47,7 +47,7 @@ def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
 
 def test_a_value_that_parquet_repeats_does_not_fill_the_disk(tmp_path, monkeypatch):
     """4 kB of file, and 400 MB of rows."""
-    monkeypatch.setattr(sources, "MAX_TABLE_BYTES", 2**20)
+    monkeypatch.setattr(stored, "MAX_TABLE_BYTES", 2**20)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     values = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000, pyarrow.int32()), ["x" * 40_000])
     (tmp_path / "data").mkdir()
