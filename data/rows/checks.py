@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of rows before training: their structure, their length, and whether their images exist."""
 
-import functools
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -165,7 +164,6 @@ def image_problems(
         File and reason, by the number of a row with a bad image.
     """
     state = PartialState()
-    allows = functools.cache(rules.allows_folder)
     paths = None if max_pixels is not None else rows.with_format("arrow").select_columns("paths")[:]["paths"]
 
     def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
@@ -173,7 +171,7 @@ def image_problems(
         numbers = range(start, min(start + _CHUNK, stop))
         images = map(image_files, paths[start : numbers.stop].to_pylist()) if paths is not None else None
         checked = [
-            (number, image_problem(next(images) if images else rows[number]["images"], rules, max_pixels, allows))
+            (number, image_problem(next(images) if images else rows[number]["images"], rules, max_pixels))
             for number in numbers
         ]
         return [(number, problem) for number, problem in checked if problem]

@@ -2,6 +2,7 @@
 """Images of any file format and colour mode as upright RGB, and which files they may be."""
 
 import base64
+import functools
 import io
 import os
 import posixpath
@@ -105,10 +106,10 @@ class ImageRules:
             raise ValueError(f"the image {path} leaves {self._place}")
         return {"path": found, "bytes": None}
 
-    def check_file(self, path: str, allows: Callable[[str], bool] | None = None) -> None:
+    def check_file(self, path: str) -> None:
         """Raises ValueError if a path of [`image`] does not exist, or is a link to a place that is not allowed.
 
-        Streamed files are not checked. `allows` is [`allows_folder`], which may remember its answers.
+        Streamed files are not checked.
         """
         file = path.rpartition("::")[2]
         if "://" in file:
@@ -117,7 +118,7 @@ class ImageRules:
             windows = "; write / in place of its \\" if "\\" in file else ""
             raise ValueError(f"{path}: {ABSENT}" + (f" in {self._place}" if self.folder else "") + windows)
         folder = os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)
-        if not (allows or self.allows_folder)(folder) and file != self.archive:
+        if not _allows_folder(self, folder) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
         if path.startswith("zip://"):
             check_entry(path)
@@ -127,10 +128,6 @@ class ImageRules:
         """The zip file that `folder` is, or None."""
         is_zip = self.folder and self.folder.lower().endswith(".zip") and not os.path.isdir(self.folder)
         return os.path.abspath(self.folder) if self.folder and is_zip else None
-
-    def allows_folder(self, folder: str) -> bool:
-        """Whether images may be in a folder, its links resolved."""
-        return self._allow(os.path.realpath(folder), os.path.realpath)
 
     @property
     def _place(self) -> str:
@@ -142,6 +139,12 @@ class ImageRules:
         return not roots or any(os.path.join(file, "").startswith(os.path.join(root, "")) for root in roots)
 
 
+@functools.cache  # many images are in one folder
+def _allows_folder(rules: ImageRules, folder: str) -> bool:
+    """Whether images may be in a folder, its links resolved."""
+    return rules._allow(os.path.realpath(folder), os.path.realpath)
+
+
 def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_SIDE) -> Image.Image:
     """Decodes an image into RGB: the first frame, rotated by its EXIF data, on white where it is transparent.
 
@@ -150,13 +153,11 @@ def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_S
 
     Args:
         image: `path` and `bytes`, as in `datasets`; the path may be a URL that fsspec reads.
-        max_pixels: Most pixels, read from the header before decoding. Pillow's own limit is twice
-            `PIL.Image.MAX_IMAGE_PIXELS`.
+        max_pixels: Most pixels, read from the header before decoding.
         kept_side: Pixels that both sides keep; 1 is fastest, where only the errors matter.
 
     Raises:
-        ValueError: The image is missing, in none of [`FORMATS`], truncated, empty, too large or too narrow, or its
-            brightness is not known (see [`upright_rgb`]); the file is named.
+        ValueError: The image cannot be read, or its brightness is not known ([`_upright_rgb`]); the file is named.
     """
     try:
         content = stored_bytes(image)
@@ -171,7 +172,7 @@ def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_S
             if opened.info.get("progressive") and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
                 raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
             opened.draft(None, (kept_side, kept_side))  # which does nothing to formats other than JPEG
-            rgb = upright_rgb(opened)
+            rgb = _upright_rgb(opened)
             return rgb.reduce(factor) if (factor := min(rgb.size) // kept_side) > 1 else rgb
     except Exception as error:  # decoders raise errors of any kind on broken files
         reason = str(error) or type(error).__name__
@@ -180,7 +181,7 @@ def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_S
         raise ValueError(f"{image['path'] or 'an image inside the data'}: {reason}") from error
 
 
-def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
+def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
 
     White is the largest number of as many bits, an even number from 8 up, as the brightest grey needs: 12 bits in a
@@ -209,10 +210,7 @@ def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
 
 
 def image_problem(
-    images: list[dict[str, Any]],
-    rules: ImageRules,
-    max_pixels: int | None = None,
-    allows: Callable[[str], bool] | None = None,
+    images: list[dict[str, Any]], rules: ImageRules, max_pixels: int | None = None
 ) -> tuple[str | None, str] | None:
     """File of the first bad image, and the reason, or None.
 
@@ -221,7 +219,7 @@ def image_problem(
     for image in images:
         try:
             if image["bytes"] is None:
-                rules.check_file(image["path"], allows)
+                rules.check_file(image["path"])
             if max_pixels is not None:
                 decode_image(image, max_pixels, kept_side=1)
         except ValueError as error:
@@ -252,7 +250,7 @@ def stored_bytes(image: dict[str, Any]) -> bytes:
 
 
 def printable(text: str) -> str:
-    """The text with half surrogate pairs, which JSON may have but UTF-8 files may not, replaced by question marks."""
+    """The text with question marks for half surrogate pairs, which JSON may have and UTF-8 may not."""
     return text.encode(errors="replace").decode()
 
 

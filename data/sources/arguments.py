@@ -178,12 +178,12 @@ def _columns(given: Any) -> list[str] | dict[str, str]:
     return given
 
 
-def each_of(sources: Iterable[Any], made: Callable[[Any], Any]) -> list[Any]:
-    """What is made of each data set; the errors of all come out at once."""
+def map_collecting_errors(function: Callable[[Any], Any], sources: Iterable[Any]) -> list[Any]:
+    """The results of a function for data sets; raises one ValueError with the errors of all."""
     results, errors = [], []
     for source in sources:
         try:
-            results.append(made(source))
+            results.append(function(source))
         except ValueError as error:
             errors.append(error)
     if errors:

@@ -147,18 +147,10 @@ def _json(file: str) -> Iterator[str]:
     if isinstance(content, dict) and any(content.get(str(asks or answers)) for asks, answers in FORMS):
         yield json.dumps(content)  # the only row
     elif content != []:
-        raise ValueError(f"{file} must be a JSON list of rows, or have one row a line, got {_named(content)}")
-
-
-def _named(content: Any) -> str:
-    """What a JSON file holds in place of rows, and what could be saved as rows."""
-    if not isinstance(content, dict):
-        return f"{type(content).__name__}."
-    lists = [key for key, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    remedy = f" Save the list in {lists[0]!r} as a file." if len(lists) == 1 else ""
-    if content and all(isinstance(value, dict) for value in content.values()):
-        remedy = " Save its values as a list."
-    return f"one object with {', '.join([*content][:5]) or 'nothing'}{', ...' if len(content) > 5 else ''}.{remedy}"
+        found = f"one object with {', '.join([*content][:5])}" if isinstance(content, dict) else short(content)
+        raise ValueError(
+            f"{file} must be a JSON list of rows, or have one row a line, got {found}. Save the list alone."
+        )
 
 
 def _elements(text: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from ..rows.checks import Checks
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES, DroppedRows
 from ..rows.reports import ABOUT, DataReport, SourceReport, not_read
-from .arguments import DataArguments, DataSource, each_of
+from .arguments import DataArguments, DataSource, map_collecting_errors
 from .source import Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, valid_rows
 from .table import RowReader, measure, only_valid, rows_on_access, valid_table
@@ -50,16 +50,15 @@ def load_data(
 ) -> TrainingData:
     """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
 
-    In memory, the structure, length and image files of all rows are checked here, and images are decoded as
-    [`check_rows`] says: all of held-out data, since a held-out row that loses its labels later makes the loss too low.
-    The processes share this work, so all must call this at the same time. With fractions, the mixture is the largest
-    one with these shares in which no row comes twice; its rows are drawn by `seed`.
+    In memory, all rows are checked here, and images are decoded as [`check_rows`] says: all of held-out
+    data, since a held-out row that loses its labels later makes the loss too low. The processes share
+    this work, so all must call this at the same time. With fractions, the mixture is the largest one
+    with these shares in which no row comes twice.
 
-    A stream is checked while it is read, and its first rows here. For training it is shuffled in a buffer and
-    endless: with fractions, the source of each row is drawn at random, and a source that ends starts again;
-    without, the sources come one after the other, again and again. It has a single shard, so that rows and
-    their numbers do not depend on the number of processes: each reads all of it, in one worker at most, and
-    takes its part. A held-out stream ends.
+    A stream is checked while it is read, and its first rows here. For training it is shuffled in a buffer
+    and endless: with fractions, the source of each row is drawn at random, and one that ends starts again;
+    without, the sources come one after the other. It has a single shard: each process reads all of it,
+    in one worker at most, and takes its part.
 
     Args:
         arguments: Data sets, and what to do with bad rows.
@@ -67,15 +66,14 @@ def load_data(
         max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
         seed: Of the mixture, the shuffle buffer and the held-out split.
         with_eval: Whether to load held-out data.
-        need_images: Whether training rows without any image are an error; for streams, only the first rows are read.
-        dropped_rows: Records dropped rows: in memory by the main process, of streams when they are read.
+        need_images: Whether it is an error if no training row has an image; of a stream, if none of the first has.
+        dropped_rows: Records dropped rows.
         num_proc: Processes that read files and check rows in memory; by default one for each core.
 
     Raises:
-        ValueError: A data set cannot be read, has more bad rows than `bad_rows` allows, or no row left; fractions are
-            not numbers above 0, or missing for some sources; held-out data is not found; images are needed and there
-            are none, or seem to be there but are not read. A stream also raises while it is read: at a bad row, and
-            after a source that gave no row.
+        ValueError: A data set cannot be read, has more bad rows than `bad_rows` allows, or no row left;
+            fractions are not numbers above 0, or missing for some sources; images are needed and there
+            are none, or seem to be there but are not read. A stream also raises while it is read.
     """
     streaming = arguments.dataset_streaming
     fractions = _fractions(arguments.sources)
@@ -83,7 +81,7 @@ def load_data(
     if streaming and splitting:
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
     held_out = open_held_out(arguments, num_proc) if with_eval and not splitting else None
-    sources = each_of(arguments.sources, lambda source: open_source(source, streaming, num_proc))
+    sources = map_collecting_errors(lambda source: open_source(source, streaming, num_proc), arguments.sources)
     options = (arguments.bad_rows, arguments.check_images, arguments.max_image_pixels)
     checks = Checks(processor, max_length, *options, dropped_rows, num_proc)
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
@@ -100,7 +98,7 @@ def load_data(
         held = stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
         reader = RowReader((*sources, *([held_out] if held_out else [])))
-        parts = each_of(enumerate(reports), lambda part: valid_table(reader, part[0], checks, part[1]))
+        parts = map_collecting_errors(lambda part: valid_table(reader, part[0], checks, part[1]), enumerate(reports))
         table = _mixture(parts, fractions, seed, reports)
         if held_out:
             held = rows_on_access(valid_table(reader, len(sources), checks, held_report), reader)
@@ -128,20 +126,19 @@ def prepare_rows(
 ) -> tuple[Dataset | IterableDataset, SourceReport]:
     """Parsed rows, checked and measured, of a data set that is already open.
 
-    Rows may have any form that files have; images may also be PIL images, or any local files. A
-    stream is neither shuffled nor repeated. The results of this function and of [`load_data`] are returned unchanged.
-    All processes must call this at the same time.
+    Rows may have any form that files have; images may also be PIL images, or any local files. A stream is
+    neither shuffled nor repeated. What this function or [`load_data`] returned comes back unchanged. All
+    processes must call this at the same time.
 
     Args:
         data: Rows, in memory or streamed.
         checks: How they are checked.
         name: Name of the data in errors.
         split: Its use. Every image of held-out data is decoded now.
-        need_images: Whether rows without any image are an error; for a stream, only the first rows are read.
+        need_images: As of `load_data`.
 
     Raises:
-        ValueError: Too many rows are bad, no row is left, images are needed and there are none, or seem to be there
-            but are not read. A stream also raises while it is read.
+        ValueError: As of `load_data`.
     """
     if not isinstance(data, (Dataset, IterableDataset)):
         raise TypeError(f"{name} is a {type(data).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream.")

@@ -58,12 +58,8 @@ def both(path, **options) -> list[dict]:
 def test_a_shard_has_the_rows_of_its_files(tmp_path, name):
     path = shard(tmp_path / name, FILES)
     rows = both(path.parent if "/" in name else path)
-    assert answers(rows) == ["A red square.", "None.", "Two.", "A"] and [row["image_count"] for row in rows] == [
-        1,
-        0,
-        2,
-        1,
-    ]
+    assert answers(rows) == ["A red square.", "None.", "Two.", "A"]
+    assert [row["image_count"] for row in rows] == [1, 0, 2, 1]
     images = [np.asarray(decode_image(image, 10**6)) for row in rows for image in row["images"]]
     names = ["a/0.JPG", "a/2.0.png", "a/2.1.webp", "a/3.jpeg"]
     for image, name in zip(images, names, strict=True):
@@ -92,9 +88,8 @@ def test_names_and_links_in_a_shard_reach_nothing_outside(tmp_path):
 
 def test_broken_text_is_a_bad_row_and_a_broken_shard_is_named(tmp_path):
     path = shard(tmp_path / "rows.tar", {"0.json": "{", "1.json": [1], "2.json": b"\xff", "3.json": llava("Q", "A")})
-    with pytest.raises(
-        ValueError, match=r"row 0: .* not valid JSON(.|\n)*row 1: a row must be a(.|\n)*row 2: .* not v"
-    ):
+    reasons = r"row 0: .* not valid JSON(.|\n)*row 1: a row must be a(.|\n)*row 2: .* not valid"
+    with pytest.raises(ValueError, match=reasons):
         both(path)
     assert len(both(path, bad_rows="skip")) == 1
     path.write_bytes(b"no tar file")
