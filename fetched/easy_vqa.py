@@ -57,9 +57,7 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
     """The questions of easy-VQA's `"train"` or `"test"` split, shuffled, with as many "yes" as "no" to each wording.
 
     easy-VQA asks "is there a blue shape?" of images of any colour, so that "no" is right seven times in eight without
-    a look at the image. Here each wording keeps as many questions with the answer "yes" as "no", in pairs: guessing
-    from the question alone is right half the time. All shape and colour questions are kept; their answers are about
-    even.
+    a look at the image. All shape and colour questions are kept; their answers are about even.
 
     The answer taught to a yes/no question begins with what the image shows and whether that is what is asked for:
     "red circle, not blue, no". Half of these questions are negated ("is there not a blue shape?"): in trials a bare

@@ -79,10 +79,7 @@ def parse_rows(
 ) -> list[dict]:
     """Rows in parsed form, each as stored (`raw`) and with its facts; one that cannot be trained on has a `reason`.
 
-    Args:
-        found: Source, number and row as stored.
-        rules: Which files their images may be.
-        processor: Determines the length of a row and the tokens that no text may contain; without one, lengths are 0.
+    `found` has source, number and row as stored. Without a processor, lengths are 0.
     """
     tokens: dict[str, Any] = {}
     if processor:
@@ -157,11 +154,8 @@ def image_problems(
 ) -> dict[int, tuple[str | None, str]]:
     """Checks the images of all rows with [`image_problem`]; the processes share the work.
 
-    Nothing is cached, since files may change. With `max_pixels`, parsed rows are needed, and their images are decoded;
-    with None, rows with the column `paths`, and only that the files exist is checked.
-
-    Returns:
-        File and reason, by the number of a row with a bad image.
+    Nothing is cached, since files may change. With `max_pixels`, the rows must be parsed, and their images are
+    decoded; without, they have the column `paths`. Returns file and reason by the number of a row with a bad image.
     """
     state = PartialState()
     paths = None if max_pixels is not None else rows.with_format("arrow").select_columns("paths")[:]["paths"]
@@ -200,16 +194,10 @@ def bad_rows_message(
     share: float = 0.0,
     expected: int = 0,
 ) -> str:
-    """The message of a run that stops at bad rows: `shown` kinds of reason, with the first row and their number.
+    """The message of a run that stops at bad rows: `shown` kinds of reason, or all, with the first row of each.
 
-    Args:
-        source: The data set.
-        bad: Its bad rows.
-        found: Number of all rows, if it is known.
-        shown: Most kinds of reason; None for all.
-        use: What the rows are for.
-        share: The share of rows that could have been skipped.
-        expected: Bad rows in all, if some were not opened.
+    `found` is the number of all rows, if it is known, `share` that of rows that could have been skipped, and
+    `expected` the bad rows that are likely in all.
     """
     lines = by_kind(bad, shown, found)
     skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"

@@ -53,12 +53,8 @@ class ImageRules:
     def image(self, value: Any) -> dict[str, Any]:
         """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
 
-        Args:
-            value: The image file's bytes or path, a data URI or its base64 alone, a mapping with `bytes` or `path`, or
-                a PIL image.
-
-        Raises:
-            ValueError: It is none of these, or its path is not allowed.
+        `value` is the file's bytes or path, a data URI or its base64 alone, a mapping with `bytes` or `path`, or a PIL
+        image. Raises ValueError if it is none of these, or its path is not allowed.
         """
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # a copy has no file, which may have changed since

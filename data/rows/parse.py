@@ -53,7 +53,6 @@ class DroppedRow:
         source: File or data set.
         row: Number in it, from 0.
         file: Its first image, or the one that is the reason.
-        reason: Why it was dropped.
         tokens: Its length, if that is the reason.
     """
 

@@ -43,16 +43,9 @@ class Turn:
 
 
 def read_turns(value: Any, column: str, text_role: str | None, left_out: list[str]) -> list[Turn]:
-    """The turns in a column.
+    """The turns in a column: a list of them, also as text or by columns, or the text of the turn of `text_role`.
 
-    Args:
-        value: A list of turns, also as text or by columns, or, with `text_role`, the text of one.
-        column: Its name, for errors.
-        text_role: Whose turn a text is; None if there must be a list.
-        left_out: Gets what is not read, such as `messages.tool_calls`.
-
-    Raises:
-        ValueError: A turn or a part of it is not known.
+    `left_out` gets what is not read, such as `messages.tool_calls`. Raises ValueError if a turn is not known.
     """
     value = as_text(value) if text_role else transposed(parsed(value))
     if isinstance(value, str) and text_role:

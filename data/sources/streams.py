@@ -84,11 +84,7 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
 def has_images(source: Source, checks: Checks, report: SourceReport) -> bool:
     """Whether one of the first rows of a stream has an image; all of their images are opened.
 
-    The report gets how many rows may be skipped.
-
-    Raises:
-        ValueError: More rows are bad than `bad_rows` allows, or all of them, or [`check_images_are_read`] finds
-            unread images.
+    Raises ValueError if too many rows are bad, or [`check_images_are_read`] finds unread images.
     """
     report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
     rows = list(_valid(source, checks, _FIRST))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets in memory: a cached table has the facts of each row; the row itself is parsed when it is read."""
 
-import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +76,7 @@ class RowReader:
 
 
 def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceReport) -> Dataset:
-    """The table of the valid rows of one of the reader's sources; see [`only_valid`].
-
-    The table of all rows is cached in the cache of `datasets`.
-
-    Raises:
-        ValueError: The source cannot be read or has no rows; see also `only_valid` and
-            [`check_images_are_read`].
-    """
+    """The table of the valid rows of one of the reader's sources; errors are those of the functions that it calls."""
     source = reader.sources[part]
     table = all_rows(source, part, checks)
     valid = only_valid(table, reader, source, checks, report)
@@ -199,12 +191,10 @@ def _column(table: Dataset, name: str) -> pa.ChunkedArray:
 
 
 def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
-    """The table of all rows of a source, which is `part` of its reader's, from the cache.
+    """The table of all rows of a source, which is `part` of its reader's, from the cache of `datasets`.
 
     Of processes that start together, the first checks the rows, divided among `checks.processes`, and the others wait.
-
-    Raises:
-        ValueError: The source cannot be read or has no rows.
+    Raises ValueError if there are no rows.
     """
     processor, known = checks.processor, list[Any]()
     if processor:
@@ -239,12 +229,6 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
 
 def _facts(chunk: dict[str, list], data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
     (start,) = chunk["start"]
-    collects = gc.isenabled()
-    gc.disable()  # so many new objects would have it go through all others of the process, again and again
-    try:
-        rows = parse_rows(data.rows(start, CHUNK), data.rules, processor)
-    finally:
-        if collects:
-            gc.enable()
+    rows = parse_rows(data.rows(start, CHUNK), data.rules, processor)
     facts = {name: [row[name] for row in rows] for name in COLUMNS if name != "index"}
     return {"index": list(range(start, start + len(rows))), **facts}
