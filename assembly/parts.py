@@ -18,6 +18,8 @@ from transformers import (
 )
 
 from ..checkpoint.opening import Checkpoint
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
 from .chat_template import multimodal_chat_template
 from .processing import VISION_ENCODERS
 
@@ -104,6 +106,24 @@ def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         weight = table.weight
         weight[old:] = weight[:old].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+
+
+def assemble(
+    config: NormAlignLlavaConfig, tower: PreTrainedModel, language_model: PreTrainedModel
+) -> NormAlignLlavaForConditionalGeneration:
+    """The model of two loaded parts, and a projector with random weights."""
+    with torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration(config)
+    model.model.vision_tower = tower
+    model.model.language_model = language_model.base_model
+    model.lm_head = language_model.get_output_embeddings()
+    projector = NormAlignLlavaMultiModalProjector(config)
+    projector.apply(model.model._init_weights)
+    for linear in (projector.linear_1, projector.linear_2):
+        linear.to(language_model.dtype)
+    model.model.multi_modal_projector = projector
+    model.generation_config = language_model.generation_config
+    return model.eval()
 
 
 @torch.no_grad()

@@ -91,24 +91,25 @@ def load_data(
     train: Dataset | IterableDataset
     held: Dataset | IterableDataset | None = None
     if streaming:
-        with_images = any([has_images(each, checks, report) for each, report in zip(sources, reports, strict=True)])
+        with_images = any(
+            [has_images(source, checks, report) for source, report in zip(sources, reports, strict=True)]
+        )
         drawn = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
         train = stream(endless_rows, {**drawn, "buffer_size": arguments.shuffle_buffer_size})
-        held = stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
-        reader = RowReader((*sources, *([held_out] if held_out else [])))
+        reader = RowReader(tuple(sources))
         parts = map_collecting_errors(lambda part: valid_table(reader, part[0], checks, part[1]), enumerate(reports))
         table = _mixture(parts, fractions, seed, reports)
-        if held_out:
-            held = rows_on_access(valid_table(reader, len(sources), checks, held_report), reader)
-        elif splitting:
+        if splitting:
             table, out = _split(table, arguments.test_split_size, seed, reports)
             # With any file allowed: links that leave the image folder were checked with all rows.
             mixed = Source("held out of training", ImageRules(), out)
             held = rows_on_access(only_valid(out, reader, mixed, checks, held_report), reader)
         train = rows_on_access(table, reader)
         with_images = any(report.images for report in reports)
+    if held_out:
+        held, _ = _prepared(held_out, checks, held_report)
     if need_images and not with_images:
         raise _no_images(source.name for source in sources)
     reports += [held_report] if with_eval else []
@@ -148,15 +149,7 @@ def prepare_rows(
         if isinstance(data, Dataset):
             measure(data, report)
         return data, report
-    source = Source(name, ImageRules(), data)
-    prepared: Dataset | IterableDataset
-    if isinstance(data, IterableDataset):
-        with_images = has_images(source, checks, report)
-        prepared = stream(valid_rows, {"source": source, "checks": checks})
-    else:
-        reader = RowReader((source,))
-        prepared = rows_on_access(valid_table(reader, 0, checks, report), reader)
-        with_images = bool(report.images)
+    prepared, with_images = _prepared(Source(name, ImageRules(), data), checks, report)
     if need_images and not with_images:
         raise _no_images([name])
     for title, text in not_read(report.left_out, report.changed).items():
@@ -165,6 +158,14 @@ def prepare_rows(
         logger.warning(f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])
     return prepared, report
+
+
+def _prepared(source: Source, checks: Checks, report: SourceReport) -> tuple[Dataset | IterableDataset, bool]:
+    """The valid rows of a source, and whether there are images; of a stream, among its first rows."""
+    if isinstance(source.data, IterableDataset):
+        return stream(valid_rows, {"source": source, "checks": checks}), has_images(source, checks, report)
+    reader = RowReader((source,))
+    return rows_on_access(valid_table(reader, 0, checks, report), reader), bool(report.images)
 
 
 def _no_images(names: Iterable[str]) -> ValueError:
