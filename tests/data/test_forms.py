@@ -177,7 +177,6 @@ def test_align_without_an_image_is_an_error(processor, tmp_path, streaming):
 
 UNREAD = {
     "column img": {"img": "red.png", **llava("Q", "A")},
-    "column photo": {"photo": {"bytes": None, "path": "x"}, **llava("Q", "A")},
     "column photo_urls": {"photo_urls": ["http://host/red"], **llava("Q", "A")},
     "column seen": {"seen": "https://host/red.JPG?size=3", **llava("Q", "A")},
     "column drawing": {"drawing": f"data:image/png;base64,{'A' * 100}", **llava("Q", "A")},
