@@ -25,7 +25,9 @@ from .fetch import unpack
 SYSTEM = "Answer briefly."
 EMOJI_QUESTION = "what is this?"
 EMOJI_TURNS = 2  # with an image each they make a row about as long as one of easy-VQA
-EMOJI = tuple("dog cat monkey elephant whale turtle apple banana pizza hamburger taxi truck".split())
+EMOJI = (
+    "dog", "cat", "monkey", "elephant", "whale", "turtle", "apple", "banana", "pizza", "hamburger", "taxi", "truck",
+)  # fmt: skip
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 SIDE = 64  # pixels, of easy-VQA's images and of Google's drawings

@@ -58,8 +58,8 @@ class ImageRules:
         """
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # a copy has no file, which may have changed since
-        given = value if isinstance(value, Mapping) else {"bytes" if isinstance(value, bytes) else "path": value}
-        path, content = given.get("path"), given.get("bytes")
+        fields = value if isinstance(value, Mapping) else {"bytes" if isinstance(value, bytes) else "path": value}
+        path, content = fields.get("path"), fields.get("bytes")
         if isinstance(content, bytes):
             # Without its name: `datasets` would read a file of that name in the working directory instead.
             return {"path": None, "bytes": content}
@@ -82,7 +82,7 @@ class ImageRules:
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file
         if streamed or separator:
-            known = given is value and re.fullmatch(r"(?s)(zip://((?!::).)*)?", archive)
+            known = fields is value and re.fullmatch(r"(?s)(zip://((?!::).)*)?", archive)
             allowed = file.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
             if not known or streamed and not (allowed and (self.hub or not self.folder)):
                 local = path.startswith("file://")
@@ -94,13 +94,13 @@ class ImageRules:
             raise ValueError(f"the image {path} is a path, and its folder is not known: set image_folder")
         if self.archive and not separator and not os.path.isabs(file):
             name = posixpath.normpath(file)
-            leaves, found = name.startswith("../"), f"zip://{name}::{self.archive}"
+            leaves, address = name.startswith("../"), f"zip://{name}::{self.archive}"
         else:
             full = os.path.abspath(os.path.join(self.folder or "", file))
-            leaves, found = not self._allow(full, os.path.abspath), archive + separator + full
+            leaves, address = not self._allow(full, os.path.abspath), archive + separator + full
         if leaves:
             raise ValueError(f"the image {path} leaves {self._place}")
-        return {"path": found, "bytes": None}
+        return {"path": address, "bytes": None}
 
     def check_file(self, path: str) -> None:
         """Raises ValueError if a path of [`image`] does not exist, or is a link to a place that is not allowed.

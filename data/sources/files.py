@@ -147,9 +147,9 @@ def _json(file: str) -> Iterator[str]:
     if isinstance(content, dict) and any(content.get(str(asks or answers)) for asks, answers in FORMS):
         yield json.dumps(content)  # the only row
     elif content != []:
-        found = f"one object with {', '.join([*content][:5])}" if isinstance(content, dict) else short(content)
+        shown = f"one object with {', '.join([*content][:5])}" if isinstance(content, dict) else short(content)
         raise ValueError(
-            f"{file} must be a JSON list of rows, or have one row a line, got {found}. Save the list alone."
+            f"{file} must be a JSON list of rows, or have one row a line, got {shown}. Save the list alone."
         )
 
 
@@ -209,9 +209,9 @@ def _csv(file: str) -> Iterator[str]:
 
 def _cell(text: str | None) -> Any:
     """The text of a cell, or the list of texts that it holds; None if it is empty."""
-    found = parsed(text)
-    is_list = isinstance(found, list) and found and all(isinstance(each, str) for each in found)
-    return found if is_list else text or None
+    content = parsed(text)
+    is_list = isinstance(content, list) and content and all(isinstance(element, str) for element in content)
+    return content if is_list else text or None
 
 
 READERS: dict[str, Callable[[str], Iterator[str]]] = {

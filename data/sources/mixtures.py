@@ -183,12 +183,12 @@ def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
 
 def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
     """Shares that sum to 1; empty without fractions."""
-    given: list[Any] = [source.fraction for source in sources]
-    if given.count(None) == len(given):
+    shares: list[Any] = [source.fraction for source in sources]
+    if shares.count(None) == len(shares):
         return ()
-    if not all(isinstance(fraction, (int, float)) and 0 < fraction < math.inf for fraction in given):
-        raise ValueError(f"Every data set of a mixture has a fraction, a number above 0, or none has; got {given}.")
-    return tuple(fraction / sum(given) for fraction in given)
+    if not all(isinstance(fraction, (int, float)) and 0 < fraction < math.inf for fraction in shares):
+        raise ValueError(f"Every data set of a mixture has a fraction, a number above 0, or none has; got {shares}.")
+    return tuple(fraction / sum(shares) for fraction in shares)
 
 
 def _mixture(parts: list[Dataset], fractions: tuple[float, ...], seed: int, reports: list[SourceReport]) -> Dataset:

@@ -105,13 +105,13 @@ class Source:
         """What would read some bad rows: the one file of a folder whose rows are known, and where images are."""
         unknown = {row.source for row in bad if row.reason.startswith(UNKNOWN)}
         files = [file for file in self.files if file not in unknown]
-        found = {"data": files[0]} if unknown and len(files) == 1 else {}
+        options = {"data": files[0]} if unknown and len(files) == 1 else {}
         folder = Path(self.rules.folder or os.curdir)
         for absent in [row.file for row in bad if row.file and ABSENT in row.reason][:1]:
             name = os.path.relpath(folder / absent, folder)
             places = [place for place in sorted(folder.glob("*")) if _holds(place, name)]
-            found |= {"images": str(places[0])} if places else {}
-        return found
+            options |= {"images": str(places[0])} if places else {}
+        return options
 
     def check_columns(self) -> None:
         """Raises ValueError if `columns` names one that no row has, or, of a stream, none of the first ones."""

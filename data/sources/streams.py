@@ -31,10 +31,10 @@ _CHUNK = 64  # rows that are parsed together
 _FIRST = 100  # rows whose images are opened before training
 
 
-def stream(rows: Callable[..., Iterator[dict[str, Any]]], given: dict[str, Any]) -> IterableDataset:
+def stream(rows: Callable[..., Iterator[dict[str, Any]]], arguments: dict[str, Any]) -> IterableDataset:
     # One generator without lists among its arguments is one shard. Several would be split between workers and
     # processes, each of which would then see other sources, number rows differently and end at another time.
-    return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=given)
+    return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=arguments)
 
 
 def endless_rows(
@@ -95,8 +95,8 @@ def has_images(source: Source, checks: Checks, report: SourceReport) -> bool:
 
 def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[dict[str, Any]]:
     """The valid rows of a stream; of the `first` alone, the images are opened too."""
-    found = islice(source, first)
-    rows = iter(lambda: parse_rows(islice(found, _CHUNK), source.rules, checks.processor), [])
+    stored = islice(source, first)
+    rows = iter(lambda: parse_rows(islice(stored, _CHUNK), source.rules, checks.processor), [])
     share, bad, number = share_of_bad_rows(checks.bad_rows, source), list[DroppedRow](), 0
     for number, row in enumerate(chain.from_iterable(rows), 1):
         dropped = checks.too_long(row)

@@ -129,8 +129,8 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
 
     def image_faults(numbers: np.ndarray, pixels: int | None) -> dict[int, tuple[str | None, str]]:
         rows = table.select(numbers) if pixels is None else rows_on_access(table.select(numbers), reader)
-        found = image_problems(rows, report.source, source.rules, pixels)
-        return {int(numbers[number]): problem for number, problem in found.items()}
+        faults = image_problems(rows, report.source, source.rules, pixels)
+        return {int(numbers[number]): problem for number, problem in faults.items()}
 
     problems = image_faults(opened, checks.max_image_pixels)
     broken, rest, scale = len(problems), np.setdiff1d(shows, opened), len(shows) / max(1, len(opened))
