@@ -17,6 +17,7 @@ from train_data import assistant, image_bytes, images, llava, read, user, write_
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
+from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.arguments import DataSource
@@ -397,20 +398,21 @@ def write_many(folder, rows, bad):
     return folder / "data.jsonl"
 
 
-def test_a_share_of_bad_rows_is_skipped_and_more_stop_before_the_first_step(processor, tmp_path):
+def test_a_share_of_bad_rows_is_skipped_and_more_stop_before_the_first_step(processor, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "MANY_ROWS", 500)
     few = write_many(tmp_path / "few", 50, 2)
     with pytest.raises(ValueError, match=r"row 48: the answer in turn 1 is empty.*\(2 rows\)\nFix them, or skip"):
         read(few, processor)  # stop is the default of small data
     assert len(read(few, processor, bad_rows="0.04").train) == 48
     with pytest.raises(ValueError, match=r"\(2 rows\)\nThese are 2 rows, and a share of 0.03 is skipped at most"):
         read(few, processor, bad_rows=0.03)
-    many = write_many(tmp_path / "many", 10_001, 100)
+    many = write_many(tmp_path / "many", 501, 5)
     (report,) = read(many, processor).report.sources
-    assert (report.bad, report.valid, report.skippable) == (100, 9_901, 0)
-    with pytest.raises(ValueError, match=r"\(100 rows\)"):
+    assert (report.bad, report.valid, report.skippable) == (5, 496, 0)
+    with pytest.raises(ValueError, match=r"\(5 rows\)"):
         read(many, processor, bad_rows="stop")
-    with pytest.raises(ValueError, match="These are 102 rows, and a share of 0.01 is skipped at most"):
-        read(write_many(tmp_path / "more", 10_001, 102), processor)
+    with pytest.raises(ValueError, match="These are 6 rows, and a share of 0.01 is skipped at most"):
+        read(write_many(tmp_path / "more", 501, 6), processor)
     for wrong in ("some", "1", 0, 1.5, True):
         with pytest.raises(ValueError, match="bad_rows must be 'stop', 'skip' or a share between 0 and 1"):
             read(few, processor, bad_rows=wrong)

@@ -29,7 +29,7 @@ def test_a_list_is_what_json_reads(tmp_path, encoding):
         ("[1,]", "is not valid JSON: "),
         ("[1] 2", r"is not valid JSON: Extra data: line 1 column 5 \(char 4\)"),
         ('{"a": 1}', "must be a JSON list of rows, or have one row a line, got one object with a"),
-        ("7", "must be a JSON list of rows, or have one row a line, got int"),
+        ("7", "must be a JSON list of rows, or have one row a line, got 7"),
         ("[" * 100_000, "is nested too deeply to be rows of data"),
     ],
 )
