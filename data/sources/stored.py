@@ -10,14 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar
 
 import pyarrow
-from datasets import (
-    Dataset,
-    DatasetDict,
-    DatasetInfo,
-    IterableDataset,
-    load_dataset_builder,
-    load_from_disk,
-)
+from datasets import Dataset, DatasetDict, DatasetInfo, IterableDataset, load_dataset_builder, load_from_disk
+from datasets.fingerprint import Hasher
 from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
@@ -50,7 +44,7 @@ def load(source: DataSource, streaming: bool, num_proc: int | None) -> Dataset |
         named = builder.config.data_files or {}
         check_inside(path / (source.data_dir or ""), [file for split in named.values() for file in split])
     if isinstance(builder, WebDataset):
-        builder = Shards(data_files=builder.config.data_files)
+        builder = Shards(data_files=builder.config.data_files, hash=Hasher.hash(Path(__file__).read_bytes()))
     if isinstance(builder, Parquet):
         builder.config.batch_size = _PARQUET_ROWS
     if streaming:
