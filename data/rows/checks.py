@@ -38,17 +38,13 @@ rows are opened before training.
 
 @dataclass
 class Checks:
-    """Options of the checks.
+    """Options of the checks; those that are not described here are options of [`DataArguments`].
 
     Attributes:
         processor: Determines the length of a row and the tokens that no text may contain; None to count no tokens.
         max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
-        bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it, and a share drops so many; for
-            None see [`share_of_bad_rows`].
-        check_images: Whether to decode every image before training, whatever a sample of `MANY_ROWS` rows tells.
-        max_image_pixels: Images with more pixels are bad.
         dropped_rows: Records dropped rows.
-        processes: That check rows in memory; by default one for each core.
+        processes: How many check rows in memory; by default one for each core.
     """
 
     processor: LlavaProcessor | None

@@ -23,7 +23,6 @@ class Question:
     Attributes:
         asked: The text, with the hint before it, and its input and options in lines after it; or turns.
         answer: Text, a list of accepted texts, or turns. A number of an option, from 0, is its letter here.
-        options: By letter; empty if there are none.
         accepted: All right answers, if the row has them apart from `answer`.
         read: The columns that were read.
     """

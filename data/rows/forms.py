@@ -62,10 +62,8 @@ class Row:
         form: The column that identifies its form.
         messages: Turns with content parts, `{"type": "image"}` or `{"type": "text", "text": str}`.
         images: The image of each image part, in order, in any form that [`ImageRules.image`] takes.
-        learned: For each assistant turn, whether it is learned. Those of a prompt are not, nor those that the row
-            itself excludes, by `weight` 0 and the like.
-        options: Of a multiple-choice question, by letter.
-        accepted: Answers that are right, if the row lists several.
+        learned: For each assistant turn, whether it is learned; those of a prompt, or of `weight` 0, are not.
+        options, accepted: Of a question, the options by letter, and the right answers if there are several.
         left_out: Names of what is not read: columns, and keys of turns such as `messages.tool_calls`.
         changed: What was changed, in words.
     """
@@ -92,9 +90,6 @@ def read_row(raw: Any) -> Row:
 
     In a user's string, `<image>` and `<img>path</img>` become image parts, without a line break on either side. If
     there are none, the images come at the start of the first user turn, as in TRL.
-
-    Args:
-        raw: The row as stored.
 
     Raises:
         UnknownForm: The form is not known.

@@ -89,14 +89,11 @@ def loaded(text: str) -> Any:
 
 
 def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
-    """The files of rows in a folder whose names belong to a split, and others that are of no other split.
+    """The files of rows in a folder whose names belong to a split, and others, which are not read.
 
-    WebDataset's shards come before others, since programs write tables of what is in them beside them, and metadata
-    files before the rest. There are none if `datasets` has to read the folder. Without files at the top of the folder,
-    metadata are searched in all of it.
-
-    Raises:
-        ValueError: There are files, but none of this split.
+    WebDataset's shards come first, since programs write tables of their content beside them, then metadata. There are
+    none if `datasets` has to read the folder. Without files at its top, metadata are searched in all of it. Raises
+    ValueError if there are files, but none of this split.
     """
     top = sorted(path for path in folder.glob("*") if path.is_file() and not path.stem.startswith("dataset_info"))
     files = [path for path in top if path.suffix.lower() in READERS]

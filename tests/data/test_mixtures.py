@@ -206,23 +206,18 @@ def test_of_many_images_a_sample_is_opened(load, tmp_path, monkeypatch):
 
 
 def test_the_first_rows_of_a_stream_are_opened(load, tmp_path):
-    for broken, stops in (({*range(0, 120, 10)}, False), ({*range(60)}, True)):
-        path = with_broken(tmp_path / str(stops), "json", 120, broken)
-        options = {"bad_rows": 0.05, "dataset_streaming": True}
-        if not stops:
-            load(path, **options)
-            continue
-        with pytest.raises(ValueError, match=r"row 0: .*\(60 rows\)(.|\n)*the first 100 rows of the stream"):
-            load(path, **options)
+    options = {"bad_rows": 0.05, "dataset_streaming": True}
+    load(with_broken(tmp_path / "some", "json", 120, {*range(0, 120, 10)}), **options)
+    many = with_broken(tmp_path / "many", "json", 120, {*range(60)})
+    with pytest.raises(ValueError, match=r"row 0: .*\(60 rows\)(.|\n)*the first 100 rows of the stream"):
+        load(many, **options)
 
 
 def test_a_share_of_a_short_stream_is_of_its_own_rows(load, tmp_path):
     path = write_json(tmp_path, [llava("Q", "" if number in (110, 115) else f"{number}") for number in range(120)])
     rows = iter(load(path, bad_rows=0.01, dataset_streaming=True, shuffle_buffer_size=1).train)
     assert answers(islice(rows, 117))[-1] == "118"  # of 10,000 rows it would be allowed
-    with pytest.raises(
-        ValueError, match=r"row 110: .*\(2 rows\)\nThese are 2 rows, and a share of 0.01 is skipped at"
-    ):
+    with pytest.raises(ValueError, match=r"row 110: .*\(2 rows\)\nThese are 2 rows, and a share of 0.01 is"):
         list(rows)
 
 
@@ -266,9 +261,8 @@ def test_every_bad_source_of_a_mixture_is_named_at_once(load, tmp_path):
     (tmp_path / "rows.txt").write_text("x")
     write_json(tmp_path / "bad", [llava("Q", "")])
     wrong = [{"path": str(tmp_path / name)} for name in ("none.json", "rows.txt", "nowhere")]
-    with pytest.raises(
-        ValueError, match="no data file .*none.json(.|\n)*rows.txt has the suffix(.|\n)*nowhere is no "
-    ):
+    reasons = "no data file .*none.json(.|\n)*rows.txt has the suffix(.|\n)*nowhere is no "
+    with pytest.raises(ValueError, match=reasons):
         load(None, datasets=[good, *wrong])
     with pytest.raises(ValueError, match="b/data.json has no rows.\nRows that cannot(.|\n)*bad/data.json, row 0: "):
         load(None, datasets=[good, empty, {"path": str(tmp_path / "bad")}])
