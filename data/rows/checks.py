@@ -2,14 +2,13 @@
 """Checks of rows before training: their structure, their length, and whether their images exist."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from datasets import Dataset
 from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor
@@ -146,28 +145,22 @@ def tokens_per_image(processor: LlavaProcessor) -> int:
 
 
 def image_problems(
-    rows: Dataset, name: str, rules: ImageRules, max_pixels: int | None
+    images: Callable[[int], list[dict[str, Any]]], count: int, name: str, rules: ImageRules, max_pixels: int | None
 ) -> dict[int, tuple[str | None, str]]:
-    """Checks the images of all rows with [`image_problem`]; the processes share the work.
+    """Checks the images of `count` rows with [`image_problem`]; the processes share the work.
 
-    Nothing is cached, since files may change. With `max_pixels`, the rows must be parsed, and their images are
-    decoded; without, they have the column `paths`. Returns file and reason by the number of a row with a bad image.
+    Nothing is cached, since files may change. Returns file and reason by the number of a row with a bad image.
     """
     state = PartialState()
-    paths = None if max_pixels is not None else rows.with_format("arrow").select_columns("paths")[:]["paths"]
 
     def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
         """The bad ones of some rows that follow each other."""
         numbers = range(start, min(start + _CHUNK, stop))
-        images = map(image_files, paths[start : numbers.stop].to_pylist()) if paths is not None else None
-        checked = [
-            (number, image_problem(next(images) if images else rows[number]["images"], rules, max_pixels))
-            for number in numbers
-        ]
+        checked = ((number, image_problem(images(number), rules, max_pixels)) for number in numbers)
         return [(number, problem) for number, problem in checked if problem]
 
     # Each process takes rows that follow each other.
-    begin, stop = (len(rows) * rank // state.num_processes for rank in (state.process_index, state.process_index + 1))
+    begin, stop = (count * rank // state.num_processes for rank in (state.process_index, state.process_index + 1))
     starts = range(begin, stop, _CHUNK)
     with ThreadPoolExecutor() as threads:
         results = track(

@@ -22,6 +22,7 @@ from ..rows.checks import (
     Checks,
     bad_rows_message,
     check_images_are_read,
+    image_files,
     image_problems,
     likely_counts,
     parse_rows,
@@ -128,9 +129,11 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         opened = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
 
     def image_faults(numbers: np.ndarray, pixels: int | None) -> dict[int, tuple[str | None, str]]:
-        rows = table.select(numbers) if pixels is None else rows_on_access(table.select(numbers), reader)
-        faults = image_problems(rows, report.source, source.rules, pixels)
-        return {int(numbers[number]): problem for number, problem in faults.items()}
+        rows = rows_on_access(table.select(numbers), reader)
+        paths = _column(table.select(numbers), "paths").combine_chunks()
+        images = (lambda n: rows[n]["images"]) if pixels else (lambda n: image_files(paths[n].as_py()))
+        faults = image_problems(images, len(numbers), report.source, source.rules, pixels)
+        return {int(numbers[number]): fault for number, fault in faults.items()}
 
     problems = image_faults(opened, checks.max_image_pixels)
     broken, rest, scale = len(problems), np.setdiff1d(shows, opened), len(shows) / max(1, len(opened))
