@@ -207,10 +207,13 @@ def test_of_many_images_a_sample_is_opened(load, tmp_path, monkeypatch):
 
 def test_the_first_rows_of_a_stream_are_opened(load, tmp_path):
     options = {"bad_rows": 0.05, "dataset_streaming": True}
-    load(with_broken(tmp_path / "some", "json", 120, {*range(0, 120, 10)}), **options)
+    some = with_broken(tmp_path / "some", "json", 120, {*range(0, 120, 10)})
     many = with_broken(tmp_path / "many", "json", 120, {*range(60)})
-    with pytest.raises(ValueError, match=r"row 0: .*\(60 rows\)(.|\n)*the first 100 rows of the stream"):
-        load(many, **options)
+    reports = load(some, with_eval=True, eval_dataset_name=str(some), **options).report.sources
+    assert [report.skippable for report in reports] == [500, 500]  # of 10,000, for training and held-out rows alike
+    for held_out in ({}, {"with_eval": True, "eval_dataset_name": str(many)}):
+        with pytest.raises(ValueError, match=r"row 0: .*\(60 rows\)(.|\n)*the first 100 rows of the stream"):
+            load(some if held_out else many, **held_out, **options)
 
 
 def test_a_share_of_a_short_stream_is_of_its_own_rows(load, tmp_path):
