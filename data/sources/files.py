@@ -39,6 +39,7 @@ ROWS = Features(
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
 _LIST_START = re.compile(r"\s*\[\s*")
 _SEPARATOR = re.compile(r"\s*[,\]]\s*")  # of the elements of a JSON list, or its end
+_WRITTEN = 200  # rows that are kept in memory before they are written; they may have images in base64
 _TABLES = {".parquet", ".arrow"}
 _ONE_A_LINE = "Write each row in one line, as `jq -c .` does."
 
@@ -53,9 +54,9 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
     if streaming:
         return IterableDataset.from_generator(_rows, features=ROWS, gen_kwargs={"files": files})
     versions = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
-    version = Hasher.hash([versions, Path(__file__).read_bytes()])
+    options = {"fingerprint": Hasher.hash([versions, Path(__file__).read_bytes()]), "writer_batch_size": _WRITTEN}
     try:
-        return Dataset.from_generator(_rows, features=ROWS, gen_kwargs={"files": files}, fingerprint=version)
+        return Dataset.from_generator(_rows, features=ROWS, gen_kwargs={"files": files}, **options)
     except ValueError:  # raised by `datasets` without rows; what `_rows` raises is wrapped
         return Dataset.from_dict({name: [] for name in ROWS}, features=ROWS)
 
