@@ -15,7 +15,6 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     LlavaProcessor,
-    PreTrainedModel,
 )
 
 from ..checkpoint.files import check_new, finished_folder, write_json
@@ -26,18 +25,18 @@ from ..checkpoint.provenance import licence_of
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import Printed
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .arms import ARMS
 from .chat_template import has_generation_marks
 from .parts import (
     add_image_token,
+    assemble,
     check_language_model,
     check_text_outputs,
     check_vision_encoder,
     load_language_model,
     set_chat_template,
     text_outputs,
-    tower_alone,
     vision_config,
 )
 from .processing import check_feature_layer, make_processor
@@ -45,18 +44,13 @@ from .processing import check_feature_layer, make_processor
 
 logger = logging.getLogger(__name__)
 
-NO_MARKS = (
-    "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on assistant "
-    "turns needs them: pass a template that has them with --chat-template."
-)
-
 
 @dataclass(frozen=True)
 class BuildReport(Printed):
     """What `normalign build` prints, and writes into `build.json`.
 
     Attributes:
-        n_text: N_text, the mean norm with which text embeddings enter the decoder.
+        n_text: The mean norm with which text embeddings enter the decoder.
         gain: Start of the norm's gain; None without a norm.
         generation_marks: Whether the chat template marks the assistant's turns for training.
         vision_revision, language_revision: Commits of parts from the Hub; None for folders.
@@ -112,7 +106,7 @@ def build_checkpoint(
     Args:
         vision: CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 (with or without registers) or ViT; folder or Hub id.
         language: Causal language model of transformers; folder or Hub id.
-        output: Folder to create; it must not exist or be empty.
+        output: Folder to create, which `build.json` with the report is in.
         arm: One of the paper's arms, see `ARMS`.
         norm: `"layer_norm"` or `"rms_norm"`.
         feature_layer: Hidden state(s) of the encoder that the projector reads; -1 is the last layer's output.
@@ -120,10 +114,7 @@ def build_checkpoint(
             encoder has a class token, the second for SigLIP, which has none.
         chat_template: File with a Jinja template to use in place of the language model's own.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the language model's. The norm is always float32.
-        seed: Of the projector's random weights; by default they are drawn from torch's generator as it is.
-
-    Returns:
-        The report, which is also written to `output/build.json`.
+        seed: Of the projector's random weights; by default torch's generator is used as it is.
 
     Raises:
         ValueError: A part or an option does not fit; nothing is written.
@@ -147,8 +138,7 @@ def build_checkpoint(
             tokens_per_image = check_processor(processor)
 
         language_model = load_language_model(language_part, dtype)
-        with tower_alone():
-            tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
+        tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
         outputs = text_outputs(language_model)
         add_image_token(language_model, tokenizer)
         config = NormAlignLlavaConfig(
@@ -161,7 +151,7 @@ def build_checkpoint(
             tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
             **arguments,
         )
-        model = _assemble(config, tower, language_model)
+        model = assemble(config, tower, language_model)
         check_text_outputs(model, outputs, language)
         return _finish(model, processor, folder, output, vision_part, language_part, arm, marks)
 
@@ -169,10 +159,7 @@ def build_checkpoint(
 def retrofit_checkpoint(
     llava: str, output: str | os.PathLike, *, arm: str = "gwc", norm: str = "layer_norm", dtype: str = "auto"
 ) -> BuildReport:
-    """Adds the aligned norm after the projector of a LLaVA checkpoint (`LlavaForConditionalGeneration`).
-
-    Every tensor of the checkpoint stays as it is. Arguments, result and errors are those of [`build_checkpoint`].
-    """
+    """Adds the aligned norm to a LLaVA, whose tensors all stay as they are; see [`build_checkpoint`]."""
     check_new(output)
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
@@ -205,21 +192,6 @@ def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
     return {"projector_norm": norm, **ARMS[arm]}
 
 
-def _assemble(config, tower: PreTrainedModel, language_model: PreTrainedModel):
-    with torch.device("meta"):
-        model = NormAlignLlavaForConditionalGeneration(config)
-    model.model.vision_tower = tower
-    model.model.language_model = language_model.base_model
-    model.lm_head = language_model.get_output_embeddings()
-    projector = NormAlignLlavaMultiModalProjector(config)
-    projector.apply(model.model._init_weights)
-    for linear in (projector.linear_1, projector.linear_2):
-        linear.to(language_model.dtype)
-    model.model.multi_modal_projector = projector
-    model.generation_config = language_model.generation_config
-    return model.eval()
-
-
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     """The dtype of this name; `"auto"` and dtypes stay. Raises ValueError on another name."""
     allowed = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -230,9 +202,12 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 def _finish(
     model, processor: LlavaProcessor, folder: Path, output, vision: Checkpoint, language: Checkpoint, arm, marks: bool
-):
+) -> BuildReport:
     if not marks:
-        logger.warning(NO_MARKS)
+        logger.warning(
+            "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on "
+            "assistant turns needs them: pass a template that has them with --chat-template."
+        )
     config = model.config
     if config.projector_norm == "none":
         n_text, gain = model.measure_text_embedding_norm(), None
@@ -255,8 +230,7 @@ def _finish(
         vision_revision=vision.revision,
         language_revision=language.revision,
         licenses={
-            "vision": licence_of(vision.name, vision.revision),
-            "language": licence_of(language.name, language.revision),
+            name: licence_of(part.name, part.revision) for name, part in (("vision", vision), ("language", language))
         },
         from_llava=vision is language,
     )

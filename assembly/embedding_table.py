@@ -33,14 +33,9 @@ TokenText = Callable[[int], str | None]  # row of the embedding matrix -> text o
 
 
 class EmbeddingRows(NamedTuple):
-    """What is read of an embedding matrix `(V, d)`.
+    """What is read of an embedding matrix `(V, d)`: its name, L2 norms of its rows `(V,)` in float64, and d.
 
-    Attributes:
-        tensor: Its name in the weights.
-        norms: L2 norms of the rows `(V,)`, float64.
-        hidden_size: d.
-        config: The model's; None without a configuration that transformers knows.
-        text_of: The text of a token, by its row; None without a tokenizer.
+    `config` is None if transformers does not know the model; `text_of` gives the text of a row's token.
     """
 
     tensor: str
@@ -85,8 +80,6 @@ def _weight_file(model: str, files: list[str]) -> str:
         return single[0]
     if single:
         raise ValueError(f"{model} has {len(single)} .safetensors files and no index: {', '.join(single)}. Name one.")
-    if any(name.endswith(".gguf") for name in files):
-        raise ValueError(f"{model} has GGUF weights, which are not read. Name the checkpoint that they come from.")
     raise ValueError(
         f"{model} has no weights in safetensors among {', '.join(files) or 'no files'}. Pickled weights "
         f"(*{', *'.join(PICKLES)}) run code when read: load the model where you trust it, and save it again."

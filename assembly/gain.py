@@ -28,7 +28,6 @@ class EmbeddingStatistics:
     Rows that are all zero, the image token's row and vocabulary padding that repeats it do not count.
 
     Attributes:
-        model: The model whose matrix it is.
         mean, std: Mean and standard deviation of the L2 norms of the rows as stored.
         rows: How many rows count.
         top: The rows of largest norm, largest first.

@@ -4,8 +4,6 @@
 import inspect
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,6 +18,8 @@ from transformers import (
 )
 
 from ..checkpoint.opening import Checkpoint
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
 from .chat_template import multimodal_chat_template
 from .processing import VISION_ENCODERS
 
@@ -29,23 +29,6 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
-
-
-@contextmanager
-def tower_alone() -> Iterator[None]:
-    """Hides transformers' report of extra tensors when the vision tower of a CLIP or a SigLIP is loaded alone."""
-    report_logger = logging.getLogger("transformers.modeling_utils")
-    report_logger.addFilter(_has_faults_or_is_no_report)
-    try:
-        yield
-    finally:
-        report_logger.removeFilter(_has_faults_or_is_no_report)
-
-
-def _has_faults_or_is_no_report(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    faults = ("MISSING", "MISMATCH", "CONVERSION")
-    return "LOAD REPORT" not in message or any(fault in message for fault in faults)
 
 
 def vision_config(vision: Checkpoint) -> PreTrainedConfig:
@@ -123,6 +106,24 @@ def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         weight = table.weight
         weight[old:] = weight[:old].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+
+
+def assemble(
+    config: NormAlignLlavaConfig, tower: PreTrainedModel, language_model: PreTrainedModel
+) -> NormAlignLlavaForConditionalGeneration:
+    """The model of two loaded parts, and a projector with random weights."""
+    with torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration(config)
+    model.model.vision_tower = tower
+    model.model.language_model = language_model.base_model
+    model.lm_head = language_model.get_output_embeddings()
+    projector = NormAlignLlavaMultiModalProjector(config)
+    projector.apply(model.model._init_weights)
+    for linear in (projector.linear_1, projector.linear_2):
+        linear.to(language_model.dtype)
+    model.model.multi_modal_projector = projector
+    model.generation_config = language_model.generation_config
+    return model.eval()
 
 
 @torch.no_grad()

@@ -2,7 +2,10 @@
 """Opens checkpoints: found, checked, then loaded, and of a Hub id all at one commit."""
 
 import copy
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,6 +38,8 @@ _PER_BYTE, _NEW = 4, 2**24
 
 _KINDS = {AutoTokenizer: "tokenizer", AutoImageProcessor: "image processor"}
 _SAVE = "Save in its folder the one of the model that it was made from"
+# Not needed: LLaVA reads hidden states, not a ViT's pooling layer. A LLaVA has no norm yet.
+_MAY_BE_ABSENT = ("pooler.", "model.multi_modal_projector.norm.")
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,9 @@ class Checkpoint:
                     f"{AGAIN}"
                 )
         kwargs |= {"config": config, "revision": self.revision, "trust_remote_code": self.trust_remote_code}
-        with loading(f"The model {self.name}"):
+        with loading(f"The model {self.name}"), _reports_of_faults():
             model, info = cls.from_pretrained(self.name, dtype=dtype, output_loading_info=True, **kwargs)
-        # Not needed: LLaVA reads hidden states, not a ViT's pooling layer. A LLaVA has no norm yet.
-        absent = ("pooler.", "model.multi_modal_projector.norm.")
-        if missing := sorted(key for key in info["missing_keys"] if not key.startswith(absent)):
+        if missing := sorted(key for key in info["missing_keys"] if not key.startswith(_MAY_BE_ABSENT)):
             raise ValueError(f"{self.name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
         return model
 
@@ -134,6 +137,23 @@ class Checkpoint:
             make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)  # of a LLaVA
             make = cls._from_config if type(expected) is getattr(cls, "config_class", None) else make
             return make(expected, **remote)
+
+
+@contextmanager
+def _reports_of_faults() -> Iterator[None]:
+    """Hides transformers' report of a load if it only has tensors that may be absent, or that are not read."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_report_or_has_faults)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_report_or_has_faults)
+
+
+def _is_no_report_or_has_faults(record: logging.LogRecord) -> bool:
+    rows = [line for line in record.getMessage().splitlines() if "| " in line][1:]  # without the header
+    expected = (row.startswith(_MAY_BE_ABSENT) or "UNEXPECTED" in row for row in rows)
+    return "LOAD REPORT" not in record.getMessage() or not all(expected)
 
 
 def open_checkpoint(

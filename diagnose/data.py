@@ -6,11 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from rich.progress import track
 from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
@@ -151,11 +151,9 @@ def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Ite
     """File name, number and content of the rows, in random order; of a stream, of its first `limit` rows."""
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
         order = rng.sample(range(len(source.data)), len(source.data))
-        return ((label, row, source.rows(row, 1)[0]) for row in order)
-    if isinstance(source.data, IterableDataset):
-        rows = [(label, row, raw) for _, row, raw in track(islice(source, limit), f"reading {label}", total=limit)]
-    else:
-        rows = [(Path(file).name, row, raw) for file, row, raw in source]
+        found = chain.from_iterable(source.rows(row, 1) for row in order)
+        return ((label if name == source.name else Path(name).name, row, raw) for name, row, raw in found)
+    rows = [(label, row, raw) for _, row, raw in track(islice(source, limit), f"reading {label}", total=limit)]
     rng.shuffle(rows)
     return rows
 

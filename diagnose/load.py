@@ -29,7 +29,6 @@ from transformers.utils import is_torchvision_available
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
 from ..assembly.adapter import Adapter, open_adapter
 from ..assembly.build import torch_dtype
-from ..assembly.parts import tower_alone
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import dtype_to_load, four_bits
@@ -85,14 +84,13 @@ class ModelHandle:
         if self.adapter:
             return self.adapter.load().get_base_model()
         dtype, quantization = self.precision(dtype, load_in_4bit)
-        with tower_alone():
-            return self.checkpoint.load(
-                self.model_class or AutoModelForCausalLM,
-                dtype,
-                config=self.config,
-                device_map="auto" if torch.cuda.is_available() else None,
-                quantization_config=quantization,
-            ).eval()
+        return self.checkpoint.load(
+            self.model_class or AutoModelForCausalLM,
+            dtype,
+            config=self.config,
+            device_map="auto" if torch.cuda.is_available() else None,
+            quantization_config=quantization,
+        ).eval()
 
     def precision(
         self, dtype: str | torch.dtype, load_in_4bit: bool
@@ -112,8 +110,7 @@ class ModelHandle:
             raise ValueError(
                 f"{self.name} is a vision encoder, which 4 bits leave as it is. Leave --load-in-4bit out."
             )
-        with tower_alone():
-            model = checkpoint.without_weights(self.model_class or AutoModelForCausalLM, self.config)
+        model = checkpoint.without_weights(self.model_class or AutoModelForCausalLM, self.config)
         quantization = four_bits(model, dtype)
         return quantization.bnb_4bit_compute_dtype, quantization
 
@@ -144,8 +141,7 @@ def resolve_model(model: str, revision: str | None = None, *, trust_remote_code:
             "own. Read that code, and pass --trust-remote-code if you trust it."
         )
     opened = replace(opened, trust_remote_code=bool(remote))
-    with tower_alone():
-        kind, model_class, config = _kind(name, opened.config, remote)
+    kind, model_class, config = _kind(name, opened.config, remote)
     handle = ModelHandle(
         kind, name, opened.name, opened.revision, model_class=model_class, config=config, opened=opened
     )

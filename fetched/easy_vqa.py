@@ -26,19 +26,8 @@ SYSTEM = "Answer briefly."
 EMOJI_QUESTION = "what is this?"
 EMOJI_TURNS = 2  # with an image each they make a row about as long as one of easy-VQA
 EMOJI = (
-    "dog",
-    "cat",
-    "monkey",
-    "elephant",
-    "whale",
-    "turtle",
-    "apple",
-    "banana",
-    "pizza",
-    "hamburger",
-    "taxi",
-    "truck",
-)
+    "dog", "cat", "monkey", "elephant", "whale", "turtle", "apple", "banana", "pizza", "hamburger", "taxi", "truck",
+)  # fmt: skip
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 SIDE = 64  # pixels, of easy-VQA's images and of Google's drawings
@@ -69,9 +58,7 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
     """The questions of easy-VQA's `"train"` or `"test"` split, shuffled, with as many "yes" as "no" to each wording.
 
     easy-VQA asks "is there a blue shape?" of images of any colour, so that "no" is right seven times in eight without
-    a look at the image. Here each wording keeps as many questions with the answer "yes" as "no", in pairs: guessing
-    from the question alone is right half the time. All shape and colour questions are kept; their answers are about
-    even.
+    a look at the image. All shape and colour questions are kept; their answers are about even.
 
     The answer taught to a yes/no question begins with what the image shows and whether that is what is asked for:
     "red circle, not blue, no". Half of these questions are negated ("is there not a blue shape?"): in trials a bare

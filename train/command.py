@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint, is_hub_id
-from ..data.sources.arguments import DataArguments, DataSource, each_of
+from ..data.sources.arguments import DataArguments, DataSource, map_collecting_errors
 from ..errors import Terminated, check_installed
 from .options.fields import ModelOptions, TrainingOptions
 
@@ -123,7 +123,7 @@ def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
     named: dict[str, Any] = {name: options.get(name) for name in DATA}
     data = DataArguments(**named, datasets=options.get("datasets") or [])
     held_out = [DataSource.named(data.eval_dataset_name)] if data.eval_dataset_name else []
-    each_of([*data.sources, *held_out], DataSource.check_paths)
+    map_collecting_errors(DataSource.check_paths, [*data.sources, *held_out])
 
 
 def recipe_file(recipe: str | os.PathLike, folder: Traversable = RECIPES) -> Path:

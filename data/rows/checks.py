@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of rows before training: their structure, their length, and whether their images exist."""
 
-import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from datasets import Dataset
 from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor
@@ -22,14 +19,13 @@ from ..sources.arguments import DataArguments
 from ..sources.source import Source
 from .forms import PROMPT, image_name
 from .images import ImageRules, image_problem, printable
-from .parse import FEATURES, BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
-from .reports import SourceReport, by_kind, counted, warn_once
-from .unread import is_about, unread_image
+from .parse import DroppedRow, DroppedRows, control_tokens, parse_row
+from .reports import by_kind, counted, warn_once
+from .unread import unread_image
 
 
-_CHUNK = 64  # rows of a stream that are checked together
+_CHUNK = 64  # rows whose images are checked together
 _SHOWN = 5  # reasons in an error
-_FIRST = 100  # rows of a stream whose images are opened before training
 
 DEFAULT_SHARE, MANY_ROWS = 0.01, 10_000
 """Share of bad rows that is skipped by default where data are from the Hub, or have more than so many rows.
@@ -41,17 +37,13 @@ rows are opened before training.
 
 @dataclass
 class Checks:
-    """Options of the checks.
+    """Options of the checks; those that are not described here are options of [`DataArguments`].
 
     Attributes:
         processor: Determines the length of a row and the tokens that no text may contain; None to count no tokens.
         max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
-        bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it, and a share drops so many; for
-            None see [`share_of_bad_rows`].
-        check_images: Whether to decode every image before training, whatever a sample of `MANY_ROWS` rows tells.
-        max_image_pixels: Images with more pixels are bad.
         dropped_rows: Records dropped rows.
-        processes: That check rows in memory; by default one for each core.
+        processes: How many check rows in memory; by default one for each core.
     """
 
     processor: LlavaProcessor | None
@@ -82,10 +74,7 @@ def parse_rows(
 ) -> list[dict]:
     """Rows in parsed form, each as stored (`raw`) and with its facts; one that cannot be trained on has a `reason`.
 
-    Args:
-        found: Source, number and row as stored.
-        rules: Which files their images may be.
-        processor: Determines the length of a row and the tokens that no text may contain; without one, lengths are 0.
+    `found` has source, number and row as stored. Without a processor, lengths are 0.
     """
     tokens: dict[str, Any] = {}
     if processor:
@@ -111,68 +100,6 @@ def parse_rows(
         row["image_count"] = len(row["images"])
         row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
     return rows
-
-
-def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    """The rows of a source that pass all checks, in parsed form; the others are recorded.
-
-    Raises:
-        ValueError: More rows are bad than `bad_rows` allows, or no row is left at the end.
-    """
-    empty = True
-    for row in _valid(source, checks):
-        empty = False
-        if row["unread"]:
-            warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
-        for name in row["left_out"]:
-            if not is_about(name):
-                warn_once(f"{source.name}: left out: {name}.")
-        for change in row["changed"]:
-            warn_once(f"{source.name}: {change}.")
-        yield {column: row[column] for column in FEATURES}
-    if empty:  # repeated without end, it would never give a row
-        raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
-
-
-def has_images(source: Source, checks: Checks, report: SourceReport) -> bool:
-    """Whether one of the first rows of a stream has an image; all of their images are opened.
-
-    The report gets how many rows may be skipped.
-
-    Raises:
-        ValueError: More rows are bad than `bad_rows` allows, or all of them, or [`check_images_are_read`] finds
-            unread images.
-    """
-    report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
-    rows = list(_valid(source, checks, _FIRST))
-    images = sum(row["image_count"] for row in rows)
-    check_images_are_read(source.name, len(rows), images, Counter(row["unread"] for row in rows if row["unread"]))
-    return images > 0
-
-
-def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[dict[str, Any]]:
-    """The valid rows of a stream; of the `first` alone, the images are opened too."""
-    found = islice(source, first)
-    rows = iter(lambda: parse_rows(islice(found, _CHUNK), source.rules, checks.processor), [])
-    share, bad, number = share_of_bad_rows(checks.bad_rows, source), list[DroppedRow](), 0
-    for number, row in enumerate(chain.from_iterable(rows), 1):
-        dropped = checks.too_long(row)
-        problem = (row["file"], row["reason"]) if row["reason"] else None
-        images, pixels = (row["images"], checks.max_image_pixels) if first else (image_files(row["paths"]), None)
-        if problem := problem or image_problem(images, source.rules, pixels):
-            dropped = DroppedRow(row["source"], row["row"], *problem)
-            bad += [dropped] if share < 1 or first else []
-            if len(bad) > share * max(number, MANY_ROWS):
-                raise BadRow(bad_rows_message(source, bad, share=share))
-        if not dropped:
-            warn_of_captions(source.name, [row["form"]])
-            yield row
-        elif checks.dropped_rows:
-            checks.dropped_rows.add(dropped)
-    is_sample = number == first
-    if len(bad) == number > 0 or (likely_counts(len(bad))[0] if is_sample else len(bad)) > share * number:
-        shown = f"\nThese are the first {number:,} rows of the stream." if is_sample else ""
-        raise BadRow(bad_rows_message(source, bad, number, share=share) + shown)
 
 
 def likely_counts(count: int) -> tuple[float, float]:
@@ -218,32 +145,22 @@ def tokens_per_image(processor: LlavaProcessor) -> int:
 
 
 def image_problems(
-    rows: Dataset, name: str, rules: ImageRules, max_pixels: int | None
+    images: Callable[[int], list[dict[str, Any]]], count: int, name: str, rules: ImageRules, max_pixels: int | None
 ) -> dict[int, tuple[str | None, str]]:
-    """Checks the images of all rows with [`image_problem`]; the processes share the work.
+    """Checks the images of `count` rows with [`image_problem`]; the processes share the work.
 
-    Nothing is cached, since files may change. With `max_pixels`, parsed rows are needed, and their images are decoded;
-    with None, rows with the column `paths`, and only that the files exist is checked.
-
-    Returns:
-        File and reason, by the number of a row with a bad image.
+    Nothing is cached, since files may change. Returns file and reason by the number of a row with a bad image.
     """
     state = PartialState()
-    allows = functools.cache(rules.allows_folder)
-    paths = None if max_pixels is not None else rows.with_format("arrow").select_columns("paths")[:]["paths"]
 
     def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
         """The bad ones of some rows that follow each other."""
         numbers = range(start, min(start + _CHUNK, stop))
-        images = map(image_files, paths[start : numbers.stop].to_pylist()) if paths is not None else None
-        checked = [
-            (number, image_problem(next(images) if images else rows[number]["images"], rules, max_pixels, allows))
-            for number in numbers
-        ]
+        checked = ((number, image_problem(images(number), rules, max_pixels)) for number in numbers)
         return [(number, problem) for number, problem in checked if problem]
 
     # Each process takes rows that follow each other.
-    begin, stop = (len(rows) * rank // state.num_processes for rank in (state.process_index, state.process_index + 1))
+    begin, stop = (count * rank // state.num_processes for rank in (state.process_index, state.process_index + 1))
     starts = range(begin, stop, _CHUNK)
     with ThreadPoolExecutor() as threads:
         results = track(
@@ -266,16 +183,10 @@ def bad_rows_message(
     share: float = 0.0,
     expected: int = 0,
 ) -> str:
-    """The message of a run that stops at bad rows: `shown` kinds of reason, with the first row and their number.
+    """The message of a run that stops at bad rows: `shown` kinds of reason, or all, with the first row of each.
 
-    Args:
-        source: The data set.
-        bad: Its bad rows.
-        found: Number of all rows, if it is known.
-        shown: Most kinds of reason; None for all.
-        use: What the rows are for.
-        share: The share of rows that could have been skipped.
-        expected: Bad rows in all, if some were not opened.
+    `found` is the number of all rows, if it is known, `share` that of rows that could have been skipped, and
+    `expected` the bad rows that are likely in all.
     """
     lines = by_kind(bad, shown, found)
     skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"

@@ -23,7 +23,6 @@ class Question:
     Attributes:
         asked: The text, with the hint before it, and its input and options in lines after it; or turns.
         answer: Text, a list of accepted texts, or turns. A number of an option, from 0, is its letter here.
-        options: By letter; empty if there are none.
         accepted: All right answers, if the row has them apart from `answer`.
         read: The columns that were read.
     """
@@ -42,8 +41,8 @@ def read_question(raw: Mapping) -> Question:
     read = {"question"} | ({*options} if is_empty(raw.get("choices")) else {"choices"})
     if isinstance(asked, str):
         hint = raw.get("hint") if options else None  # as in MMBench, which writes "nan" for none
-        given = {"hint": None if hint == "nan" else hint, "question": asked, "input": raw.get("input")}
-        lines = {name: text for name, value in given.items() if isinstance(text := as_text(value), str)}
+        parts = {"hint": None if hint == "nan" else hint, "question": asked, "input": raw.get("input")}
+        lines = {name: text for name, value in parts.items() if isinstance(text := as_text(value), str)}
         read |= lines.keys()
         listed = [f"{letter}. {text}" for letter, text in options.items()]
         shown = all(re.search(rf"\b{letter}\W{{1,3}}{re.escape(text)}", asked) for letter, text in options.items())
@@ -78,9 +77,9 @@ def accepted_answers(value: Any) -> list[str]:
     if not isinstance(value, (list, tuple)):
         return []
     texts: list[Any] = []
-    for each in value:
-        key = next((key for key in ("answer", "text") if key in each), None) if isinstance(each, Mapping) else None
-        texts.append(as_text(each[key] if key else each))
+    for answer in value:
+        key = next((key for key in ("answer", "text") if key in answer), None) if isinstance(answer, Mapping) else None
+        texts.append(as_text(answer[key] if key else answer))
     return [text for text in texts if text.strip()] if all(isinstance(text, str) for text in texts) else []
 
 
@@ -100,8 +99,8 @@ def options_of(raw: Mapping) -> dict[str, str]:
     if in_columns:
         choices = {letter: raw.get(letter) for letter in LETTERS}
     elif isinstance(choices, (list, tuple)):
-        if all(isinstance(each, Mapping) and "text" in each for each in choices):
-            choices = [each["text"] for each in choices]
+        if all(isinstance(choice, Mapping) and "text" in choice for choice in choices):
+            choices = [choice["text"] for choice in choices]
         choices = dict(zip(ascii_uppercase, choices, strict=False)) if len(choices) <= 26 else choices
     if not isinstance(choices, Mapping):
         raise ValueError(f"choices must be a list of two to 26 texts, got {short(choices)}")
@@ -140,12 +139,12 @@ def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
     by_name = [bare.upper()] if bare.upper() in options else []
     if bare.isascii() and bare.isdigit() and int(bare) < len(options):
         by_name = [[*options][int(bare)]]
-    if len(found := {*by_text, *by_name}) > 1:
+    if len(letters := {*by_text, *by_name}) > 1:
         remedy = "; if it is a number from 0, use --columns answer_index=answer" if bare.isdigit() else ""
         raise ValueError(f"the answer {text!r} is the text of an option and the letter or number of another{remedy}")
-    if not found and re.fullmatch(r"[A-Za-z]|-?\d+", bare):
+    if not letters and re.fullmatch(r"[A-Za-z]|-?\d+", bare):
         raise ValueError(f"the answer {short(answer)} is not just one of the choices {short([*options.values()])}")
-    return found.pop() if found else None
+    return letters.pop() if letters else None
 
 
 def letter_of_index(index: Any, options: Mapping[str, str]) -> str:

@@ -62,10 +62,8 @@ class Row:
         form: The column that identifies its form.
         messages: Turns with content parts, `{"type": "image"}` or `{"type": "text", "text": str}`.
         images: The image of each image part, in order, in any form that [`ImageRules.image`] takes.
-        learned: For each assistant turn, whether it is learned. Those of a prompt are not, nor those that the row
-            itself excludes, by `weight` 0 and the like.
-        options: Of a multiple-choice question, by letter.
-        accepted: Answers that are right, if the row lists several.
+        learned: For each assistant turn, whether it is learned; those of a prompt, or of `weight` 0, are not.
+        options, accepted: Of a question, the options by letter, and the right answers if there are several.
         left_out: Names of what is not read: columns, and keys of turns such as `messages.tool_calls`.
         changed: What was changed, in words.
     """
@@ -92,9 +90,6 @@ def read_row(raw: Any) -> Row:
 
     In a user's string, `<image>` and `<img>path</img>` become image parts, without a line break on either side. If
     there are none, the images come at the start of the first user turn, as in TRL.
-
-    Args:
-        raw: The row as stored.
 
     Raises:
         UnknownForm: The form is not known.
@@ -152,15 +147,15 @@ def columns(raw: Mapping) -> str:
 
 
 def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
-    given = {column for column, value in raw.items() if not (is_empty(value) and value != "")}
-    given |= {"answer"} if "answers" in given or "answer_index" in given else set()
+    present = {column for column, value in raw.items() if not (is_empty(value) and value != "")}
+    present |= {"answer"} if "answers" in present or "answer_index" in present else set()
     for asks, answers in FORMS:  # a question with its answer comes before another question
-        if asks in given and (answers is None or answers in given):
+        if asks in present and (answers is None or answers in present):
             return asks, answers
     for asks, answers in FORMS:
         # A row of an image alone has no other columns: one of them may be a question that is not read.
-        shown = has_images and (answers in given if answers else given <= {"image", "images", "label"})
-        if asks in given if asks else shown:
+        shown = has_images and (answers in present if answers else present <= {"image", "images", "label"})
+        if asks in present if asks else shown:
             return asks, answers
     raise UnknownForm(
         f"{UNKNOWN}. It has the columns: {columns(raw)}; known are conversations, messages, texts, prompt "
@@ -170,15 +165,15 @@ def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
 
 
 def _images(raw: Mapping) -> list[Any]:
-    given = [column for column in ("image", "images") if not is_empty(raw.get(column))]
-    if len(given) > 1:
+    present = [column for column in ("image", "images") if not is_empty(raw.get(column))]
+    if len(present) > 1:
         raise ValueError("it has images in both image and images; use one of them")
-    if not given:
+    if not present:
         return []
-    images = parsed(raw[given[0]])
+    images = parsed(raw[present[0]])
     images = list(images) if isinstance(images, (list, tuple)) else [images]
     if (empty := next((number for number, image in enumerate(images) if is_empty(image)), None)) is not None:
-        raise ValueError(f"{given[0]} has nothing in place of image {empty}; leave it out of the list")
+        raise ValueError(f"{present[0]} has nothing in place of image {empty}; leave it out of the list")
     return images
 
 
@@ -202,15 +197,15 @@ def _check_other_media(raw: Mapping, turns: list[Turn], has_images: bool) -> Non
         if not is_empty(raw.get(column)):
             raise ValueError(f"it has {column}, and only images are read; leave such rows out")
     for text in (part.get("text") for turn in turns for part in turn.content):
-        if isinstance(text, str) and "<" in text and (found := _OTHER_MARKERS.search(text)):
-            objects = " of objects" if not found[1] else ""
-            raise ValueError(f"it has {found[0].strip()} in a text, and such marks{objects} are not filled in")
+        if isinstance(text, str) and "<" in text and (marker := _OTHER_MARKERS.search(text)):
+            objects = " of objects" if not marker[1] else ""
+            raise ValueError(f"it has {marker[0].strip()} in a text, and such marks{objects} are not filled in")
 
 
 def _check_meaning(raw: Mapping, asks: str | None, answers: str | None) -> None:
     """Raises ValueError if what would be learned is no answer, or one that is marked as unwanted."""
-    if not asks and answers and isinstance(found := parsed(raw[answers]), Mapping):
-        raise ValueError(f"its {answers} is no caption but JSON with {', '.join(map(str, found))}")
+    if not asks and answers and isinstance(content := parsed(raw[answers]), Mapping):
+        raise ValueError(f"its {answers} is no caption but JSON with {', '.join(map(str, content))}")
     if not asks and answers == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
         raise ValueError(
             "with question_id beside it, its text would be a question, and there is no answer; it is read with "

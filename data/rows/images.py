@@ -2,6 +2,7 @@
 """Images of any file format and colour mode as upright RGB, and which files they may be."""
 
 import base64
+import functools
 import io
 import os
 import posixpath
@@ -44,27 +45,21 @@ class ImageRules:
     Args:
         folder: Folder that paths start from and must stay in, links resolved; or a zip file of images.
         hub: Id of a Hub data set; files that `datasets` downloads or streams from it are allowed.
-        shards: Folder of the data set's own tar files, whose images are read in place.
     """
 
     folder: str | None = None
     hub: str | None = None
-    shards: str | None = None
 
     def image(self, value: Any) -> dict[str, Any]:
         """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
 
-        Args:
-            value: The image file's bytes or path, a data URI or its base64 alone, a mapping with `bytes` or `path`, or
-                a PIL image.
-
-        Raises:
-            ValueError: It is none of these, or its path is not allowed.
+        `value` is the file's bytes or path, a data URI or its base64 alone, a mapping with `bytes` or `path`, or a PIL
+        image. Raises ValueError if it is none of these, or its path is not allowed.
         """
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # a copy has no file, which may have changed since
-        given = value if isinstance(value, Mapping) else {"bytes" if isinstance(value, bytes) else "path": value}
-        path, content = given.get("path"), given.get("bytes")
+        fields = value if isinstance(value, Mapping) else {"bytes" if isinstance(value, bytes) else "path": value}
+        path, content = fields.get("path"), fields.get("bytes")
         if isinstance(content, bytes):
             # Without its name: `datasets` would read a file of that name in the working directory instead.
             return {"path": None, "bytes": content}
@@ -83,12 +78,11 @@ class ImageRules:
                 f"the path {short(path)} is not valid Unicode, or too long; base64 that does not begin as an image "
                 "file does needs data:image/...;base64, before it"
             )
-        # `datasets` writes a file in an archive as zip://a.png::b.zip, where b.zip is a path or an address of the Hub;
-        # of an image in a shard, tar:// has the place and size in bytes.
+        # `datasets` writes a file in an archive as zip://a.png::b.zip, where b.zip is a path or an address of the Hub.
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file
         if streamed or separator:
-            known = given is value and re.fullmatch(r"(?s)(zip://((?!::).)*|tar://\d{1,18}\+\d{1,18})?", archive)
+            known = fields is value and re.fullmatch(r"(?s)(zip://((?!::).)*)?", archive)
             allowed = file.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
             if not known or streamed and not (allowed and (self.hub or not self.folder)):
                 local = path.startswith("file://")
@@ -100,18 +94,18 @@ class ImageRules:
             raise ValueError(f"the image {path} is a path, and its folder is not known: set image_folder")
         if self.archive and not separator and not os.path.isabs(file):
             name = posixpath.normpath(file)
-            leaves, found = name.startswith("../"), f"zip://{name}::{self.archive}"
+            leaves, address = name.startswith("../"), f"zip://{name}::{self.archive}"
         else:
             full = os.path.abspath(os.path.join(self.folder or "", file))
-            leaves, found = not self._allow(full, os.path.abspath), archive + separator + full
+            leaves, address = not self._allow(full, os.path.abspath), archive + separator + full
         if leaves:
             raise ValueError(f"the image {path} leaves {self._place}")
-        return {"path": found, "bytes": None}
+        return {"path": address, "bytes": None}
 
-    def check_file(self, path: str, allows: Callable[[str], bool] | None = None) -> None:
+    def check_file(self, path: str) -> None:
         """Raises ValueError if a path of [`image`] does not exist, or is a link to a place that is not allowed.
 
-        Streamed files are not checked. `allows` is [`allows_folder`], which may remember its answers.
+        Streamed files are not checked.
         """
         file = path.rpartition("::")[2]
         if "://" in file:
@@ -120,7 +114,7 @@ class ImageRules:
             windows = "; write / in place of its \\" if "\\" in file else ""
             raise ValueError(f"{path}: {ABSENT}" + (f" in {self._place}" if self.folder else "") + windows)
         folder = os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)
-        if not (allows or self.allows_folder)(folder) and file != self.archive:
+        if not _allows_folder(self, folder) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
         if path.startswith("zip://"):
             check_entry(path)
@@ -131,18 +125,20 @@ class ImageRules:
         is_zip = self.folder and self.folder.lower().endswith(".zip") and not os.path.isdir(self.folder)
         return os.path.abspath(self.folder) if self.folder and is_zip else None
 
-    def allows_folder(self, folder: str) -> bool:
-        """Whether images may be in a folder, its links resolved."""
-        return self._allow(os.path.realpath(folder), os.path.realpath)
-
     @property
     def _place(self) -> str:
         return f"image_folder {self.folder}" if self.folder else "the cache of the Hub"
 
     def _allow(self, file: str, whole: Callable[[str], str]) -> bool:
         caches = (constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)) if self.hub else ()
-        roots = [whole(root) for root in (self.folder, self.shards, *caches) if root is not None]
+        roots = [whole(root) for root in (self.folder, *caches) if root is not None]
         return not roots or any(os.path.join(file, "").startswith(os.path.join(root, "")) for root in roots)
+
+
+@functools.cache  # many images are in one folder
+def _allows_folder(rules: ImageRules, folder: str) -> bool:
+    """Whether images may be in a folder, its links resolved."""
+    return rules._allow(os.path.realpath(folder), os.path.realpath)
 
 
 def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_SIDE) -> Image.Image:
@@ -153,13 +149,11 @@ def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_S
 
     Args:
         image: `path` and `bytes`, as in `datasets`; the path may be a URL that fsspec reads.
-        max_pixels: Most pixels, read from the header before decoding. Pillow's own limit is twice
-            `PIL.Image.MAX_IMAGE_PIXELS`.
+        max_pixels: Most pixels, read from the header before decoding.
         kept_side: Pixels that both sides keep; 1 is fastest, where only the errors matter.
 
     Raises:
-        ValueError: The image is missing, in none of [`FORMATS`], truncated, empty, too large or too narrow, or its
-            brightness is not known (see [`upright_rgb`]); the file is named.
+        ValueError: The image cannot be read, or its brightness is not known ([`_upright_rgb`]); the file is named.
     """
     try:
         content = stored_bytes(image)
@@ -174,7 +168,7 @@ def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_S
             if opened.info.get("progressive") and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
                 raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
             opened.draft(None, (kept_side, kept_side))  # which does nothing to formats other than JPEG
-            rgb = upright_rgb(opened)
+            rgb = _upright_rgb(opened)
             return rgb.reduce(factor) if (factor := min(rgb.size) // kept_side) > 1 else rgb
     except Exception as error:  # decoders raise errors of any kind on broken files
         reason = str(error) or type(error).__name__
@@ -183,7 +177,7 @@ def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_S
         raise ValueError(f"{image['path'] or 'an image inside the data'}: {reason}") from error
 
 
-def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
+def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
 
     White is the largest number of as many bits, an even number from 8 up, as the brightest grey needs: 12 bits in a
@@ -212,10 +206,7 @@ def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
 
 
 def image_problem(
-    images: list[dict[str, Any]],
-    rules: ImageRules,
-    max_pixels: int | None = None,
-    allows: Callable[[str], bool] | None = None,
+    images: list[dict[str, Any]], rules: ImageRules, max_pixels: int | None = None
 ) -> tuple[str | None, str] | None:
     """File of the first bad image, and the reason, or None.
 
@@ -224,7 +215,7 @@ def image_problem(
     for image in images:
         try:
             if image["bytes"] is None:
-                rules.check_file(image["path"], allows)
+                rules.check_file(image["path"])
             if max_pixels is not None:
                 decode_image(image, max_pixels, kept_side=1)
         except ValueError as error:
@@ -247,20 +238,15 @@ def stored_bytes(image: dict[str, Any]) -> bytes:
     if content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
         content = read_entry(path)
     elif content is None:
-        place, size = 0, MAX_IMAGE_BYTES + 1  # a file may be sparse, or packed a thousand times smaller
-        if path.startswith("tar://"):
-            part, _, path = path.rpartition("::")
-            place, size = map(int, part.removeprefix("tar://").split("+"))
         with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
-            file.seek(place)
-            content = file.read(min(size, MAX_IMAGE_BYTES + 1))
+            content = file.read(MAX_IMAGE_BYTES + 1)  # it may be sparse, or packed a thousand times smaller
     if len(content) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return content
 
 
 def printable(text: str) -> str:
-    """The text with half surrogate pairs, which JSON may have but UTF-8 files may not, replaced by question marks."""
+    """The text with question marks for half surrogate pairs, which JSON may have and UTF-8 may not."""
     return text.encode(errors="replace").decode()
 
 

@@ -53,7 +53,6 @@ class DroppedRow:
         source: File or data set.
         row: Number in it, from 0.
         file: Its first image, or the one that is the reason.
-        reason: Why it was dropped.
         tokens: Its length, if that is the reason.
     """
 
@@ -102,14 +101,14 @@ class DroppedRows:
 
     def read(self) -> list[DroppedRow]:
         """The dropped rows, each once, sorted by source and number; empty without a file."""
-        found: dict[tuple[str, int], DroppedRow] = {}
+        rows: dict[tuple[str, int], DroppedRow] = {}
         for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
             try:
                 dropped = DroppedRow(**json.loads(line))
             except ValueError:  # the line that was being written when the process was killed
                 continue
-            found.setdefault((dropped.source, dropped.row), dropped)
-        return [found[key] for key in sorted(found)]
+            rows.setdefault((dropped.source, dropped.row), dropped)
+        return [rows[key] for key in sorted(rows)]
 
 
 def parse_row(
@@ -192,11 +191,11 @@ def _check_texts(
         for token in {MARKER, image_token}:
             if token in text:
                 raise ValueError(f"{turn} has {token} where no image is")
-        if control_tokens and (found := control_tokens.search(text)):
-            raise ValueError(f"{turn} has {found[0]}, which the tokenizer reads as a control token")
+        if control_tokens and (control := control_tokens.search(text)):
+            raise ValueError(f"{turn} has {control[0]}, which the tokenizer reads as a control token")
         if role == "assistant":
-            visible = (unicodedata.category(each) not in _INVISIBLE and each not in _BLANK_LETTERS for each in text)
-            if next(are_learned) and not any(visible):
+            blank = all(unicodedata.category(letter) in _INVISIBLE or letter in _BLANK_LETTERS for letter in text)
+            if next(are_learned) and blank:
                 raise ValueError(f"the answer in turn {number} is empty: it has no visible character")
             parts = [{"type": "text", "text": text.strip()}]
         parts = parts or [{"type": "text", "text": ""}]

@@ -44,10 +44,7 @@ class Sample:
 def sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
     """The first image of a row and the question about it; None if the row has no image.
 
-    Args:
-        raw: The row in any of [`FORMS`], images not decoded; it needs no answer.
-        name: Data set and row, for the sample's name and for errors.
-        rules: Which files its image may be.
+    The row needs no answer; `name` has its data set and number.
 
     Raises:
         ValueError: The row is of no known form, its image is not valid or may not be read, or it has no question.

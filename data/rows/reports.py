@@ -23,30 +23,20 @@ _VALUES = re.compile(r"\d+|, got .*")  # in which reasons of a kind differ
 
 @dataclass
 class SourceReport:
-    """Counts of the rows of one data set.
-
-    The numbers are None for a stream, whose dropped rows are in the file of dropped rows.
+    """Counts of the rows of one data set; None for a stream, whose dropped rows are in a file.
 
     Attributes:
-        source: Name of the data set.
         split: `"train"` or `"eval"`.
-        found: All rows.
-        bad: Rows that cannot be trained on.
-        expected_bad: The fewest that are likely, if the images of some rows were not opened.
-        skippable: How many more may turn out so while training, by `bad_rows`.
-        too_long: Rows with more than `max_length` tokens.
-        valid: The other rows.
-        used: Selected rows: valid ones that are in the mixture and not held out of it.
-        images: Images in the valid rows.
-        text_only: Valid rows without an image.
+        found: All rows; of them, `bad` and `too_long` ones are `dropped`, and `valid` the rest.
+        used: Valid rows that are in the mixture and not held out of it.
         shortest, median, longest: Tokens in a valid row, image tokens included.
-        dropped: Every row that was bad or too long.
         dataset: A Hub data set's id, commit and licence: see [`hub_dataset`].
         forms: Valid rows of each form, by the column that identifies it.
-        unread: Valid rows without images in which a column or text looks like one: see [`unread_image`].
-        left_out: Valid rows in which a column, or a key of a turn, holds something that is not read.
-        changed: Valid rows that were changed, by what was changed.
+        unread: Valid rows in which a column or text looks like an image: see [`unread_image`].
+        left_out, changed: Valid rows by the column, or key of a turn, that is not read, and by what was changed.
         files: All rows of each file, if there are several.
+        skippable: How many more rows may turn out bad while training, by `bad_rows`.
+        expected_bad: The fewest bad rows that are likely, if the images of some were not opened.
     """
 
     source: str

@@ -43,16 +43,9 @@ class Turn:
 
 
 def read_turns(value: Any, column: str, text_role: str | None, left_out: list[str]) -> list[Turn]:
-    """The turns in a column.
+    """The turns in a column: a list of them, also as text or by columns, or the text of the turn of `text_role`.
 
-    Args:
-        value: A list of turns, also as text or by columns, or, with `text_role`, the text of one.
-        column: Its name, for errors.
-        text_role: Whose turn a text is; None if there must be a list.
-        left_out: Gets what is not read, such as `messages.tool_calls`.
-
-    Raises:
-        ValueError: A turn or a part of it is not known.
+    `left_out` gets what is not read, such as `messages.tool_calls`. Raises ValueError if a turn is not known.
     """
     value = as_text(value) if text_role else transposed(parsed(value))
     if isinstance(value, str) and text_role:
@@ -62,50 +55,50 @@ def read_turns(value: Any, column: str, text_role: str | None, left_out: list[st
         raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}{remedy}")
     if len(value) > MAX_TURNS:
         raise ValueError(f"{column} has {len(value):,} turns; {MAX_TURNS:,} are allowed")
-    if not text_role and all(isinstance(each, str) for each in value) and column != "texts":  # PixMo's
-        value = [{"role": ("user", "assistant")[number % 2], "content": each} for number, each in enumerate(value)]
-    return [turn for number, each in enumerate(value) for turn in _element(left_out, number, each, column)]
+    if not text_role and all(isinstance(element, str) for element in value) and column != "texts":  # PixMo's
+        value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
+    return [turn for number, element in enumerate(value) for turn in _element(left_out, number, element, column)]
 
 
 def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[Turn]:
     """The turn that an element of a list of turns is, or the two of a question and its answer."""
-    given = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
-    role, text = ("from", "value") if given.get("from") else ("role", "content")
-    pair = () if role in given else next((pair for pair in PAIRS if given.keys() >= {*pair}), ())
-    if not pair and role not in given:
+    fields = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
+    role, text = ("from", "value") if fields.get("from") else ("role", "content")
+    pair = () if role in fields else next((pair for pair in PAIRS if fields.keys() >= {*pair}), ())
+    if not pair and role not in fields:
         raise ValueError(
             f"turn {number} of {column} must have 'role' and 'content', 'from' and 'value', or 'user' and "
             f"'assistant', got {short(turn)}"
         )
-    said = [("user", given[pair[0]]), ("assistant", given[pair[1]])] if pair else [(given[role], given.get(text))]
+    said = [("user", fields[pair[0]]), ("assistant", fields[pair[1]])] if pair else [(fields[role], fields.get(text))]
     turns = []
     for name, content in said:
         if not isinstance(name, str) or name.lower() not in ROLES:
             raise ValueError(f"turn {number} has the role {short(name)}; known are {', '.join(ROLES)}")
         name = ROLES[name.lower()]
         turns.append(Turn(name, _content(left_out, number, name, content, column)))
-    if len(given) > 2:
-        read = {role, text, *pair, *_own_images(turns[0], number, given)}
-        if pair and not number and isinstance(given.get("system"), str):  # XTuner's
-            turns.insert(0, Turn("system", [{"type": "text", "text": given["system"]}]))
+    if len(fields) > 2:
+        read = {role, text, *pair, *_own_images(turns[0], number, fields)}
+        if pair and not number and isinstance(fields.get("system"), str):  # XTuner's
+            turns.insert(0, Turn("system", [{"type": "text", "text": fields["system"]}]))
             read.add("system")
-        for key in given.keys() & LEARNED:
-            if given[key] not in (0, 1):
+        for key in fields.keys() & LEARNED:
+            if fields[key] not in (0, 1):
                 raise ValueError(
-                    f"turn {number} has {key} {short(given[key])}; it is learned (1, true) or not (0, false)"
+                    f"turn {number} has {key} {short(fields[key])}; it is learned (1, true) or not (0, false)"
                 )
-            turns[-1].learned &= bool(given[key])
+            turns[-1].learned &= bool(fields[key])
         is_answer = turns[-1].role == "assistant"  # others are never learned, whatever they say
-        leave_out(left_out, given, read | {key for key in LEARNED if is_answer or not given.get(key)}, f"{column}.")
+        leave_out(left_out, fields, read | {key for key in LEARNED if is_answer or not fields.get(key)}, f"{column}.")
     return turns
 
 
-def _own_images(turn: Turn, number: int, given: Mapping) -> list[str]:
+def _own_images(turn: Turn, number: int, fields: Mapping) -> list[str]:
     """Puts the images in a key of the turn into its content, and returns the key."""
-    key = next((key for key in ("images", "image") if not is_empty(given.get(key))), None)
+    key = next((key for key in ("images", "image") if not is_empty(fields.get(key))), None)
     if key is None:
         return []
-    images = list(given[key]) if isinstance(given[key], (list, tuple)) else [given[key]]
+    images = list(fields[key]) if isinstance(fields[key], (list, tuple)) else [fields[key]]
     places = [part for part in turn.content if part["type"] == "image" and part.get("image") is None]
     if not places:
         places = [{"type": "image"} for _ in images]
@@ -120,8 +113,8 @@ def _own_images(turn: Turn, number: int, given: Mapping) -> list[str]:
 def _content(left_out: list[str], number: int, role: str, content: Any, column: str) -> list[dict[str, Any]]:
     """The parts of a turn's content."""
     content = as_text(content)
-    if isinstance(content, str) and content.startswith("[{") and _are_parts(found := parsed(content)):
-        content = found
+    if isinstance(content, str) and content.startswith("[{") and _are_parts(listed := parsed(content)):
+        content = listed
     parts = content if isinstance(content, (list, tuple)) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     length = sum(len(text) for text in texts if isinstance(text, str))
@@ -135,8 +128,8 @@ def _content(left_out: list[str], number: int, role: str, content: Any, column: 
 
 
 def _are_parts(content: Any) -> bool:
-    given = content if isinstance(content, list) else [None]
-    return all(isinstance(each, Mapping) and each.get("type") in _PARTS for each in given)
+    parts = content if isinstance(content, list) else [None]
+    return all(isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts)
 
 
 def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str, Any]:
@@ -155,9 +148,9 @@ def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str,
         )
     leave_out(left_out, part, {key, *_NO_IMAGES}, f"{column}.content.")
     own = part[key] if key else None
-    if isinstance(own, Mapping) and (found := next((name for name in ("url", "data") if own.get(name)), None)):
-        leave_out(left_out, own, {found, "type", "media_type", "detail"}, f"{column}.content.{key}.")
-        own = own[found]
+    if isinstance(own, Mapping) and (inner := next((name for name in ("url", "data") if own.get(name)), None)):
+        leave_out(left_out, own, {inner, "type", "media_type", "detail"}, f"{column}.content.{key}.")
+        own = own[inner]
     return {"type": "image", "image": own, "index": part.get("index")}
 
 

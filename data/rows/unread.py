@@ -64,8 +64,8 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
         named = _LIKE_AN_IMAGE_COLUMN.search(str(column)) and value and not is_empty(value)
         if named or (column != "id" and _looks_like_an_image(value)):
             return f"column {str(column)[:80]}"
-    found = next(markers(messages), None)
-    return f"text {found}" if found else None
+    marker = next(markers(messages), None)
+    return f"text {marker}" if marker else None
 
 
 def markers(messages: list[dict[str, Any]]) -> Iterator[str]:
@@ -80,21 +80,22 @@ def proposal(raw: Any) -> str:
     """`columns` with which a row has a question and an answer, as the end of an error; empty if there are none."""
     if not isinstance(raw, Mapping):
         return ""
-    given = {column.strip().lower(): column for column in raw if isinstance(column, str) and not is_empty(raw[column])}
-    image = [] if {"image", "images"} & {*given.values()} else [("image", name) for name in ("image", *_IMAGES)]
-    image = [(own, given[name]) for own, name in image if name in given][:1]
+    names = (column for column in raw if isinstance(column, str) and not is_empty(raw[column]))
+    present = {column.strip().lower(): column for column in names}
+    image = [] if {"image", "images"} & {*present.values()} else [("image", name) for name in ("image", *_IMAGES)]
+    image = [(own, present[name]) for own, name in image if name in present][:1]
     tried: list[list[tuple[str, str]]] = []
     for asks, answers in product(_QUESTIONS, _ANSWERS):
-        if asks in given and answers in given:
-            tried.append([("question", given[asks]), ("answer", given[answers])])
-    tried += [[("caption", given[name])] for name in _CAPTIONS if name in given]
-    for name in ("chosen", "preferred_output", *given):
-        if name in given and name not in ("rejected", "non_preferred_output", "history"):
-            tried += [[("messages", given[name])]] if isinstance(parsed(raw[given[name]]), (list, Mapping)) else []
-    options = ([(own, name) for own, name in image + each if own != name] for each in tried)
-    found = next((each for each in options if each and _reads(renamed(raw, dict(each)))), None)
-    option = "--columns " + shlex.quote(",".join(f"{own}={name}" for own, name in found)) if found else ""
-    if any(each <= given.keys() for each in _PREFERENCES):
+        if asks in present and answers in present:
+            tried.append([("question", present[asks]), ("answer", present[answers])])
+    tried += [[("caption", present[name])] for name in _CAPTIONS if name in present]
+    for name in ("chosen", "preferred_output", *present):
+        if name in present and name not in ("rejected", "non_preferred_output", "history"):
+            tried += [[("messages", present[name])]] if isinstance(parsed(raw[present[name]]), (list, Mapping)) else []
+    options = ([(own, name) for own, name in image + columns if own != name] for columns in tried)
+    reading = next((columns for columns in options if columns and _reads(renamed(raw, dict(columns)))), None)
+    option = "--columns " + shlex.quote(",".join(f"{own}={name}" for own, name in reading)) if reading else ""
+    if any(columns <= present.keys() for columns in _PREFERENCES):
         alone = f"; the chosen answers alone are read with {option}" if option else ""
         return f". It has preferences, as DPO learns them: see docs/trl.md{alone}"
     return f". It is read with {option}" if option else ""

@@ -56,7 +56,8 @@ def parsed(value: Any) -> Any:
 def transposed(value: Any) -> Any:
     """A mapping of lists of one length as a list of mappings, as older `datasets` store it; else the value."""
     columns = list(value.values()) if isinstance(value, Mapping) else []
-    if not columns or not all(isinstance(each, (list, tuple)) for each in columns) or len({*map(len, columns)}) > 1:
+    are_lists = all(isinstance(column, (list, tuple)) for column in columns)
+    if not columns or not are_lists or len({*map(len, columns)}) > 1:
         return value
     return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 

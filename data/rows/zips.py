@@ -46,8 +46,8 @@ def read_entry(address: str) -> bytes:
 def opened(file: str) -> "ZipImages":
     """A zip file, opened once in a process as long as it does not change. Raises ValueError if it cannot be read."""
     try:
-        found = os.stat(file)
-        return _opened(file, found.st_size, found.st_mtime_ns)
+        state = os.stat(file)
+        return _opened(file, state.st_size, state.st_mtime_ns)
     except (OSError, ValueError, struct.error) as error:
         raise ValueError(f"{file} cannot be read as a zip file: {error}") from error
 
@@ -112,10 +112,10 @@ class ZipImages:
         """The directory, the place that others are counted from, and the number of entries."""
         start = max(0, os.fstat(self._file).st_size - _END.size - _COMMENT)
         tail = os.pread(self._file, _END.size + _COMMENT, start)
-        if (found := tail.rfind(b"PK\5\6")) < 0:
+        if (mark := tail.rfind(b"PK\5\6")) < 0:
             raise ValueError("its end is missing")
-        *_, count, size, place, _ = _END.unpack_from(tail, found)
-        end = start + found
+        *_, count, size, place, _ = _END.unpack_from(tail, mark)
+        end = start + mark
         if end >= (wide := _END_64.size + _LOCATOR.size):
             record = os.pread(self._file, wide, end - wide)
             if record.startswith(b"PK\6\6") and record[_END_64.size :].startswith(b"PK\6\7"):

@@ -156,34 +156,34 @@ class DataArguments:
         shared = {"image_folder": self.image_folder, "columns": self.columns}
         if self.datasets:
             return [DataSource(**{**shared, **source}) for source in self.datasets]
-        given = {"name": self.dataset_config, "split": self.dataset_train_split}
-        return [DataSource.named(str(self.dataset_name), **shared, **given)]
+        plain = {"name": self.dataset_config, "split": self.dataset_train_split}
+        return [DataSource.named(str(self.dataset_name), **shared, **plain)]
 
 
-def _columns(given: Any) -> list[str] | dict[str, str]:
+def _columns(columns: Any) -> list[str] | dict[str, str]:
     """The attribute `columns` of a data set. Raises ValueError if it is neither a list of names nor a mapping."""
     from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick
 
-    if isinstance(given, str):
-        pairs = (pair.partition("=") for pair in given.split(","))
-        given = {own.strip(): column.strip() for own, _, column in pairs}
-    named = given.items() if isinstance(given, dict) else [(None, name) for name in given]
+    if isinstance(columns, str):
+        pairs = (pair.partition("=") for pair in columns.split(","))
+        columns = {own.strip(): column.strip() for own, _, column in pairs}
+    named = columns.items() if isinstance(columns, dict) else [(None, name) for name in columns]
     if not all(isinstance(name, str) and name for _, name in named):
-        raise ValueError(f"columns must be pairs such as image=image_path,answer=caption, got {given!r}.")
-    if isinstance(given, dict) and (unknown := given.keys() - COLUMNS - ALIASES.keys()):
+        raise ValueError(f"columns must be pairs such as image=image_path,answer=caption, got {columns!r}.")
+    if isinstance(columns, dict) and (unknown := columns.keys() - COLUMNS - ALIASES.keys()):
         raise ValueError(
             f"columns names {', '.join(map(repr, sorted(unknown)))}, which no form has. Before the = stands one of "
             f"{', '.join(sorted(COLUMNS))}; after it, a column of the data."
         )
-    return given
+    return columns
 
 
-def each_of(sources: Iterable[Any], made: Callable[[Any], Any]) -> list[Any]:
-    """What is made of each data set; the errors of all come out at once."""
+def map_collecting_errors(function: Callable[[Any], Any], sources: Iterable[Any]) -> list[Any]:
+    """The results of a function for data sets; raises one ValueError with the errors of all."""
     results, errors = [], []
     for source in sources:
         try:
-            results.append(made(source))
+            results.append(function(source))
         except ValueError as error:
             errors.append(error)
     if errors:
@@ -203,7 +203,7 @@ def check_bad_rows(option: str | float | None) -> None:
 def check_choices(options: Any) -> None:
     """Raises ValueError if an option is none of its `Literal`'s values: argparse does not check those from YAML."""
     for name, kind in get_type_hints(type(options)).items():
-        values = [value for each in (kind, *get_args(kind)) if get_origin(each) is Literal for value in get_args(each)]
+        values = [value for part in (kind, *get_args(kind)) if get_origin(part) is Literal for value in get_args(part)]
         value = getattr(options, name)
         if values and value not in values and (value is not None or type(None) not in get_args(kind)):
             raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}.")

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of JSON, JSON lines, CSV and TSV files, whose columns may mix types, which `datasets` cannot read.
 
-A row is read as its JSON text, which a table keeps; [`loaded`] parses it.
+So a row is kept as its JSON text, which [`loaded`] parses.
 """
 
 import csv
 import json
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from datasets import Dataset, Features, Image, IterableDataset, List, Value
+from datasets.fingerprint import Hasher
 
 from ..rows.forms import FORMS
 from ..rows.images import SUFFIXES, short
@@ -22,19 +26,53 @@ from ..rows.values import parsed
 METADATA = "metadata"
 """Name, without suffix, of a file of rows about the images beside it, named in its column `file_name`."""
 
+ROWS = Features(
+    {
+        "file": Value("string"),
+        "number": Value("int64"),
+        "json": Value("string"),
+        "images": List(Image(decode=False)),
+    }
+)
+"""Columns of rows kept as JSON texts: with the number in their file, or, of shards, with their images."""
+
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
-_SEPARATOR = re.compile(r"\s*([,\]])\s*")  # of the elements of a JSON list, or its end
+_LIST_START = re.compile(r"\s*\[\s*")
+_SEPARATOR = re.compile(r"\s*[,\]]\s*")  # of the elements of a JSON list, or its end
+_WRITTEN = 200  # rows that are kept in memory before they are written; they may have images in base64
 _TABLES = {".parquet", ".arrow"}
 _ONE_A_LINE = "Write each row in one line, as `jq -c .` does."
-_PIECE = 2**20  # characters of a JSON list that are read together
 
 
-def rows_of_file(file: str) -> Iterator[str]:
-    """The rows of a file in `READERS` as JSON text; what is not a row comes too, and is reported by the check of rows.
+def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDataset:
+    """The rows of files in `READERS`, with the columns `ROWS`; what is not a row is reported by the check of rows.
 
     Raises:
-        ValueError: The file as a whole cannot be read.
+        ValueError: A file as a whole cannot be read.
     """
+    # A tuple, since each element of a list would be a shard.
+    if streaming:
+        return IterableDataset.from_generator(_rows, features=ROWS, gen_kwargs={"files": files})
+    versions = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+    options = {"fingerprint": Hasher.hash([versions, Path(__file__).read_bytes()]), "writer_batch_size": _WRITTEN}
+    try:
+        return Dataset.from_generator(_rows, features=ROWS, gen_kwargs={"files": files}, **options)
+    except ValueError:  # raised by `datasets` without rows; what `_rows` raises is wrapped
+        return Dataset.from_dict({name: [] for name in ROWS}, features=ROWS)
+
+
+def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    for file in files:
+        try:
+            for number, text in enumerate(_rows_of_file(file)):
+                yield {"file": file, "number": number, "json": text, "images": None}
+        except ValueError as error:
+            if not (others := [other for other in files if other != file]):
+                raise
+            raise ValueError(f"{error} To read a file alone, name it: {', '.join(others)}.") from error
+
+
+def _rows_of_file(file: str) -> Iterator[str]:
     is_metadata = Path(file).stem == METADATA
     for text in READERS[Path(file).suffix.lower()](file):
         if is_metadata and isinstance(raw := loaded(text), dict):
@@ -52,14 +90,11 @@ def loaded(text: str) -> Any:
 
 
 def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
-    """The files of rows in a folder whose names belong to a split, and others that are of no other split.
+    """The files of rows in a folder whose names belong to a split, and others, which are not read.
 
-    WebDataset's shards come before others, since programs write tables of what is in them beside them, and metadata
-    files before the rest. There are none if `datasets` has to read the folder. Without files at the top of the folder,
-    metadata are searched in all of it.
-
-    Raises:
-        ValueError: There are files, but none of this split.
+    WebDataset's shards come first, since programs write tables of their content beside them, then metadata. There are
+    none if `datasets` has to read the folder. Without files at its top, metadata are searched in all of it. Raises
+    ValueError if there are files, but none of this split.
     """
     top = sorted(path for path in folder.glob("*") if path.is_file() and not path.stem.startswith("dataset_info"))
     files = [path for path in top if path.suffix.lower() in READERS]
@@ -90,74 +125,42 @@ def images_of_folder(folder: Path) -> list[str]:
 def _json(file: str) -> Iterator[str]:
     with open(file, "rb") as start:
         encoding = json.detect_encoding(start.read(4))
-    with open(file, encoding=encoding) as content:
-        try:
-            yield from _elements(content)
-        except RecursionError as error:
-            raise ValueError(f"{file} is nested too deeply to be rows of data.") from error
-        except ValueError:
-            content.seek(0)
-            if _has_one_row_a_line(content):
-                content.seek(0)
-                yield from filter(None, map(str.strip, content))
-                return
-            content.seek(0)
-            try:
-                rows = json.load(content)  # an empty list, or another error with its place in the file
-            except ValueError as error:
-                remedy = f". {_ONE_A_LINE}" if "Extra data" in str(error) else ""
-                raise ValueError(f"{file} is not valid JSON: {error}{remedy}") from error
-            if isinstance(rows, dict) and any(rows.get(str(asks or answers)) for asks, answers in FORMS):
-                yield json.dumps(rows)  # the only one
-            elif rows != []:
-                raise ValueError(
-                    f"{file} must be a JSON list of rows, or have one row a line, got {_named(rows)}"
-                ) from None
+    text = Path(file).read_text(encoding)
+    try:
+        yield from _elements(text)
+        return
+    except RecursionError as error:
+        raise ValueError(f"{file} is nested too deeply to be rows of data.") from error
+    except ValueError:
+        pass  # no list of rows, or an error whose place `json.loads` tells
+    lines = list(filter(None, map(str.strip, text.split("\n"))))
+    if len(lines) > 1 and isinstance(loaded(lines[0]), dict):
+        yield from lines
+        return
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        remedy = f". {_ONE_A_LINE}" if "Extra data" in str(error) else ""
+        raise ValueError(f"{file} is not valid JSON: {error}{remedy}") from error
+    if isinstance(content, dict) and any(content.get(str(asks or answers)) for asks, answers in FORMS):
+        yield json.dumps(content)  # the only row
+    elif content != []:
+        shown = f"one object with {', '.join([*content][:5])}" if isinstance(content, dict) else short(content)
+        raise ValueError(
+            f"{file} must be a JSON list of rows, or have one row a line, got {shown}. Save the list alone."
+        )
 
 
-def _named(content: Any) -> str:
-    """What a JSON file holds in place of rows, and what could be saved as rows."""
-    if not isinstance(content, dict):
-        return f"{type(content).__name__}."
-    lists = [key for key, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    remedy = f" Save the list in {lists[0]!r} as a file." if len(lists) == 1 else ""
-    if content and all(isinstance(value, dict) for value in content.values()):
-        remedy = " Save its values as a list."
-    return f"one object with {', '.join([*content][:5]) or 'nothing'}{', ...' if len(content) > 5 else ''}.{remedy}"
-
-
-def _has_one_row_a_line(content: TextIO) -> bool:
-    """Whether the first of several lines is a JSON object."""
-    lines = filter(str.strip, content)
-    first, second = next(lines, ""), next(lines, "")
-    return bool(second) and isinstance(loaded(first), dict)
-
-
-def _elements(content: TextIO) -> Iterator[str]:
-    """The texts of the elements of a JSON list, read piece by piece; ValueError if it is no list, or empty."""
-    decoder, buffer, start = json.JSONDecoder(), "", 0
-    while not buffer and (more := content.read(_PIECE)):
-        buffer = more.lstrip()
-    if buffer[:1] != "[":
-        raise ValueError("it is no list")
-    buffer = buffer[1:].lstrip()
-    while True:
-        try:
-            _, end = decoder.raw_decode(buffer, start)
-            separator = _SEPARATOR.match(buffer, end)
-        except ValueError:
-            separator = None
-        if not separator:  # the element goes on after this piece
-            if not (more := content.read(max(_PIECE, len(buffer) - start))):
-                raise ValueError("it ends before the list does")
-            buffer, start = (buffer[start:] + more).lstrip(), 0
-            continue
-        yield buffer[start:end]
+def _elements(text: str) -> Iterator[str]:
+    """The texts of the elements of a JSON list, one parsed at a time; ValueError if it is no list, or empty."""
+    decoder, separator = json.JSONDecoder(), _LIST_START.match(text)
+    while separator and "]" not in separator[0]:
         start = separator.end()
-        if separator[1] == "]":
-            if (buffer[start:] + content.read()).strip():
-                raise ValueError("more follows the list")
-            return
+        _, end = decoder.raw_decode(text, start)
+        yield text[start:end]
+        separator = _SEPARATOR.match(text, end)
+    if not separator or separator.end() < len(text):
+        raise ValueError("it is no list, or goes on after it")
 
 
 def _json_lines(file: str) -> Iterator[str]:
@@ -204,9 +207,9 @@ def _csv(file: str) -> Iterator[str]:
 
 def _cell(text: str | None) -> Any:
     """The text of a cell, or the list of texts that it holds; None if it is empty."""
-    found = parsed(text)
-    is_list = isinstance(found, list) and found and all(isinstance(each, str) for each in found)
-    return found if is_list else text or None
+    content = parsed(text)
+    is_list = isinstance(content, list) and content and all(isinstance(element, str) for element in content)
+    return content if is_list else text or None
 
 
 READERS: dict[str, Callable[[str], Iterator[str]]] = {

@@ -6,9 +6,8 @@ No image is written on the way: a row is parsed when it is read.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -16,12 +15,13 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
-from ..rows.checks import Checks, has_images, valid_rows
+from ..rows.checks import Checks
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES, DroppedRows
 from ..rows.reports import ABOUT, DataReport, SourceReport, not_read
-from .arguments import DataArguments, DataSource, each_of
+from .arguments import DataArguments, DataSource, map_collecting_errors
 from .source import Source, open_held_out, open_source
+from .streams import endless_rows, has_images, stream, valid_rows
 from .table import RowReader, measure, only_valid, rows_on_access, valid_table
 
 
@@ -50,16 +50,15 @@ def load_data(
 ) -> TrainingData:
     """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
 
-    In memory, the structure, length and image files of all rows are checked here, and images are decoded as
-    [`check_rows`] says: all of held-out data, since a held-out row that loses its labels later makes the loss too low.
-    The processes share this work, so all must call this at the same time. With fractions, the mixture is the largest
-    one with these shares in which no row comes twice; its rows are drawn by `seed`.
+    In memory, all rows are checked here, and images are decoded as [`check_rows`] says: all of held-out
+    data, since a held-out row that loses its labels later makes the loss too low. The processes share
+    this work, so all must call this at the same time. With fractions, the mixture is the largest one
+    with these shares in which no row comes twice.
 
-    A stream is checked while it is read, and its first rows here. For training it is shuffled in a buffer and
-    endless: with fractions, the source of each row is drawn at random, and a source that ends starts again;
-    without, the sources come one after the other, again and again. It has a single shard, so that rows and
-    their numbers do not depend on the number of processes: each reads all of it, in one worker at most, and
-    takes its part. A held-out stream ends.
+    A stream is checked while it is read, and its first rows here. For training it is shuffled in a buffer
+    and endless: with fractions, the source of each row is drawn at random, and one that ends starts again;
+    without, the sources come one after the other. It has a single shard: each process reads all of it,
+    in one worker at most, and takes its part.
 
     Args:
         arguments: Data sets, and what to do with bad rows.
@@ -67,15 +66,14 @@ def load_data(
         max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
         seed: Of the mixture, the shuffle buffer and the held-out split.
         with_eval: Whether to load held-out data.
-        need_images: Whether training rows without any image are an error; for streams, only the first rows are read.
-        dropped_rows: Records dropped rows: in memory by the main process, of streams when they are read.
+        need_images: Whether it is an error if no training row has an image; of a stream, if none of the first has.
+        dropped_rows: Records dropped rows.
         num_proc: Processes that read files and check rows in memory; by default one for each core.
 
     Raises:
-        ValueError: A data set cannot be read, has more bad rows than `bad_rows` allows, or no row left; fractions are
-            not numbers above 0, or missing for some sources; held-out data is not found; images are needed and there
-            are none, or seem to be there but are not read. A stream also raises while it is read: at a bad row, and
-            after a source that gave no row.
+        ValueError: A data set cannot be read, has more bad rows than `bad_rows` allows, or no row left;
+            fractions are not numbers above 0, or missing for some sources; images are needed and there
+            are none, or seem to be there but are not read. A stream also raises while it is read.
     """
     streaming = arguments.dataset_streaming
     fractions = _fractions(arguments.sources)
@@ -83,7 +81,7 @@ def load_data(
     if streaming and splitting:
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
     held_out = open_held_out(arguments, num_proc) if with_eval and not splitting else None
-    sources = each_of(arguments.sources, lambda source: open_source(source, streaming, num_proc))
+    sources = map_collecting_errors(lambda source: open_source(source, streaming, num_proc), arguments.sources)
     options = (arguments.bad_rows, arguments.check_images, arguments.max_image_pixels)
     checks = Checks(processor, max_length, *options, dropped_rows, num_proc)
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
@@ -93,24 +91,25 @@ def load_data(
     train: Dataset | IterableDataset
     held: Dataset | IterableDataset | None = None
     if streaming:
-        with_images = any([has_images(each, checks, report) for each, report in zip(sources, reports, strict=True)])
+        with_images = any(
+            [has_images(source, checks, report) for source, report in zip(sources, reports, strict=True)]
+        )
         drawn = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
-        train = _stream(_endless_rows, {**drawn, "buffer_size": arguments.shuffle_buffer_size})
-        held = _stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
+        train = stream(endless_rows, {**drawn, "buffer_size": arguments.shuffle_buffer_size})
     else:
-        reader = RowReader((*sources, *([held_out] if held_out else [])))
-        parts = each_of(enumerate(reports), lambda part: valid_table(reader, part[0], checks, part[1]))
+        reader = RowReader(tuple(sources))
+        parts = map_collecting_errors(lambda part: valid_table(reader, part[0], checks, part[1]), enumerate(reports))
         table = _mixture(parts, fractions, seed, reports)
-        if held_out:
-            held = rows_on_access(valid_table(reader, len(sources), checks, held_report), reader)
-        elif splitting:
+        if splitting:
             table, out = _split(table, arguments.test_split_size, seed, reports)
             # With any file allowed: links that leave the image folder were checked with all rows.
-            mixed = Source("held out of training", ImageRules())
+            mixed = Source("held out of training", ImageRules(), out)
             held = rows_on_access(only_valid(out, reader, mixed, checks, held_report), reader)
         train = rows_on_access(table, reader)
         with_images = any(report.images for report in reports)
+    if held_out:
+        held, _ = _prepared(held_out, checks, held_report)
     if need_images and not with_images:
         raise _no_images(source.name for source in sources)
     reports += [held_report] if with_eval else []
@@ -128,20 +127,19 @@ def prepare_rows(
 ) -> tuple[Dataset | IterableDataset, SourceReport]:
     """Parsed rows, checked and measured, of a data set that is already open.
 
-    Rows may have any form that files have; images may also be PIL images, or any local files. A
-    stream is neither shuffled nor repeated. The results of this function and of [`load_data`] are returned unchanged.
-    All processes must call this at the same time.
+    Rows may have any form that files have; images may also be PIL images, or any local files. A stream is
+    neither shuffled nor repeated. What this function or [`load_data`] returned comes back unchanged. All
+    processes must call this at the same time.
 
     Args:
         data: Rows, in memory or streamed.
         checks: How they are checked.
         name: Name of the data in errors.
         split: Its use. Every image of held-out data is decoded now.
-        need_images: Whether rows without any image are an error; for a stream, only the first rows are read.
+        need_images: As of `load_data`.
 
     Raises:
-        ValueError: Too many rows are bad, no row is left, images are needed and there are none, or seem to be there
-            but are not read. A stream also raises while it is read.
+        ValueError: As of `load_data`.
     """
     if not isinstance(data, (Dataset, IterableDataset)):
         raise TypeError(f"{name} is a {type(data).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream.")
@@ -151,15 +149,7 @@ def prepare_rows(
         if isinstance(data, Dataset):
             measure(data, report)
         return data, report
-    source = Source(name, ImageRules(), data=data)
-    prepared: Dataset | IterableDataset
-    if isinstance(data, IterableDataset):
-        with_images = has_images(source, checks, report)
-        prepared = _stream(valid_rows, {"source": source, "checks": checks})
-    else:
-        reader = RowReader((source,))
-        prepared = rows_on_access(valid_table(reader, 0, checks, report), reader)
-        with_images = bool(report.images)
+    prepared, with_images = _prepared(Source(name, ImageRules(), data), checks, report)
     if need_images and not with_images:
         raise _no_images([name])
     for title, text in not_read(report.left_out, report.changed).items():
@@ -168,6 +158,14 @@ def prepare_rows(
         logger.warning(f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])
     return prepared, report
+
+
+def _prepared(source: Source, checks: Checks, report: SourceReport) -> tuple[Dataset | IterableDataset, bool]:
+    """The valid rows of a source, and whether there are images; of a stream, among its first rows."""
+    if isinstance(source.data, IterableDataset):
+        return stream(valid_rows, {"source": source, "checks": checks}), has_images(source, checks, report)
+    reader = RowReader((source,))
+    return rows_on_access(valid_table(reader, 0, checks, report), reader), bool(report.images)
 
 
 def _no_images(names: Iterable[str]) -> ValueError:
@@ -183,43 +181,14 @@ def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
             checks.dropped_rows.add(dropped)
 
 
-def _stream(rows: Callable[..., Iterator[dict[str, Any]]], given: dict[str, Any]) -> IterableDataset:
-    # One generator without lists among its arguments is one shard. Several would be split between workers and
-    # processes, each of which would then see other sources, number rows differently and end at another time.
-    return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=given)
-
-
-def _endless_rows(
-    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, buffer_size: int
-) -> Iterator[dict[str, Any]]:
-    # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
-    rows, random = _drawn_rows(sources, checks, fractions, seed), np.random.default_rng(seed)
-    buffer = list(islice(rows, buffer_size))
-    for row in rows:
-        place = random.integers(buffer_size)
-        yield buffer[place]
-        buffer[place] = row
-
-
-def _drawn_rows(
-    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
-) -> Iterator[dict[str, Any]]:
-    # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
-    groups = [(source,) for source in sources] if fractions else [sources]
-    streams = [chain.from_iterable(valid_rows(source, checks) for source in cycle(group)) for group in groups]
-    random = np.random.default_rng(seed)
-    while True:
-        yield next(streams[random.choice(len(streams), p=fractions or None)])
-
-
 def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
     """Shares that sum to 1; empty without fractions."""
-    given: list[Any] = [source.fraction for source in sources]
-    if given.count(None) == len(given):
+    shares: list[Any] = [source.fraction for source in sources]
+    if shares.count(None) == len(shares):
         return ()
-    if not all(isinstance(fraction, (int, float)) and 0 < fraction < math.inf for fraction in given):
-        raise ValueError(f"Every data set of a mixture has a fraction, a number above 0, or none has; got {given}.")
-    return tuple(fraction / sum(given) for fraction in given)
+    if not all(isinstance(fraction, (int, float)) and 0 < fraction < math.inf for fraction in shares):
+        raise ValueError(f"Every data set of a mixture has a fraction, a number above 0, or none has; got {shares}.")
+    return tuple(fraction / sum(shares) for fraction in shares)
 
 
 def _mixture(parts: list[Dataset], fractions: tuple[float, ...], seed: int, reports: list[SourceReport]) -> Dataset:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets in memory: a cached table says where each row is and how long it is; a row is parsed when it is read."""
+"""Data sets in memory: a cached table has the facts of each row; the row itself is parsed when it is read."""
 
-import gc
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value
-from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from filelock import FileLock
 from transformers import LlavaProcessor
@@ -22,6 +22,7 @@ from ..rows.checks import (
     Checks,
     bad_rows_message,
     check_images_are_read,
+    image_files,
     image_problems,
     likely_counts,
     parse_rows,
@@ -31,13 +32,14 @@ from ..rows.checks import (
 )
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from ..rows.reports import SourceReport, by_kind
-from . import files, shards, source as origin
+from . import source as source_module
 from .arguments import cores
 from .source import CHUNK, Source
 
 
 COLUMNS = Features(
     {
+        "index": Value("int64"),
         "source": Value("string"),
         "row": Value("int64"),
         "file": Value("string"),
@@ -49,13 +51,11 @@ COLUMNS = Features(
         "image_count": Value("int32"),
         "length": Value("int32"),
         "paths": List(Value("string")),
-        "json": Value("string"),
     }
 )
-"""Columns of the cached table: no images; for files of rows, which have no index, the row as JSON."""
+"""Columns of the cached table. `index` is the number of a row in its source, `row` that in its file."""
 
-_CHUNKS = Features({"source": Value("string"), "start": Value("int64"), "rows": List(Value("string"))})
-_PARSING = (chat_template, checks, choices, forms, images, parse, turns, unread, values)
+_MODULES = (chat_template, checks, choices, forms, images, parse, source_module, turns, unread, values)
 _CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
 
 
@@ -66,25 +66,18 @@ class RowReader:
     sources: tuple[Source, ...]
 
     def __call__(self, table: dict[str, list]) -> dict[str, list]:
-        parsed = [self._row(*where) for where in zip(table["part"], table["row"], table["json"], strict=True)]
+        parsed = [self._row(*place) for place in zip(table["part"], table["index"], strict=True)]
         columns = {name: [row[name] for row in parsed] for name in ("images", "messages", "learned")}
         return {"row": table["row"], **columns}
 
-    def _row(self, part: int, number: int, text: str | None) -> dict[str, Any]:
+    def _row(self, part: int, index: int) -> dict[str, Any]:
         source = self.sources[part]
-        raw = source.rows(number, 1)[0] if text is None else source.parsed(text)
+        ((_, _, raw),) = source.rows(index, 1)
         return parse_row(raw, source.rules)
 
 
 def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceReport) -> Dataset:
-    """The table of the valid rows of one of the reader's sources; see [`only_valid`].
-
-    The table of all rows is cached in the cache of `datasets`.
-
-    Raises:
-        ValueError: The source cannot be read or has no rows; see also `only_valid` and
-            [`check_images_are_read`].
-    """
+    """The table of the valid rows of one of the reader's sources; errors are those of the functions that it calls."""
     source = reader.sources[part]
     table = all_rows(source, part, checks)
     valid = only_valid(table, reader, source, checks, report)
@@ -99,7 +92,7 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
 
     `rows.with_format(None)` reads the columns `length` and `image_count` without parsing rows.
     """
-    needed = ["part", "row", "json"]
+    needed = ["part", "index", "row"]
     table = table.select_columns(["source", *needed, "image_count", "length"])
     return table.with_transform(reader, columns=needed, output_all_columns=True)
 
@@ -136,9 +129,11 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         opened = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
 
     def image_faults(numbers: np.ndarray, pixels: int | None) -> dict[int, tuple[str | None, str]]:
-        rows = table.select(numbers) if pixels is None else rows_on_access(table.select(numbers), reader)
-        found = image_problems(rows, report.source, source.rules, pixels)
-        return {int(numbers[number]): problem for number, problem in found.items()}
+        rows = rows_on_access(table.select(numbers), reader)
+        paths = _column(table.select(numbers), "paths").combine_chunks()
+        images = (lambda n: rows[n]["images"]) if pixels else (lambda n: image_files(paths[n].as_py()))
+        faults = image_problems(images, len(numbers), report.source, source.rules, pixels)
+        return {int(numbers[number]): fault for number, fault in faults.items()}
 
     problems = image_faults(opened, checks.max_image_pixels)
     broken, rest, scale = len(problems), np.setdiff1d(shows, opened), len(shows) / max(1, len(opened))
@@ -199,30 +194,27 @@ def _column(table: Dataset, name: str) -> pa.ChunkedArray:
 
 
 def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
-    """The table of all rows of a source, which is `part` of its reader's, from the cache.
+    """The table of all rows of a source, which is `part` of its reader's, from the cache of `datasets`.
 
     Of processes that start together, the first checks the rows, divided among `checks.processes`, and the others wait.
-
-    Raises:
-        ValueError: The source cannot be read or has no rows.
+    Raises ValueError if there are no rows.
     """
     processor, known = checks.processor, list[Any]()
     if processor:
         tokenizer = processor.tokenizer
         known = [processor.chat_template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
         known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
-    reading = [Path(str(module.__file__)).read_bytes() for module in (files, shards, origin)]
-    parsing = [Path(str(module.__file__)).read_bytes() for module in _PARSING]
-    rows = Hasher.hash([source.identity(), reading])
-    facts = Hasher.hash([rows, known, parsing])
-    try:
-        chunks = Dataset.from_generator(source.chunks, features=_CHUNKS, fingerprint=rows, writer_batch_size=1)
-    except DatasetGenerationError as error:
-        raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
-    except ValueError as error:  # raised by `datasets` without rows; this package's are wrapped
-        raise ValueError(f"{source.name} has no rows.") from error
+    code = [Path(str(module.__file__)).read_bytes() for module in _MODULES]
+    rows = [source.name, source.data._fingerprint, source.columns]
+    facts = Hasher.hash([rows, source.rules, os.path.abspath(source.rules.folder or ""), known, code])
+    assert isinstance(source.data, Dataset)
+    if not len(source.data):
+        raise ValueError(f"{source.name} has no rows.")
+    chunks = Dataset.from_dict({"start": list(range(0, len(source.data), CHUNK))})
     processes = min(checks.processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
-    with FileLock(Path(chunks.cache_files[0]["filename"]).with_name(f"{facts}.lock")):
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{facts}.lock"):
         table = chunks.map(
             _facts,
             fn_kwargs={"data": source, "processor": processor},
@@ -232,21 +224,14 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
             remove_columns=chunks.column_names,
             features=COLUMNS,
             new_fingerprint=facts,
+            cache_file_name=str(cache / f"{facts}.arrow"),
             desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
         )
     return table.add_column("part", np.full(len(table), part))
 
 
 def _facts(chunk: dict[str, list], data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
-    (name,), (start,), (texts,) = chunk["source"], chunk["start"], chunk["rows"]
-    raws = map(data.parsed, texts) if texts is not None else data.rows(start)
-    collects = gc.isenabled()
-    gc.disable()  # so many new objects would have it go through all others of the process, again and again
-    try:
-        rows = parse_rows(((name, number, raw) for number, raw in enumerate(raws, start)), data.rules, processor)
-    finally:
-        if collects:
-            gc.enable()
-    kept = texts if texts is not None else [None] * len(rows)
-    columns = {name: [row[name] for row in rows] for name in COLUMNS if name != "json"}
-    return {**columns, "json": [None if row["reason"] else text for row, text in zip(rows, kept, strict=True)]}
+    (start,) = chunk["start"]
+    rows = parse_rows(data.rows(start, CHUNK), data.rules, processor)
+    facts = {name: [row[name] for row in rows] for name in COLUMNS if name != "index"}
+    return {"index": list(range(start, start + len(rows))), **facts}

@@ -1,12 +1,14 @@
 """Assembly from tiny parts: what is kept, what is added, what is refused."""
 
 import json
+import re
 
 import pytest
 import tiny
 import tiny_parts as parts
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -192,9 +194,10 @@ def test_a_template_without_marks_makes_an_inference_checkpoint_with_a_warning(t
 
 
 @pytest.mark.parametrize("arm", ["gwc", "none"])
-def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm):
+def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm, caplog):
     parts.llava(tmp_path / "llava", tiny.llava(tied=False))
     report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", arm=arm)
+    assert "LOAD REPORT" not in caplog.text  # which would call the new norm missing
     ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "built").state_dict()
     original = LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava").state_dict()
     assert all(torch.equal(ours.pop(name), tensor) for name, tensor in original.items())
@@ -204,6 +207,16 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm):
     assert report.tokens_per_image == 4
     processor = AutoProcessor.from_pretrained(tmp_path / "built")
     assert processor.chat_template == parts.CHATML
+
+
+def test_a_tensor_that_llava_lacks_is_reported_and_refused(tmp_path, caplog):
+    file = f"{parts.llava(tmp_path / 'llava', tiny.llava(tied=False))}/model.safetensors"
+    tensors = load_file(file)
+    del tensors[next(name for name in tensors if name.endswith("linear_2.bias"))]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 tensors of .*: model.multi_modal_projector.linear_2.bias"):
+        retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
+    assert re.search("LOAD REPORT.*linear_2.bias +\\| MISSING", caplog.text, re.DOTALL)
 
 
 def test_retrofit_keeps_the_first_token_that_llava_s_tokenizer_adds(tmp_path):

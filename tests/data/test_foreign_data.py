@@ -1,7 +1,6 @@
 """Malicious and broken folders of data: nothing outside of them is read, and each error is one sentence."""
 
 import json
-import os
 import shutil
 
 import datasets
@@ -11,9 +10,8 @@ import pytest
 import train_data
 from train_data import llava, write_json
 
-from normalign_llava.data.sources import source as sources
+from normalign_llava.data.sources import stored
 from normalign_llava.data.sources.arguments import DataSource
-from normalign_llava.data.sources.files import files_of_folder
 from normalign_llava.data.sources.source import open_source
 
 
@@ -47,7 +45,7 @@ def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
 
 def test_a_value_that_parquet_repeats_does_not_fill_the_disk(tmp_path, monkeypatch):
     """4 kB of file, and 400 MB of rows."""
-    monkeypatch.setattr(sources, "MAX_TABLE_BYTES", 2**20)
+    monkeypatch.setattr(stored, "MAX_TABLE_BYTES", 2**20)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     values = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000, pyarrow.int32()), ["x" * 40_000])
     (tmp_path / "data").mkdir()
@@ -81,24 +79,3 @@ def test_a_file_of_rows_cannot_be_a_link_out_of_the_folder(tmp_path, private, na
     (tmp_path / "data" / name).symlink_to(private / "kept")
     assert f"{name} read, which is not in the folder" in refused(tmp_path / "data")
     assert len(list(open_source(DataSource(str(write_json(private, ROWS[:0]))), False))) == 0  # one that is named may
-
-
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("README.md", "---\na: !!python/object/apply:os.system [ls]\n---\n"),
-        ("data.py", "raise SystemExit('run')"),
-        ("state.json", "[" * 100_000),
-        ("dataset_dict.json", '{"splits": [1]}'),
-    ],
-)
-def test_a_folder_that_datasets_cannot_read(tmp_path, name, content):
-    train_data.write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
-    (tmp_path / "data" / name).write_text(content)
-    assert str(tmp_path / "data") in refused(tmp_path / "data")
-
-
-def test_a_pipe_is_no_file_of_rows(tmp_path):
-    os.mkfifo(tmp_path / "data.jsonl")
-    os.mkfifo(tmp_path / "metadata.csv")
-    assert files_of_folder(tmp_path, "train") == ([], [])

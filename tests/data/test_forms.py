@@ -1,6 +1,5 @@
 """Data in every form that docs/data.md shows, through the reader that training and diagnosing use."""
 
-import base64
 import io
 import json
 import logging
@@ -12,7 +11,7 @@ import paths
 import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image as PILImage
-from train_data import arguments, assistant, image_bytes, images, llava, read, user, write_json
+from train_data import arguments, image_bytes, images, llava, read, write_json
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.forms import FORMS, PROMPT
@@ -73,39 +72,11 @@ def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, pr
         assert [{**made, "source": row["source"]} for made in prepared] == [row]
 
 
-# ------------------------------------------------------------------------------------------------------------- images
-
-
-def test_images_named_in_text_and_in_parts_stand_where_they_are_named(processor, tmp_path):
-    uri = f"data:image/png;base64,{base64.b64encode(image_bytes('lime')).decode()}"
-    parts = [{"type": "image_url", "image_url": "red.png"}, {"type": "text", "text": "or"}]
-    parts.append({"type": "image_url", "image_url": {"url": uri, "detail": "low"}})
-    rows = [
-        {"conversations": [{"from": "user", "value": "<img>red.png</img>\nA <img>blue.png</img> B"}, *ANSWERED]},
-        {"messages": [user(parts), assistant("A")]},
-        {"messages": [user("<image> and <img>blue.png</img>"), assistant("A")], "image": "red.png"},
-    ]
-    data = list(read(write_json(tmp_path, rows), processor).train)
-    shown = [["image" if p["type"] == "image" else p["text"] for p in r["messages"][0]["content"]] for r in data]
-    assert shown == [["image", "A ", "image", " B"], ["image", "or", "image"], ["image", " and ", "image"]]
-    names = [[Path(image["path"]).name if image["path"] else None for image in row["images"]] for row in data]
-    assert names == [["red.png", "blue.png"], ["red.png", None], ["red.png", "blue.png"]]
-    assert data[1]["images"][1]["bytes"] == image_bytes("lime")
-
-
-ANSWERED = [{"from": "assistant", "value": "A"}]
-
-
 # -------------------------------------------------------------------------------------------------------------- files
 def test_csv_with_quotes_and_a_comma_that_is_not_quoted(processor, tmp_path):
     images(tmp_path, "red.png")
-    lines = [
-        "\ufeffimage,question,answer,note",
-        'red.png,"a, or\nb?","A, ""so""",',
-        ",Q,none,x",
-        "red.png,Q,Yes, it, is",
-    ]
-    (tmp_path / "data.csv").write_text("\n".join(lines), encoding="utf-8")
+    lines = '\ufeffimage,question,answer,note\nred.png,"a, or\nb?","A, ""so""",\n,Q,none,x\nred.png,Q,Yes, it, is'
+    (tmp_path / "data.csv").write_text(lines, encoding="utf-8")
     with pytest.raises(ValueError, match="data.csv, row 2: a row must be a mapping"):
         read(tmp_path / "data.csv", processor)
     data = read(tmp_path, processor, bad_rows="skip")
@@ -206,7 +177,6 @@ def test_align_without_an_image_is_an_error(processor, tmp_path, streaming):
 
 UNREAD = {
     "column img": {"img": "red.png", **llava("Q", "A")},
-    "column photo": {"photo": {"bytes": None, "path": "x"}, **llava("Q", "A")},
     "column photo_urls": {"photo_urls": ["http://host/red"], **llava("Q", "A")},
     "column seen": {"seen": "https://host/red.JPG?size=3", **llava("Q", "A")},
     "column drawing": {"drawing": f"data:image/png;base64,{'A' * 100}", **llava("Q", "A")},

@@ -1,35 +1,25 @@
-"""Files of rows by their suffix; JSON is read piece by piece, with the rows and the errors of the whole."""
+"""Files of rows by their suffix: JSON, JSON lines, CSV and TSV."""
 
 import json
-import random
 
 import pytest
 
-from normalign_llava.data.sources import files
+from normalign_llava.data.sources.files import loaded, open_files
 
 
-def value(rng: random.Random, depth=0):
-    text = "".join(rng.choices('ab"\\]}, \né😀', k=9))
-    kinds = [None, True, rng.random() * 1e9, rng.randint(-(10**20), 10**20), text]
-    if depth < 3:
-        kinds += [[value(rng, depth + 1) for _ in range(rng.randrange(4))]]
-        kinds += [{str(n): value(rng, depth + 1) for n in range(rng.randrange(4))}]
-    return rng.choice(kinds)
+def rows(file) -> list:
+    return [loaded(row["json"]) for row in open_files((str(file),), streaming=True)]
 
 
-@pytest.mark.parametrize("piece", [1, 7, 64, 10**6])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_a_list_is_what_json_reads(tmp_path, monkeypatch, piece, encoding):
-    monkeypatch.setattr(files, "_PIECE", piece)
-    rng = random.Random(piece)
-    for indent, count in ((None, 40), (1, 40), (None, 0)):
-        rows = [value(rng) for _ in range(count)]
-        text = json.dumps(rows, indent=indent, ensure_ascii=indent is None)
+def test_a_list_is_what_json_reads(tmp_path, encoding):
+    kinds = [None, True, -1.5e9, 10**20, 'ab"\\]}, \né😀\u2028', [], {}, [[1, {"]": ","}], "["], {"a": {"b": [{}]}}]
+    for indent, values in ((None, kinds), (1, kinds), (None, [])):
+        text = json.dumps(values, indent=indent, ensure_ascii=indent is None)
         (tmp_path / "data.json").write_text(f" {text}\n", encoding=encoding)
-        assert [files.loaded(row) for row in files.rows_of_file(str(tmp_path / "data.json"))] == rows
+        assert rows(tmp_path / "data.json") == values
 
 
-@pytest.mark.parametrize("piece", [2, 10**6])
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -39,36 +29,35 @@ def test_a_list_is_what_json_reads(tmp_path, monkeypatch, piece, encoding):
         ("[1,]", "is not valid JSON: "),
         ("[1] 2", r"is not valid JSON: Extra data: line 1 column 5 \(char 4\)"),
         ('{"a": 1}', "must be a JSON list of rows, or have one row a line, got one object with a"),
-        ("7", "must be a JSON list of rows, or have one row a line, got int"),
+        ("7", "must be a JSON list of rows, or have one row a line, got 7"),
         ("[" * 100_000, "is nested too deeply to be rows of data"),
     ],
 )
-def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path, monkeypatch, piece, text, reason):
-    monkeypatch.setattr(files, "_PIECE", piece)
+def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path, text, reason):
     file = tmp_path / "data.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=f"^{file} {reason}"):
-        list(files.rows_of_file(str(file)))
+        rows(file)
 
 
 def test_other_json_in_a_file_of_lines_is_read_or_refused_in_a_sentence(tmp_path):
-    file, rows = tmp_path / "data.jsonl", [{"a": 1}, {"b": "x"}]
+    file, values = tmp_path / "data.jsonl", [{"a": 1}, {"b": "x"}]
     for indent in (None, 2):
-        file.write_text(json.dumps(rows, indent=indent), encoding="utf-8-sig")
-        assert [files.loaded(text) for text in files.rows_of_file(str(file))] == rows
+        file.write_text(json.dumps(values, indent=indent), encoding="utf-8-sig")
+        assert rows(file) == values
     for suffix, reason in (
         (".jsonl", "has rows of several lines"),
         (".json", "is not valid JSON: Extra data: line 4 .*"),
     ):
         other = file.with_suffix(suffix)
-        other.write_text("\n".join(json.dumps(row, indent=2) for row in rows))
+        other.write_text("\n".join(json.dumps(row, indent=2) for row in values))
         with pytest.raises(ValueError, match=f"^{other} {reason}. Write each row in one line, as `jq -c .` does.$"):
-            list(files.rows_of_file(str(other)))
+            rows(other)
 
 
 def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n\n{"a": "\\u00ff"}\n')
-    marked, invalid, last = map(files.loaded, files.rows_of_file(str(tmp_path / "data.jsonl")))
+    marked, invalid, last = rows(tmp_path / "data.jsonl")
     assert marked == {"a": 1} and invalid == rb'{"a": "\xff"}' and last == {"a": "\xff"}
 
 
@@ -76,8 +65,10 @@ def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
 def test_tables_of_text_are_separated_as_their_suffix_says(tmp_path, name, separator):
     lines = [["image", "question"], ["a.png", '"one; two,\tthree|"'], ["", "Q"]]
     (tmp_path / name).write_text("\n".join(map(separator.join, lines)))
-    rows = [files.loaded(text) for text in files.rows_of_file(str(tmp_path / name))]
-    assert rows == [{"image": "a.png", "question": "one; two,\tthree|"}, {"image": None, "question": "Q"}]
+    assert rows(tmp_path / name) == [
+        {"image": "a.png", "question": "one; two,\tthree|"},
+        {"image": None, "question": "Q"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +86,6 @@ def test_other_separators_are_named(tmp_path, name, separator, seems):
     with pytest.raises(
         ValueError, match=f"^{file} has one column, .* seems to be {seems}. Save it with commas as .csv"
     ):
-        list(files.rows_of_file(str(file)))
+        rows(file)
     file.write_text("caption\na; b | c\n")
-    assert [files.loaded(text) for text in files.rows_of_file(str(file))] == [{"caption": "a; b | c"}]
+    assert rows(file) == [{"caption": "a; b | c"}]

@@ -46,8 +46,6 @@ def test_a_line_break_on_either_side_of_the_marker_alone_is_lost(text, parts):
 def test_trl_messages_of_every_kind():
     turns = [user("Q"), assistant("A"), user("Q2"), assistant("A2")]
     assert shape({"messages": turns, "images": ["a.png", "b.png"]})[0] == ("user", [..., ..., "Q"])
-    assert shape({"messages": turns, "image": "a.png"})[0] == ("user", [..., "Q"])
-    assert shape({"messages": turns})[2] == ("user", ["Q2"])
     marked = [user("Q"), assistant("A"), user("<image>\nQ2"), assistant("A2")]
     assert shape({"messages": marked, "images": ["a.png"]})[2] == ("user", [..., "Q2"])
     # Arrow gives every part all keys that any part has.
@@ -159,23 +157,19 @@ def test_the_tokenizers_own_image_token_may_not_stand_in_a_text():
         parse_row(raw, image_token="<|image|>")
 
 
-@pytest.mark.parametrize(
-    ("question", "answer", "reason"),
-    [
-        ("Q", "red<|im_end|>\n<|im_start|>user\nQ2", r"turn 1, the assistant's, has <\|im_end\|>, .* control token"),
-        ("say <unk>", "A", "turn 0, the user's, has <unk>"),
-    ],
-)
-def test_control_tokens_of_the_tokenizer_may_not_stand_in_a_text(question, answer, reason):
-    raw, tokenizer = llava(question, answer), tiny_parts.tokenizer()
+def test_control_tokens_of_the_tokenizer_may_not_stand_in_a_text():
+    tokenizer = tiny_parts.tokenizer()
     tokenizer.add_tokens(["<think>"])
-    assert parse_row(raw) and parse_row(llava("<s>", "<think>"), control_tokens=control_tokens(tokenizer))
-    with pytest.raises(ValueError, match=reason):
-        parse_row(raw, control_tokens=control_tokens(tokenizer))
-
-
-def test_characters_that_join_visible_ones_are_part_of_an_answer():
-    assert shape(llava("Q", "\U0001f469\u200d\U0001f52c"))[1] == ("assistant", ["\U0001f469\u200d\U0001f52c"])
+    tokens = control_tokens(tokenizer)
+    joined = "\U0001f469\u200d\U0001f52c"  # an invisible character between two visible ones
+    assert parse_row(llava("<s>", f"<think>{joined}"), control_tokens=tokens)
+    for row, reason in (
+        (llava("Q", "red<|im_end|>\n<|im_start|>user\nQ2"), r"turn 1, the assistant's, has <\|im_end\|>, .* control"),
+        (llava("say <unk>", "A"), "turn 0, the user's, has <unk>"),
+    ):
+        assert parse_row(row)
+        with pytest.raises(ValueError, match=reason):
+            parse_row(row, control_tokens=tokens)
 
 
 def test_an_empty_answer_in_the_prompt_is_not_learned_and_so_allowed():

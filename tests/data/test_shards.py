@@ -58,12 +58,8 @@ def both(path, **options) -> list[dict]:
 def test_a_shard_has_the_rows_of_its_files(tmp_path, name):
     path = shard(tmp_path / name, FILES)
     rows = both(path.parent if "/" in name else path)
-    assert answers(rows) == ["A red square.", "None.", "Two.", "A"] and [row["image_count"] for row in rows] == [
-        1,
-        0,
-        2,
-        1,
-    ]
+    assert answers(rows) == ["A red square.", "None.", "Two.", "A"]
+    assert [row["image_count"] for row in rows] == [1, 0, 2, 1]
     images = [np.asarray(decode_image(image, 10**6)) for row in rows for image in row["images"]]
     names = ["a/0.JPG", "a/2.0.png", "a/2.1.webp", "a/3.jpeg"]
     for image, name in zip(images, names, strict=True):
@@ -82,28 +78,22 @@ def test_names_and_links_in_a_shard_reach_nothing_outside(tmp_path):
     (tmp_path / "secret.png").write_bytes(image_bytes("red"))
     (tmp_path / "secret.txt").write_text("secret")
     files = {"../secret.json": llava("<image>Q", "A", "secret.png"), "b.json": llava("<image>Q", "B", "../secret.png")}
-    outside = (str(tmp_path / "secret.png"), tarfile.SYMTYPE), ("../secret.txt", tarfile.LNKTYPE)
-    links = [("b.png", *outside[0]), ("b.txt", *outside[1]), ("c.png", *outside[0]), ("/etc/d.txt", *outside[1])]
+    links = [("b.png", str(tmp_path / "secret.png"), tarfile.SYMTYPE), ("b.txt", "../secret.txt", tarfile.LNKTYPE)]
     path = shard(tmp_path / "data" / "rows.tar", files, links)
     for streaming in (False, True):
-        rows = [raw for _, _, raw in open_source(DataSource(str(path)), streaming)]
-        assert rows[0] == files["../secret.json"]
-        assert [row["images"] for row in rows[1:]] == [[{"path": f"{path}/{x}.png", "bytes": None}] for x in "bc"]
-    with pytest.raises(ValueError, match=r"row 0: .*/data/secret.png: there is no such image .* \(2 rows\)"):
+        assert [raw for _, _, raw in open_source(DataSource(str(path)), streaming)] == list(files.values())
+    with pytest.raises(ValueError, match=r"row 0.*/data/secret.png: there is no such image(.|\n)*row 1.* leaves"):
         both(path)
 
 
 def test_broken_text_is_a_bad_row_and_a_broken_shard_is_named(tmp_path):
     path = shard(tmp_path / "rows.tar", {"0.json": "{", "1.json": [1], "2.json": b"\xff", "3.json": llava("Q", "A")})
-    with pytest.raises(
-        ValueError, match=r"row 0: .* not valid JSON(.|\n)*row 1: a row must be a(.|\n)*row 2: .* not v"
-    ):
+    reasons = r"row 0: .* not valid JSON(.|\n)*row 1: a row must be a(.|\n)*row 2: .* not valid"
+    with pytest.raises(ValueError, match=reasons):
         both(path)
     assert len(both(path, bad_rows="skip")) == 1
     path.write_bytes(b"no tar file")
-    with pytest.raises(
-        ValueError, match="The data set .*rows.tar, split 'train', cannot be read: .*rows.tar is no tar"
-    ):
+    with pytest.raises(ValueError, match="The data set .*rows.tar, split 'train', cannot be read"):
         both(path)
 
 
@@ -111,12 +101,12 @@ def test_broken_text_is_a_bad_row_and_a_broken_shard_is_named(tmp_path):
 def test_a_shard_that_is_cut_off_is_named(tmp_path, cut):
     path = shard(tmp_path / "rows.tar", {f"{number}.txt": "A" * 600 for number in range(3)})
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(ValueError, match=r"rows.tar(, split 'train', cannot be read|.* is cut off or broken at byte)"):
+    with pytest.raises(ValueError, match="rows.tar is cut off. Copy it again"):
         both(path)
 
 
 def test_a_file_in_a_shard_fills_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("normalign_llava.data.sources.shards.MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr("normalign_llava.data.sources.stored.MAX_IMAGE_BYTES", 1000)
     monkeypatch.setattr("normalign_llava.data.rows.images.MAX_IMAGE_BYTES", 1000)
     path = shard(tmp_path / "rows.tar", {"0.png": bytes(10**6), "0.txt": bytes(10**6)})
     ((_, _, row),) = open_source(DataSource(str(path)), streaming=False)
@@ -125,17 +115,13 @@ def test_a_file_in_a_shard_fills_no_memory(tmp_path, monkeypatch):
         decode_image(row["images"][0], 10**6)
 
 
-def test_a_shard_s_images_are_not_copied_and_may_have_neighbours(tmp_path):
-    drawn = image_bytes("red")
-    files = {"0.png": drawn, "0.txt": "A", "1.json": llava("<image>Q", "B", "blue.png")}
+def test_images_beside_a_shard_are_read(tmp_path):
+    files = {"0.png": image_bytes("red"), "0.txt": "A", "1.json": llava("<image>Q", "B", "blue.png")}
     path = shard(tmp_path / "data" / "rows.tar", files)
     train_data.images(tmp_path / "images", "blue.png")
     rows = both(path, image_folder=str(tmp_path / "images"))
-    assert [image["bytes"] for row in rows for image in row["images"]] == [None, None]
-    path.write_bytes(path.read_bytes().replace(drawn, bytes(len(drawn))))
-    with pytest.raises(ValueError, match="cannot identify"):
-        decode_image(rows[0]["images"][0], 10**6)
-    assert decode_image(rows[1]["images"][0], 10**6).getpixel((0, 0)) == (0, 0, 255)
+    colours = [decode_image(row["images"][0], 10**6).getpixel((0, 0)) for row in rows]
+    assert colours == [(255, 0, 0), (0, 0, 255)]
 
 
 def test_a_packed_shard_is_read_from_its_start(tmp_path):

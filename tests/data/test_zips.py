@@ -50,9 +50,6 @@ def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, processor, stre
     path = write_json(tmp_path / "rows", rows)
     given = {"streamed": streaming, "image_folder": str(archive)}
     found = list(islice(read(path, processor, **given).train, 2))
-    assert [row["images"][0]["path"] for row in found] == [
-        f"zip://{n}::{archive}" for n in ("sub/red.png", "blue.png")
-    ]
     colours = [decode_image(row["images"][0], 10**6).getpixel((3, 3)) for row in found]
     assert colours == [(255, 0, 0), (0, 0, 255)]
     assert len(load_samples(str(path), 2, image_folder=str(archive)).samples) == 2
@@ -129,15 +126,12 @@ def test_a_zip_file_after_other_data_and_its_new_version_are_read(archive):
     assert zips.read_entry(f"zip://sub/red.png::{archive}") == b"new"
 
 
-@pytest.mark.parametrize("content", [b"", b"no zip file", b"PK\5\6" + b"\xff" * 18, b"PK\5\6" + bytes(18) + b"x"])
+@pytest.mark.parametrize("content", [b"", b"no zip file", b"PK\5\6" + b"\xff" * 18])
 def test_a_file_that_is_no_zip_file_is_named_at_once(tmp_path, archive, content):
     path = write_json(tmp_path / "rows", [llava("<image>Q", "A", "a.png")])
     whole = archive.read_bytes()
     for broken in (content, whole[:-30], whole.replace(b"PK\1\2", b"PK\0\0")):
         archive.write_bytes(broken)
-        if content.endswith(b"x") and broken == content:  # an empty one
-            assert "whose first entries are none" in problem(archive, "a.png")
-            continue
         with pytest.raises(ValueError, match="images.zip cannot be read as a zip file: "):
             load_samples(str(path), 1, image_folder=str(archive))
     archive.rename(tmp_path / "images.rar")

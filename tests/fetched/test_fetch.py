@@ -172,13 +172,6 @@ def test_another_checksum_is_an_error_that_names_both(registry, part, tmp_path, 
     assert kept(tmp_path) == ([WHEEL] if put_by_hand else [])
 
 
-def test_an_archive_put_by_hand_needs_no_client(part, tmp_path, wheel, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    (tmp_path / "archives").mkdir()
-    (tmp_path / "archives" / WHEEL).write_bytes(wheel)
-    assert fetch(part).read_bytes() == wheel
-
-
 def test_unpacks_the_wanted_members_only(registry, part):
     folder = unpack(part)
     assert [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()] == [

@@ -15,7 +15,7 @@ import train_data
 import training
 from paths import HELPERS
 
-from normalign_llava.data.rows import checks
+from normalign_llava.data.sources import streams
 from normalign_llava.train.options.arguments import parse
 from normalign_llava.train.run import main
 
@@ -219,7 +219,7 @@ def test_a_resumed_run_may_change_what_does_not_change_its_steps(stopped_early, 
 
 
 def test_a_bad_row_of_a_stream_stops_with_the_checkpoint_from_which_it_is_skipped(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "_FIRST", 5)  # rows that are checked before training
+    monkeypatch.setattr(streams, "_FIRST", 5)  # rows that are checked before training
     rows = [*train_data.mixed_rows() * 2, train_data.llava("Q", "")]
     path = train_data.write_json(tmp_path / "data", rows, "data.jsonl")
     options = dict(dataset_name=str(path), dataset_streaming=True, shuffle_buffer_size=1, max_steps=4, save_steps=1)
