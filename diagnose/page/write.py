@@ -29,9 +29,6 @@ def write_page(
 ) -> None:
     """Writes `report.html` into `folder`, with style and figures inside, whose files are in the folder."""
     models = [report] if against is None else [against, report]
-    claims = findings(report, against)
-    if all(claim.outcome == "does not apply" for claim in claims):  # a vision encoder or a language model alone
-        claims = []
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -43,7 +40,7 @@ def write_page(
         report=report,
         against=against,
         verdict=verdict(report, against),
-        findings=claims,
+        findings=findings(report, against),
         sections=_sections(models, drawings, folder),
         left_out=list(dict.fromkeys(sentence for model in reversed(models) for sentence in model.left_out)),
         data=model_table(models),
@@ -118,7 +115,7 @@ def model_table(models: Models) -> Table:
         ["Family", *(model.model_type for model in models)],
         ["Precision of the decoder", *(model.dtype for model in models)],
         ["Hidden size d", *(str(model.hidden_size) for model in models)],
-        ["Layers L of the decoder", *(str(model.layers or "–") for model in models)],
+        ["Layers L of the decoder", *(str(model.layers) for model in models)],
         ["Projector", *(model.projector or "–" for model in models)],
         ["Norm after the projector", *(model.norm or "–" for model in models)],
         ["Data", *(model.data or "–" for model in models)],
