@@ -7,9 +7,7 @@ import multiprocessing
 import os
 import platform
 import random
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -87,13 +85,6 @@ def in_process(function: Callable[..., None], *arguments: Any) -> Any:
         return pipe.recv()
     finally:
         process.join()
-
-
-def peak_bytes(device: str) -> int:
-    """The peak of this process's memory, on a GPU of what torch has allocated there."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def machine(device: str) -> dict[str, Any]:
