@@ -96,17 +96,20 @@ def engine(checkpoint, tmp_path_factory):
     return run_blocked(tmp_path_factory.mktemp("engine"), ENGINE, checkpoint, PROMPT)
 
 
-def test_an_engine_finds_the_classes_and_their_parts(engine):
+def test_an_engine_finds_classes_attention_float32_norm_and_placeholders(checkpoint, engine):
     # In this order, since SGLang takes the first that is no configuration.
     assert engine["auto_map"][:3] == ["AutoConfig", "AutoModel", "AutoModelForImageTextToText"]
     assert engine["base"] == ["NormAlignLlavaModel", "transformers_modules"]
     assert all(engine["compatible"]) and all(engine["parts"])
     assert {f"language_model.layers.*.{name}" for name in ("self_attn.q_proj", "mlp.down_proj")} <= {*engine["plan"]}
-
-
-def test_an_engine_s_attention_is_called_for_decoder_layers_alone(checkpoint, engine):
     layers = AutoConfig.from_pretrained(checkpoint).text_config.num_hidden_layers
     assert engine["calls"] == [[layer, True, "a batch", "float"] for layer in range(layers)]
+    assert engine["parameters_in_float32"] == [f"multi_modal_projector.norm.{name}" for name in ("weight", "bias")]
+    assert engine["kept_in_float32"] == ["multi_modal_projector.norm"]  # what vLLM widens again
+    token, token_id, configured = engine["image_token"]
+    assert token == "<image>" and token_id == configured
+    assert engine["replacements"] == [["image", [token_id] * parts.FEATURES["clip"]]] * 2
+    assert engine["ids"].count(token_id) == 2 * parts.FEATURES["clip"]
 
 
 def test_merged_embeddings_and_positions_give_the_model_s_own_logits(checkpoint, engine):
@@ -117,25 +120,6 @@ def test_merged_embeddings_and_positions_give_the_model_s_own_logits(checkpoint,
         expected = model(**inputs).logits[0]
     assert engine["ids"] == inputs["input_ids"][0].tolist()
     torch.testing.assert_close(torch.tensor(engine["logits"]), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_both_configurations_tell_an_engine_whether_the_head_is_tied(tmp_path, tied):
-    build_checkpoint(parts.vision(tmp_path / "v"), parts.language(tmp_path / "l", tied=tied), tmp_path / "model")
-    config = AutoConfig.from_pretrained(tmp_path / "model")
-    assert [config.tie_word_embeddings, config.text_config.tie_word_embeddings] == [tied, tied]  # one true ties it
-
-
-def test_gain_and_bias_stay_float32_in_a_half_precision_engine(engine):
-    assert engine["parameters_in_float32"] == [f"multi_modal_projector.norm.{name}" for name in ("weight", "bias")]
-    assert engine["kept_in_float32"] == ["multi_modal_projector.norm"]  # what vLLM widens again
-
-
-def test_the_processor_tells_what_each_placeholder_expands_to(engine):
-    token, token_id, configured = engine["image_token"]
-    assert token == "<image>" and token_id == configured
-    assert engine["replacements"] == [["image", [token_id] * parts.FEATURES["clip"]]] * 2
-    assert engine["ids"].count(token_id) == 2 * parts.FEATURES["clip"]
 
 
 VLLM = """
