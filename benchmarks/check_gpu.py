@@ -236,15 +236,15 @@ def main() -> None:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
         small = Path(name, "small")
         if check(f"random weights, {shape}", [], made, small, shape, device):
-            for each, (words, needs) in OPTIONS.items():
-                check(each, needs, train, small, words, device)
+            for options_of, (words, needs) in OPTIONS.items():
+                check(options_of, needs, train, small, words, device)
                 if words == ["qlora"]:
                     check("merge", needs, merge, small)
             check("ask in 4 bits", ["bitsandbytes"], answer, small)
-        for each, (size, words, needs) in MEMORY.items():
+        for run, (size, words, needs) in MEMORY.items():
             ready = (folder := Path(name, size)).exists() or bool(lacking & {*needs})
             if ready or check(f"random weights, {size}", needs, made, folder, size, device):
-                check(f"memory: {each}", needs, train, folder, words, device, True)
+                check(f"memory: {run}", needs, train, folder, words, device, True)
     check("tests", ["pytest"], run_tests, end - time.monotonic() - 5)
     table = Table("", "", "found", "s", title=here["accelerator"] or "No GPU: on the CPU, without what needs CUDA")
     for row in rows:

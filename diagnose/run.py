@@ -137,11 +137,11 @@ def diagnose(
             **{f"revision of {handle.name}": handle.revision for handle in handles if handle.revision},
             "first question": drawn.samples[0].question,
         }
-        done = Diagnosis(report, baseline, verdict(report, baseline), findings(report, baseline), folder)
+        diagnosis = Diagnosis(report, baseline, verdict(report, baseline), findings(report, baseline), folder)
         content = {
             "schema_version": SCHEMA_VERSION,
-            "verdict": done.verdict,
-            "findings": [asdict(finding) for finding in done.findings],
+            "verdict": diagnosis.verdict,
+            "findings": [asdict(finding) for finding in diagnosis.findings],
             "report": asdict(report),
             "against": baseline and asdict(baseline),
             "figures": [asdict(drawing) for drawing in drawings],
@@ -149,7 +149,7 @@ def diagnose(
         }
         (staging / REPORT).write_text(report_json(content), encoding="utf-8")
         write_page(report, baseline, drawings, staging, provenance=provenance)
-    return done
+    return diagnosis
 
 
 def _measure(

@@ -111,16 +111,17 @@ def gain_tables(models: Models) -> list[Table]:
 
 def model_table(models: Models) -> Table:
     """What was measured, and on what."""
-    rows = [
-        ["Family", *(model.model_type for model in models)],
-        ["Precision of the decoder", *(model.dtype for model in models)],
-        ["Hidden size d", *(str(model.hidden_size) for model in models)],
-        ["Layers L of the decoder", *(str(model.layers) for model in models)],
-        ["Projector", *(model.projector or "–" for model in models)],
-        ["Norm after the projector", *(model.norm or "–" for model in models)],
-        ["Data", *(model.data or "–" for model in models)],
-        ["Samples", *(f"{model.samples:,}" for model in models)],
-    ]
+    labels = {
+        "model_type": "Family",
+        "dtype": "Precision of the decoder",
+        "hidden_size": "Hidden size d",
+        "layers": "Layers L of the decoder",
+        "projector": "Projector",
+        "norm": "Norm after the projector",
+        "data": "Data",
+        "samples": "Samples",
+    }
+    rows = [[label, *(str(getattr(model, name) or "–") for model in models)] for name, label in labels.items()]
     for kind in KINDS:
         if any(kind in model.tokens for model in models):
             rows.append([f"{kind.capitalize()} tokens", *(f"{model.tokens.get(kind, 0):,}" for model in models)])
