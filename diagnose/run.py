@@ -106,7 +106,7 @@ def diagnose(
     for handle in handles:
         if handle.processor is None:
             raise ValueError(
-                f"{handle.name} is a language model, which has no visual tokens. `normalign gain {handle.name}` "
+                f"{handle.name} is a language model, which has no visual tokens. `normalign gain {handle.source}` "
                 "measures its embeddings."
             )
         if load_in_4bit and handle.adapter is None:
