@@ -307,12 +307,12 @@ def compare(
 
 @app.command()
 def diagnose(
-    model: Annotated[str, Argument(help="Folder or Hub id of a model or a part of one, or an adapter's folder.")],
+    model: Annotated[str, Argument(help="Folder or Hub id of a model, or an adapter's folder.")],
     against: Annotated[str | None, Option(help="Baseline to compare with, on the same images.")] = None,
     data: Annotated[
         str | None,
         Option(
-            help="Images and questions: data that can be trained on, or mmbench, pope, mmstar, or paper (all three).",
+            help="Images and questions: data that can be trained on.",
             show_default="the quickstart's held-out images",
         ),
     ] = None,
@@ -338,9 +338,7 @@ def diagnose(
             output=output, batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
-    console = Console()
-    console.print(*diagnosis.verdict, *diagnosis.report.left_out, sep="\n")
-    console.print(f"Report: {diagnosis.folder / 'report.html'}", soft_wrap=True)
+    Console().print(*diagnosis.summary(), sep="\n", soft_wrap=True)
 
 
 @app.command()

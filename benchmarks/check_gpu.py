@@ -15,7 +15,6 @@ says so. An error is one too, and then the exit status is 1. Without a GPU a tin
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import machine
+from measuring import FORKS, in_process, machine
 from norm import HookLayerNorm, measured_ratios, step
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +36,6 @@ from shapes import SHAPES
 from step import random_checkpoint, write_rows
 
 
-FORKS = multiprocessing.get_context("forkserver")
 TESTS = ["architecture", "checkpoint/test_precision.py", "diagnose/test_diagnose_load.py", "test_cli.py"]
 TESTS += [f"evaluate/test_{name}.py" for name in ("ask", "evaluate_batches", "evaluate_run")]
 
@@ -169,32 +167,6 @@ def run_tests(seconds: float) -> str:
     return last
 
 
-def _send(pipe, function: Callable[..., str], arguments: tuple) -> None:
-    from normalign_llava.errors import device_error
-
-    multiprocessing.set_start_method("fork", force=True)  # of a loader's workers, as in a process of one's own
-    try:
-        pipe.send(("ok", function(*arguments)))
-    except Exception as error:  # of any library: it is a row
-        said = device_error(error) or f"{type(error).__name__}: {error}"
-        pipe.send(("failed", " ".join(said.split())[:400]))
-
-
-def in_time(function: Callable[..., Any], *arguments: Any, seconds: float) -> tuple[str, str]:
-    """Status and text of a check that runs in a process of its own, which is ended after some seconds."""
-    pipe, theirs = FORKS.Pipe()
-    process = FORKS.Process(target=_send, args=(theirs, function, arguments))
-    process.start()
-    theirs.close()
-    try:
-        return pipe.recv() if pipe.poll(seconds) else ("failed", f"no end after {seconds:.0f} seconds")
-    except EOFError:
-        return "failed", "the process ended without a word"
-    finally:
-        process.kill()
-        process.join()
-
-
 def made(folder: Path, shape: str, device: str) -> str:
     """Writes a checkpoint of random weights and its rows into a folder."""
     random_checkpoint(folder, shape, device)
@@ -225,7 +197,10 @@ def main() -> None:
         absent = ", ".join(sorted(lacking & {*needs}))
         status, text = "left out", f"needs {absent}" if absent else f"{options.minutes:g} minutes are over"
         if not absent and end - began > 5:
-            status, text = in_time(function, *arguments, seconds=end - began)
+            try:
+                status, text = "ok", in_process(function, *arguments, seconds=end - began)
+            except RuntimeError as error:
+                status, text = "failed", str(error)
         rows.append({"check": name, "status": status, "found": text, "seconds": round(time.monotonic() - began, 1)})
         console.print(*rows[-1].values(), sep=" | ", markup=False, soft_wrap=True)
         options.output.write_text(json.dumps({"machine": here, "checks": rows}, indent=2) + "\n", encoding="utf-8")
@@ -236,15 +211,15 @@ def main() -> None:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
         small = Path(name, "small")
         if check(f"random weights, {shape}", [], made, small, shape, device):
-            for each, (words, needs) in OPTIONS.items():
-                check(each, needs, train, small, words, device)
+            for options_of, (words, needs) in OPTIONS.items():
+                check(options_of, needs, train, small, words, device)
                 if words == ["qlora"]:
                     check("merge", needs, merge, small)
             check("ask in 4 bits", ["bitsandbytes"], answer, small)
-        for each, (size, words, needs) in MEMORY.items():
+        for run, (size, words, needs) in MEMORY.items():
             ready = (folder := Path(name, size)).exists() or bool(lacking & {*needs})
             if ready or check(f"random weights, {size}", needs, made, folder, size, device):
-                check(f"memory: {each}", needs, train, folder, words, device, True)
+                check(f"memory: {run}", needs, train, folder, words, device, True)
     check("tests", ["pytest"], run_tests, end - time.monotonic() - 5)
     table = Table("", "", "found", "s", title=here["accelerator"] or "No GPU: on the CPU, without what needs CUDA")
     for row in rows:

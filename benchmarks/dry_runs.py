@@ -52,7 +52,7 @@ def sparse_checkpoint(folder: Path, shape: str) -> None:
         with open(path, "r+b") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-            file.truncate(8 + length + max(each.get("data_offsets", [0, 0])[1] for each in header.values()))
+            file.truncate(8 + length + max(entry.get("data_offsets", [0, 0])[1] for entry in header.values()))
 
 
 def main() -> None:
@@ -69,12 +69,12 @@ def main() -> None:
             write_rows(Path(name, shape), 384, [(1, 640)] * 4)
         for recipe in options.recipes:
             folder = Path(name, SHAPES[recipe])
-            given = {
+            own = {
                 "model_name_or_path": folder / "checkpoint", "dataset_name": folder / "data", "image_folder": "",
                 "output_dir": Path(name, "run"), "dry_run": True, "device_memory": options.device_memory,
             }  # fmt: skip
             print(f"\n== {' '.join([recipe, *words])}", flush=True)
-            dry_run([recipe, *(word for key, value in given.items() for word in (f"--{key}", str(value))), *words])
+            dry_run([recipe, *(word for key, value in own.items() for word in (f"--{key}", str(value))), *words])
 
 
 if __name__ == "__main__":

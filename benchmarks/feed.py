@@ -5,32 +5,27 @@
 
 Batches are of 8 rows with an image each, JPEGs of 640 x 480 pixels that become 384 x 384, 729 tokens. Bare is opening
 and decoding the same files, and the image processor. All three take turns in one process, and their CPU time counts.
-Loaders with other processes are measured in wall-clock time.
 
 Rows are checked as before training, each number of rows in a process of its own, twice: cold, and warm with the cache
 of the first. Images are hard links to few files. Bytes a row are the difference of the peaks of both numbers of rows.
 """
 
-import argparse
 import json
 import os
 import random
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measuring import in_turns, parser, quartiles, report, seconds, spread
+from measuring import in_process, in_turns, parser, quartiles, report, spread
 from PIL import Image
 from shapes import TINY
 
 
-BATCH, WORKERS, LINKS = 8, (1, 2), 10_000
+BATCH, LINKS = 8, 10_000
 WORDS = ["a", "the", "of", "on", "with", "red", "blue", "dog", "cat", "street", "sign", "photo", "people", "white"]
 QUESTION = "Provide a brief description of the given image."
 
@@ -83,9 +78,7 @@ def loaded(folder: Path, count: int):
 
     processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
     arguments = DataArguments(dataset_name=str(folder / f"{count}.json"))
-    before = peak(), cpu_seconds(), time.monotonic()
-    rows = load_data(arguments, processor, max_length=2048, seed=0, with_eval=False).train
-    return processor, rows, before
+    return processor, load_data(arguments, processor, max_length=2048, seed=0, with_eval=False).train
 
 
 def cpu_seconds() -> float:
@@ -101,11 +94,11 @@ def peak() -> int:
 
 
 def check_rows(folder: Path, count: int) -> dict[str, float]:
-    """Time and memory of the checks, in a process of its own."""
-    _, rows, (before, cpu, start) = loaded(folder, count)
+    """Time and memory of the checks, in this process."""
+    before = cpu_seconds()
+    _, rows = loaded(folder, count)
     others = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    times = {"cpu": cpu_seconds() - cpu, "wall": time.monotonic() - start}
-    return {**times, "rows": len(rows), "peak": peak(), "before": before, "others": others}
+    return {"cpu": cpu_seconds() - before, "rows": len(rows), "peak": peak(), "others": others}
 
 
 def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
@@ -116,7 +109,7 @@ def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
 
     from normalign_llava.train.collator import ConversationCollator
 
-    processor, rows, _ = loaded(folder, images)
+    processor, rows = loaded(folder, images)
     listed = list(rows)
     files = [row["images"][0]["path"] for row in listed]
     stock = Dataset.from_list([{"images": row["images"], "messages": row["messages"]} for row in listed])
@@ -129,12 +122,11 @@ def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
         collator = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True)
         return collator([{**row, "messages": plain(row["messages"])} for row in batch])
 
-    def reader(rows, collate, workers=0) -> Callable[[], object]:
-        return lambda: [None for _ in DataLoader(rows, BATCH, num_workers=workers, collate_fn=collate)]
+    def reader(rows, collate) -> Callable[[], object]:
+        return lambda: [None for _ in DataLoader(rows, BATCH, collate_fn=collate)]
 
     ours = ConversationCollator(processor)
-    readers = {"bare": reader(files, bare), "this package": reader(rows, ours), "TRL": reader(stock, trl)}
-    return readers | {f"{workers} workers": reader(rows, ours, workers) for workers in WORKERS}
+    return {"bare": reader(files, bare), "this package": reader(rows, ours), "TRL": reader(stock, trl)}
 
 
 def plain(messages: list[dict]) -> list[dict]:
@@ -158,11 +150,7 @@ def main() -> None:
         "--rows", type=int, nargs=2, default=[20_000, 200_000], help="a smaller and a larger number"
     )
     arguments.add_argument("--rounds", type=int, default=4)
-    arguments.add_argument("--child", help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    if options.child:
-        print(json.dumps(check_rows(Path(options.child), options.images)))
-        return
     with tempfile.TemporaryDirectory() as name:
         folder, checks = Path(name), {}
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
@@ -170,23 +158,12 @@ def main() -> None:
         for count in sorted({options.images, *options.rows}):
             write_rows(folder, count)
         for count in options.rows:
-            words = [sys.executable, __file__, "--child", name, "--images", str(count)]
             for start in ("cold", "warm"):
-                done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-                checks[f"{count:,} rows, {start}"] = json.loads(done.stdout.splitlines()[-1])
-        readers = loaders(folder, options.images)
-        workers = {name: readers.pop(name) for name in [f"{count} workers" for count in WORKERS]}
-        cpu = in_turns(readers, options.rounds, cpu_time)
-        wall = in_turns(
-            {"this package": readers["this package"], **workers}, options.rounds, partial(seconds, device="cpu")
-        )
+                checks[f"{count:,} rows, {start}"] = in_process(check_rows, folder, count)
+        cpu = in_turns(loaders(folder, options.images), options.rounds, cpu_time)
     compared = ("this package", "TRL")
     of_cpu = "; ".join(spread(quartiles(cpu["bare"], cpu[kind])) for kind in compared)
-    of_wall = "; ".join(spread(quartiles(wall["this package"], wall[kind])) for kind in workers)
-    rows = [
-        ("batches", f"images per second of CPU / bare decoding: {'; '.join(compared)}", of_cpu),
-        ("batches", f"images per second / in the same process: {'; '.join(workers)}", of_wall),
-    ]
+    rows = [("batches", f"images per second of CPU / bare decoding: {'; '.join(compared)}", of_cpu)]
     shown = []
     for start in ("cold", "warm"):
         small, large = (checks[f"{count:,} rows, {start}"] for count in options.rows)
@@ -196,7 +173,7 @@ def main() -> None:
         shown.append("{:.3f}, {:.0f}, {:.0f}".format(*figures))
     what = "ms of CPU, bytes a row, in the process and others: cold; warm"
     rows.append(("before the first step", what, "; ".join(shown)))
-    report("Feeding", rows, options, checks=checks, cpu_seconds=cpu, wall_seconds=wall)
+    report("Feeding", rows, options, checks=checks, cpu_seconds=cpu)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ import multiprocessing
 import os
 import platform
 import random
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -25,6 +23,8 @@ Row = tuple[str, str, str]
 """A line of the table: what was measured, in which unit or against what, and the figures."""
 
 Value = TypeVar("Value")
+
+FORKS = multiprocessing.get_context("forkserver")
 
 
 def parser(doc: str | None, bf16: bool = False) -> argparse.ArgumentParser:
@@ -76,24 +76,38 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
-def in_process(function: Callable[..., None], *arguments: Any) -> Any:
-    """What a function sends from a process of its own to the pipe that is its last argument."""
-    context = multiprocessing.get_context("forkserver")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=function, args=(*arguments, theirs))
+def in_process(function: Callable[..., Value], *arguments: Any, seconds: float | None = None) -> Value:
+    """What a function returns in a process of its own, which is ended after some seconds.
+
+    Raises RuntimeError, in a sentence, if it fails or does not end.
+    """
+    pipe, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=_send, args=(theirs, function, arguments))
     process.start()
-    theirs.close()  # so that recv raises EOFError if the process fails
+    theirs.close()  # so that recv raises EOFError if the process ends
     try:
-        return pipe.recv()
+        if not pipe.poll(seconds):
+            raise RuntimeError(f"no end after {seconds:.0f} seconds")
+        result, error = pipe.recv()
+    except EOFError:
+        result, error = None, "the process ended without a word"
     finally:
+        process.kill()
         process.join()
+    if error:
+        raise RuntimeError(error)
+    return result
 
 
-def peak_bytes(device: str) -> int:
-    """The peak of this process's memory, on a GPU of what torch has allocated there."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _send(pipe, function: Callable[..., object], arguments: tuple) -> None:
+    from normalign_llava.errors import device_error
+
+    multiprocessing.set_start_method("fork", force=True)  # of a loader's workers, as in a process of one's own
+    try:
+        pipe.send((function(*arguments), None))
+    except Exception as error:  # of any library
+        said = device_error(error) or f"{type(error).__name__}: {error}"
+        pipe.send((None, " ".join(said.split())[:400]))
 
 
 def machine(device: str) -> dict[str, Any]:

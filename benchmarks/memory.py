@@ -12,14 +12,13 @@ interpreter, and on a GPU CUDA's context.
 """
 
 import argparse
-import multiprocessing
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Row, in_process, parser, report
+from measuring import FORKS, Row, in_process, parser, report
 from shapes import SHAPES
 from step import random_checkpoint, write_rows
 
@@ -52,8 +51,8 @@ def allocated(function) -> int:
     return highest
 
 
-def measure(folder: Path, shape: str, words: list[str], options: argparse.Namespace, pipe) -> None:
-    """Trains two steps in this process; sends predicted and measured bytes, and those by part."""
+def measure(folder: Path, shape: str, words: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Trains two steps in this process: predicted and measured bytes, and those by part."""
     from transformers import PrinterCallback, logging
 
     from normalign_llava.train.options.arguments import parse
@@ -96,7 +95,7 @@ def measure(folder: Path, shape: str, words: list[str], options: argparse.Namesp
         tensors += [value for value in constants if isinstance(value, torch.Tensor)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         measured = sum(storages.values()) + allocated(trainer.train)
-    pipe.send({"predicted": estimate.total, "measured": measured, "parts": estimate.parts})
+    return {"predicted": estimate.total, "measured": measured, "parts": estimate.parts}
 
 
 def main() -> None:
@@ -107,7 +106,7 @@ def main() -> None:
     options = arguments.parse_args()
 
     preloaded = ["normalign_llava.train.run", "bitsandbytes", "measuring", "step"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)  # which imports once
+    FORKS.set_forkserver_preload(preloaded)  # which imports once
     rows: list[Row] = []
     figures: dict[str, Any] = {}
     for shape in options.shapes:

@@ -4,29 +4,21 @@
     python benchmarks/packing.py [--device cuda] [--output results.json]
 
 All variants train on the same rows for one epoch, LoRA on the language model with projector and norm, each in its own
-process, and the processes take turns step by step. Peak memory is that of the process; on a CPU, with what glibc keeps
-of freed memory.
+process, and the processes take turns step by step.
 
 The rows stand in for LLaVA-NeXT's data, whose lengths are not published: kinds of rows in the proportions that its
 authors give (500 thousand rows of short answers, 158 of conversations, 50 of long answers, 40 of text alone), one row
 in twenty with two to four images, and lengths as in `KINDS`.
-
-Padding and balance depend on the lengths alone. They are counted for eight processes and 128 rows a step, over 16,384
-rows: tokens that are padding, and by how much the process with the most tokens is off the mean of all, in a forward
-pass and in a step.
 """
 
 import argparse
 import os
 import random
-import statistics
 import tempfile
 from pathlib import Path
 
-from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from measuring import parser, report
 from step import prepared_rows, run, trainer_of, write_rows
-from torch.utils.data import BatchSampler
 
 
 PACKED, PADDED, GROUPED = "packed", "padded", "grouped"  # by length, and padded
@@ -36,8 +28,6 @@ KINDS = {"short": (500, 20, 120), "conversation": (158, 150, 500), "long": (50, 
 """Thousands of rows, and the least and most tokens of text."""
 PATCHES, TOKENS_PER_IMAGE = 576, 64
 """Tokens of an image in LLaVA-1.5, and here. Text is shortened as much as images are."""
-PROCESSES, ROWS_PER_STEP, ROWS_PER_PASS = 8, 128, 4
-"""Processes and rows for which padding and balance are counted."""
 
 
 def mixture_lengths(rows: int) -> list[tuple[int, int]]:
@@ -73,45 +63,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         logging_steps=10**6,
         train_sampling_strategy="group_by_length" if variant in (GROUPED, TRL_GROUPED) else "random",
     )
-    own = {"vision_learning_rate": 0.0, "packing": variant == PACKED}
-    return trainer_of(folder, settings, own, stock=variant in (TRL, TRL_GROUPED))
-
-
-def passes_of(variant: str, lengths: list[int], rank: int) -> list[list[int]]:
-    """The rows of each forward pass of one of `PROCESSES` processes, in the whole steps of an epoch."""
-    from normalign_llava.train.packing import BalancedSampler, ModalityLengthGroupedSampler
-
-    accumulation = ROWS_PER_STEP // PROCESSES // ROWS_PER_PASS
-    order = SeedableRandomSampler(range(len(lengths)), data_seed=0)
-    if variant == GROUPED:
-        order = ModalityLengthGroupedSampler(lengths, [True] * len(lengths), ROWS_PER_STEP, seed=0)
-    if variant == PACKED:
-        passes = BalancedSampler(
-            order, lengths, rows_per_step=ROWS_PER_STEP, rows_per_pass=ROWS_PER_PASS, accumulation=accumulation,
-            processes=PROCESSES, rank=rank, drop_last=True,
-        )  # fmt: skip
-    else:
-        passes = BatchSamplerShard(BatchSampler(order, ROWS_PER_PASS, drop_last=True), PROCESSES, rank)
-    return list(passes)[: len(lengths) // ROWS_PER_STEP * accumulation]
-
-
-def counts(lengths: list[int]) -> dict[str, dict[str, float]]:
-    """Padding and balance of the three ways of ours."""
-    accumulation = ROWS_PER_STEP // PROCESSES // ROWS_PER_PASS
-    balance = {}
-    for variant in (PACKED, PADDED, GROUPED):
-        tokens, real = [], 0  # tokens of each pass with padding, by process
-        for rank in range(PROCESSES):
-            passes = [[lengths[row] for row in rows] for rows in passes_of(variant, lengths, rank)]
-            real += sum(map(sum, passes))
-            tokens.append([sum(rows) if variant == PACKED else len(rows) * max(rows) for rows in passes])
-        steps = [[sum(sums[i : i + accumulation]) for i in range(0, len(sums), accumulation)] for sums in tokens]
-        balance[variant] = {"padding": 1 - real / sum(map(sum, tokens))}
-        for name, sums in (("pass", tokens), ("step", steps)):
-            balance[variant][name] = statistics.mean(
-                max(at_once) / statistics.mean(at_once) for at_once in zip(*sums, strict=True)
-            )
-    return balance
+    return trainer_of(folder, settings, stock=variant in (TRL, TRL_GROUPED), packing=variant == PACKED)
 
 
 def main() -> None:
@@ -127,17 +79,13 @@ def main() -> None:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
         mixture(folder, options.rows_per_step * options.steps)
         lengths = prepared_rows(folder).with_format(None)["length"][:]
-        seconds, ends = run(folder, VARIANTS, options, options.steps, make_trainer)
+        seconds, losses = run(folder, VARIANTS, options, options.steps, make_trainer)
     spent = {variant: sum(times) for variant, times in seconds.items()}
-    balance = counts([images * TOKENS_PER_IMAGE + text for images, text in mixture_lengths(16_384)])
 
-    what = "packing, mixture"
     faster = ", ".join(f"{spent[variant] / spent[PACKED]:.2f}" for variant in VARIANTS[1:])
-    rows = [(what, f"tokens per second / {'; '.join(VARIANTS[1:])}", faster)]
-    figures = [f"{way['padding']:.1%}, {way['pass'] - 1:.1%}, {way['step'] - 1:.1%}" for way in balance.values()]
-    rows.append((what, f"padding, imbalance of passes, of steps: {'; '.join(balance)}", "; ".join(figures)))
+    rows = [("packing, mixture", f"tokens per second / {'; '.join(VARIANTS[1:])}", faster)]
     title = f"Packing, {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {options.device}"
-    report(title, rows, options, lengths=lengths, seconds=seconds, ends=ends, balance=balance)
+    report(title, rows, options, lengths=lengths, seconds=seconds, losses=losses)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training step costs: ours and stock LLaVA with TRL's `SFTTrainer`, on the quickstart's parts and rows.
 
-    python benchmarks/step.py [--device cuda] [--train projector|lora|all] [--output results.json]
+    python benchmarks/step.py [--device cuda] [--output results.json]
 
-Each variant trains in its own process, and the processes take turns step by step, so that times of the same batch are
-compared. A step is everything from one `on_step_begin` to the next: collating, forward, backward, optimizer, callbacks
-and logging. Every tenth step is logged, and measured by our callback; these are shown separately.
+Each variant trains adapters in its own process, and the processes take turns step by step, so that times of the same
+batch are compared. A step is everything from one `on_step_begin` to the next: collating, forward, backward, optimizer,
+callbacks and logging. Every tenth step is logged, and measured by our callback.
 
 On a CPU, our trainer computes logits of the answers only, and TRL's of every position; the variant "all scored" does
 so too, for a comparison at equal work. All have weights in float32.
@@ -15,14 +15,13 @@ import argparse
 import multiprocessing
 import os
 import random
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import parser, peak_bytes, report
+from measuring import parser, quartiles, report, spread
 from rich.progress import track
 from shapes import SHAPES
 
@@ -32,7 +31,6 @@ LOGGING_STEPS = 10
 STOCK = "stock"  # LLaVA, with TRL's trainer and collator
 OURS = "this package"
 ALL_SCORED = "all scored"
-NO_NORM = "all scored, no norm"
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
     " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -110,14 +108,13 @@ def prepared_rows(folder: Path):
     return load_data(arguments, processor, max_length=None, seed=0, with_eval=False).train
 
 
-def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, stock: bool, adapters=True, cls=None):
-    """TRL's trainer on stock LLaVA, or ours, on `folder/checkpoint` and `folder/data`.
+def trainer_of(folder: Path, settings: dict[str, Any], *, stock: bool, cls=None, **own: Any):
+    """TRL's trainer on stock LLaVA, or ours, with adapters, on `folder/checkpoint` and `folder/data`.
 
     Args:
         folder: Where the checkpoint and the rows are.
-        settings: Options of both trainers, and `own`, those of ours, which say what is trained.
+        settings: Options of both trainers, and `own`, those of ours alone.
         stock: Which of the two.
-        adapters: Whether adapters on the language model are trained.
         cls: Class of ours, if another.
     """
     from datasets import load_from_disk
@@ -142,10 +139,10 @@ def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, s
         seed=0,
         **settings,
     )
-    ours = NormAlignConfig(**shared, **{"model_init_kwargs": {"dtype": "float32"}, **own})  # as stock's
-    model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=adapters)
+    ours = NormAlignConfig(**shared, model_init_kwargs={"dtype": "float32"}, vision_learning_rate=0.0, **own)
+    model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=True)
     model_args.lora_dropout = 0.0
-    rates, adapter = ours.learning_rates(adapters), get_peft_config(model_args)
+    rates, adapter = ours.learning_rates(True), get_peft_config(model_args)
     if stock:
         model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
         freeze(model, rates)
@@ -157,7 +154,7 @@ def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, s
             SFTConfig(**shared, remove_unused_columns=False),  # it would remove the lengths
             train_dataset=rows,
             processing_class=AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False),
-            peft_config=adapter and language_adapter(adapter, config, rates),
+            peft_config=language_adapter(adapter, config, rates),
         )
     else:
         trainer = (cls or NormAlignTrainer)(checkpoint, ours, train_dataset=data, peft_config=adapter)
@@ -189,13 +186,8 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         logging_steps=LOGGING_STEPS,
         train_sampling_strategy="sequential",
     )
-    own: dict[str, Any] = {"arm": "none" if variant == NO_NORM else None}
-    if options.train != "all":
-        own["vision_learning_rate"] = 0.0
-    if options.train == "projector":
-        own["language_learning_rate"] = 0.0
     cls = NormAlignTrainer if variant == OURS else AllScoredTrainer
-    return trainer_of(folder, settings, own, stock=variant == STOCK, adapters=options.train == "lora", cls=cls)
+    return trainer_of(folder, settings, stock=variant == STOCK, cls=cls)
 
 
 def train(make, variant: str, folder: Path, options: argparse.Namespace, steps: int, turns) -> None:
@@ -221,15 +213,13 @@ def train(make, variant: str, folder: Path, options: argparse.Namespace, steps: 
     trainer = make(variant, folder, options, steps)
     trainer.add_callback(InTurns())
     trainer.train()
-    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    turns.send({"bytes": peak_bytes(options.device), "trained": trained, "losses": losses})
+    turns.send([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
 
 def run(
     folder: Path, variants: list[str], options: argparse.Namespace, steps: int, make=make_trainer
 ) -> tuple[dict, dict]:
-    """Trains all variants in turns: the seconds of every step, and the last message of each process.
+    """Trains all variants in turns: the seconds of every step, and the losses that each process logged.
 
     `make` is called in each process with the variant, `folder`, `options` and `steps`, and returns its trainer.
     """
@@ -247,63 +237,34 @@ def run(
         for variant in random.sample(variants, len(variants)):
             pipes[variant].send("go")
             seconds[variant].append(pipes[variant].recv())
-    ends = {}
+    losses = {}
     for variant, process in zip(variants, processes, strict=True):
         pipes[variant].send("go")
-        ends[variant] = pipes[variant].recv()
+        losses[variant] = pipes[variant].recv()
         process.join()
-    return seconds, ends
-
-
-def time_ratios(runs: list[dict[str, list[float]]], variant: str, reference: str) -> dict[str, float]:
-    """Ratios of times of the same batch: medians over steps and runs, and both together."""
-    plain, logged = [], []
-    for seconds in runs:
-        for number, (ours, theirs) in enumerate(zip(seconds[variant], seconds[reference], strict=True), start=1):
-            if number > WARM_UP:
-                (plain if number % LOGGING_STEPS else logged).append(ours / theirs)
-    step, at_logged = statistics.median(plain), statistics.median(logged)
-    return {"step": step, "logged step": at_logged, "all steps": step + (at_logged - step) / LOGGING_STEPS}
+    return seconds, losses
 
 
 def main() -> None:
     """Runs the comparison and prints it."""
     arguments = parser(__doc__, bf16=True)
-    arguments.add_argument("--train", default="lora", choices=["projector", "lora", "all"])
     arguments.add_argument("--batch", type=int, default=8)
-    arguments.add_argument("--steps", type=int, default=30, help="steps that count, of each variant; at least 18")
-    arguments.add_argument("--repeats", type=int, default=2, help="runs, each with processes of its own")
+    arguments.add_argument("--steps", type=int, default=30, help="steps that count, of each variant")
     options = arguments.parse_args()
-    if options.steps < 18:
-        arguments.error(f"--steps is {options.steps}; at least 18 are needed, for two logged steps")
 
-    variants = [STOCK, OURS, NO_NORM] if options.device == "cuda" else [STOCK, ALL_SCORED, NO_NORM, OURS]
-    runs, ends, peaks = [], {}, {variant: [] for variant in variants}
+    variants = [STOCK, OURS] if options.device == "cuda" else [STOCK, ALL_SCORED, OURS]
     with tempfile.TemporaryDirectory() as name:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
         real_parts(Path(name), options.batch * (WARM_UP + options.steps + 2))
-        for _ in range(options.repeats):
-            seconds, ends = run(Path(name), variants, options, WARM_UP + options.steps)
-            runs.append(seconds)
-        # glibc keeps some freed memory. With a fixed threshold the peak is what was in use; since that takes time,
-        # peaks are measured in separate runs, up to the first logged step.
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
-        for _ in range(options.repeats):
-            for variant in variants:
-                peaks[variant].append(run(Path(name), [variant], options, LOGGING_STEPS)[1][variant]["bytes"])
-
-    with_norm = OURS if options.device == "cuda" else ALL_SCORED
-    pairs = [(variant, STOCK) for variant in variants if variant != STOCK] + [(with_norm, NO_NORM)]
-    peak = {variant: statistics.median(values) for variant, values in peaks.items()}
+        seconds, losses = run(Path(name), variants, options, WARM_UP + options.steps)
+    counted = {variant: times[WARM_UP:] for variant, times in seconds.items()}
+    rows = [
+        (f"training step: {variant}", f"time / {STOCK}", spread(quartiles(counted[variant], counted[STOCK])))
+        for variant in variants[1:]
+    ]
     precision = "bfloat16" if options.bf16 else "float32"
-    by_pair, rows = {}, []
-    for variant, reference in pairs:
-        ratios, memory = time_ratios(runs, variant, reference), peak[variant] / peak[reference]
-        by_pair[f"{variant} / {reference}"] = ratios | {"peak memory": memory}
-        name = f"training step: {variant}"
-        rows.append((name, f"time, peak memory / {reference}", f"{ratios['all steps']:.3f}, {memory:.3f}"))
-    title = f"A training step, {options.train}, {precision}, batch {options.batch}"
-    report(f"{title}, {options.device}", rows, options, ratios=by_pair, seconds=runs, peak_bytes=peaks, ends=ends)
+    title = f"A training step, {precision}, batch {options.batch}, {options.device}"
+    report(title, rows, options, seconds=seconds, losses=losses)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache folder, and atomic writing of files and folders."""
 
-import ctypes
 import glob
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -74,29 +72,27 @@ def check_new(output: str | os.PathLike) -> None:
 def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collection[str]]) -> Iterator[Path]:
     """[`finished_folder`] for a folder within a checkpoint that replaces its earlier version as a whole.
 
-    Whenever it is interrupted, one of the two is there: they change places in one step or, where a file system cannot
-    do that, in two, of which the next run makes the second.
+    If it is interrupted between its two steps, the next run makes the second.
 
     Given `target`, `written` has the names in its earlier version; a folder with anything else is not replaced.
     """
     target = Path(target).resolve()
 
-    def problem() -> str:
-        found = {each.name for each in target.iterdir()} if target.exists() else set()
-        others = sorted(found - set(written(target)))
+    def foreign() -> str:
+        names = {path.name for path in target.iterdir()} if target.exists() else set()
+        others = sorted(names - set(written(target)))
         return f"{target} holds {others[0]}, which no earlier run has written there." if others else ""
 
     check_free(target.parent)
     with _staging(target) as temporary:
-        if found := problem():
-            raise ValueError(f"{found} Choose another folder, or move that away first.")
+        if problem := foreign():
+            raise ValueError(f"{problem} Choose another folder, or move that away first.")
         yield temporary / target.name
-        if found := problem():
-            raise FileExistsError(f"{found} {_kept(temporary, target)}")
-        if not target.exists():
-            os.replace(temporary / target.name, target)
-        elif not _exchanged(temporary / target.name, target):
-            os.replace(target, temporary / OLD)  # and then the second step
+        if problem := foreign():
+            raise FileExistsError(f"{problem} {_kept(temporary, target)}")
+        if target.exists():
+            os.replace(target, temporary / OLD)
+        os.replace(temporary / target.name, target)
 
 
 @contextmanager
@@ -133,10 +129,10 @@ def remove_unfinished(target: Path) -> list[str]:
         if unfinished.is_symlink() or not unfinished.is_dir():
             continue
         try:
-            found, age = {each.name for each in unfinished.iterdir()}, time.time() - unfinished.stat().st_mtime
+            names, age = {path.name for path in unfinished.iterdir()}, time.time() - unfinished.stat().st_mtime
         except OSError:  # another user's, or removed by now
             continue
-        if found and found <= {target.name, OLD, LOCK} and (found != {LOCK} or age > _YOUNG):
+        if names and names <= {target.name, OLD, LOCK} and (names != {LOCK} or age > _YOUNG):
             if writer := writer_of(unfinished):
                 writers.append(writer)
             else:
@@ -156,17 +152,6 @@ def _kept(temporary: Path, target: Path) -> str:
     kept = temporary.with_name(f"{target.name}-{temporary.name[-8:]}")
     os.replace(temporary / target.name, kept)
     return f"What was made is in {kept}."
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Has two folders change places in one step; false if the system or the file system cannot do that."""
-    first, second = os.fsencode(one), os.fsencode(other)
-    try:
-        if sys.platform == "darwin":
-            return ctypes.CDLL(None).renamex_np(first, second, 2) == 0  # RENAME_SWAP
-        return ctypes.CDLL(None).renameat2(-100, first, -100, second, 2) == 0  # AT_FDCWD, RENAME_EXCHANGE
-    except (AttributeError, TypeError):  # a C library without it, or Windows
-        return False
 
 
 def json_or_none(path: Path) -> Any:

@@ -52,8 +52,8 @@ def find_checkpoint(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
     """[`find_model`] for a whole model: also raises ValueError for a folder without `config.json`, as an adapter's."""
-    found, commit = find_model(model, revision, remedy=remedy)
-    folder = Path(found)
+    source, commit = find_model(model, revision, remedy=remedy)
+    folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         if (folder / ADAPTER_CONFIG).is_file():
             raise ValueError(
@@ -62,28 +62,21 @@ def find_checkpoint(
         raise ValueError(
             f"{model} has no config.json, so it is no model of transformers.{_inside(folder, 'config.json')} {remedy}"
         )
-    return found, commit
+    return source, commit
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Raises ValueError unless `folder` is a local checkpoint or adapter; the message says how to fetch one."""
-    path = Path(folder)
-    if not path.is_dir():
-        fetch = f" What is on the Hub is fetched with `hf download {folder} --local-dir FOLDER`."
-        raise ValueError(
-            f"{folder} is no folder. Give the folder of a checkpoint or of an adapter."
-            f"{fetch if is_hub_id(path.as_posix()) and not path.exists() else ''}"
-        )
-    names = ("config.json", ADAPTER_CONFIG)
+    """Raises ValueError unless `folder` is that of a checkpoint or an adapter."""
+    path, names = Path(folder), ("config.json", ADAPTER_CONFIG)
     if not any((path / name).is_file() for name in names):
-        inside = _inside(path, *names)
-        raise ValueError(f"{folder} is no checkpoint: it has no config.json and no {ADAPTER_CONFIG}.{inside}")
+        raise ValueError(
+            f"{folder} is no folder of a checkpoint: it has no config.json and no {ADAPTER_CONFIG}."
+            f"{_inside(path, *names)}"
+        )
 
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
-    if (Path(adapter) / "config.json").is_file() and not (Path(adapter) / ADAPTER_CONFIG).is_file():
-        raise ValueError(f"{adapter} is a whole model, which has nothing to merge.")
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(adapter) / name).is_file():
             raise ValueError(

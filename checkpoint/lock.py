@@ -11,12 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from textwrap import shorten
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from ..errors import writing_to
 
 
-LOCK, UNKNOWN = ".normalign.lock", "another process"
+LOCK = ".normalign.lock"
 
 _held: set[Path] = set()
 
@@ -40,11 +40,13 @@ def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]
         yield
         return
     is_new, file = not folder.exists(), folder / LOCK
+    lock = FileLock(file, thread_local=False)
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _taken(folder, wait)
-    if isinstance(lock, str):
-        raise ValueError(busy(folder, lock))
+        try:
+            lock.acquire(timeout=wait)
+        except Timeout as error:
+            raise ValueError(busy(folder, _named(file))) from error
     _held.add(folder)
     try:
         command = shorten(shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]), 120, placeholder=" ...")
@@ -62,16 +64,15 @@ def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]
 
 def writer_of(folder: Path) -> str | None:
     """The process that has a folder's lock: command, id, host and since when. None if there is none."""
-    folder = folder.resolve()
-    if not (folder / LOCK).exists():
+    file = folder.resolve() / LOCK
+    if not file.exists():
         return None
+    lock = FileLock(file, thread_local=False)
     try:
-        lock = _taken(folder, wait=0)
-    except OSError:  # it is another user's, and may not even be tried
-        return _named(folder)
-    if isinstance(lock, str):
-        return lock
-    (folder / LOCK).unlink(missing_ok=True)  # of a process that was killed
+        lock.acquire(timeout=0)
+    except OSError:  # a process has it, or it is another user's and may not even be tried
+        return _named(file)
+    file.unlink(missing_ok=True)  # of a process that was killed
     lock.release()
     return None
 
@@ -88,21 +89,7 @@ def busy(folder: Path, writer: str) -> str:
     return f"{folder} is being written to by {writer}. Wait for its end, or use another folder."
 
 
-def _taken(folder: Path, wait: float) -> BaseFileLock | str:
-    """The lock of a folder, or the process that has it."""
-    writer, lock = _named(folder), FileLock(folder / LOCK, thread_local=False)
-    try:
-        lock.acquire(timeout=wait)
-        return lock
-    except Timeout:
-        if (now := _named(folder)) != UNKNOWN:
-            return now
-        if writer != UNKNOWN and (folder / LOCK).exists():  # filelock before 4 has emptied it
-            (folder / LOCK).write_text(writer, "utf-8")
-        return writer
-
-
-def _named(folder: Path) -> str:
+def _named(file: Path) -> str:
     with suppress(OSError, ValueError):
-        return (folder / LOCK).read_text("utf-8") or UNKNOWN
-    return UNKNOWN
+        return file.read_text("utf-8") or "another process"
+    return "another process"

@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str | None:
-        """As `config.json` names it."""
+        """The model type that `config.json` names."""
         return self.stored.get("model_type")
 
     @cached_property
@@ -92,10 +92,10 @@ class Checkpoint:
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         try:
             with loading(f"The {kind} of {self.name}", remedy=remedy):
-                found = cls.from_pretrained(
+                loaded = cls.from_pretrained(
                     self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
                 )
-                if kind == "processor" and not isinstance(found, ProcessorMixin):
+                if kind == "processor" and not isinstance(loaded, ProcessorMixin):
                     raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
         except (OSError, ImportError, ValueError) as error:
             if "torchvision" not in str(error).lower() or is_torchvision_available():  # in several wordings
@@ -103,7 +103,7 @@ class Checkpoint:
             raise ImportError(
                 f"The {kind} of {self.name} needs torchvision, which is not installed. {install('vision')}"
             ) from error
-        return found
+        return loaded
 
     def load(
         self,
@@ -164,8 +164,8 @@ def open_checkpoint(
     Raises:
         ValueError: It does not exist (then `remedy` is told), is an adapter, or [`check_files`] refuses a file.
     """
-    found, commit = find_checkpoint(name, revision, remedy=remedy)
-    return Checkpoint(found, commit, check_files(found, commit))
+    source, commit = find_checkpoint(name, revision, remedy=remedy)
+    return Checkpoint(source, commit, check_files(source, commit))
 
 
 def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
@@ -179,11 +179,11 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
     if model is not None:
         with torch.no_grad():
             pixels = inputs["pixel_values"].to(model.device, model.dtype)
-            counts["the model"] = sum(len(each) for each in model.get_image_features(pixels).pooler_output)
+            counts["the model"] = sum(map(len, model.get_image_features(pixels).pooler_output))
     if len(set(counts.values())) > 1:
-        found = ", ".join(f"{count} in {where}" for where, count in counts.items())
+        listed = ", ".join(f"{count} in {where}" for where, count in counts.items())
         raise ValueError(
-            f"The number of image tokens differs: {found}. The image processor must give all images one size, a "
+            f"The number of image tokens differs: {listed}. The image processor must give all images one size, a "
             "multiple of the patch."
         )
     return counts["the prompt"]

@@ -69,12 +69,12 @@ def outside_decoder(model: PreTrainedModel) -> list[str] | None:
     None if the model is nothing but a decoder.
     """
     path = next(name for name, module in model.named_modules() if module is model.get_decoder())
-    found, holder = [], ""
+    outside, holder = [], ""
     for part in path.split(".") if path else ():
         beside = (name for name, _ in model.get_submodule(holder).named_children() if name != part)
-        found += [f"{holder}.{name}".lstrip(".") for name in beside]
+        outside += [f"{holder}.{name}".lstrip(".") for name in beside]
         holder = f"{holder}.{part}".lstrip(".")
-    return found or None
+    return outside or None
 
 
 def quantization_name(settings: dict[str, Any] | None, *, products: bool = True) -> str:

@@ -37,8 +37,8 @@ def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] 
         return None
     if link and "://" not in str(link):
         link = None if os.path.isdir(name) else f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
-    found = {"license": licence, "license_name": called, "license_link": link}
-    return {key: str(value) if value else None for key, value in found.items()}
+    terms = {"license": licence, "license_name": called, "license_link": link}
+    return {key: str(value) if value else None for key, value in terms.items()}
 
 
 def hub_dataset(name: str) -> dict[str, Any]:

@@ -114,26 +114,25 @@ def shards(index: dict[str, Any], where: str) -> list[str]:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} is not an index of weights ({type(error).__name__}: {error}). {AGAIN}") from error
     if not names or not known:
-        found = ", ".join(map(repr, names)) or "nothing"
-        raise ValueError(f"{where} names {found}, no file in its folder. {AGAIN}")
+        raise ValueError(f"{where} names {names or 'nothing'}, no file in its folder. {AGAIN}")
     return names
 
 
 def json_object(content: bytes, where: str) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError, naming the file as `where`, if it holds anything else."""
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON: {error}. {AGAIN}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{where} is not a JSON object. {AGAIN}")
-    return found
+    return value
 
 
 def _files(checkpoint: str | os.PathLike, names: list[str], revision: str | None) -> list[Path]:
     """The files of these names that exist; those of a Hub id are fetched."""
-    found = cached_files(str(checkpoint), names, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return [Path(file) for file in found or []]
+    files = cached_files(str(checkpoint), names, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return [Path(file) for file in files or []]
 
 
 def _items(content: Any) -> list[tuple[str, Any]]:

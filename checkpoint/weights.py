@@ -112,7 +112,7 @@ def write_weights(
                 file.write(value.view(torch.uint8).numpy())
         if places:
             raise ValueError(f"{len(places)} tensors have no value, among them {min(places)}.")
-    sizes = {"total_parameters": sum(each.numel() for each in layout.values()), "total_size": size_of(layout)}
+    sizes = {"total_parameters": sum(tensor.numel() for tensor in layout.values()), "total_size": size_of(layout)}
     weight_map = {name: file_name for file_name, names in files.items() for name in names}
     write_json(folder / INDEX, {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))})
     for earlier in {*folder.glob("model-*.safetensors"), folder / WEIGHTS} - {folder / name for name in files}:
@@ -125,13 +125,13 @@ def unchanged_files(layout: Mapping[str, Tensor], frozen: Collection[str], folde
     They are those of modules in `frozen` whose tensors have the same names, shapes and dtypes there and, unless
     `layout` is on meta, the same first rows: a model may have been changed by hand.
     """
-    found = dict[str, Path]()
+    unchanged = dict[str, Path]()
     for file_name, names in shards_of(layout).items():
         if module_of_file(names[0]) in frozen:
             tensors = {name: layout[name] for name in names}
             if holding := next((folder for folder in folders if _holds(folder / file_name, tensors)), None):
-                found[file_name] = holding / file_name
-    return found
+                unchanged[file_name] = holding / file_name
+    return unchanged
 
 
 def index_folder(name: str, revision: str | None) -> list[Path]:
@@ -153,7 +153,7 @@ def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
     modules: dict[str, list[list[str]]] = {}
     for name, tensor in layout.items():
         shards = modules.setdefault(module_of_file(name), [[]])
-        if shards[-1] and sum(layout[each].nbytes for each in shards[-1]) + tensor.nbytes > SHARD_BYTES:
+        if shards[-1] and sum(layout[other].nbytes for other in shards[-1]) + tensor.nbytes > SHARD_BYTES:
             shards.append([])
         shards[-1].append(name)
     return {
@@ -166,14 +166,13 @@ def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 def size_of(layout: Mapping[str, Tensor]) -> int:
     """Bytes of tensors."""
-    return sum(each.nbytes for each in layout.values())
+    return sum(tensor.nbytes for tensor in layout.values())
 
 
 def free_space(folder: Path) -> int:
     """Bytes that are free on the file system of a folder, which need not exist."""
-    return shutil.disk_usage(
-        next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
-    ).free
+    parents = folder.resolve().parents
+    return shutil.disk_usage(next(path for path in (folder.resolve(), *parents) if path.exists())).free
 
 
 def check_space(folder: Path, size: int, remedy: str) -> None:
@@ -187,7 +186,7 @@ def check_space(folder: Path, size: int, remedy: str) -> None:
 def module_of_file(tensor: str) -> str:
     """The module whose file holds a tensor."""
     modules = ("vision_tower", "multi_modal_projector")
-    return next((each for each in modules if f"{each}." in tensor), "language_model")
+    return next((module for module in modules if f"{module}." in tensor), "language_model")
 
 
 def _described(tensor: Tensor) -> dict[str, Any]:
@@ -201,9 +200,9 @@ def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
         if {*file.keys()} != tensors.keys():
             return False
         for name, tensor in tensors.items():
-            found = file.get_slice(name)
-            if {"dtype": found.get_dtype(), "shape": found.get_shape()} != _described(tensor):
+            on_disk = file.get_slice(name)
+            if {"dtype": on_disk.get_dtype(), "shape": on_disk.get_shape()} != _described(tensor):
                 return False
-            if tensor.ndim and not tensor.is_meta and not torch.equal(found[:1], tensor[:1].detach().cpu()):
+            if tensor.ndim and not tensor.is_meta and not torch.equal(on_disk[:1], tensor[:1].detach().cpu()):
                 return False
     return True

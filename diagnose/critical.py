@@ -6,22 +6,21 @@ the same angle to the state whatever the state's norm; so both are measured on t
 """
 
 import math
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assembly.gain import embedding_statistics
 from ..assembly.processing import text_tokenizer
 from .load import resolve_model
 from .measure.depth import DepthProbe
-from .measure.families import decoder_layers, find_parts
+from .measure.families import decoder_layers
+from .measure.probe import placed
 from .report import KINDS
 
 
@@ -105,8 +104,7 @@ def measure_updates(
     """
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        ids = ids if decoder.device.type == "meta" else ids.to(decoder.device)  # accelerate moves them if offloaded
+        ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
         masks = torch.zeros(len(KINDS), ids.numel(), dtype=torch.bool)
         masks[KINDS.index("text"), 1:] = True
         with torch.no_grad(), probe.watching(partial(torch.clone, masks)):
@@ -119,18 +117,10 @@ def measure_updates(
 
 
 def updates_of(model: str, revision: str | None = None) -> Updates:
-    """Measures a language model, or the decoder of a vision-language model.
-
-    Without a GPU the layers of a language model are read one after another, and its head is not read.
-    """
+    """Measures a language model, or the decoder of a vision-language model."""
     handle = resolve_model(model, revision)
-    if handle.kind == "vision encoder":
-        raise ValueError(f"{handle.name} is a vision encoder. --critical measures a language model's layers.")
     n_text = embedding_statistics(handle.source, top=0, revision=handle.revision).n_text
+    loaded = handle.load()
     if handle.processor is not None:
-        return measure_updates(find_parts(handle.load()).decoder, text_tokenizer(handle.processor.tokenizer), n_text)
-    device_map: Any = "auto" if torch.cuda.is_available() else {"": "disk"}
-    with tempfile.TemporaryDirectory() as folder:
-        opened = handle.checkpoint
-        language = opened.load(AutoModelForCausalLM, device_map=device_map, offload_folder=folder).eval()
-        return measure_updates(language.base_model, opened.preprocessor(AutoTokenizer), n_text)
+        return measure_updates(loaded.get_decoder(), text_tokenizer(handle.processor.tokenizer), n_text)
+    return measure_updates(loaded.get_decoder(), handle.checkpoint.preprocessor(AutoTokenizer), n_text)

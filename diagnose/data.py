@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 from rich.progress import track
 from torch import Tensor
-from transformers import BaseImageProcessor, ProcessorMixin
+from transformers import ProcessorMixin
 
 from ..data.rows.checks import check_images_are_read
 from ..data.rows.images import ImageRules
@@ -26,15 +26,8 @@ from ..fetched.easy_vqa import held_out
 
 logger = logging.getLogger(__name__)
 
-BENCHMARKS = {
-    "mmbench": DataSource("lmms-lab-encoder/MMBench", "en", split="dev"),
-    "pope": DataSource("lmms-lab-encoder/POPE", split="test"),
-    "mmstar": DataSource("Lin-Chen/MMStar", split="val"),
-}
-"""The sources of the paper's 1,000 images (RQ1); it does not say which images."""
-
-STREAMED_ROWS, BENCHMARK_ROWS = 1_000, 10_000
-"""Samples are drawn from the first so many rows of a data set on the Hub; from all rows of a benchmark."""
+STREAMED_ROWS = 1_000
+"""Samples are drawn from the first so many rows of a data set on the Hub."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +44,9 @@ def load_samples(
     """Draws questions with images. Every image is decoded once, so that a bad one is found before any long work.
 
     Args:
-        data: None for the built-in images; `"mmbench"`, `"pope"`, `"mmstar"` or `"paper"` for the benchmarks; or data
-            of your own, in any form that can be trained on, or without answers: see docs/data.md. `DATA:SPLIT` or
-            `DATA:CONFIG:SPLIT` names a split other than `train`. Of a row, the first image and the first user turn
-            are used. Rows without an image are skipped.
+        data: None for the built-in images; or data in any form that can be trained on, or without answers: see
+            docs/data.md. `DATA:SPLIT` or `DATA:CONFIG:SPLIT` names a split other than `train`. Of a row, the first
+            image and the first user turn are used. Rows without an image are skipped.
         count: How many samples, drawn by `seed`; if there are fewer, all, with a warning.
         image_folder: Folder that image paths start from and may not leave; by default that of the data.
         columns: Names of its columns, such as `"image=image_path,question=asked"`.
@@ -69,19 +61,13 @@ def load_samples(
         )
         name = "easy-VQA and emoji"
         return Samples(name, _take(name, drawn, count))
-    if data in BENCHMARKS or data == "paper":  # all of them, in equal parts
-        names = list(BENCHMARKS) if data == "paper" else [data]
-        parts = [count // len(names) + (number < count % len(names)) for number in range(len(names))]
-        samples = []
-        for name, part in zip(names, parts, strict=True):
-            if part:
-                samples += _draw(BENCHMARKS[name], BENCHMARKS[name].path, BENCHMARK_ROWS, part, rng)
-        return Samples(data, samples)
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
     here = Path(source.path)
     label = here.resolve().name if here.exists() else source.path
     split = [] if Path(data).expanduser().exists() else data.split(":")[1:]
-    return Samples(":".join([label, *split]), _draw(source, label, max(STREAMED_ROWS, count), count, rng))
+    opened = open_source(source, streaming=not here.exists())
+    rows = _shuffled(opened, label, max(STREAMED_ROWS, count), rng)
+    return Samples(":".join([label, *split]), _take(label, _samples(rows, label, opened.rules), count))
 
 
 def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: int) -> Iterator[dict[str, Tensor]]:
@@ -98,15 +84,6 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
         tokenizer.pad_token = tokenizer.eos_token
     for start in range(0, len(samples), batch_size):
         yield _inputs_of(processor, samples[start : start + batch_size])
-
-
-def image_batches(
-    image_processor: BaseImageProcessor, samples: Sequence[Sample], batch_size: int
-) -> Iterator[dict[str, Tensor]]:
-    """Inputs of a vision encoder alone: the images of `samples`, in order, `batch_size` at a time."""
-    for start in range(0, len(samples), batch_size):
-        images = [sample.image for sample in samples[start : start + batch_size]]
-        yield dict(image_processor(images=images, return_tensors="pt"))
 
 
 def _inputs_of(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Tensor]:
@@ -140,11 +117,6 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Ten
             **options,
         )
     return {name: value for name, value in inputs.items() if name != "labels"}  # PaliGemma's makes labels too
-
-
-def _draw(source: DataSource, label: str, limit: int, count: int, rng: random.Random) -> list[Sample]:
-    opened = open_source(source, streaming=not Path(source.path).exists())
-    return _take(label, _samples(_shuffled(opened, label, limit, rng), label, opened.rules), count)
 
 
 def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from .report import Curve, Report, number, spread, with_error
+from .report import Curve, Report, number, with_error
 
 
 EQUAL = 1.25
@@ -40,38 +40,35 @@ class Finding:
 
 
 def verdict(report: Report, against: Report | None = None) -> list[str]:
-    """One or two sentences for the top of the page: the main numbers, and how they compare.
+    """Two sentences for the top of the page: the main numbers, and how they compare.
 
     They are compared with `against` or, without it, with the paper's claims.
     """
-    interface, ratio = report.interface, report.entry_ratio
-    if ratio is not None:
-        enter = f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text"
-        rotate = f"rotate {_rotation(report)} × as much as text in each layer"
-        sentences = [f"{enter} and {rotate} (mean over layers 1 to {report.layers - 1})."]
+    first = (
+        f"Visual tokens enter the decoder at {number(report.entry_ratio, 2)} × the norm of text and rotate "
+        f"{_rotation(report)} × as much as text in each layer (mean over layers 1 to {report.layers - 1})."
+    )
+    if against is None:
         outcomes = [finding.outcome for finding in findings(report)]
         checked = [outcome for outcome in outcomes if outcome in ("agrees", "disagrees", "unclear")]
-        if checked and (against is None or against.entry_ratio is None):
-            agree = f"{checked.count('agrees')} of the {len(checked)}"
-            sentences.append(f"The measurement agrees with {agree} claims of the paper that it can check.")
-    elif interface.vocabulary is not None:
-        gain = number(interface.vocabulary.mean / math.sqrt(report.hidden_size), 3)
-        sentences = [
-            f"Text embeddings enter the language model with a norm of {spread(interface.vocabulary, 3)}; there are no "
-            f"visual tokens. For these to match, the gain would start from N_text / sqrt(d) = {gain}."
-        ]
-    else:
-        norm = spread(interface.encoder_output, 3)
-        sentences = [f"The encoder's tokens have a norm of {norm}; there is no text."]
-    return sentences if against is None else [*sentences, _compared(report, against)]
+        agree = f"{checked.count('agrees')} of the {len(checked)}"
+        return [first, f"The measurement agrees with {agree} claims of the paper that it can check."]
+    pairs = {
+        "norm": (report.entry_ratio, against.entry_ratio),
+        "rotation": (report.depth.asymmetry, against.depth.asymmetry),
+    }
+    compared = [
+        f"their {what} is {number(new, 2)} × that of text instead of {number(old, 2)} ×"
+        for what, (new, old) in pairs.items()
+    ]
+    return [first, f"Compared with {against.model}, {' and '.join(compared)}."]
 
 
 def findings(report: Report, against: Report | None = None) -> list[Finding]:
     """The paper's claims, each with what was measured here.
 
-    Claims about models without the norm are checked on `against` if only `report` has the norm. "Larger" and "as
-    large" are as `EQUAL` says, the "same angle" as `EQUAL_ANGLE`, "rotate as much" as [`_same_rotation`], "nearer" as
-    `NO_CHANGE`, "less diffuse" as `NO_CHANGE_ENTROPY`.
+    Claims about models without the norm are checked on `against` if only `report` has the norm. The constants above
+    say what "larger", "as large", "the same angle", "nearer" and "less diffuse" mean.
     """
     treated = against is not None and report.has_norm and not against.has_norm
     subject = against if against is not None and treated else report
@@ -85,12 +82,10 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
     ]
     if subject.interface.visual_table is not None:
         claims.insert(3, ("RQ4: tokens of a visual vocabulary are larger, yet rotate as much as text.", _vocabulary))
-    # A claim about both modalities does not apply to a part alone.
-    unknown = "not measured" if subject.interface.visual is not None else "does not apply"
     name = "" if against is None else f"{subject.model}: "
     checked = []
     for claim, check in claims:
-        outcome, sentence = check(subject) or (unknown, "What this is about was not measured.")
+        outcome, sentence = check(subject) or ("not measured", "What this is about was not measured.")
         checked.append(Finding(claim, outcome, name + sentence))
     for claim, compare in (
         ("Figure 4a: with the norm, the norms of both stay nearer to each other in depth.", _remedy_norms),
@@ -98,43 +93,24 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         ("Appendix G: with the norm, attention to the image is less diffuse.", _remedy_focus),
     ):
         if not report.has_norm:
-            outcome, sentence = ("does not apply", "The model has no norm after its projector.")
+            outcome, sentence = "does not apply", "The model has no norm after its projector."
         elif against is None or not treated:
-            outcome, sentence = ("not measured", "A model without the norm is needed to compare with.")
+            outcome, sentence = "not measured", "A model without the norm is needed to compare with."
         else:
-            unmeasured = ("not measured", "The same has to be measured of both models.")
+            unmeasured = "not measured", "The same has to be measured of both models."
             outcome, sentence = compare(report, against) or unmeasured
         checked.append(Finding(claim, outcome, sentence))
     return checked
 
 
-def _compared(report: Report, against: Report) -> str:
-    parts = []
-    for what, name in (("norm", "entry_ratio"), ("rotation", "asymmetry")):
-        new, old = getattr(report, name), getattr(against, name)
-        if new is not None and old is not None:
-            parts.append(f"their {what} is {number(new, 2)} × that of text instead of {number(old, 2)} ×")
-    for what, name in (("text embeddings", "vocabulary"), ("the encoder's tokens", "encoder_output")):
-        norms = [getattr(model.interface, name) for model in (report, against)]
-        if not parts and None not in norms:
-            parts.append(f"{what} have a norm of {number(norms[0].mean, 3)} instead of {number(norms[1].mean, 3)}")
-    if not parts:
-        return f"Nothing was measured of both this model and {against.model}."
-    return f"Compared with {against.model}, {' and '.join(parts)}."
-
-
 def _rotation(report: Report) -> str:
     """The asymmetry in as many digits as its standard error allows, or two if that is not known."""
-    return with_error(report.asymmetry, report.depth.asymmetry_error if report.depth else None)
+    return with_error(report.depth.asymmetry, report.depth.asymmetry_error)
 
 
-def _same_rotation(report: Report) -> bool:
-    """Whether the asymmetry cannot be told from 1: by two standard errors or, without one, by `EQUAL_ROTATION`."""
-    assert report.depth is not None and report.depth.asymmetry is not None
-    ratio, error = report.depth.asymmetry, report.depth.asymmetry_error
-    if error is not None:
-        return abs(ratio - 1) <= 2 * error
-    return 1 / EQUAL_ROTATION <= ratio <= EQUAL_ROTATION
+def _same_rotation(ratio: float, error: float | None) -> bool:
+    """Whether a ratio of rotations cannot be told from 1: by two standard errors or, without one, `EQUAL_ROTATION`."""
+    return 1 / EQUAL_ROTATION <= ratio <= EQUAL_ROTATION if error is None else abs(ratio - 1) <= 2 * error
 
 
 def _disparity(report: Report) -> Checked:
@@ -155,23 +131,23 @@ def _projector(report: Report) -> Checked:
 
 
 def _asymmetry(report: Report) -> Checked:
-    ratio, rotation = report.entry_ratio, report.asymmetry
-    if report.depth is None or ratio is None or rotation is None:
+    ratio, rotation, error = report.entry_ratio, report.depth.asymmetry, report.depth.asymmetry_error
+    if ratio is None or rotation is None:
         return None
     sentence = f"They rotate {_rotation(report)} × as much as text."
     if ratio <= EQUAL:
         return "does not apply", f"Visual tokens are not larger here. {sentence}"
-    if _same_rotation(report):
-        return "unclear" if report.depth.asymmetry_error else "disagrees", sentence
+    if _same_rotation(rotation, error):
+        return "unclear" if error else "disagrees", sentence
     return _agrees(rotation < 1), sentence
 
 
 def _vocabulary(report: Report) -> Checked:
-    ratio, rotation = report.entry_ratio, report.asymmetry
+    ratio, rotation = report.entry_ratio, report.depth.asymmetry
     if ratio is None or rotation is None:
         return None
     sentence = f"They enter at {number(ratio, 2)} × the norm of text and rotate {number(rotation, 2)} × as much."
-    return _agrees(ratio > EQUAL and _same_rotation(report)), sentence
+    return _agrees(ratio > EQUAL and _same_rotation(rotation, report.depth.asymmetry_error)), sentence
 
 
 def _update_size(report: Report) -> Checked:
@@ -211,7 +187,7 @@ def _remedy_norms(report: Report, against: Report) -> Checked:
 
 
 def _remedy_rotations(report: Report, against: Report) -> Checked:
-    new, old = report.asymmetry, against.asymmetry
+    new, old = report.depth.asymmetry, against.depth.asymmetry
     if new is None or old is None:
         return None
     sentence = f"Visual tokens rotate {number(new, 3)} × as much as text, {number(old, 3)} × without it."
@@ -253,7 +229,7 @@ def _agrees(agrees: bool) -> str:
 
 def _pair(report: Report, quantity: str) -> tuple[list[float], list[float]] | None:
     """Means by layer of visual and of text tokens: of every state, or of the layers 1 to L - 1."""
-    curves: dict[str, Curve] = getattr(report.depth, quantity) if report.depth else {}
+    curves: dict[str, Curve] = getattr(report.depth, quantity)
     if "visual" not in curves or "text" not in curves:
         return None
     pairs = list(zip(curves["visual"].mean, curves["text"].mean, strict=True))

@@ -4,21 +4,17 @@
 import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_MAPPING,
     PROCESSOR_MAPPING,
-    AutoImageProcessor,
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
-    BaseImageProcessor,
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -37,40 +33,37 @@ from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 
 
-Kind = Literal["vision-language model", "vision encoder", "language model"]
-
-
 @dataclass(frozen=True)
 class ModelHandle:
     """What is known of a folder or Hub id before its weights are loaded.
 
     Attributes:
         name: Folder or Hub id, without the folders above it.
-        source: Folder, file or Hub id to load it from.
-        revision: The commit of a Hub id; all its files are read at this one.
-        processor, image_processor: The processor of a vision-language model, or of a vision encoder.
-        model_class: Class that loads it; None for a language model.
-        config: Configuration; None for a single file or a GGUF folder.
-        opened: The checkpoint; None for a single file or a GGUF folder.
+        source: Folder or Hub id to load it from.
+        config: Its configuration.
+        processor: The processor of a vision-language model; None for a language model.
+        model_class: The class that loads the weights.
+        opened: The checkpoint; None for an adapter.
         adapter: An adapter's folder, which is put on its base as in training, whatever the arguments of `load` say.
     """
 
-    kind: Kind
     name: str
     source: str
-    revision: str | None = None
+    config: PreTrainedConfig
     processor: ProcessorMixin | None = None
-    image_processor: BaseImageProcessor | None = None
     model_class: Any = None
-    config: PreTrainedConfig | None = None
     opened: Checkpoint | None = None
     adapter: Adapter | None = None
 
     @property
+    def revision(self) -> str | None:
+        """The commit of a Hub id; all its files are read at this one."""
+        return None if self.opened is None else self.opened.revision
+
+    @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint to run. Raises ValueError if there is none."""
-        if self.opened is None:
-            raise ValueError(f"{self.source} is a file of weights, which is not run. Name a folder with safetensors.")
+        """The checkpoint, of what is no adapter."""
+        assert self.opened is not None
         return self.opened
 
     def load(self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
@@ -85,7 +78,7 @@ class ModelHandle:
             return self.adapter.load().get_base_model()
         dtype, quantization = self.precision(dtype, load_in_4bit)
         return self.checkpoint.load(
-            self.model_class or AutoModelForCausalLM,
+            self.model_class,
             dtype,
             config=self.config,
             device_map="auto" if torch.cuda.is_available() else None,
@@ -98,7 +91,7 @@ class ModelHandle:
         """The dtype and the quantization in which `load` loads a model that is no adapter, given its arguments.
 
         Raises:
-            ValueError: It cannot be loaded so.
+            ValueError: There is no such dtype.
             ImportError: bitsandbytes is not installed.
         """
         dtype, checkpoint = torch_dtype(dtype), self.checkpoint
@@ -106,33 +99,23 @@ class ModelHandle:
             size = bytes_of_weights(checkpoint.name, checkpoint.revision)
             return dtype_to_load(dtype, self.config, size), None
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
-        if self.kind == "vision encoder":
-            raise ValueError(
-                f"{self.name} is a vision encoder, which 4 bits leave as it is. Leave --load-in-4bit out."
-            )
-        model = checkpoint.without_weights(self.model_class or AutoModelForCausalLM, self.config)
-        quantization = four_bits(model, dtype)
+        quantization = four_bits(checkpoint.without_weights(self.model_class, self.config), dtype)
         return quantization.bnb_4bit_compute_dtype, quantization
 
 
 def resolve_model(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelHandle:
     """Tells from its configuration what `model` is, and loads its processor.
 
-    Models with a vision and a text tower, such as CLIP and SigLIP, are taken for their vision tower.
-
     Args:
-        model: Folder or Hub id; a single file, such as a GGUF file, is a language model.
+        model: Folder or Hub id of a vision-language model or of a language model, or an adapter's folder.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Run code from the checkpoint if transformers does not have its architecture.
     """
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
-    if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
-        return ModelHandle("language model", name, str(path))
     if (path / ADAPTER_CONFIG).is_file():
-        put = open_adapter(path)
-        kind: Kind = "vision-language model"
-        return ModelHandle(kind, name, str(path), None, put.processor, config=put.config, adapter=put)
+        adapter = open_adapter(path)
+        return ModelHandle(name, str(path), adapter.config, adapter.processor, adapter=adapter)
     opened = open_checkpoint(model, revision)
     remote = {} if opened.model_type in CONFIG_MAPPING else opened.stored.get("auto_map", {})
     if remote and not trust_remote_code:
@@ -141,17 +124,14 @@ def resolve_model(model: str, revision: str | None = None, *, trust_remote_code:
             "own. Read that code, and pass --trust-remote-code if you trust it."
         )
     opened = replace(opened, trust_remote_code=bool(remote))
-    kind, model_class, config = _kind(name, opened.config, remote)
-    handle = ModelHandle(
-        kind, name, opened.name, opened.revision, model_class=model_class, config=config, opened=opened
-    )
-    if kind == "language model":
-        return handle
-    if kind == "vision encoder":
-        return replace(handle, image_processor=opened.preprocessor(AutoImageProcessor))
+    config = opened.config
+    cls = _model_class(name, config, remote)
+    processor = None
     if config.model_type == NormAlignLlavaConfig.model_type:
-        return replace(handle, processor=opened.processor)
-    return replace(handle, processor=opened.preprocessor(_processor_class(config)))
+        processor = opened.processor
+    elif cls is AutoModelForImageTextToText or remote and "vision_config" in opened.stored:
+        processor = opened.preprocessor(_processor_class(config))
+    return ModelHandle(name, opened.name, config, processor, cls, opened)
 
 
 def _processor_class(config: PreTrainedConfig) -> Any:
@@ -170,24 +150,16 @@ def _processor_class(config: PreTrainedConfig) -> Any:
     return type(cls.__name__, (cls,), changed)
 
 
-def _kind(name: str, config: PreTrainedConfig, remote: dict) -> tuple[Kind, Any, PreTrainedConfig]:
-    """The kind of a model, the class that loads it, and that class's configuration; `remote` is its own `auto_map`."""
-    tower = getattr(config, "vision_config", None)
-    for cls in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
-        if cls.__name__ in remote:
-            if cls is AutoModelForImageTextToText or tower is not None:
-                return "vision-language model", cls, config
-            return ("language model" if cls is AutoModelForCausalLM else "vision encoder"), cls, config
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return "vision-language model", AutoModelForImageTextToText, config
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "language model", None, config
-    tower = tower or config
-    encoder: Any = MODEL_MAPPING.get(type(tower), None)
-    inputs = () if encoder is None or isinstance(encoder, tuple) else inspect.signature(encoder.forward).parameters
-    if "pixel_values" in inputs and "input_ids" not in inputs:
-        return "vision encoder", encoder, tower
+def _model_class(name: str, config: PreTrainedConfig, remote: dict) -> Any:
+    """The class that loads a model; `remote` is its own `auto_map`."""
+    classes = {
+        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
+    for cls, mapping in classes.items():
+        if cls.__name__ in remote or type(config) in mapping:
+            return cls
     raise ValueError(
-        f"{name} is a {config.model_type!r} model. Give a vision-language model (AutoModelForImageTextToText), a "
-        "vision encoder (AutoModel with pixel_values alone) or a causal language model (AutoModelForCausalLM)."
+        f"{name} is a {config.model_type!r} model. Give a vision-language model (AutoModelForImageTextToText) or a "
+        "language model (AutoModelForCausalLM)."
     )

@@ -129,18 +129,18 @@ class Attention:
 
 @dataclass(frozen=True)
 class Report:
-    """The measurements of one model; None or empty where something does not apply."""
+    """The measurements of one vision-language model; None or empty where something does not apply."""
 
     model: str
     model_type: str  # of its configuration, or "unknown"
     dtype: str  # of the decoder's weights: "bfloat16", "4-bit NF4, ...", "8-bit", "unknown" and so on
-    hidden_size: int  # of the language model, or of the encoder
+    hidden_size: int  # of the language model
+    interface: Interface
+    depth: Depth
     projector: str | None = None  # name of the projector's module, if known
     data: str | None = None  # name of the data
     samples: int = 0  # questions with images
     tokens: dict[str, int] = field(default_factory=dict)  # number by kind
-    interface: Interface = field(default_factory=Interface)
-    depth: Depth | None = None
     embeddings: "EmbeddingStatistics | None" = None  # of the language model's embedding matrix
     gain: Gain | None = None
     dynamics: list[DynamicsStep] = field(default_factory=list)  # recorded by `normalign train --probe_steps`
@@ -161,14 +161,9 @@ class Report:
         return self.interface.ratio if self.interface.ratio is not None else self.interface.ratio_data
 
     @property
-    def asymmetry(self) -> float | None:
-        """Mean rotation of visual tokens over that of text tokens, if it was measured."""
-        return self.depth.asymmetry if self.depth else None
-
-    @property
     def layers(self) -> int:
-        """How many layers the decoder has; 0 if depth was not measured."""
-        return len(self.depth.rotation["visual"].mean) if self.depth else 0
+        """How many layers the decoder has."""
+        return len(self.depth.rotation["visual"].mean)
 
 
 def report_json(content: dict[str, Any]) -> str:

@@ -23,14 +23,13 @@ from ..assembly.build import torch_dtype
 from ..checkpoint.files import replaced_folder
 from ..data.rows.questions import Sample
 from ..errors import Console, Printed, escaped
-from .data import Samples, batches, image_batches, load_samples
+from .data import Samples, batches, load_samples
 from .figures import draw
-from .findings import findings, verdict
+from .findings import Finding, findings, verdict
 from .load import ModelHandle, resolve_model
 from .measure.attention import attention_maps
 from .measure.dynamics import read_dynamics, read_training_log
-from .measure.embeddings import embedding_table_of, gain_of, probe_language
-from .measure.encoder import probe_encoder
+from .measure.embeddings import embedding_table_of, gain_of
 from .measure.positions import tokenizer_ids
 from .measure.probe import probe
 from .page.write import write_page
@@ -46,20 +45,24 @@ QUESTIONS, QUESTIONS_DRAWN = 16, 4
 
 @dataclass(frozen=True)
 class Diagnosis(Printed):
-    """The reports of a model and its baseline, the verdict, and the folder that was written."""
+    """The reports of a model and its baseline, what they show, and the folder that was written."""
 
     report: Report = field(repr=False)
     against: Report | None = field(repr=False)
     verdict: list[str]
+    findings: list[Finding] = field(repr=False)
     folder: Path
 
+    def summary(self) -> list[str]:
+        """The verdict, what was left out, and where the report is."""
+        return [*self.verdict, *self.report.left_out, f"Report: {self.folder / PAGE}"]
+
     def renderable(self) -> Group:
-        """The verdict, what was left out, and the paper's claims."""
+        """The summary, and the paper's claims."""
         claims = Table("the paper", "here", "measured")
-        for finding in findings(self.report, self.against):
+        for finding in self.findings:
             claims.add_row(finding.claim, finding.outcome, finding.sentence)
-        sentences = [*self.verdict, *self.report.left_out, f"Report: {self.folder / PAGE}"]
-        return Group(*sentences, claims)
+        return Group(*self.summary(), claims)
 
 
 def diagnose(
@@ -81,12 +84,8 @@ def diagnose(
 ) -> Diagnosis:
     """Measures `model`, and `against` on the same images, and writes `report.json`, `report.html` and the figures.
 
-    Of a vision encoder alone, the norms of its output are measured; of a language model alone, its embedding matrix;
-    the report says what was left out. `against` may be a language model: then the embedding matrices are compared, as
-    of a base and its descendant (tables 6 to 8).
-
     Args:
-        model, against: Folders or Hub ids of the model and of the baseline.
+        model, against: Folders or Hub ids of the model and of the baseline, both vision-language models.
         data, samples, seed, image_folder, columns: See [`~normalign_llava.diagnose.data.load_samples`].
         output: Folder to write; by default `diagnostics` in the folder of `model`, or `diagnostics/ID` in the working
             directory for a Hub id. An earlier diagnosis in it is replaced once this one is complete.
@@ -101,28 +100,31 @@ def diagnose(
         OSError: The folder cannot be written.
     """
     torch_dtype(dtype)  # for its error
-    sources = (model,) if against is None else (model, against)
-    handles = [resolve_model(source, trust_remote_code=trust_remote_code) for source in sources]
-    for handle in handles if load_in_4bit else ():
-        if handle.kind != "language model" and handle.adapter is None:
+    handles = [
+        resolve_model(source, trust_remote_code=trust_remote_code) for source in (model, against) if source is not None
+    ]
+    for handle in handles:
+        if handle.processor is None:
+            raise ValueError(
+                f"{handle.name} is a language model, which has no visual tokens. `normalign gain {handle.source}` "
+                "measures its embeddings."
+            )
+        if load_in_4bit and handle.adapter is None:
             handle.precision(dtype, load_in_4bit)  # for its errors
-    of_text = all(handle.kind == "language model" for handle in handles)
-    if data is not None and of_text:
-        raise ValueError(f"{handles[0].name} is a language model alone, which takes no images. Leave {data!r} out.")
+    names = [name or handles[0].name]
+    if against is not None:
+        against_name = against_name or handles[1].name
+        names.append(f"other {against_name}" if against_name == names[0] else against_name)
     path = Path(model).expanduser()
     beneath = (path if path.is_dir() else path.parent) / FOLDER if path.exists() else Path(FOLDER, model)
     folder = (beneath if output is None else Path(output).expanduser()).resolve()
     with replaced_folder(folder, _written) as staging:
-        drawn = None
-        if not of_text:
-            drawn = load_samples(data, samples, seed=seed, image_folder=image_folder, columns=columns)
-        measure = partial(_measure, drawn=drawn, folder=staging, batch_size=batch_size)
-        names, prefixes = _names(handles, name, against_name), ("", "baseline_")
-        measured = [
-            measure(handle, title, prefix=prefix, dtype=dtype, load_in_4bit=load_in_4bit)
-            for handle, title, prefix in zip(handles, names, prefixes, strict=False)
-        ]
-        report, baseline = measured[0], measured[1] if against is not None else None
+        drawn = load_samples(data, samples, seed=seed, image_folder=image_folder, columns=columns)
+        measure = partial(
+            _measure, drawn=drawn, folder=staging, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit
+        )
+        report, *baselines = map(measure, handles, names, ("", "baseline_"))
+        baseline = baselines[0] if baselines else None
         drawings = draw(report, baseline, staging)
         provenance = {
             "samples asked for": str(samples),
@@ -132,17 +134,14 @@ def diagnose(
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "Python": platform.python_version(),
             **{name: version(name) for name in ("normalign-llava", "torch", "transformers", "datasets", "pillow")},
+            **{f"revision of {handle.name}": handle.revision for handle in handles if handle.revision},
+            "first question": drawn.samples[0].question,
         }
-        for handle in handles:
-            if commit := getattr(handle.config, "_commit_hash", None):
-                provenance[f"revision of {handle.name}"] = commit
-        if drawn is not None:
-            provenance["first question"] = drawn.samples[0].question
-        conclusion = verdict(report, baseline)
+        diagnosis = Diagnosis(report, baseline, verdict(report, baseline), findings(report, baseline), folder)
         content = {
             "schema_version": SCHEMA_VERSION,
-            "verdict": conclusion,
-            "findings": [asdict(finding) for finding in findings(report, baseline)],
+            "verdict": diagnosis.verdict,
+            "findings": [asdict(finding) for finding in diagnosis.findings],
             "report": asdict(report),
             "against": baseline and asdict(baseline),
             "figures": [asdict(drawing) for drawing in drawings],
@@ -150,38 +149,34 @@ def diagnose(
         }
         (staging / REPORT).write_text(report_json(content), encoding="utf-8")
         write_page(report, baseline, drawings, staging, provenance=provenance)
-    return Diagnosis(report, baseline, conclusion, folder)
+    return diagnosis
 
 
 def _measure(
-    handle: ModelHandle,
-    name: str,
-    *,
-    drawn: Samples | None,
-    folder: Path,
-    prefix: str,
-    batch_size: int,
-    **loading: Any,
+    handle: ModelHandle, name: str, prefix: str, *, drawn: Samples, folder: Path, batch_size: int, **loading: Any
 ) -> Report:
     """The report of one model; the images that attention is drawn on are written into `folder`."""
-    if handle.kind == "language model" or drawn is None:
-        return probe_language(handle.source, name=name, config=handle.config, revision=handle.revision)
-    checkpoint = Path(handle.source)
+    checkpoint, processor = Path(handle.source), handle.processor
+    assert processor is not None
     dynamics, training = read_dynamics(checkpoint), read_training_log(checkpoint)  # both for their errors, too
     model = handle.load(**loading)
-    total = math.ceil(len(drawn.samples) / batch_size)
-    progress = partial(track, description=escape(escaped(name)), total=total, console=Console())
-    if handle.image_processor is not None:
-        inputs = image_batches(handle.image_processor, drawn.samples, batch_size)
-        return probe_encoder(model, progress(inputs), name=name, data=drawn.name)
-    processor = handle.processor
-    assert processor is not None
-    inputs = batches(processor, drawn.samples, batch_size)
-    report = probe(model, progress(inputs), tokenizer=processor.tokenizer, name=name, data=drawn.name)
-    table, gain = embedding_table_of(model, processor.tokenizer, name=name), gain_of(model)
-    report = replace(report, embeddings=table, gain=gain, dynamics=dynamics, training=training)
+    inputs = track(
+        batches(processor, drawn.samples, batch_size),
+        escape(escaped(name)),
+        math.ceil(len(drawn.samples) / batch_size),
+        console=Console(),
+    )
+    report = probe(model, inputs, tokenizer=processor.tokenizer, name=name, data=drawn.name)
     attention, left_out = _attention(model, processor, drawn.samples[:QUESTIONS], folder, prefix)
-    return replace(report, attention=attention, left_out=[*report.left_out, *left_out])
+    return replace(
+        report,
+        embeddings=embedding_table_of(model, processor.tokenizer, name=name),
+        gain=gain_of(model),
+        dynamics=dynamics,
+        training=training,
+        attention=attention,
+        left_out=[*report.left_out, *left_out],
+    )
 
 
 def _attention(
@@ -227,20 +222,3 @@ def _written(folder: Path) -> set[str]:
         return {REPORT, PAGE, *images, *(figure["file"] for figure in content["figures"])}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
-
-
-def _names(handles: list[ModelHandle], *names: str | None) -> list[str]:
-    """The given names, or those of the models; told apart by the folder above, or "(baseline)", if they are equal."""
-    for name_of in (lambda handle: handle.name, _longer_name):
-        titles = [name or name_of(handle) for handle, name in zip(handles, names, strict=False)]
-        if len(set(titles)) == len(titles):
-            return titles
-    return [titles[0], f"{titles[1]} (baseline)"]
-
-
-def _longer_name(handle: ModelHandle) -> str:
-    """The name with the folder above, as baseline/model, unless that is the home folder, which names a person."""
-    path = Path(handle.source).resolve()
-    above = path.parent.name
-    is_named = path.exists() and above and path.parent != Path.home().resolve()
-    return f"{above}/{handle.name}" if is_named else handle.name

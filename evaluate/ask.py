@@ -60,8 +60,8 @@ def ask(
     sample = Sample(image.name, question, {"path": str(image), "bytes": None})
     sample.image  # noqa: B018  (decoded for its errors)
     handle = resolve_model(model, trust_remote_code=trust_remote_code)
-    if (processor := handle.processor) is None or handle.config is None:
-        raise ValueError(f"{handle.name} is a {handle.kind}, which answers no questions about images.")
+    if (processor := handle.processor) is None:
+        raise ValueError(f"{handle.name} is a language model, which answers no questions about images.")
     if (token := getattr(processor, "image_token", None)) and token in question:
         raise ValueError(f"The question has {token}. Leave it out: the image is shown before the question.")
     (inputs,) = batches(processor, [sample], 1)

@@ -135,10 +135,8 @@ def _task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
 
 def as_lm(handle: ModelHandle, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
     """A checkpoint as a model of the harness: `hf-multimodal`, or `hf` for a language model alone."""
-    if handle.kind == "vision encoder":
-        raise ValueError(f"{handle.name} is a vision encoder, which answers nothing. Name a vision-language model.")
     model = handle.load(dtype=dtype, load_in_4bit=load_in_4bit)
-    if handle.kind == "language model":
+    if handle.processor is None:
         return HFLM(model, tokenizer=handle.checkpoint.preprocessor(AutoTokenizer), batch_size=batch_size)
     return MultimodalLM(model, handle.processor, batch_size)
 

@@ -22,7 +22,7 @@ class NormAlignLlava(lmms):
         super().__init__()
         handle = resolve_model(pretrained)
         if handle.processor is None:
-            raise ValueError(f"{handle.name} is a {handle.kind}. Give a vision-language model.")
+            raise ValueError(f"{handle.name} is a language model. Give a vision-language model.")
         self.processor = handle.processor
         pad_left(self.processor.tokenizer)
         self.model = handle.load(dtype=dtype)

@@ -9,12 +9,12 @@ import nbformat
 import pytest
 import tiny
 import tiny_parts as parts
+from diagnosed import diagnosed
 from jupyter_client import AsyncKernelManager
 from jupyter_client.provisioning import LocalProvisioner
 from nbclient import NotebookClient
 from paths import ROOT
 
-from normalign_llava.diagnose.report import Report
 from normalign_llava.diagnose.run import Diagnosis
 
 
@@ -102,6 +102,6 @@ def test_notebooks_are_short_and_kept_without_outputs(file):
 
 
 def test_names_in_a_notebook_are_neither_html_nor_markup(tmp_path):
-    done = Diagnosis(Report("m", "llava", "float32", 8), None, ["<i>[red]a[/b] & \x1b[31m"], tmp_path)
+    done = Diagnosis(diagnosed(), None, ["<i>[red]a[/b] & \x1b[31m"], [], tmp_path)
     html = done._repr_mimebundle_([], [])["text/html"]
     assert "&lt;i&gt;[red]a[/b] &amp; \\x1b[31m" in html and "the paper" in html

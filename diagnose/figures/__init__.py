@@ -16,10 +16,11 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
     The images that attention is drawn on are read from that folder. The figures are in reading order.
     """
     models = shown(report, against)
-    deep = [model for model in models if model.report.depth is not None]
     sketches: list[Sketch | None] = [
         interface(models),
-        *([norms(deep), cosine(deep), rotation(deep)] if deep else ()),
+        norms(models),
+        cosine(models),
+        rotation(models),
         dynamics(models),
         *attention_figures(models, output),
     ]

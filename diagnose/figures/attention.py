@@ -6,9 +6,7 @@ from pathlib import Path
 from textwrap import fill
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
-from matplotlib.image import AxesImage
 from PIL import Image
 
 from ..report import Attention, Drawing
@@ -30,45 +28,30 @@ def draw_question(answers: Sequence[tuple[Shown, Attention]], number: int, image
     Where visual tokens form no single grid, a map is a row of them.
     """
     asked = answers[-1][1]
-    image = None if asked.image is None else Image.open(images / asked.image, formats=("PNG",)).convert("RGB")
-    rows, columns = asked.grid or (1, 3)
-    shape = min(2.0, max(0.3, image.height / image.width if image else rows / columns))
+    image = Image.open(images / str(asked.image), formats=("PNG",)).convert("RGB")
     words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
-    maps = [np.mean(answer.maps, axis=0) for _, answer in answers]
+    maps = [100 * np.mean(answer.maps, axis=0) for _, answer in answers]
     width = (WIDTH - 0.8) / (1 + len(maps))
+    shape = min(2.0, max(0.3, image.height / image.width))
     figure = new_figure(
         0.35 + shape * width + 0.25 * (words.count("\n") + 3), f"Where text looks when asked:\n{words}"
     )
     panels = figure.subplots(1, 1 + len(maps))
     for axes in panels:
         axes.set_axis_off()
-    if image is not None:
-        panels[0].imshow(image)
-        panels[0].set_title("the image", fontsize=8.5)
+    panels[0].imshow(image)
+    panels[0].set_title("the image", fontsize=8.5)
     # Up to a high quantile: a few cells with nearly everything would leave all others black.
-    every = np.concatenate([100 * np.ravel(shares) for shares in maps])
-    scale = Normalize(0, max(float(np.quantile(every, 0.995)), 1e-9))
+    scale = Normalize(0, max(np.quantile(np.concatenate([np.ravel(shares) for shares in maps]), 0.995), 1e-9))
     for axes, (model, answer), shares in zip(panels[1:], answers, maps, strict=True):
-        shades = draw_map(axes, shares, scale, image if answer.grid else None, shape)
+        shades = axes.imshow(shares, cmap="magma", norm=scale, aspect="equal" if answer.grid else "auto")
         axes.set_title(fill(model.label, 26), fontsize=8.5)
     bar = figure.colorbar(shades, ax=list(panels), extend="max", aspect=40, extendfrac=0.02, pad=0.02)
     bar.set_label("share of the attention\nto the image (%)", fontsize=8)
     bar.ax.tick_params(labelsize=8)
-    how = "on the image" if asked.grid else "visual tokens in order, since they form no single grid"
+    order = "" if asked.grid else ", visual tokens in order, since they form no single grid"
     caption = (
-        f"Attention from the text after the image to the image's tokens: average over layers, {how} (appendix G). "
+        f"Attention from the text after the image to the image's tokens: average over layers{order} (appendix G). "
         f"A map sums to 100 %. Question: {elide(asked.question, 300)}"
     )
     return figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention")
-
-
-def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Image | None, shape: float) -> AxesImage:
-    """Draws a map in percent, over a pale grey copy of the image if there is one."""
-    extent = (0.0, 1.0, shape, 0.0)
-    if image is not None:
-        grey = 128 + np.asarray(image.convert("L")) / 2
-        axes.imshow(grey, cmap="gray", vmin=0, vmax=255, extent=extent, interpolation="antialiased")
-    alpha = None if image is None else 0.65
-    shades = axes.imshow(100 * shares, cmap="magma", norm=scale, alpha=alpha, extent=extent, interpolation="nearest")
-    axes.set_aspect("equal")
-    return shades

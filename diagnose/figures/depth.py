@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from ..report import Curve, Drawing, number
-from .style import COLORS, Shown, Sketch, layer_axis, legend, log_scale, new_figure, ratio_title, tidy
+from .style import COLORS, Shown, Sketch, legend, log_scale, new_figure, ratio_title, tidy
 
 
 MODALITIES = ("visual", "text")
@@ -26,34 +25,25 @@ def curves(model: Shown, quantity: str) -> dict[str, Curve]:
 
 
 def norms(models: Sequence[Shown]) -> Sketch:
-    """Norm of the states, and a mark for the state after the final norm (figures 1b, 4a)."""
+    """Norm of the states (figures 1b, 4a)."""
     entering = [[curve.mean[0] for curve in curves(model, "norm").values()] for model in models]
     ratios = [pair[0] / pair[1] if len(pair) == 2 else None for pair in entering]
     title = ratio_title(models, ratios, "Visual tokens start with {} the norm of text in the data")
     figure = new_figure(4.4, title or "Norm of the hidden states")
     axes = figure.subplots()
-    last = max(len(curve.mean) for model in models for curve in curves(model, "norm").values()) - 1
-    at = last + max(0.5, 0.07 * last)
     for model in models:
-        assert model.report.depth is not None
         for kind, curve in curves(model, "norm").items():
             logarithm = curves(model, "log_norm")[kind]
             center, spread = np.asarray(logarithm.mean), np.asarray(logarithm.std)
             band = np.exp(center - spread), np.exp(center + spread)
             draw_curve(axes, model, kind, range(len(curve.mean)), np.asarray(curve.mean), band)
-            if final := model.report.depth.final_norm.get(kind):
-                axes.plot(at, final.mean, **model.line(kind) | {"linestyle": "none", "markersize": 7})
     log_scale(axes, "y")
-    axes.axvline((last + at) / 2, color="#BBBBBB", linewidth=0.8)
-    step = max(1, round(last / 10))
-    ticks = [*range(0, last - step + 1, step), last]
-    axes.set_xticks([*ticks, at], [*map(str, ticks), "after\nfinal norm"])
     tidy(axes, "state (0 enters the first layer)", "mean L2 norm (logarithmic)")
     legend(figure, axes, len(models))
     caption = (
         "Mean L2 norm of the hidden states (figures 1b and 4a); state 0 enters the first layer, the last leaves the "
-        "last layer. The marks at the right are after the final norm. The bands are one standard deviation of the "
-        "logarithm around the geometric mean; a mean above its band comes of a few tokens of huge norm."
+        "last layer. The bands are one standard deviation of the logarithm around the geometric mean; a mean above "
+        "its band comes of a few tokens of huge norm."
     )
     return figure, Drawing("norms.png", "Norm in depth", caption, "depth")
 
@@ -73,7 +63,7 @@ def cosine(models: Sequence[Shown]) -> Sketch:
 
 def rotation(models: Sequence[Shown]) -> Sketch:
     """Effective rotation angle of each layer (eqs. 8, 13)."""
-    ratios = [model.report.depth.asymmetry if model.report.depth else None for model in models]
+    ratios = [model.report.depth.asymmetry for model in models]
     title = ratio_title(models, ratios, "Visual tokens rotate {} as much as text in each layer")
     figure = by_layer(
         models, "rotation", title or "Rotation in each layer", "rotation by the layer (degrees)", degrees(1)
@@ -102,11 +92,9 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
             for entry in model.report.dynamics:
                 values: list[float] = getattr(entry, kind)
                 axes.plot(range(1, len(values) + 1), values, color=scale.to_rgba(entry.step), linewidth=1.3)
-            layer_axis(axes, max(len(getattr(entry, kind)) for entry in model.report.dynamics))
             tidy(axes, "layer", "cosine similarity", f"{kind}, {model.label}")
             axes.label_outer()
-    ticks = MaxNLocator(integer=True, nbins=8)
-    figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02, ticks=ticks)
+    figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02)
     caption = "Mean cosine similarity of a token's states before and after each layer, by recorded step (figure 5)."
     return figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics")
 
@@ -119,7 +107,6 @@ def by_layer(models: Sequence[Shown], quantity: str, title: str, label: str, fac
         for kind, curve in curves(model, quantity).items():
             mean, std = factor * np.asarray(curve.mean), factor * np.asarray(curve.std)
             draw_curve(axes, model, kind, range(1, len(mean) + 1), mean, (mean - std, mean + std))
-    layer_axis(axes, max(len(curve.mean) for model in models for curve in curves(model, quantity).values()))
     tidy(axes, "layer", label)
     legend(figure, axes, len(models))
     return figure

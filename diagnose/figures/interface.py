@@ -27,15 +27,13 @@ STAGES = {
 """Field of `Interface`: the kind of its tokens and its label, in the order in which tokens pass."""
 
 
-def interface(models: Sequence[Shown]) -> Sketch | None:
-    """Norms on the way into the language model, a row for each stage; None if nothing of it was measured."""
+def interface(models: Sequence[Shown]) -> Sketch:
+    """Norms on the way into the language model, a row for each stage."""
     rows = [
         name
         for name in STAGES
         if not name.endswith("_raw") and any(positive(model.report.interface, name) for model in models)
     ]
-    if not rows:
-        return None
     ratios = [model.report.interface.ratio for model in models]
     title = ratio_title(models, ratios, "Visual tokens enter with {} the norm of text embeddings")
     figure = new_figure(1.3 + (0.25 + 0.17 * (len(models) - 1)) * len(rows), title or "L2 norms at the interface")
@@ -50,13 +48,12 @@ def interface(models: Sequence[Shown]) -> Sketch | None:
     high = max(moments.mean + moments.std for *_, moments in drawn)
     axes.set_xlim(low, high * (high / low) ** 0.1)
     for y, kind, model, moments in drawn:
-        color, end = COLORS[kind], moments.mean + moments.std
-        face = "white" if model.baseline else color
-        axes.plot([max(moments.mean - moments.std, low), end], [y, y], color=color, linewidth=1.4)
-        marker = {"markersize": 6.5, "markerfacecolor": face, "markeredgewidth": 1.4}
-        axes.plot(moments.mean, y, MARKERS[kind], color=color, **marker)
-        text = {"va": "center", "fontsize": 8.5}
-        axes.annotate(number(moments.mean, 3), (end, y), (5, 0), textcoords="offset points", **text)
+        face = "white" if model.baseline else COLORS[kind]
+        marker = {"fmt": MARKERS[kind], "markersize": 6.5, "markerfacecolor": face, "markeredgewidth": 1.4}
+        axes.errorbar(moments.mean, y, xerr=moments.std, color=COLORS[kind], elinewidth=1.4, **marker)
+        end = moments.mean + moments.std, y
+        label = number(moments.mean, 3)
+        axes.annotate(label, end, (5, 0), textcoords="offset points", va="center", fontsize=8.5)
     log_scale(axes, "x")
     for model in models:
         axes.plot([], [], "o", color=MUTED, markerfacecolor="white" if model.baseline else MUTED, label=model.label)

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ..report import Drawing, Report, number
 
@@ -87,6 +87,8 @@ def new_figure(height: float, title: str) -> Figure:
 
 def tidy(axes: Axes, x: str, y: str, title: str | None = None) -> None:
     """Labels `axes`, and removes two spines and lightens the grid."""
+    if axes.get_xscale() == "linear":  # it counts layers
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(x, fontsize=9.5)
     axes.set_ylabel(y, fontsize=9.5)
     if title is not None:
@@ -106,20 +108,13 @@ def ratio_title(models: Sequence[Shown], values: Sequence[float | None], sentenc
     return sentence.format(ratios[False]) + (f" (baseline {ratios[True]})" if True in ratios else "")
 
 
-def layer_axis(axes: Axes, last: int) -> None:
-    """Makes the x axis count layers, from 1 to `last`."""
-    step = next((step for step in (1, 5, 10, 20) if last <= 8 * step), 50)
-    axes.set_xticks(sorted({1, *range(step, last + 1, step)}))
-    axes.set_xlim(1 - max(0.3, 0.03 * last), max(last, 1) + max(0.3, 0.03 * last))
-
-
 def log_scale(axes: Axes, which: str) -> None:
     """Makes axis `which` ("x" or "y") logarithmic, with ticks in plain numbers, dense enough for what was drawn."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     narrow = max(axis.get_data_interval()) < 1000 * axis.get_minpos()
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 

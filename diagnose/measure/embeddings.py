@@ -2,18 +2,17 @@
 """What weights alone show: norms of token embeddings (tables 6 to 8), and gain and bias of the norm (table 5)."""
 
 import math
-from dataclasses import replace
 
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...assembly.embedding_table import EmbeddingRows
-from ...assembly.gain import EmbeddingStatistics, embedding_statistics, statistics_of
+from ...assembly.gain import EmbeddingStatistics, statistics_of
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import embedding_row_norms, initial_gain
-from ..report import Gain, Interface, Moments, Report
+from ..report import Gain
 
 
 def row_norms(embeddings: nn.Module) -> Tensor:
@@ -33,36 +32,6 @@ def embedding_table_of(
 
     rows = EmbeddingRows("", norms, model.config.get_text_config().hidden_size, model.config, text)
     return statistics_of(rows, name, top=10)
-
-
-def probe_language(
-    model: str, *, name: str, config: PreTrainedConfig | None = None, revision: str | None = None
-) -> Report:
-    """Norms of the embeddings of a language model alone, as stored and as its decoder receives them.
-
-    Takes what [`~normalign_llava.assembly.gain.embedding_statistics`] does, and raises the same. The report has
-    `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; `left_out` names the rest.
-    """
-    table = replace(embedding_statistics(model, revision=revision), model=name)
-    left_out = [
-        "Visual tokens, the projector and the ratio of norms: a language model alone has none of them.",
-        "Norms and rotation in depth, and attention: only the token embeddings were read.",
-    ]
-    if table.model_type is None:
-        left_out.append("Any scale of embeddings in the decoder: transformers knows no configuration; 1 is assumed.")
-    return Report(
-        model=name,
-        model_type=table.model_type or "unknown",
-        dtype=str(config.dtype).removeprefix("torch.") if config and config.dtype else "unknown",
-        hidden_size=table.hidden_size,
-        interface=Interface(
-            vocabulary_raw=Moments(table.mean, table.std, table.rows),
-            vocabulary=Moments(table.scale * table.mean, table.scale * table.std, table.rows),
-            scale=table.scale,
-        ),
-        embeddings=table,
-        left_out=left_out,
-    )
 
 
 @torch.no_grad()

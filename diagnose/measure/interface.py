@@ -15,7 +15,7 @@ from ...configuration_normalign_llava import embedding_scales
 from ..report import Interface, Moments
 from .embeddings import row_norms
 from .families import Parts
-from .moments import RunningMoments, token_rows, widest
+from .moments import RunningMoments, widest
 
 
 class InterfaceProbe:
@@ -86,8 +86,9 @@ class InterfaceProbe:
         )
 
     def _at_features(self, output: Any) -> None:
-        if output.last_hidden_state is not None:
-            self._add("encoder_output", token_rows(output.last_hidden_state))
+        if (rows := output.last_hidden_state) is not None:
+            convolutional = rows.dim() == 4  # (images, d, height, width)
+            self._add("encoder_output", rows.flatten(2).mT if convolutional else rows)
         learned = [row for row in self._parts.inner.parameters(recurse=False) if row.dim() == 1]
         if not learned:
             return

@@ -14,11 +14,6 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def token_rows(features: Tensor) -> Tensor:
-    """An encoder's output with its dimension last: convolutional ones give `(images, d, height, width)`."""
-    return features.flatten(2).mT if features.dim() == 4 else features
-
-
 class RunningMoments:
     """Running moments of values by group (Chan, Golub and LeVeque's update), in the widest float.
 

@@ -85,7 +85,7 @@ def probe(
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
         model_type=config.model_type,
-        dtype=precision(parts.model, parts.decoder.layers),
+        dtype=precision(parts),
         hidden_size=config.get_text_config().hidden_size,
         projector=parts.projector_name,
         data=data,
@@ -98,11 +98,12 @@ def probe(
     )
 
 
-def precision(model: PreTrainedModel, part: nn.Module) -> str:
-    """Precision of the weights of a part of `model`: "float32", "bfloat16", ..., or its [`quantization_name`]."""
+def precision(parts: Parts) -> str:
+    """Precision of the decoder's weights: "float32", "bfloat16", ..., or its [`quantization_name`]."""
+    model = parts.model
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         return quantization_name(model.config.quantization_config.to_dict())
-    return str(next(part.parameters()).dtype).removeprefix("torch.")
+    return str(next(parts.decoder.layers.parameters()).dtype).removeprefix("torch.")
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:

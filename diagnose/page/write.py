@@ -3,7 +3,6 @@
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,6 @@ from ..figures.interface import STAGES
 from ..findings import findings, verdict
 from ..paper import paper_ratios
 from ..report import KINDS, PAGE, Drawing, Report, number, spread
-
-
-Models = Sequence[Report]
-"""One, or the baseline and then the model in question."""
 
 
 def write_page(
@@ -29,9 +24,6 @@ def write_page(
 ) -> None:
     """Writes `report.html` into `folder`, with style and figures inside, whose files are in the folder."""
     models = [report] if against is None else [against, report]
-    claims = findings(report, against)
-    if all(claim.outcome == "does not apply" for claim in claims):  # a vision encoder or a language model alone
-        claims = []
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -43,7 +35,7 @@ def write_page(
         report=report,
         against=against,
         verdict=verdict(report, against),
-        findings=claims,
+        findings=findings(report, against),
         sections=_sections(models, drawings, folder),
         left_out=list(dict.fromkeys(sentence for model in reversed(models) for sentence in model.left_out)),
         data=model_table(models),
@@ -52,26 +44,21 @@ def write_page(
     (folder / PAGE).write_text(page, encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table as the template draws it; the first cell of a row is its header, for which `columns` has a head too."""
+def table(caption: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
+    """A table as the template draws it; the first cell of a row is its header, for which `columns` has a head too.
 
-    caption: str
-    columns: list[str]
-    rows: list[list[str]]
-
-    @property
-    def numeric(self) -> list[bool]:
-        """For each column, whether it holds numbers only; these are aligned to the right."""
-        return [all(cell[:1] in "0123456789−–" for cell in column) for column in zip(*self.rows, strict=True)]
+    Columns that hold numbers alone are aligned to the right.
+    """
+    numeric = [all(cell[:1] in "0123456789−–" for cell in column) for column in zip(*rows, strict=True)]
+    return {"caption": caption, "columns": columns, "rows": rows, "numeric": numeric}
 
 
-def names(models: Models) -> list[str]:
+def names(models: Sequence[Report]) -> list[str]:
     """The models' names; of two, the first is the baseline."""
     return [*(f"{model.model} (baseline)" for model in models[:-1]), models[-1].model]
 
 
-def interface_tables(models: Models) -> list[Table]:
+def interface_tables(models: Sequence[Report]) -> list[dict[str, Any]]:
     """Norms at every stage, and their ratios."""
     rows = [
         *([label, *(spread(getattr(m.interface, name)) for m in models)] for name, (_, label) in STAGES.items()),
@@ -85,23 +72,23 @@ def interface_tables(models: Models) -> list[Table]:
         "L2 norms from the encoder to the first decoder layer, and ratios of their means: 1 is aligned, and visual "
         f"tokens of the paper's models have {low} to {high}."
     )
-    return [Table(caption, ["Tokens", *names(models)], known)]
+    return [table(caption, ["Tokens", *names(models)], known)]
 
 
-def embedding_tables(models: Models) -> list[Table]:
+def embedding_tables(models: Sequence[Report]) -> list[dict[str, Any]]:
     """Mean and deviation of an embedding matrix, and its rows of largest norm (tables 6 to 8)."""
     return [
-        Table(
-            f"{table.model}: {spread(table)}, and the tokens of largest norm.",
+        table(
+            f"{read.model}: {spread(read)}, and the tokens of largest norm.",
             ["Token", "Text", "Norm"],
-            [[f"{row.id}", "–" if row.text is None else repr(row.text), number(row.norm)] for row in table.top],
+            [[f"{row.id}", "–" if row.text is None else repr(row.text), number(row.norm)] for row in read.top],
         )
         for model in models
-        if (table := model.embeddings)
+        if (read := model.embeddings)
     ]
 
 
-def gain_tables(models: Models) -> list[Table]:
+def gain_tables(models: Sequence[Report]) -> list[dict[str, Any]]:
     """Gain and bias of the norm after the projector (table 5)."""
     rows = []
     for name, model in zip(names(models), models, strict=True):
@@ -109,25 +96,26 @@ def gain_tables(models: Models) -> list[Table]:
             now = (gain.l2, gain.mean_abs, gain.bias_mean_abs)
             rows.append([name, *map(number, (*now, gain.start, gain.distance, gain.bias_distance))])
     columns = ["Model", "L2 norm", "Mean |gain|", "Mean |bias|", "Start", "Distance from start", "Bias, from 0"]
-    return [Table("The norm after the projector.", columns, rows)]
+    return [table("The norm after the projector.", columns, rows)]
 
 
-def model_table(models: Models) -> Table:
+def model_table(models: Sequence[Report]) -> dict[str, Any]:
     """What was measured, and on what."""
-    rows = [
-        ["Family", *(model.model_type for model in models)],
-        ["Precision of the decoder", *(model.dtype for model in models)],
-        ["Hidden size d", *(str(model.hidden_size) for model in models)],
-        ["Layers L of the decoder", *(str(model.layers or "–") for model in models)],
-        ["Projector", *(model.projector or "–" for model in models)],
-        ["Norm after the projector", *(model.norm or "–" for model in models)],
-        ["Data", *(model.data or "–" for model in models)],
-        ["Samples", *(f"{model.samples:,}" for model in models)],
-    ]
+    labels = {
+        "model_type": "Family",
+        "dtype": "Precision of the decoder",
+        "hidden_size": "Hidden size d",
+        "layers": "Layers L of the decoder",
+        "projector": "Projector",
+        "norm": "Norm after the projector",
+        "data": "Data",
+        "samples": "Samples",
+    }
+    rows = [[label, *(str(getattr(model, name) or "–") for model in models)] for name, label in labels.items()]
     for kind in KINDS:
         if any(kind in model.tokens for model in models):
             rows.append([f"{kind.capitalize()} tokens", *(f"{model.tokens.get(kind, 0):,}" for model in models)])
-    return Table("What was measured.", ["", *names(models)], rows)
+    return table("What was measured.", ["", *names(models)], rows)
 
 
 SECTIONS = {
@@ -149,9 +137,12 @@ def _sections(models: list[Report], drawings: Sequence[Drawing], folder: Path) -
     """The sections that have something to show."""
     sections = []
     for id, (title, subject, tables_of) in SECTIONS.items():
-        tables = [table for table in tables_of(models) if table.rows] if tables_of else []
-        drawn = (drawing for drawing in drawings if drawing.section == id)
-        images = [(drawing, b64encode((folder / drawing.file).read_bytes()).decode()) for drawing in drawn]
+        tables = [drawn for drawn in tables_of(models) if drawn["rows"]] if tables_of else []
+        images = [
+            (drawing, b64encode((folder / drawing.file).read_bytes()).decode())
+            for drawing in drawings
+            if drawing.section == id
+        ]
         if tables or images:
             sections.append({"id": id, "title": title, "subject": subject, "tables": tables, "images": images})
     return sections

@@ -1,4 +1,8 @@
-"""The two code files that travel with a checkpoint, in processes that cannot import the package."""
+"""The two code files that travel with a checkpoint, in a process that cannot import the package.
+
+It does what people do, and then what vLLM 0.33.0 (`vllm/model_executor/models/transformers/`, `registry.py`) and
+SGLang 0.5.23 (`srt/models/transformers.py`, `srt/multimodal/processors/transformers_auto.py`) do, by their sources.
+"""
 
 import ast
 import json
@@ -10,7 +14,7 @@ import torch
 from paths import ROOT
 from PIL import Image
 from remote_code import run_blocked
-from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, pipeline
 
 from normalign_llava.assembly.build import build_checkpoint
 
@@ -26,6 +30,8 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (40, 30), "red")]
+PROMPT = "<image> and <image>, which"
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]
 
 STRANGER = """
@@ -35,8 +41,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers import AutoProcessor, pipeline
 from transformers.dynamic_module_utils import get_class_from_dynamic_module as get
-folder, again, damaged = sys.argv[1:4]
-messages = json.loads(sys.argv[4])
+folder, again, damaged, prompt = sys.argv[1:5]
+messages = json.loads(sys.argv[5])
 names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
 found = [get("modeling_normalign_llava." + name, folder).__name__ for name in names]
 config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -65,7 +71,7 @@ for load in (
         load()
     except Exception as error:
         errors.append(str(error))
-print(json.dumps({
+stranger = {
     "found": found,
     "errors": errors,
     "modules": [type(x).__module__.split(".")[0] for x in (config, base, model, multimodal)],
@@ -74,15 +80,79 @@ print(json.dumps({
     "hidden": hidden[0, -1].tolist(),
     "ids": model.generate(**inputs, max_new_tokens=5, do_sample=False)[0].tolist(),
     "said": said[0]["generated_text"],
-}))
+}
+"""
+
+# Builds the base class from the configuration, fills it from the file, and runs it, as both engines do: attention of
+# their own in the decoder alone, one row without padding or cache, embeddings and images merged outside the model.
+ENGINE = """
+from glob import glob
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+calls = []
+def attention(module, query, key, value, attention_mask, **kwargs):
+    calls.append([module.layer_idx, module.is_causal, kwargs.pop("forward_batch"), type(module.scaling).__name__])
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+AttentionInterface.register("engine", attention)
+
+config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+models = [get(config.auto_map[key], folder) for key in list(config.auto_map)[1:]]
+config.get_text_config()._attn_implementation = "engine"
+with torch.device("meta"):
+    half = AutoModel.from_config(config, dtype=torch.bfloat16, trust_remote_code=True)
+base = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=True).eval()
+weights = {name: value for file in glob(folder + "/*.safetensors") for name, value in load_file(file).items()}
+head = weights.pop("lm_head.weight")
+base.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
+
+processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+images = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (40, 30), "red")]
+inputs = processor(images=images, text=prompt, return_tensors="pt", return_text_replacement_offsets=True)
+ids = inputs["input_ids"]
+with torch.no_grad():
+    features = torch.cat(list(base.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output))
+    embeddings = base.get_input_embeddings()(ids)
+    embeddings[ids == config.image_token_id] = features
+    hidden = base(
+        input_ids=None, inputs_embeds=embeddings, position_ids=torch.arange(ids.shape[1])[None], use_cache=False,
+        return_dict=False, forward_batch="a batch",
+    )[0][0]
+engine = {
+    "auto_map": list(config.auto_map),
+    "compatible": [x.is_backend_compatible() and x._supports_attention_backend for x in models],
+    "base": [type(base).__name__, type(base).__module__.split(".")[0]],
+    "parameters_in_float32": [n for n, p in half.named_parameters() if p.dtype == torch.float32],
+    "kept_in_float32": sorted(half._keep_in_fp32_modules_strict),
+    "parts": [base.get_encoder(modality="image") is base.vision_tower, base.get_decoder() is base.language_model],
+    "plan": sorted(base.tp_plan),
+    "image_token": [processor.image_token, processor.image_token_id, config.image_token_id],
+    "calls": calls,
+    "replacements": [[x["type"], processor.tokenizer.encode(x["replacement"])]
+                     for x in inputs["text_replacement_offsets"][0]],
+    "ids": ids[0].tolist(),
+    "logits": (hidden @ head.T).tolist(),
+}
+print(json.dumps([stranger, engine]))
 """
 
 
 @pytest.fixture(scope="module")
-def got(tmp_path_factory, checkpoint):
-    """What a stranger found; `again/` beside the checkpoint is what he saved."""
+def run(tmp_path_factory, checkpoint):
+    """What a stranger and an engine found; `again/` beside the checkpoint is what the stranger saved."""
     again, damaged = (checkpoint.with_name(name) for name in ("again", "damaged"))
-    return run_blocked(tmp_path_factory.mktemp("stranger"), STRANGER, checkpoint, again, damaged, json.dumps(MESSAGES))
+    words = [checkpoint, again, damaged, PROMPT, json.dumps(MESSAGES)]
+    return run_blocked(tmp_path_factory.mktemp("stranger"), STRANGER + ENGINE, *words)
+
+
+@pytest.fixture(scope="module")
+def got(run):
+    return run[0]
+
+
+@pytest.fixture(scope="module")
+def engine(run):
+    return run[1]
 
 
 def test_a_stranger_gets_what_the_installed_package_gives(checkpoint, got):
@@ -118,6 +188,32 @@ def test_names_and_refusals_are_a_stranger_s_too(got):
     assert got["found"] == names  # from the two files alone
     assert len(got["errors"]) == 2
     assert all("lacks 1 tensors" in error and "lm_head.weight" in error for error in got["errors"])
+
+
+def test_an_engine_finds_classes_attention_float32_norm_and_placeholders(checkpoint, engine):
+    # In this order, since SGLang takes the first that is no configuration.
+    assert engine["auto_map"][:3] == ["AutoConfig", "AutoModel", "AutoModelForImageTextToText"]
+    assert engine["base"] == ["NormAlignLlavaModel", "transformers_modules"]
+    assert all(engine["compatible"]) and all(engine["parts"])
+    assert {f"language_model.layers.*.{name}" for name in ("self_attn.q_proj", "mlp.down_proj")} <= {*engine["plan"]}
+    layers = AutoConfig.from_pretrained(checkpoint).text_config.num_hidden_layers
+    assert engine["calls"] == [[layer, True, "a batch", "float"] for layer in range(layers)]
+    assert engine["parameters_in_float32"] == [f"multi_modal_projector.norm.{name}" for name in ("weight", "bias")]
+    assert engine["kept_in_float32"] == ["multi_modal_projector.norm"]  # what vLLM widens again
+    token, token_id, configured = engine["image_token"]
+    assert token == "<image>" and token_id == configured
+    assert engine["replacements"] == [["image", [token_id] * parts.FEATURES["clip"]]] * 2
+    assert engine["ids"].count(token_id) == 2 * parts.FEATURES["clip"]
+
+
+def test_merged_embeddings_and_positions_give_the_model_s_own_logits(checkpoint, engine):
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    with torch.no_grad():
+        inputs = processor(images=IMAGES, text=PROMPT, return_tensors="pt")
+        expected = model(**inputs).logits[0]
+    assert engine["ids"] == inputs["input_ids"][0].tolist()
+    torch.testing.assert_close(torch.tensor(engine["logits"]), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_code_imports_public_modules_alone():

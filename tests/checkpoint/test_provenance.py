@@ -52,24 +52,14 @@ def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_p
     [
         ("---\nlicense: mit\nlicense_link: LICENSE\n---\n", ("mit", None, None)),
         ("---\nlicense: [mit, cc0-1.0]\n---\n", ("other", "mit, cc0-1.0", None)),
-        ("---\nlicense: other\nlicense_link: https://a.b/c\n---\n", ("other", None, "https://a.b/c")),
         ("---\nlicense: [: \n---\n", None),
-        ("no metadata", None),
-        (None, None),
     ],
 )
 def test_the_licence_of_a_folder_is_its_card_s(tmp_path, card, licence):
-    if card is not None:
-        (tmp_path / "README.md").write_text(card)
+    assert licence_of(str(tmp_path)) is None
+    (tmp_path / "README.md").write_text(card)
     names = ("license", "license_name", "license_link")
     assert licence_of(str(tmp_path)) == (licence and dict(zip(names, licence, strict=True)))
-
-
-def test_the_commit_is_that_of_the_checkout_the_code_lies_in():
-    if not git(ROOT, "rev-parse", "--show-toplevel"):
-        pytest.skip("needs a git checkout")
-    changed = git(ROOT, "status", "--porcelain", "--untracked-files=no")
-    assert code_commit() == git(ROOT, "rev-parse", "HEAD") + ("-dirty" if changed else "")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +96,9 @@ def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_
     assert records[1]["before"] == records[0] and records[2] == records[1]
     assert records[1]["seconds"] > 0 and records[1]["model_revision"] is None
     assert records[1]["versions"].keys() >= {"torch", "transformers", "trl", "peft", "normalign_llava"}
-    assert records[1]["commit"] == code_commit() and records[1]["hardware"] == hardware(torch.device("cpu"))
+    if head := git(ROOT, "rev-parse", "HEAD"):  # in a checkout
+        assert records[1]["commit"] in (head, f"{head}-dirty")
+    assert records[1]["hardware"] == hardware(torch.device("cpu"))
     assert records[1]["data"][0]["dataset"] is None
     build = (built / "build.json").read_text()
     for folder in (first, second, tmp_path / "merged"):

@@ -1,19 +1,26 @@
-"""Malicious and broken checkpoints: no code runs, nothing outside is read, and each command ends with one sentence."""
+"""Malicious and broken checkpoints: no code runs, nothing outside is read, and each command ends with one sentence.
+
+Code in them writes the file `marker` beside the folder when it runs.
+"""
 
 import ast
+import json
+import os
+import pickle
 import re
 import shutil
 from pathlib import Path
 
-import hostile_checkpoints as hostile
 import pytest
 import stored
 import tiny_parts as parts
 import train_data
 import training
 from paths import ROOT
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from normalign_llava.checkpoint.names import INDEX, WEIGHTS
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
 from normalign_llava.cli import app
 from normalign_llava.train.run import main as train
@@ -26,13 +33,122 @@ OPTIONS = ["--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--m
 OPTIONS += ["--report_to", "none", "--disable_tqdm", "true"]
 
 
+# -------------------------------------------------------------------------------- functions that spoil a good folder
+def edit(file: Path, **changes) -> None:
+    """Sets keys of a JSON file; a mapping is laid over the one that is there."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    for name, value in changes.items():
+        old = content.get(name)
+        content[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    file.write_text(json.dumps(content))
+
+
+def foreign(file: str, auto: str, **changes):
+    """Names code in the `auto_map` of a file, which writes the marker as soon as it is imported."""
+    reference = [None, "evil.Evil"] if auto == "AutoTokenizer" else "evil.Evil"
+
+    def spoil(folder: Path) -> None:
+        marker = folder.parent / "marker"
+        (folder / "evil.py").write_text(f"open({str(marker)!r}, 'a').write('run')\nclass Evil: pass\n")
+        edit(folder / file, auto_map={auto: reference}, **changes)
+
+    return spoil
+
+
+def image_processor(folder: Path) -> None:
+    foreign("processor_config.json", "AutoProcessor")(folder)
+    named = {"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}}
+    edit(folder / "processor_config.json", auto_map={}, image_processor=named)
+
+
+def custom_generate(folder: Path) -> None:
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text("def generate(model, *args, **kwargs): pass\n")
+
+
+def pickled(folder: Path) -> None:
+    class Payload:
+        def __reduce__(self):
+            return open, (str(folder.parent / "marker"), "w")
+
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
+
+
+def weights_elsewhere(how: str):
+    """The weights are another folder's: `how` they are named."""
+
+    def spoil(folder: Path) -> None:
+        other = folder.parent / "private"
+        other.mkdir()
+        (folder / WEIGHTS).rename(other / WEIGHTS)
+        if how == "link":
+            (folder / WEIGHTS).symlink_to(other / WEIGHTS)
+        elif how == "setting":
+            edit(folder / "config.json", transformers_weights=f"../private/{WEIGHTS}")
+        else:
+            names = dict.fromkeys(load_file(other / WEIGHTS), f"../private/{WEIGHTS}")
+            (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
+
+    return spoil
+
+
+def linked(name: str):
+    """A link to a name elsewhere that is read or written."""
+    return lambda folder: [(folder / name).unlink(missing_ok=True), (folder / name).symlink_to(folder.parent / "new")]
+
+
+def lacking(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def config(**changes):
+    return lambda folder: edit(folder / "config.json", **changes)
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size // 2)
+
+
+def tensor_missing(folder: Path) -> None:
+    tensors = dict(list(load_file(folder / WEIGHTS).items())[3:])
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+CODE = {
+    "tokenizer": foreign("tokenizer_config.json", "AutoTokenizer", tokenizer_class="Evil"),
+    "processor": foreign("processor_config.json", "AutoProcessor"),
+    "image processor": image_processor,
+    "configuration": foreign("config.json", "AutoConfig", model_type="evil"),
+    "generation": custom_generate,
+    "kernel": config(text_config={"_attn_implementation": "stranger/kernel"}),
+    "pickle": pickled,
+}
+ELSEWHERE = {
+    **{f"weights, by {how}": weights_elsewhere(how) for how in ("link", "index", "setting")},
+    "training.json": linked("training.json"),
+    "trainer_state.json": lambda folder: os.mkfifo(folder / "trainer_state.json"),  # a pipe that nobody writes to
+    ".README.md-1": linked(".README.md-1"),
+}
+BROKEN = {
+    "hidden size 10^9": config(text_config={"hidden_size": 10**9}),
+    "weights cut short": cut_short,
+    "tensor missing": tensor_missing,
+    "no weights": lacking(WEIGHTS),
+    "list for text_config": config(text_config=[1, 2]),
+    "feature layer that does not exist": config(vision_feature_layer=99),
+    "no tokenizer": lacking("tokenizer.json"),
+    "no processor": lacking("processor_config.json"),
+}
+KINDS = {**CODE, **ELSEWHERE, **BROKEN}
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """A checkpoint, data to train it on, images to measure it on, and an adapter of it."""
     root = tmp_path_factory.mktemp("good")
     stored.in_one_file(training.checkpoint(root))
-    colours = ("red", "green", "blue")
-    rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", f"{colours[i % 3]}.png") for i in range(6)]
+    rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", "red.png") for i in range(6)]
     (root / "data").mkdir()
     train_data.write_json(root / "data", rows)
     train_data.images(root / "images", "red.png")
@@ -42,62 +158,47 @@ def good(tmp_path_factory):
     return root
 
 
-class Commands:
-    """Runs commands on a copy of the good checkpoint, which is spoiled, and answers "y" to every question."""
+@pytest.fixture
+def refused(good, tmp_path):
+    """Runs a command on a spoiled copy of the checkpoint; it must end in a sentence, and run no foreign code."""
+    model, output = shutil.copytree(good / "model", tmp_path / "model"), tmp_path / "output"
 
-    def __init__(self, good: Path, folder: Path):
-        self.good, self.folder, self.marker = good, folder / "model", folder / "marker"
-        shutil.copytree(good / "model", self.folder)
-
-    def spoil(self, kind: str) -> None:
-        hostile.KINDS[kind](self.folder, self.marker)
-
-    def run(self, command: str, *more: str):
-        output = self.folder.parent / "output"
-        data, base, model = self.good / "data" / "data.json", self.good / "adapter", self.folder
+    def run(command: str, spoil) -> str:
+        spoil(model)
         words = {
-            "train": ["--model_name_or_path", model, "--output_dir", output, "--dataset_name", data, *OPTIONS],
-            "merge": [base, "--base", model, "--output", output],
-            "diagnose": [model, "--data", self.good / "images", "--samples", 1, "--output", output],
+            "train": ["--model_name_or_path", model, "--output_dir", output, *OPTIONS],
+            "merge": [good / "adapter", "--base", model, "--output", output],
+            "diagnose": [model, "--data", good / "images", "--samples", 1, "--output", output],
             "publish": [model, "--repo-id", "me/model", "--dry-run"],
             "build": ["--from-llava", model, "--output", output],
-        }
-        arguments = [command, *words.get(command, [model]), *more]
-        return CliRunner().invoke(app, [str(each) for each in arguments], input="y\n" * 50)
+        }.get(command, [model])
+        words += ["--dataset_name", good / "data" / "data.json"] if command == "train" else []
+        error = stopped(command, *words)
+        assert not (tmp_path / "marker").exists() and not output.exists()
+        return error
 
-    def error(self, command: str) -> str:
-        """Runs a command that must end with one sentence on standard error, having run no code; returns that."""
-        done = self.run(command)
-        assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception or done.output
-        assert not self.marker.exists(), f"{command} ran foreign code"
-        assert "Do you wish" not in done.output and "trust_remote_code=True" not in done.output
-        return done.stderr[done.stderr.index("Error: ") :]
+    return run
 
 
-@pytest.fixture
-def commands(good, tmp_path):
-    return Commands(good, tmp_path)
-
-
-def run(*words, answers="y\n" * 9):
-    """Runs a command that must be refused; returns what it printed on standard error."""
-    done = CliRunner().invoke(app, [str(word) for word in words], input=answers)
+def stopped(*words) -> str:
+    """Runs a command that must be refused, and answers "y" to every question; returns what it printed of the error."""
+    done = CliRunner().invoke(app, [str(word) for word in words], input="y\n" * 50)
     assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception or done.output
-    return done.stderr
+    assert "Do you wish" not in done.output and "trust_remote_code=True" not in done.output
+    return done.stderr[done.stderr.index("Error: ") :]
 
 
 # -------------------------------------------------------------------------------------------------------------- code
 @pytest.mark.parametrize(
     "command, kind",
     [
-        *((command, "tokenizer's code") for command in ("merge", "diagnose", "publish", "build")),
-        *((command, "configuration's code") for command in ("merge", "diagnose", "publish", "build")),
-        *(("train", kind) for kind in hostile.CODE),
+        *((command, "tokenizer") for command in ("merge", "diagnose", "publish", "build")),
+        *(("train", kind) for kind in CODE),
     ],
 )
-def test_no_command_runs_code_that_comes_with_a_checkpoint(commands, command, kind):
-    commands.spoil(kind)
-    assert commands.error(command) and not commands.marker.exists()
+def test_no_command_runs_code_that_comes_with_a_checkpoint(refused, command, kind):
+    error = refused(command, KINDS[kind])
+    assert kind != "pickle" or "save it again" in error
 
 
 def test_every_auto_class_is_told_whether_to_run_code():
@@ -113,66 +214,49 @@ def test_every_auto_class_is_told_whether_to_run_code():
     assert calls and all(told for *_, told in calls), calls
 
 
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "processor_config.json"])
-def test_an_adapter_that_brings_code_is_neither_merged_nor_published(good, tmp_path, file):
+def test_an_adapter_that_brings_code_is_neither_merged_nor_published(good, tmp_path):
     adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
-    hostile.foreign(file, "AutoProcessor")(adapter, tmp_path / "marker")
-    assert f"auto_map in {file}" in run("merge", adapter, "--output", tmp_path / "out")
-    assert f"auto_map in {file}" in run("publish", adapter, "--repo-id", "me/x", "--dry-run")
+    foreign("processor_config.json", "AutoProcessor")(adapter)
+    assert "auto_map in processor_config.json" in stopped("merge", adapter, "--output", tmp_path / "out")
+    assert "auto_map in processor_config.json" in stopped("publish", adapter, "--repo-id", "me/x", "--dry-run")
     assert not (tmp_path / "marker").exists()
 
 
 def test_an_adapter_that_names_a_module_or_a_kernel_is_refused(good, tmp_path):
     adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
-    hostile.edit(adapter / "adapter_config.json", megatron_config={}, megatron_core="antigravity")
-    check_files(adapter)  # an empty one imports nothing
-    hostile.edit(adapter / "adapter_config.json", megatron_config={"a": 1}, rest=[{"attn_implementation": "evil/it"}])
+    edit(adapter / "adapter_config.json", megatron_config={"a": 1}, rest=[{"attn_implementation": "evil/it"}])
     with pytest.raises(ValueError, match="megatron_core in adapter_config.json, attn_implementation evil/it in adap"):
         check_files(adapter)
 
 
-@pytest.mark.parametrize("command", ["train", "merge", "diagnose", "publish", "build", "gain"])
-def test_a_model_with_an_adapter_in_its_folder_is_refused(commands, command):
-    shutil.copy(commands.good / "adapter" / "adapter_config.json", commands.folder)
-    shutil.copy(commands.good / "adapter" / "adapter_model.safetensors", commands.folder)
-    assert "has both config.json and adapter_config.json" in commands.error(command)
+@pytest.mark.parametrize("command", ["train", "gain"])
+def test_a_model_with_an_adapter_in_its_folder_is_refused(good, refused, command):
+    def spoil(folder: Path) -> None:
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copy(good / "adapter" / name, folder)
+
+    assert "has both config.json and adapter_config.json" in refused(command, spoil)
 
 
 def test_a_part_that_needs_code_is_not_built_in(tmp_path):
-    def build(vision, language):
-        return run("build", "--vision", vision, "--language", language, "--output", tmp_path / "out")
-
-    vision, language = Path(parts.vision(tmp_path / "vision")), Path(parts.language(tmp_path / "language"))
-    foreign = shutil.copytree(language, tmp_path / "foreign")
-    hostile.foreign("config.json", "AutoConfig", model_type="evil")(foreign, tmp_path / "marker")
-    assert "needs code that comes with it, which this command does not run" in build(vision, foreign)
+    foreign("config.json", "AutoConfig", model_type="evil")(language := Path(parts.language(tmp_path / "language")))
+    words = ["--vision", parts.vision(tmp_path / "vision"), "--language", language, "--output", tmp_path / "out"]
+    assert "needs code that comes with it, which this command does not run" in stopped("build", *words)
     assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose"])
-def test_pickled_weights_are_not_opened(commands, command):
-    commands.spoil("pickle")
-    error = commands.error(command)
-    assert "pickle" in error.lower() and "save it again" in error.lower()
 
 
 # ------------------------------------------------------------------------------------------------------------- files
 @pytest.mark.parametrize(
     "command, kind",
     [
-        *(("train", kind) for kind in hostile.ELSEWHERE),
-        *(("publish", kind) for kind in hostile.ELSEWHERE),
-        *(("gain", kind) for kind in hostile.ELSEWHERE if kind.startswith("weights")),
-        *((command, "weights elsewhere, link") for command in ("merge", "diagnose")),
-        *((command, "training.json elsewhere") for command in ("card", "merge", "diagnose")),
-        *(("card", kind) for kind in hostile.ELSEWHERE if kind.startswith((".", "evaluation"))),
+        *(("train", kind) for kind in ELSEWHERE),
+        ("gain", "weights, by index"),
+        *((command, "training.json") for command in ("card", "merge", "diagnose", "publish")),
     ],
 )
-def test_nothing_outside_the_folder_is_read_or_copied(commands, command, kind):
-    commands.spoil(kind)
-    error = commands.error(command)
-    words = "safetensors|transformers_weights" if kind.startswith("weights") else re.escape(kind.split()[0])
-    assert re.search(words, error) and not (commands.folder.parent / "output").exists()
+def test_nothing_outside_the_folder_is_read_or_copied(refused, command, kind):
+    error = refused(command, KINDS[kind])
+    assert re.search("safetensors|transformers_weights" if kind.startswith("weights") else re.escape(kind), error)
 
 
 def test_the_hub_caches_own_links_are_followed(good, tmp_path):
@@ -191,29 +275,26 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
-@pytest.mark.parametrize("kind", [*hostile.BROKEN])
-def test_training_from_a_broken_checkpoint_ends_in_a_sentence(commands, kind):
-    commands.spoil(kind)
-    error = commands.error("train")
-    assert str(commands.folder) in error or "feature_layer" in error, error
-
-
-@pytest.mark.parametrize("command", ["gain", "card", "merge", "diagnose", "publish"])
-def test_other_commands_say_it_in_a_sentence_too(commands, command):
-    commands.spoil("list for text_config")
-    assert str(commands.folder) in commands.error(command)
+@pytest.mark.parametrize(
+    "command, kind",
+    [
+        *(("train", kind) for kind in BROKEN),
+        *((each, "list for text_config") for each in ("gain", "merge", "diagnose")),
+    ],
+)
+def test_a_broken_checkpoint_ends_in_a_sentence(refused, tmp_path, command, kind):
+    error = refused(command, KINDS[kind])
+    assert str(tmp_path / "model") in error or "feature_layer" in error, error
 
 
 @pytest.mark.parametrize(
     "file, content, words",
     [
-        ("adapter_config.json", {"alora_invocation_tokens": [1]}, "aLoRA"),
         ("adapter_config.json", {"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the base"),
         ("training.json", {"quantization": "nf4"}, "training.json may have settings as quantization"),
-        ("training.json", {"quantization": None, "config_changes": {"dtype": "x"}}, "in config_changes"),
     ],
 )
 def test_an_adapter_with_broken_settings_is_not_merged(good, tmp_path, file, content, words):
     adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
-    hostile.edit(adapter / file, **content)
-    assert re.search(words, run("merge", adapter, "--output", tmp_path / "out"))
+    edit(adapter / file, **content)
+    assert re.search(words, stopped("merge", adapter, "--output", tmp_path / "out"))

@@ -98,39 +98,6 @@ def test_the_built_in_images(caplog):
     assert len(load_samples(None, 1000).samples) == 312 and "only 312" in caplog.text
 
 
-CLIENT = """
-import json
-from normalign_llava.diagnose.data import load_samples
-found = [load_samples("paper", 7) for _ in range(2)]
-print(json.dumps([[each.name, [[sample.name, sample.question] for sample in each.samples]] for each in found]))
-"""
-
-
-def hub_data(folder: Path, config: str, split: str, questions: list[dict]) -> Path:
-    folder.mkdir()
-    rows = [{"image": inside(COLOURS[i % 6]), **question} for i, question in enumerate(questions)]
-    Dataset.from_list(rows).cast_column("image", Image()).to_parquet(str(folder / "rows.parquet"))
-    entry = {"config_name": config, "data_files": [{"split": split, "path": "rows.parquet"}]}
-    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps([entry])}\n---\n")
-    return folder
-
-
-@pytest.mark.slow
-def test_the_benchmarks_of_the_paper(hub, prepared, tmp_path):
-    numbered = [{"question": f"{i}?"} for i in range(9)]
-    choices = [{**row, "hint": "nan", "A": "yes", "B": "no", "C": "nan", "D": "nan"} for row in numbered]
-    hub.serve("lmms-lab-encoder/MMBench", hub_data(tmp_path / "mmbench", "en", "dev", choices), kind="dataset")
-    hub.serve("lmms-lab-encoder/POPE", hub_data(tmp_path / "pope", "default", "test", numbered), kind="dataset")
-    hub.serve("Lin-Chen/MMStar", hub_data(tmp_path / "mmstar", "val", "val", numbered), kind="dataset")
-    client = prepared.run(["-c", CLIENT])
-    assert client.returncode == 0, client.stderr
-    paper, again = json.loads(client.stdout.splitlines()[-1])
-    assert paper == again and paper[0] == "paper"
-    sources = [name.split(",")[0] for name, _ in paper[1]]
-    assert sources == ["lmms-lab-encoder/MMBench"] * 3 + ["lmms-lab-encoder/POPE"] * 2 + ["Lin-Chen/MMStar"] * 2
-    assert all(question.endswith("?\nA. yes\nB. no") for _, question in paper[1][:3])
-
-
 def samples(*questions) -> list[Sample]:
     return [
         Sample(f"row {row}", question, {"path": None, "bytes": image_bytes(COLOURS[row], (20 + row, 16))})

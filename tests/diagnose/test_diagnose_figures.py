@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-from diagnosed import attention_of, depth_of, diagnosed
+from diagnosed import attention_of, diagnosed
 from PIL import Image
 
 from normalign_llava.diagnose.figures import draw
@@ -14,14 +14,9 @@ from normalign_llava.diagnose.figures.attention import attention_figures
 from normalign_llava.diagnose.figures.depth import cosine, norms, rotation
 from normalign_llava.diagnose.figures.interface import interface
 from normalign_llava.diagnose.figures.style import shown
-from normalign_llava.diagnose.report import Interface, Moments, Report
 
 
 pytestmark = pytest.mark.slow
-
-
-def part(model, interface=Interface(), depth=None):  # noqa: B008  (frozen)
-    return Report(model, "normalign_llava", "float32", 64, interface=interface, depth=depth)
 
 
 @pytest.fixture(autouse=True)
@@ -37,32 +32,18 @@ def images(tmp_path):
     return tmp_path
 
 
-def names(drawings):
-    return [drawing.file.removesuffix(".png") for drawing in drawings]
-
-
-def line(axes, label):
-    (curve,) = [line for line in axes.lines if line.get_label() == label]
-    return curve.get_ydata()
-
-
 def test_what_was_measured_is_drawn_and_nothing_else(images):
-    asked = [attention_of("Which at the left? $5 是", 30, (3, 4), "image.png"), attention_of("How many?", 30, None)]
+    asked = [attention_of("$5 是", 30, (3, 4), "image.png"), attention_of("Many?", 30, None, "image.png")]
     ours, baseline = (diagnosed(ratio, layers=30, attention=asked) for ratio in (1.0, 30.0))
     drawings = draw(ours, baseline, images)
-    assert names(drawings) == ["interface", "norms", "cosine", "rotation", "dynamics", "attention_1", "attention_2"]
+    names = ["interface", "norms", "cosine", "rotation", "dynamics", "attention_1", "attention_2"]
+    assert [drawing.file for drawing in drawings] == [f"{name}.png" for name in names]
     assert {path.name for path in images.iterdir()} == {drawing.file for drawing in drawings} | {"image.png"}
     for drawing in drawings:
         with Image.open(images / drawing.file) as image:
             assert np.asarray(image.convert("L")).std() > 10
-
-    empty, text = part("nothing"), part("text", Interface(vocabulary=Moments(0.8, 0.2, 9)))
-    encoder = part("encoder", Interface(encoder_output=Moments(59.4, 106.1, 9)))
-    assert draw(empty, None, images) == []
-    assert names(draw(text, None, images)) == names(draw(encoder, text, images)) == ["interface"]
-    without_text = part("without text", depth=depth_of({"visual": 9.0}, 3))
-    for other in (empty, part("baseline", depth=depth_of({"visual": 9.0, "text": 3.0}, 4))):
-        assert names(draw(without_text, other, images)) == ["norms", "cosine", "rotation"]
+    bare = draw(diagnosed(dynamics=[], attention=[]), None, images)
+    assert [drawing.file for drawing in bare] == [f"{name}.png" for name in names[:4]]
 
 
 def test_layers_show_the_reports_numbers():
@@ -70,10 +51,11 @@ def test_layers_show_the_reports_numbers():
     models = shown(ours, baseline)
     for quantity, sketch, factor in (("norm", norms, 1), ("cosine", cosine, 1), ("rotation", rotation, 180 / math.pi)):
         (axes,) = sketch(models)[0].axes
+        curves = {curve.get_label(): curve.get_ydata() for curve in axes.lines}
         for label, report in (("same", ours), ("same (baseline)", baseline)):
             for kind in ("visual", "text"):
                 expected = factor * np.array(getattr(report.depth, quantity)[kind].mean)
-                np.testing.assert_allclose(line(axes, f"{kind}, {label}"), expected, rtol=1e-12)
+                np.testing.assert_allclose(curves[f"{kind}, {label}"], expected, rtol=1e-12)
 
 
 def test_interface_shows_mean_and_deviation():
@@ -82,10 +64,8 @@ def test_interface_shows_mean_and_deviation():
     assert rows[0] == "encoder output" and "text in the data, as stored" not in rows
     dots = {round(dot.get_ydata()[0]): dot.get_xdata()[0] for dot in axes.lines if len(dot.get_xdata()) == 1}
     assert [dots[row] for row in range(len(rows))] == pytest.approx([71.78, 28.71, 39.96, 39.96, 1.234, 1.08, 3.24])
-    whiskers = [tuple(whisker.get_xdata()) for whisker in axes.lines if len(whisker.get_xdata()) == 2]
-    left = axes.get_xlim()[0]
-    assert whiskers[0] == pytest.approx((57.83, 85.73))
-    assert whiskers[2] == pytest.approx((left, 85.54)) and left > 0  # the mean less the deviation is negative
+    whiskers = [bars.get_segments()[0][:, 0] for bars in axes.collections]
+    assert whiskers[0] == pytest.approx([57.83, 85.73]) and axes.get_xlim()[0] > 0
 
 
 def test_attention_maps_are_means_over_layers_on_one_scale(images):
@@ -93,8 +73,7 @@ def test_attention_maps_are_means_over_layers_on_one_scale(images):
         diagnosed(attention=[attention_of("Where?", 30, (3, 4), "image.png", sharp=sharp)]) for sharp in (9.0, 2.0)
     )
     ((figure, _),) = attention_figures(shown(ours, baseline), images)
-    shown_image, *maps, _ = figure.axes
-    assert shown_image.get_title() == "the image" and len(maps) == 2
+    _, *maps, _ = figure.axes
     for axes, report in zip(maps, (baseline, ours), strict=True):
         mean = 100 * np.mean(report.attention[0].maps, axis=0)
         np.testing.assert_allclose(axes.images[-1].get_array(), mean)

@@ -1,3 +1,5 @@
+"""The verdict, and the paper's claims checked on reports made by hand."""
+
 import dataclasses
 import math
 
@@ -5,7 +7,10 @@ import pytest
 from diagnosed import diagnosed
 
 from normalign_llava.diagnose.findings import findings, verdict
-from normalign_llava.diagnose.report import Interface, Moments, Report
+from normalign_llava.diagnose.report import Report
+
+
+CLAIMS = ("disparity", "projector", "rotation", "size", "angle", "bottom", "norms", "rotations", "focus")
 
 
 def with_rotation(report: Report, asymmetry: float | None, error: float | None = None) -> Report:
@@ -13,8 +18,10 @@ def with_rotation(report: Report, asymmetry: float | None, error: float | None =
     return dataclasses.replace(report, depth=depth)
 
 
-def part(**interface) -> Report:
-    return Report("part", "siglip", "float32", 576, interface=Interface(**interface))
+def by_claim(report, against=None):
+    """Outcome and sentence of each claim."""
+    checked = findings(report, against)
+    return {name: (one.outcome, one.sentence) for name, one in zip(CLAIMS, checked, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -31,65 +38,46 @@ def test_the_verdict_on_one_model(ratio, asymmetry, error, numbers, agreed):
     assert all(number in first for number in numbers) and f"agrees with {agreed} claims" in second
 
 
-def test_the_verdict_on_two_models_and_on_parts():
-    ours, base = with_rotation(diagnosed(1.0), 0.9), with_rotation(diagnosed(model="base"), 0.4)
-    (compared,) = verdict(ours, base)[1:]
+def test_the_verdict_on_two_models():
+    _, compared = verdict(with_rotation(diagnosed(1.0), 0.9), with_rotation(diagnosed(model="base"), 0.4))
     assert all(number in compared for number in ("1.0 ×", "instead of 37 ×", "0.90 ×", "instead of 0.40 ×"))
-    language = part(vocabulary=Moments(1.08, 0.18, 100))
-    assert "a norm of 1.08 ± 0.180" in verdict(language)[0] and "N_text / sqrt(d) = 0.0450." in verdict(language)[0]
-    assert "a norm of 1.08 instead of 1.08" in verdict(base, language)[2]
-    encoder = part(encoder_output=Moments(71.78, 13.95, 729))
-    assert "71.8 ± 13.9" in verdict(encoder)[0]
-    assert verdict(encoder, language)[1] == "Nothing was measured of both this model and part."
-
-
-def by_claim(report, against=None):
-    """Outcome and sentence of each claim, by a word about it."""
-    names = ("disparity", "projector", "rotation", "size", "angle", "bottom", "norms", "rotations", "focus")
-    found = findings(report, against)
-    return {name: (each.outcome, each.sentence) for name, each in zip(names, found, strict=True)}
 
 
 def test_claims_are_checked_on_the_model_without_the_norm():
-    found = by_claim(diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base"))
+    checked = by_claim(diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base"))
     numbers = {"disparity": "66 ×", "projector": "37 ×", "rotation": "0.11 ×", "size": "1.0", "angle": "97.4°"}
     for claim, number in {**numbers, "bottom": "1.61 ×", "norms": "", "rotations": ""}.items():
-        assert found[claim][0] == "agrees" and number in found[claim][1], claim
-    assert found["focus"][0] == "disagrees"
+        assert checked[claim][0] == "agrees" and number in checked[claim][1], claim
+    assert checked["focus"][0] == "disagrees"
 
 
 def test_claims_that_fail_or_cannot_be_checked():
     aligned = by_claim(diagnosed(1.0, "layer_norm"))
     assert aligned["projector"][0] == aligned["rotation"][0] == "does not apply"
     assert {aligned[claim][0] for claim in ("norms", "rotations", "focus")} == {"not measured"}
-    plain = by_claim(diagnosed(depth=None))
-    assert (plain["norms"][0], plain["rotation"][0]) == ("does not apply", "not measured")
-    alone = findings(part(encoder_output=Moments(71.78, 13.95, 729)))
-    assert {finding.outcome for finding in alone} == {"does not apply"}
+    without_text = by_claim(with_rotation(diagnosed(attention=[]), None))
+    assert (without_text["norms"][0], without_text["rotation"][0]) == ("does not apply", "not measured")
+    assert without_text["bottom"][0] == "not measured"
     report = diagnosed()
-    report.depth.log_update["visual"].mean[:] = [size + math.log(3) for size in report.depth.log_update["text"].mean]
-    report.depth.update_angle["visual"].mean[:] = [angle + 0.2 for angle in report.depth.update_angle["text"].mean]
-    found = by_claim(report)
-    assert found["size"][0] == "disagrees" and "a factor of 3.0" in found["size"][1]
-    assert found["angle"][0] == "disagrees" and "11°" in found["angle"][1]  # 0.2 rad
+    text = report.depth.log_update["text"].mean, report.depth.update_angle["text"].mean
+    report.depth.log_update["visual"].mean[:] = [size + math.log(3) for size in text[0]]
+    report.depth.update_angle["visual"].mean[:] = [angle + 0.2 for angle in text[1]]
+    checked = by_claim(report)
+    assert checked["size"][0] == "disagrees" and "a factor of 3.0" in checked["size"][1]
+    assert checked["angle"][0] == "disagrees" and "11°" in checked["angle"][1]  # 0.2 rad
+    report.depth.update_angle["visual"].mean[3] = math.nan  # of a layer that changes nothing
+    assert by_claim(report)["angle"] == checked["angle"]
     same = by_claim(diagnosed(1.0, "layer_norm"), diagnosed(1.0, "none"))
     assert same["norms"][0] == same["rotations"][0] == "no difference"
-
-
-def test_a_layer_that_changes_nothing_is_passed_over():
-    report = diagnosed(37.0, "none")
-    before = by_claim(report)["angle"]
-    report.depth.update_angle["visual"].mean[3] = math.nan
-    assert by_claim(report)["angle"] == before and before[0] == "agrees"
 
 
 def test_what_lies_within_two_standard_errors_of_a_threshold_is_unclear():
     report = diagnosed(37.0, "none")
     for asymmetry, outcome in ((0.95, "agrees"), (0.99, "unclear"), (1.03, "disagrees")):
-        found = by_claim(with_rotation(report, asymmetry, 0.01))["rotation"]
-        assert found[0] == outcome and f"{asymmetry:.2f} ± 0.01 ×" in found[1]
+        checked = by_claim(with_rotation(report, asymmetry, 0.01))["rotation"]
+        assert checked[0] == outcome and f"{asymmetry:.2f} ± 0.01 ×" in checked[1]
     for biases, outcome in (((1.6, 1.7, 1.8), "agrees"), ((0.9, 1.7, 1.6), "unclear"), ((0.9, 1.0, 1.1), "disagrees")):
         attention = [dataclasses.replace(report.attention[0], bottom_bias=[bias] * 30) for bias in biases]
-        found = by_claim(dataclasses.replace(report, attention=attention))["bottom"]
-        assert found[0] == outcome and "(questions: 3)" in found[1]
-        assert outcome != "agrees" or "1.70 ± 0.06 ×" in found[1]
+        checked = by_claim(dataclasses.replace(report, attention=attention))["bottom"]
+        assert checked[0] == outcome
+        assert outcome != "agrees" or "1.70 ± 0.06 ×" in checked[1]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The streaming probe against a plain reference that stores every state of every batch, in all families."""
 
-import gc
 import math
 from dataclasses import asdict
 
@@ -123,20 +122,6 @@ def test_the_model_is_left_as_it_was_found():
         assert torch.equal(model.eval()(**batch).logits, before)
 
 
-def test_memory_does_not_grow_with_batches():
-    model, batch = vlm_families.make("llava")
-    alive = []
-
-    def batches():
-        for _ in range(3):
-            yield {name: value.clone() for name, value in batch.items()}
-            gc.collect()
-            alive.append(sum(each.numel() for each in gc.get_objects() if type(each) is torch.Tensor))
-
-    probe(model, batches())
-    assert alive[1] == alive[-1]
-
-
 def test_offloaded_model_gives_the_same_numbers():
     model, batch = vlm_families.make("normalign_llava")
     expected = probe(model, [batch])
@@ -148,28 +133,24 @@ def test_offloaded_model_gives_the_same_numbers():
 def test_models_in_bfloat16_in_four_bits_and_with_adapters(tmp_path):
     model, batch = vlm_families.make("normalign_llava")
     model.save_pretrained(tmp_path)
+    plain = probe(model, [batch])
     quantized = NormAlignLlavaForConditionalGeneration.from_pretrained(
         tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True), dtype=torch.float32
     )
-    report, plain = probe(quantized, [batch]), probe(model, [batch])
-    assert (report.dtype, plain.dtype) == ("4-bit FP4, products in float32", "float32")
-    assert report.interface.visual == plain.interface.visual  # before the first quantized layer
-    tokens = reference(quantized, [batch])["text"]
-    assert report.depth.norm["text"].mean[-1] == pytest.approx(moments([t["norm"][-1] for t in tokens])[0], rel=1e-6)
     adapted = get_peft_model(model, LoraConfig(target_modules=r".*language_model.*\.q_proj", init_lora_weights=False))
-    with_adapters = probe(adapted, [batch])
-    assert with_adapters.projector == "model.multi_modal_projector"
-    assert with_adapters.interface.visual == plain.interface.visual
-    for other in (report, with_adapters):
-        assert other.depth.rotation["text"].mean != plain.depth.rotation["text"].mean
-    half, _ = vlm_families.make("llava")
-    report, tokens = probe(half.to(torch.bfloat16), [batch]), reference(half, [batch])["visual"]
-    assert report.dtype == "bfloat16"  # and measured in float64
-    expected = moments([token["rotation"][1] for token in tokens])[0]
-    assert report.depth.rotation["visual"].mean[1] == pytest.approx(expected, rel=1e-6)
+    half = vlm_families.make("llava")[0].to(torch.bfloat16)
+    dtypes = {"4-bit FP4, products in float32": quantized, "float32": adapted, "bfloat16": half}
+    for dtype, other in dtypes.items():
+        report = probe(other, [batch])
+        inner = other.get_base_model() if other is adapted else other
+        tokens = reference(inner, [batch])["visual"]  # measured in float64, whatever the model's precision
+        assert report.dtype == dtype and report.projector == "model.multi_modal_projector"
+        rotation = moments([token["rotation"][1] for token in tokens])[0]
+        assert report.depth.rotation["visual"].mean[1] == pytest.approx(rotation, rel=1e-6)
+        assert report.depth.rotation["text"].mean != plain.depth.rotation["text"].mean
 
 
-def test_sequences_without_text_or_without_a_image():
+def test_sequences_without_text_or_without_an_image():
     model, batch = vlm_families.make("llava")
     alone = {"input_ids": torch.tensor([[1, *[IMAGE] * 4]]), "pixel_values": batch["pixel_values"][:1]}
     report = probe(model, [alone])
@@ -210,7 +191,7 @@ def mllama():
 
 def test_models_and_batches_that_cannot_be_measured_are_refused():
     model, batch = vlm_families.make("llava")
-    tuned = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    tuned = get_peft_model(tiny.llava(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     for refused, message in (
         (mllama(), "cannot be read: .* none with cross-attention"),
         (LlamaForCausalLM(tiny.text_config()), "cannot be read: .* no language model alone"),
@@ -225,15 +206,16 @@ def test_models_and_batches_that_cannot_be_measured_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             probe(model, [other])
-    with torch.no_grad():
-        model.model.multi_modal_projector.linear_2.weight.zero_()
-        model.model.multi_modal_projector.linear_2.bias.zero_()
-    with pytest.raises(ValueError, match="visual tokens are zero.*projector"):
-        probe(model, [batch])
-    with torch.no_grad():
-        model.model.multi_modal_projector.linear_2.bias[0] = math.inf
-    with pytest.raises(ValueError, match="visual.*NaN or infinite in state 0"):
-        probe(model, [batch])
+    last = model.model.multi_modal_projector.linear_2
+    for bias, message in (
+        (0.0, "visual tokens are zero.*projector"),
+        (math.inf, "visual.*NaN or infinite in state 0"),
+    ):
+        with torch.no_grad():
+            last.weight.zero_()
+            last.bias.fill_(bias)
+        with pytest.raises(ValueError, match=message):
+            probe(model, [batch])
 
 
 def tokenizer():
