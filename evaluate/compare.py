@@ -16,14 +16,12 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE
-from rich.console import Group
 from rich.table import Table
 from scipy import stats
 
 from ..checkpoint.files import atomic_write
 from ..checkpoint.precision import quantization_name
 from ..errors import Printed
-from .paper_columns import paper_scores, paper_table
 from .results import FOLDER, Evaluation, read_evaluations
 from .tasks.choices import by_category, whole_questions
 
@@ -42,7 +40,6 @@ class Arm:
     name: str
     runs: list[dict[str, Scores]]  # by task and metric
     quantizations: list[dict[str, str]]  # likewise, in words
-    columns: list[dict[str, float]]  # of the paper's table 4
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,8 @@ class Comparison(Printed):
     arms: Sequence[Arm]
     differences: list[Difference]
 
-    def renderable(self) -> Group:
-        """The differences, and the arms in the columns of the paper's table 4 if they have some in common."""
+    def renderable(self) -> Table:
+        """A row for each difference."""
         against = self.arms[0].name
         caption = f"Differences from {against}, 95 % intervals, over the n questions that all models were asked."
         table = Table(box=SIMPLE, padding=0, show_edge=False, caption=caption)
@@ -92,8 +89,7 @@ class Comparison(Printed):
             scores = (f"{row.questions:,}", f"{row.score:.3f}", f"{row.reference:.3f}", f"{row.value:+.3f}")
             p = "-" if row.mcnemar is None else f"{row.mcnemar:.3f}"
             table.add_row(row.task, row.arm, *scores, _shown(row.over_questions), _shown(row.over_seeds), p)
-        paper = paper_table({arm.name: arm.columns for arm in self.arms})
-        return Group(table, *([paper] if paper else []))
+        return table
 
     def left_out(self) -> list[str]:
         """A sentence for each task that is not compared, with the arms that lack a score for each question."""
@@ -123,7 +119,7 @@ def read_arm(argument: str) -> Arm:
         raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")
     evaluations = [read_evaluations(path) for path in paths]
     runs, quantizations = zip(*map(_run, paths, evaluations), strict=True)
-    return Arm(name or paths[0].resolve().name, list(runs), list(quantizations), list(map(paper_scores, evaluations)))
+    return Arm(name or paths[0].resolve().name, list(runs), list(quantizations))
 
 
 def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Comparison:
@@ -219,13 +215,11 @@ def _run(folder: Path, evaluations: Sequence[Evaluation]) -> tuple[dict[str, Sco
         raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
     scores, quantizations = {}, {}
     for result in evaluations:
-        task, settings = result.task, result.settings
+        task = result.task
         names = [metric.name for metric in result.metrics]
         metric, values = _scores(folder / FOLDER / task, names, result.versions.get(task))
         scores[f"{task} {metric}"] = values
-        # Before these settings were recorded, 4 bits were bitsandbytes' default.
-        default = {"load_in_4bit": True} if settings.get("load_in_4bit") else None
-        name = quantization_name(settings.get("quantization", default), products=False)
+        name = quantization_name(result.settings.get("quantization"), products=False)
         quantizations[f"{task} {metric}"] = name
     return scores, quantizations
 

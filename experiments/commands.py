@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 from plan import Plan, Run
+from scores import paper_average
 
 from normalign_llava.checkpoint.files import json_or_none, write_json
 from normalign_llava.checkpoint.names import TRAINING_RECORD
@@ -94,13 +95,13 @@ def run_commands(plan: Plan, run: Run, vision: str, language: str, work: Path, g
         shutil.rmtree(checkpoint)
     stage1, model = folder / "stage1", folder / ("model" if "merge" in found else "stage2")
     records = {name: json_or_none(folder / name / TRAINING_RECORD) for name in ("stage1", "stage2")}
-    arm, stage = read_arm(str(model)), read_report(stage1)["report"]
+    arm, evaluations, stage = read_arm(str(model)), read_evaluations(model), read_report(stage1)["report"]
     options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
     return {
         **{"group": run.group, "variant": run.name, "seed": run.seed, "settings": vars(run.variant)},
         **{"options": options, "bf16": plan.bf16, "date": datetime.now(UTC).date().isoformat()},
-        "scores": {f"{each.task} {m.name}": m.value for each in read_evaluations(model) for m in each.metrics},
-        "columns": arm.columns[0],
+        "scores": {f"{each.task} {m.name}": m.value for each in evaluations for m in each.metrics},
+        "columns": paper_average(evaluations),
         "answers": {name: _stored(scores) for name, scores in arm.runs[0].items()},
         "diagnosis": {"stage1": _diagnosis(stage), "stage2": _diagnosis(read_report(model)["report"])},
         "dynamics": stage["dynamics"],

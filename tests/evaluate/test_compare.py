@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluate import paper_columns
 from normalign_llava.evaluate.compare import compare_arms, mcnemar, over_seeds, read_arm
 from normalign_llava.evaluate.results import Evaluation, Metric
 
@@ -74,7 +73,6 @@ def test_scores_of_two_quantizations_are_not_compared(tmp_path):
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     alike = [
         [{"load_in_4bit": False}, {"load_in_4bit": None, "quantization": None}, {}],
-        [{"load_in_4bit": True}],  # before the quantization was recorded
         [{"quantization": nf4 | {"bnb_4bit_compute_dtype": dtype}} for dtype in ("bfloat16", "float16")],
         [{"load_in_4bit": None, "quantization": {"load_in_8bit": True}}],
     ]
@@ -170,32 +168,3 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
             compare_arms([read_arm(whole), read_arm(evaluated(tmp_path / name, answers(0.5, 1), **other))])
     with pytest.raises(ValueError, match="has no evaluation/"):
         read_arm(str(tmp_path / "none"))
-
-
-def nine(share):
-    """Whole evaluations on the paper's nine benchmarks; OCRBench counts answers, of 1000."""
-    metrics = {task: (metric, share) for task, metric, _ in paper_columns.PAPER_COLUMNS.values()}
-    metrics["ocrbench"] = ("total", 1000 * share)
-    return [
-        Evaluation(
-            task, task, [Metric("other", 0.9), Metric(name, value), Metric(name, 0.1, subset="a part")], 9, 9, []
-        )
-        for task, (name, value) in metrics.items()
-    ]
-
-
-def test_models_are_shown_in_the_papers_columns_above_its_rows():
-    evaluations = nine(0.5)
-    found = paper_columns.paper_scores(evaluations)
-    assert found == pytest.approx(dict.fromkeys([*paper_columns.PAPER_COLUMNS, "average"], 50.0))
-    table = paper_columns.paper_table({"ours": [found, paper_columns.paper_scores(nine(0.6))]})
-    cells = [list(column.cells) for column in table.columns]
-    assert [column.header for column in table.columns[1:]] == list(found)
-    assert [column[0] for column in cells] == ["ours", *["55.00"] * 10]
-    assert cells[0][1] == "paper: Llama-3.2-3B, no norm" and len(cells[0]) == 7
-    assert [column[6] for column in cells[1:4]] == ["77.66", "50.58", "87.87"]
-    # A part of a task, or of the tasks, is not the whole.
-    partial = [Evaluation(each.task, "", each.metrics, 4, 9, []) for each in evaluations]
-    rest = paper_columns.paper_scores(partial[:1] + evaluations[1:])
-    assert rest.keys() == set(paper_columns.PAPER_COLUMNS) - {"MMBench-EN"}
-    assert paper_columns.paper_table({"ours": [{}], "theirs": [found]}) is None
