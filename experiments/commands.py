@@ -24,7 +24,7 @@ from normalign_llava.diagnose.run import FOLDER
 from normalign_llava.evaluate.compare import read_arm
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.quickstart.evaluate import read_report
-from normalign_llava.quickstart.run import Settings, write_data
+from normalign_llava.quickstart.run import write_data
 from normalign_llava.quickstart.train import rows_of, words
 
 
@@ -49,7 +49,7 @@ def steps(plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: in
     if "dataset_name" not in first:
         data = work / f"data-{run.seed}-{rows_of(first)}-{rows_of(second)}"
         with FileLock(f"{data}.lock"):
-            write_data(data, Settings(stage1=first, stage2=second, seed=run.seed))
+            write_data(data, rows_of(first), rows_of(second), run.seed)
         first, second = {**first, "dataset_name": data / "stage1"}, {**second, "dataset_name": data / "stage2"}
     parts = {"vision": vision, "language": language, "arm": run.variant.arm, "seed": run.seed}
     parts |= {"feature-layer": plan.feature_layer, "output": untrained}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is published of a checkpoint folder: the files on a list of names. All others stay, with a reason."""
+"""What is published of a checkpoint folder: the files on a list of names. All others stay."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -25,7 +25,7 @@ from ...checkpoint.names import (
     WEIGHTS,
 )
 from ...checkpoint.untrusted import check_weights, json_object
-from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION, report_json
+from ...diagnose.report import REPORT, SCHEMA_VERSION, report_json
 from ...evaluate.results import FOLDER as EVALUATION, SUMMARY
 
 
@@ -51,13 +51,6 @@ whole. Of weights those are sent that load, of figures those that `report.json` 
 BY_PEOPLE = (CARD, "LICENSE*", "LICENCE*", "NOTICE*")
 """Sent too, but never removed from a repository."""
 
-_EXCLUDED = {
-    **dict.fromkeys(("samples", "dropped_rows.jsonl", PAGE), "it shows rows of the data"),
-    **dict.fromkeys([f"*{suffix}" for suffix in PICKLES], "a pickle"),
-    REPORT: "not a report that this version can read",
-    **dict.fromkeys(("*.safetensors", INDEX), "weights that this checkpoint does not load"),
-    "*.png": "no figure of the report, or it shows rows of the data",
-}
 _FIGURE = r"(?!attention_\d|(baseline_)?image_\d)\w[\w.-]*\.png"  # of no sample, and with no folder in its name
 
 
@@ -67,14 +60,14 @@ class PublishSource:
 
     Attributes:
         files, sizes: Path in the repository -> content (of weights the file), and its bytes.
-        excluded: Path in the folder -> why it is not sent. The path of a whole folder ends in "/".
+        excluded: Paths in the folder that are not sent. That of a whole folder ends in "/".
         stale: Files of the repository that are removed: written by this package or transformers, and no longer sent.
     """
 
     folder: Path
     files: dict[str, bytes | Path]
     sizes: dict[str, int]
-    excluded: dict[str, str]
+    excluded: list[str]
     stale: list[str]
 
 
@@ -97,17 +90,17 @@ def choose_files(folder: Path, generated: Mapping[str, bytes], existing: Collect
         chosen |= {f"{DIAGNOSTICS}/{name}" for name in (REPORT, *figures)}
         generated = {**generated, report: content}
     files: dict[str, bytes | Path] = {}
-    excluded = {}
+    excluded = []
     for path in _listed(folder):
         relative = path.relative_to(folder).as_posix()
-        if reason := _reason(path, relative, chosen):
-            excluded[relative + ("/" if path.is_dir() else "")] = reason
-        else:
+        if _is_sent(path, relative, chosen):
             files[relative] = path if path.suffix == ".safetensors" else path.read_bytes()
+        else:
+            excluded.append(relative + ("/" if path.is_dir() else ""))
     files = dict(sorted({**files, **generated}.items()))
     stale = sorted(path for path in existing if path not in files and _matches(path, WRITTEN))
     sizes = {path: len(each) if isinstance(each, bytes) else each.stat().st_size for path, each in files.items()}
-    return PublishSource(folder, files, sizes, dict(sorted(excluded.items())), stale)
+    return PublishSource(folder, files, sizes, sorted(excluded), stale)
 
 
 def public_report(text: str) -> tuple[bytes, list[str]]:
@@ -171,11 +164,7 @@ def _matches(path: str, patterns: Mapping[str, tuple[str, ...]]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns.get(parent, ()))
 
 
-def _reason(path: Path, relative: str, chosen: Collection[str]) -> str | None:
-    """Why a file or folder is not sent; None for one that is."""
-    by_choice = path.suffix in (".safetensors", ".png") or path.name in (INDEX, REPORT)
+def _is_sent(path: Path, relative: str, chosen: Collection[str]) -> bool:
     listed = _matches(relative, WRITTEN) or _matches(relative, {"": BY_PEOPLE})
-    if listed and path.is_file() and path.suffix not in PICKLES and (relative in chosen or not by_choice):
-        return None
-    reasons = (reason for pattern, reason in _EXCLUDED.items() if fnmatchcase(path.name, pattern))
-    return next(reasons, "not on the list of what is sent")
+    by_choice = path.suffix in (".safetensors", ".png") or path.name in (INDEX, REPORT)
+    return listed and path.is_file() and path.suffix not in PICKLES and (relative in chosen or not by_choice)

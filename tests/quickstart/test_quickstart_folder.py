@@ -5,8 +5,7 @@ import pytest
 from rich.console import Console
 from test_quickstart_run import SHORT
 
-from normalign_llava.quickstart.journal import Journal
-from normalign_llava.quickstart.run import run_quickstart
+from normalign_llava.quickstart.run import Journal, run_quickstart
 
 
 @pytest.fixture
