@@ -20,6 +20,7 @@ from ..push.source import DIAGNOSTICS, public_report, read_json, read_norm, weig
 
 
 LLAVA = "LLaVA checkpoint"  # the role of one that had both parts
+FIGURES = ("interface.png", "rotation.png")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Facts:
         gain: Of the norm after the projector, as in `report.json`: "start" (None if not known), "mean_abs" and
             "bias_mean_abs" (None for an RMSNorm); empty without the norm.
         moved: Whether the norm differs from a newly built one; None if that is not known.
-        figures: Figures of the diagnosis whose files exist and that show no sample of the data.
+        figures: Those of the diagnosis that a card shows, and whose files exist.
         outdated: Tasks that were evaluated with other weights.
     """
 
@@ -123,7 +124,11 @@ def read_facts(checkpoint: Path) -> Facts:
         moved=moved,
         has_processor=(checkpoint / "processor_config.json").is_file(),
         diagnosis=diagnosis,
-        figures=[each for each in (diagnosis or {}).get("figures", ()) if (folder / each["file"]).is_file()],
+        figures=[
+            figure
+            for figure in (diagnosis or {}).get("figures", ())
+            if figure["file"] in FIGURES and (folder / figure["file"]).is_file()
+        ],
         evaluations=evaluations,
         outdated=[task for task, weights in evaluated.items() if weights != now],
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metadata of a card: the front matter of README.md, which the Hub reads."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -72,23 +72,6 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
         "tags": TAGS,
     }
     return {key: value for key, value in content.items() if value}
-
-
-def merge_front_matter(
-    derived: dict[str, Any], previous: dict[str, Any], author_keys: Collection[str] = ()
-) -> dict[str, Any]:
-    """`derived`, with the keys and tags that the author added.
-
-    Args:
-        derived: From [`metadata`].
-        previous: What the author wrote into the front matter of earlier cards.
-        author_keys: Of "license" and "base_model", those that cannot be inferred in full: the author's value wins.
-    """
-    for name in author_keys:  # with the keys that belong to it
-        if name in previous:
-            derived = {key: value for key, value in derived.items() if not key.startswith(name)}
-    tags = previous.get("tags") or []
-    return {**previous, **derived, "tags": list(dict.fromkeys([*derived["tags"], *tags]))}
 
 
 def read_front_matter(card: str) -> dict[str, Any]:

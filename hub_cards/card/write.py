@@ -22,7 +22,7 @@ from ...evaluate.results import forgotten
 from . import tables
 from .facts import Facts, Part, read_facts
 from .hand_written import SECTIONS, by_hand, card_in, check_replaceable, derived_keys, is_ours
-from .metadata import ORDER, merge_front_matter, metadata, read_front_matter, terms
+from .metadata import ORDER, metadata, read_front_matter, terms
 
 
 @dataclass(frozen=True)
@@ -57,33 +57,34 @@ def render_card(
     remedy = "Fix or remove training.json, build.json, or the files in the folders diagnostics and evaluation."
     with loading(f"What {checkpoint} records of itself", remedy=remedy):  # of any type, in any field
         facts = read_facts(checkpoint)
-        by_hand(hub_card or "", f"README.md of {repo_id} on the Hub")  # for an error that names it
-        earlier = [card for card in (card_in(checkpoint), hub_card) if card and is_ours(card)]
-        hand, previous = dict.fromkeys(SECTIONS, ""), dict[str, Any]()
-        for card in earlier:
-            hand |= {part: text for part, text in by_hand(card).items() if text.strip()}
-            theirs = derived_keys(card) - {"tags"}  # of which the author's are told from ours by themselves
-            previous |= {key: value for key, value in read_front_matter(card).items() if key not in theirs}
-        own = by_hand(earlier[0]) if earlier else {}  # of two cards, that of the folder
-        unused = [part for part, text in own.items() if text.strip() not in ("", hand[part].strip())]
+        hand, previous, unused = dict.fromkeys(SECTIONS, ""), dict[str, Any](), list[str]()
+        for card, where in ((card_in(checkpoint), CARD), (hub_card, f"{CARD} of {repo_id} on the Hub")):
+            if card and is_ours(card):
+                written = {part: text for part, text in by_hand(card, where).items() if text.strip()}
+                unused = [part for part, text in written.items() if hand[part].strip() not in ("", text.strip())]
+                hand |= written
+                ours = derived_keys(card)
+                previous |= {key: value for key, value in read_front_matter(card).items() if key not in ours}
         if facts.adapter is not None and base is None and facts.started_from:
             revision_then = facts.stages[-1].get("model_revision") or "main"
             base = Part("base model", facts.started_from, facts.started_from, revision_then)
-        parts = [*([base] if base and not facts.parts else []), *facts.parts, *facts.data]  # whose licence matters
+        parts = [*([base] if base and not facts.parts else []), *facts.parts, *facts.data]  # of which licences are due
         if not facts.stages and facts.moved:
             parts.append(Part("data", "what it was trained on"))
         licence, terms_sentence, no_licence = terms(parts)
         derived = metadata(facts, base, licence)
         whole = facts.adapter is None and not facts.started_from
         nameless = [part.name for part in facts.parts if whole and not part.hub_id]  # which base_model lacks
-        author_keys = [key for key, is_open in (("license", no_licence), ("base_model", nameless)) if is_open]
-        content = merge_front_matter(derived, previous, author_keys)
+        # The author's value wins where the folder does not tell all. Tags are those of both.
+        is_open = {"license": no_licence, "base_model": nameless, "tags": True}
+        settled = {key: value for key, value in derived.items() if not is_open.get(key)}
+        tags = list(dict.fromkeys([*derived["tags"], *(previous.get("tags") or ())]))
+        content = {**derived, **previous, **settled, "tags": tags}
         if content.get("license") not in (None, derived.get("license")):
             stated = content.get("license_name") or content["license"]
             terms_sentence, no_licence = f"Its author states: {stated}.", None
         if content.get("base_model") != derived.get("base_model"):
             nameless = []
-        kept = [key for key in derived if content[key] == derived[key] and not key.startswith(tuple(author_keys))]
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent / "templates"),
             undefined=StrictUndefined,
@@ -94,7 +95,7 @@ def render_card(
         )
         rendered = environment.get_template("card.md.jinja").render(
             front_matter=Markup(ModelCardData(**content).to_yaml(original_order=ORDER)),
-            derived=Markup(", ".join(kept)),
+            derived=Markup(", ".join(settled)),
             name=(repo_id or facts.name).rpartition("/")[2],
             facts=facts,
             source=repo_id or ".",
@@ -103,7 +104,6 @@ def render_card(
             part={part.role: tables.part_link(part) for part in [*facts.parts, *([base] if base else [])]},
             ratios=paper_ratios(),
             parts=parts,
-            figures=[each for each in facts.figures if each["file"] in ("interface.png", "rotation.png")],
             terms=terms_sentence,
             forgotten=forgotten(facts.evaluations),
             hand={name: Markup(text) for name, text in hand.items()},
