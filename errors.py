@@ -91,7 +91,7 @@ def device_error(error: BaseException, remedy: str = "Use a machine with more.")
     if isinstance(error, MemoryError) or of_torch and _FULL.search(text):
         size = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.I)
         tried = "".join(f" in {note}" for note in getattr(error, "__notes__", ())[:1])  # where it was raised
-        asked = f"{_readable(size[1])} more were asked for, after a peak" if size else "The peak was"
+        asked = f"{size[1]} more were asked for, after a peak" if size else "The peak was"
         return f"Out of memory{tried}: {asked} of {_peak()}. {remedy}"
     text = text.partition("\n")[0].rstrip(".")
     if kernels := _KERNELS.findall(where):
@@ -112,12 +112,6 @@ def first_cause(error: BaseException) -> tuple[str, str]:
             said = [text for name, text in re.findall(r"^([\w.]+): (.+)$", where, re.M) if name != "Error"]
             return (said or [where])[0], where
     return str(error), "\n".join(frame.f_code.co_filename for frame in frames)
-
-
-def _readable(size: str) -> str:
-    """A size in torch's words, which on a CPU are bytes."""
-    number, unit = size.split()
-    return f"{int(number) / 2**30:,.2f} GiB" if unit == "bytes" else size
 
 
 def _peak() -> str:

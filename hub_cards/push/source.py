@@ -51,7 +51,7 @@ whole. Of weights those are sent that load, of figures those that `report.json` 
 BY_PEOPLE = (CARD, "LICENSE*", "LICENCE*", "NOTICE*")
 """Sent too, but never removed from a repository."""
 
-_FIGURE = r"(?!attention_\d|(baseline_)?image_\d)\w[\w.-]*\.png"  # of no sample, and with no folder in its name
+_FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, and with no folder in its name
 
 
 @dataclass(frozen=True)

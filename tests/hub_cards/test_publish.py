@@ -79,13 +79,6 @@ def test_what_was_written_by_hand_stays_and_the_rest_is_new(publish, hub, folder
     assert (data.datasets, data.pipeline_tag) == ("ann/data", "image-text-to-text")
 
 
-def test_front_matter_that_the_hub_refuses_is_found_before_the_upload(publish, hub, folder):
-    hub.create("ann/m", files={"README.md": b"---\nlicense: my own\n---\n<!-- normalign card, metadata: tags -->\n"})
-    status, shown = publish(folder, "--no-verify")
-    assert status == 1 and "Invalid metadata in README.md" in shown and "must be one of" in shown, shown
-    assert hub.received.total() == 0
-
-
 @pytest.mark.parametrize("place", ["folder", "Hub"])
 def test_a_card_of_somebody_else_is_replaced_only_on_request(publish, hub, folder, place):
     if place == "Hub":

@@ -124,22 +124,15 @@ def test_tokens_are_found_anywhere(folder):
     assert "a Hugging Face token, hf_A... (37 characters). Remove it, and revoke it" in found[1]
 
 
-def test_the_home_folder_is_found(folder, monkeypatch):
+def test_paths_of_this_machine_are_found(folder, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     change(folder / "config.json", _name_or_path="/home/me/models/base")
+    (folder / "vocab.txt").write_text(f"it was at {folder.parent}/x\n")
     found = private(choose_files(folder, {}))
-    assert len(found) == 1 and "config.json, line" in found[0] and "a local path, /home/me. " in found[0]
-
-
-def test_the_checkpoints_own_path_is_found_in_vocabularies_too(folder):
-    for name in ("vocab.txt", "README.md"):
-        (folder / name).write_text(f"it was at {folder.parent}/x\n")
-    found = private(choose_files(folder, {}))
-    assert len(found) == 2 and all(str(folder.parent) in fault for fault in found)
-    moved = shutil.copytree(folder, folder.parent / "Modèle ß")
-    for name in ("vocab.txt", "README.md"):
-        (moved / name).unlink()
-    (moved / "vocab.json").write_text(json.dumps({"at": f"{moved}/x"}))
+    assert "config.json, line" in found[0] and "a local path, /home/me. " in found[0]
+    assert len(found) == 2 and str(folder.parent) in found[1]
+    moved = shutil.copytree(folder, folder.parent / "Modèle ß", ignore=shutil.ignore_patterns("vocab.txt", "config*"))
+    (moved / "vocab.json").write_text(json.dumps({"at": f"{moved}/x"}))  # which escapes letters beyond ASCII
     found = private(choose_files(moved, {}))
     assert len(found) == 1 and f"vocab.json, line 1: a local path, {json.dumps(str(moved))[1:-1]}. " in found[0]
 

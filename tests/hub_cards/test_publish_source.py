@@ -115,7 +115,7 @@ def test_a_diagnosis_is_sent_without_samples(diagnosed):
     found = choose_files(diagnosed, {})
     sent = {path.removeprefix("diagnostics/") for path in found.files if "/" in path}
     figures = {drawing["file"] for drawing in before["figures"]}
-    samples = {name for name in figures if name.startswith("attention_") and name != "attention_depth.png"}
+    samples = {name for name in figures if name.startswith("attention_")}
     assert samples and sent == figures - samples | {"report.json"}
     assert {f"diagnostics/{name}" for name in ("report.html", "image_9.png", "stray.png")} <= set(found.excluded)
 
