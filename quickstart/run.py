@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import finished_folder, json_or_none, remove_unfinished, write_json
+from ..checkpoint.files import finished_folder, json_or_none, write_json
 from ..checkpoint.lock import LOCK
 from ..checkpoint.precision import half_precision_pays
 from ..fetched.archives import ARCHIVES
@@ -151,8 +151,6 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
     def trained(folder: Path, arm: str, prefix: str = "") -> Path:
         """Builds, trains and merges in a folder: arm "gwc" has the norm and its compensation, "none" no norm."""
         untrained, stage1, stage2, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
-        for unfinished in (untrained, stage1, stage2, model):
-            remove_unfinished(unfinished)
         with journal.step(f"{prefix}build"):
             if not untrained.exists():
                 build_checkpoint(*parts, untrained, arm=arm, feature_layer=FEATURE_LAYER, seed=settings.seed)
@@ -208,7 +206,6 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
 
 def write_data(output: Path, first: int, second: int, seed: int) -> None:
     """Writes so many conversations for each of both stages, which have none in common."""
-    remove_unfinished(output)
     if output.exists():
         return
     rows = training_data(first + second, seed=seed)

@@ -92,6 +92,16 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output):
         run_quickstart(output, replace(SHORT, seed=1))
 
 
+@pytest.mark.parametrize("name", [".git/HEAD", "journal.json"])
+def test_a_folder_with_anything_else_in_it_is_refused(tmp_path, name):
+    output = tmp_path / "mine"
+    (output / name).parent.mkdir(parents=True)
+    (output / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"mine holds {name.partition('/')[0]}, which no quickstart wrote"):
+        run_quickstart(output, SHORT)
+    assert [path for path in output.rglob("*") if path.is_file()] == [output / name]
+
+
 @pytest.mark.nightly
 def test_a_finished_quickstart_goes_on_to_the_model_without_the_norm(archives, output):
     before = run_quickstart(output, SHORT)["seconds"]
