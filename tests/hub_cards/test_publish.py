@@ -13,13 +13,6 @@ NOTES = "<!-- by hand: notes -->\n"
 OWN_CARD = "---\nlicense: mit\n---\n# My page\n\nWhat nobody else knows.\n"
 
 
-def edit(repository, **files):
-    """A commit of a person who changes files on the Hub's page."""
-    head = repository.head()
-    stored = {name: repository.store(name, content) for name, content in files.items()}
-    return repository.advance("main", head.files | stored, parent=head.oid)
-
-
 def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, folder, tmp_path):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     status, shown = publish(folder, "--private", "--space", TMPDIR=str(tmp_path))
@@ -70,7 +63,7 @@ def test_what_was_written_by_hand_stays_and_the_rest_is_new(publish, hub, folder
     repository = hub.repository("ann/m")
     card = repository.read("README.md").decode()
     card = card.replace(NOTES, f"{NOTES}By hand,\r\nof two lines.\n").replace("---\n", "---\ndatasets: ann/data\n", 1)
-    edited = edit(repository, **{"README.md": card.replace("image-text-to-text", "image-to-text").encode()})
+    edited = repository.change({"README.md": card.replace("image-text-to-text", "image-to-text").encode()})
     assert publish(folder, "--no-verify")[0] == 0
     assert repository.head().parent == edited.oid
     written = repository.read("README.md").decode()
