@@ -18,7 +18,6 @@ from ...checkpoint.loading import loading
 from ...checkpoint.lock import only_writer
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
-from ...evaluate.results import forgotten
 from . import tables
 from .facts import Facts, Part, read_facts
 from .hand_written import SECTIONS, by_hand, card_in, check_replaceable, derived_keys, is_ours
@@ -105,7 +104,6 @@ def render_card(
             ratios=paper_ratios(),
             parts=parts,
             terms=terms_sentence,
-            forgotten=forgotten(facts.evaluations),
             hand={name: Markup(text) for name, text in hand.items()},
             tables=tables,
         )

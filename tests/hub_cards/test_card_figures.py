@@ -4,7 +4,7 @@ import card_folder as made
 from card_folder import listed, rows, section
 from diagnosed import diagnosed
 
-from normalign_llava.evaluate.results import WEIGHT_FILES, Evaluation, Metric, files_hash
+from normalign_llava.evaluate.results import WEIGHT_FILES, files_hash
 from normalign_llava.hub_cards.card.write import render_card
 
 
@@ -66,9 +66,6 @@ def test_limits(full):
     assert_limits(*run, *measured, left_out)
     made.measured(full, baseline=None)
     assert_limits(*run, *measured, "No baseline", left_out)
-    text = Metric("bits_per_byte", 1.6, references={"before training": 1.0})
-    Evaluation("offline_perplexity", "texts", [text], 32, 32, []).write(full)
-    assert_limits(*run, "bits per byte of a speech rose from 1.00 to 1.60", *measured, "No baseline", left_out)
 
 
 def test_a_diagnosis_and_results_of_other_weights_are_called_so(full):
