@@ -11,12 +11,11 @@ import torch
 
 from ...checkpoint.find import check_folder, is_hub_id
 from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
-from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
-from ..push.source import DIAGNOSTICS, public_report, read_json, read_norm, weight_files
+from ..push.source import DIAGNOSTICS, public_report, read_config, read_json, read_norm, weight_files
 
 
 LLAVA = "LLaVA checkpoint"  # the role of one that had both parts
@@ -97,10 +96,7 @@ class Facts:
 def read_facts(checkpoint: Path) -> Facts:
     """Reads a checkpoint folder, or an adapter's; of the weights only headers and norm."""
     check_folder(checkpoint)
-    stored = check_files(checkpoint)  # empty for an adapter
-    if stored and (kind := stored.get("model_type")) != NormAlignLlavaConfig.model_type:
-        raise ValueError(f"{checkpoint} is a {kind!r} model. Cards are written for NormAlign-LLaVA checkpoints only.")
-    config = NormAlignLlavaConfig.from_dict(stored) if stored else None
+    _, config = read_config(checkpoint)
     record, build = read_json(checkpoint / TRAINING_RECORD), read_json(checkpoint / BUILD_RECORD)
     stages: list[dict[str, Any]] = []
     while record:
@@ -110,7 +106,7 @@ def read_facts(checkpoint: Path) -> Facts:
     folder, evaluations = checkpoint / DIAGNOSTICS, read_evaluations(checkpoint)
     has_report = (folder / REPORT).is_file()
     diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0]) if has_report else None
-    evaluated = {each.task: each.weights for each in evaluations if each.weights and "@" not in each.weights}
+    evaluated = {result.task: result.weights for result in evaluations if result.weights and "@" not in result.weights}
     now = files_hash(checkpoint, WEIGHT_FILES) if evaluated else None
     return Facts(
         name=checkpoint.resolve().name,

@@ -138,7 +138,7 @@ def refresh_card(checkpoint: Path) -> None:
 def _warnings(facts: Facts, base: Part | None, nameless: list[str], unused: list[str]) -> list[str]:
     """What the author should know: of parts without a Hub id, of `unused` parts by hand, and else."""
     unseeing = facts.moved is False and not facts.stages and facts.build and not facts.build.get("from_llava")
-    found = {
+    warnings = {
         f"The metadata does not name {' and '.join(nameless)} as base, of which the checkpoint has no Hub id. If the "
         "Hub has it, write `base_model:` into the front matter of README.md; it is kept.": nameless,
         f"Written by hand on the Hub and kept: {', '.join(unused)}. That of the folder is not used.": unused,
@@ -149,4 +149,4 @@ def _warnings(facts: Facts, base: Part | None, nameless: list[str], unused: list
             facts.adapter is not None and base is None
         ),
     }
-    return [warning for warning, holds in found.items() if holds]
+    return [warning for warning, holds in warnings.items() if holds]

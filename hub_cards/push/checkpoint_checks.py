@@ -9,10 +9,9 @@ import torch
 
 from ...checkpoint.loading import loading
 from ...checkpoint.opening import check_processor, open_checkpoint
-from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .source import CODE, PACKAGE, read_norm, weight_files
+from .source import CODE, PACKAGE, read_config, read_norm, weight_files
 
 
 _SAVE_AGAIN = "Load the checkpoint with this package and save it to another folder"
@@ -23,11 +22,8 @@ def check_checkpoint(folder: Path) -> None:
 
     Of weights only headers and norm are read. Loading it in a clean process finds what else is wrong.
     """
-    stored = check_files(folder)  # empty for an adapter
-    if stored and (kind := stored.get("model_type")) != NormAlignLlavaConfig.model_type:
-        raise ValueError(f"{folder} is a {kind!r} model. Only NormAlign-LLaVA checkpoints can be published.")
     with loading(f"The configuration of {folder}"):
-        config = NormAlignLlavaConfig.from_dict(stored) if stored else None
+        stored, config = read_config(folder)
     faults = _model_faults(folder, stored.get("auto_map"), config) if config else []
     if faults := [*faults, *_weight_faults(folder, config, stored.get("tie_word_embeddings", False))]:
         raise ValueError("\n".join([f"{folder} cannot be published:", *(f"- {fault}" for fault in faults)]))

@@ -148,25 +148,25 @@ def publish(
     return Publication(source, repository, commit, page)
 
 
-def preview(done: Publication) -> Table:
+def preview(publication: Publication) -> Table:
     """Of a dry run: the files that would be sent, and those that would not."""
-    caption = f"Stays here: {', '.join(done.source.excluded) or 'nothing'}."
-    table = Table("file", title=f"Would be sent to {done.repository.repo_id}", caption=caption)
+    caption = f"Stays here: {', '.join(publication.source.excluded) or 'nothing'}."
+    table = Table("file", title=f"Would be sent to {publication.repository.repo_id}", caption=caption)
     table.add_column("bytes", justify="right")
-    for path, size in done.source.sizes.items():
+    for path, size in publication.source.sizes.items():
         table.add_row(path, f"{size:,}")
     return table
 
 
-def summary(done: Publication) -> str:
+def summary(publication: Publication) -> str:
     """What was sent and where to."""
-    repository, source, commit = done.repository, done.source, done.commit
+    repository, source, commit = publication.repository, publication.source, publication.commit
     assert commit is not None
     sent = f"{len(source.files)} files in one commit" if commit.oid != repository.commit else "nothing changed"
     lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(source.stale) or 'nothing'}."]
     lines += [f"Commit: {commit.oid}", f"Repository: {repository.url}"]
     lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []
-    lines += [f"Space: {done.space}"] if done.space else []
+    lines += [f"Space: {publication.space}"] if publication.space else []
     return "\n".join([*lines, f'To load exactly this, set revision = "{commit.oid}" in the code of its card.'])
 
 

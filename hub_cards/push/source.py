@@ -24,7 +24,8 @@ from ...checkpoint.names import (
     TRAINING_RECORD,
     WEIGHTS,
 )
-from ...checkpoint.untrusted import check_weights, json_object
+from ...checkpoint.untrusted import check_files, check_weights, json_object
+from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT, SCHEMA_VERSION, report_json
 from ...evaluate.results import FOLDER as EVALUATION, SUMMARY
 
@@ -99,7 +100,9 @@ def choose_files(folder: Path, generated: Mapping[str, bytes], existing: Collect
             excluded.append(relative + ("/" if path.is_dir() else ""))
     files = dict(sorted({**files, **generated}.items()))
     stale = sorted(path for path in existing if path not in files and _matches(path, WRITTEN))
-    sizes = {path: len(each) if isinstance(each, bytes) else each.stat().st_size for path, each in files.items()}
+    sizes = {
+        path: len(content) if isinstance(content, bytes) else content.stat().st_size for path, content in files.items()
+    }
     return PublishSource(folder, files, sizes, sorted(excluded), stale)
 
 
@@ -113,12 +116,14 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
         if (version := content["schema_version"]) != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {version}, not {SCHEMA_VERSION}")
         for report in filter(None, (content["report"], content["against"])):
-            report["attention"] = [{**each, "question": "", "image": None, "maps": []} for each in report["attention"]]
-        content["figures"] = [each for each in content["figures"] if re.fullmatch(_FIGURE, each["file"])]
+            report["attention"] = [
+                {**question, "question": "", "image": None, "maps": []} for question in report["attention"]
+            ]
+        content["figures"] = [figure for figure in content["figures"] if re.fullmatch(_FIGURE, figure["file"])]
         content["provenance"].pop("first question", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{DIAGNOSTICS}/{REPORT} is not valid: {error}. Diagnose again, or remove it.") from error
-    return report_json(content).encode(), [each["file"] for each in content["figures"]]
+    return report_json(content).encode(), [figure["file"] for figure in content["figures"]]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -127,6 +132,14 @@ def weight_files(folder: Path) -> list[Path]:
         check_adapter(folder)
         return [folder / ADAPTER_WEIGHTS]
     return check_weights(folder)
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], NormAlignLlavaConfig | None]:
+    """`config.json` as stored and as an object; empty and None for an adapter. Raises ValueError for other models."""
+    stored = check_files(folder)
+    if stored and (kind := stored.get("model_type")) != NormAlignLlavaConfig.model_type:
+        raise ValueError(f"{folder} is a {kind!r} model. Cards and publishing are for NormAlign-LLaVA only.")
+    return stored, NormAlignLlavaConfig.from_dict(stored) if stored else None
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
