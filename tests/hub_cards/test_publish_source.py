@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import stored
-import training
 from paths import ROOT
 from PIL import Image
 
@@ -45,27 +44,18 @@ def test_a_built_checkpoint_is_sent_whole(folder):
     assert found.files[SHARD] == folder / SHARD and found.files["README.md"] == b"# Card"
 
 
-def test_of_a_trainers_checkpoint_the_adapter_is_sent_alone(built, tmp_path):
-    trainer = training.trainer(tmp_path / "run", built, use_peft=True, lora_r=2, max_steps=1, save_strategy="steps")
-    trainer.train()
-    trainer.save_model()
-    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
-        found = choose_files(folder, {})
-        assert {"adapter_config.json", "adapter_model.safetensors"} <= found.files.keys()
-        assert not any(path.endswith((".bin", ".pt", ".pth")) for path in found.files)
-    assert {"training_args.bin", "optimizer.pt", "trainer_state.json"} <= set(found.excluded)
-
-
 def test_everything_else_is_excluded(folder):
     add(folder, "samples/step-1.json", "dropped_rows.jsonl", "pytorch_model.bin", "notes.txt", ".env", "my.py")
     add(folder, ".cache/token", "evaluation/pope/samples.jsonl", "tokenizer.pkl", "LICENSE.pt", "tf/config.json")
+    add(folder, "training_args.bin", "optimizer.pt", "trainer_state.json", "checkpoint-1/model.safetensors")
     sent = ["LICENSE", "LICENSE-LLAMA.txt", "NOTICE", "evaluation/summary.json", "chat_templates/tools.jinja"]
     add(folder, *sent, "README.md", "dynamics.jsonl", "training.json")
     found = choose_files(folder, {})
     assert found.files.keys() == BUILT | {*sent, "README.md", "dynamics.jsonl", "training.json"}
     assert found.excluded == [
-        *(".cache/", ".env", "LICENSE.pt", "dropped_rows.jsonl", "evaluation/pope/", "my.py", "notes.txt"),
-        *("pytorch_model.bin", "samples/", "tf/", "tokenizer.pkl"),
+        *(".cache/", ".env", "LICENSE.pt", "checkpoint-1/", "dropped_rows.jsonl", "evaluation/pope/", "my.py"),
+        *("notes.txt", "optimizer.pt", "pytorch_model.bin", "samples/", "tf/", "tokenizer.pkl"),
+        *("trainer_state.json", "training_args.bin"),
     ]
 
 
