@@ -103,9 +103,7 @@ class Journal:
         write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "seconds": self.seconds})
 
 
-def run_quickstart(
-    output: Path, settings: Settings, *, full_baseline: bool = False, console: Console | None = None
-) -> dict[str, Any]:
+def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = False) -> dict[str, Any]:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
 
     The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained it, the same model
@@ -123,7 +121,7 @@ def run_quickstart(
     check_stage(settings.stage1)
     check_stage(settings.stage2)
     with only_run(output):
-        return _run_quickstart(output, settings, full_baseline, console or Console())
+        return _run_quickstart(output, settings, full_baseline)
 
 
 def check_output(output: Path) -> None:
@@ -133,7 +131,8 @@ def check_output(output: Path) -> None:
         raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote there. Choose a new folder.")
 
 
-def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, console: Console) -> dict[str, Any]:
+def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict[str, Any]:
+    console = Console()
     journal = Journal(output, settings, console)
     logging.disable_progress_bar()  # these parts load in a second
     disable_progress_bars()
