@@ -92,11 +92,10 @@ def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
     assert hub.requests == []
     weights = stored.weights(folder)
     name = "model.multi_modal_projector.linear_1.weight"
-    projector = weights.pop(name)
-    for changed, words in (({}, name), ({name: projector * float("nan")}, "NaN")):  # which only loading shows
-        stored.store(folder, weights | changed)
-        status, shown = publish(folder, "--dry-run")
-        assert status == 1 and "does not work in a process without this package" in shown and words in shown
+    del weights[name]  # which only loading shows
+    stored.store(folder, weights)
+    status, shown = publish(folder, "--dry-run")
+    assert status == 1 and "does not work in a process without this package" in shown and name in shown
 
 
 def test_a_pull_request_and_a_commit_that_nobody_can_load(publish, hub, folder):
