@@ -38,8 +38,7 @@ class Arm:
     """One model, or the same model trained with several seeds, each a run."""
 
     name: str
-    runs: list[dict[str, Scores]]  # by task and metric
-    quantizations: list[dict[str, str]]  # likewise, in words
+    runs: list[dict[str, Scores]]  # by task and metric, and how the model was quantized, if it was
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,7 @@ def read_arm(argument: str) -> Arm:
     if not paths:
         raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")
     evaluations = [read_evaluations(path) for path in paths]
-    runs, quantizations = zip(*map(_run, paths, evaluations), strict=True)
-    return Arm(name or paths[0].resolve().name, list(runs), list(quantizations))
+    return Arm(name or paths[0].resolve().name, list(map(_run, paths, evaluations)))
 
 
 def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Comparison:
@@ -131,7 +129,7 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
 
     Raises:
         ValueError: There are fewer than two arms, two of the same name, no common task, or other questions
-            under the same name of a task; or models were evaluated in different quantizations.
+            under the same name of a task.
     """
     if len(arms) < 2:
         raise ValueError("Name two or more models to compare.")
@@ -140,11 +138,13 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
     runs = [run for arm in arms for run in arm.runs]
     tasks = [task for task in runs[0] if all(run.get(task) for run in runs)]
     if not tasks:
-        raise ValueError("The models have no task in common. Run `normalign evaluate` on each with the same tasks.")
+        known = "; ".join(f"{arm.name}: {', '.join(run)}" for arm in arms for run in arm.runs)
+        raise ValueError(
+            f"The models have no task in common ({known}). Evaluate each on the same tasks, quantized alike."
+        )
     differences = []
     first, *others = arms
     for task in tasks:
-        _check_quantizations(task, arms)
         shared = set.intersection(*(set(run[task]) for run in runs))
         # Of other versions of the data, some answers under the same number are the same by chance.
         numbers = set.intersection(*({key[:2] for key in run[task]} for run in runs))
@@ -199,29 +199,18 @@ def over_seeds(scores: np.ndarray, reference: np.ndarray, confidence: float = CO
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
 
 
-def _check_quantizations(task: str, arms: Sequence[Arm]) -> None:
-    arm_of = {names[task]: arm.name for arm in arms for names in arm.quantizations}
-    if len(arm_of) > 1:
-        raise ValueError(
-            f"{task} was evaluated in different quantizations: {'; '.join(f'{v}, {k}' for k, v in arm_of.items())}. "
-            "Evaluate all in the same: with or without --load-in-4bit, and an adapter on a quantized base merged."
-        )
-
-
-def _run(folder: Path, evaluations: Sequence[Evaluation]) -> tuple[dict[str, Scores], dict[str, str]]:
-    """The scores of the tasks in a folder, none of a task without one for each question, and how the model was
-    quantized, both by task and metric."""
+def _run(folder: Path, evaluations: Sequence[Evaluation]) -> dict[str, Scores]:
+    """The scores of the tasks in a folder, as in [`Arm`]; none of a task without one for each question."""
     if not evaluations:
         raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
-    scores, quantizations = {}, {}
+    scores = {}
     for result in evaluations:
-        task = result.task
         names = [metric.name for metric in result.metrics]
-        metric, values = _scores(folder / FOLDER / task, names, result.versions.get(task))
-        scores[f"{task} {metric}"] = values
-        name = quantization_name(result.settings.get("quantization"), products=False)
-        quantizations[f"{task} {metric}"] = name
-    return scores, quantizations
+        metric, values = _scores(folder / FOLDER / result.task, names, result.versions.get(result.task))
+        quantization = result.settings.get("quantization")
+        how = f" ({quantization_name(quantization, products=False)})" if quantization else ""
+        scores[f"{result.task} {metric}{how}"] = values
+    return scores
 
 
 def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[str, Scores]:

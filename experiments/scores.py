@@ -228,7 +228,7 @@ def _arm(name: str, results: Sequence[dict[str, Any]]) -> Arm:
         }
         for result in results
     ]
-    return Arm(name, runs, [dict.fromkeys(run, "") for run in runs])
+    return Arm(name, runs)
 
 
 def _paper_row(model: str | None, arm: str) -> dict[str, float]:
