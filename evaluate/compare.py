@@ -138,10 +138,8 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
     runs = [run for arm in arms for run in arm.runs]
     tasks = [task for task in runs[0] if all(run.get(task) for run in runs)]
     if not tasks:
-        known = "; ".join(f"{arm.name}: {', '.join(run)}" for arm in arms for run in arm.runs)
-        raise ValueError(
-            f"The models have no task in common ({known}). Evaluate each on the same tasks, quantized alike."
-        )
+        known = "; ".join(f"{arm.name}: {', '.join(arm.runs[0])}" for arm in arms)
+        raise ValueError(f"No task is common to all ({known}). Evaluate each on the same tasks, quantized alike.")
     differences = []
     first, *others = arms
     for task in tasks:
