@@ -67,7 +67,7 @@ def render_card(
         if facts.adapter is not None and base is None and facts.started_from:
             revision_then = facts.stages[-1].get("model_revision") or "main"
             base = Part("base model", facts.started_from, facts.started_from, revision_then)
-        parts = [*([base] if base and not facts.parts else []), *facts.parts, *facts.data]  # of which licences are due
+        parts = [*([base] if base and not facts.parts else []), *facts.parts, *facts.data]  # whose licence matters
         if not facts.stages and facts.moved:
             parts.append(Part("data", "what it was trained on"))
         licence, terms_sentence, no_licence = terms(parts)
