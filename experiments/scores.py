@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from plan import Plan
 from scipy import stats
 
@@ -197,6 +198,7 @@ def draw(groups: dict[str, dict[str, Seeds]], found: dict[str, dict[str, list[Li
                 steps = [step["step"] for step in next(iter(seeds.values()))["dynamics"]]
                 label = f"{NAMES[arm]}, {kind} tokens"
                 below.plot(steps, np.mean(curves, 0), style, color=COLOURS[arm], label=label)
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
         below.set(xlabel="step of stage 1", ylabel="cosine of a layer's input and output")
         for axes in (above, below):
             axes.grid(alpha=0.3)

@@ -17,11 +17,20 @@ import torch
 from gradio.utils import get_upload_folder
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor, StoppingCriteriaList, TextIteratorStreamer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedConfig,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 
 
 ATTENTION = {"text_config": "eager"}
 """The only implementation that gives attention maps."""
+SPACE_MEMORY = 12 * 2**30
+"""Bytes of weights for which a free Space, of 16 GB, has room."""
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # for EPS, Pillow starts Ghostscript
 
 
@@ -165,12 +174,21 @@ def _circle() -> Image.Image:
     return image
 
 
+def cpu_dtype(config: PreTrainedConfig, **code: Any) -> torch.dtype | str:
+    """float32, in which every processor is fast, if the model then fits into a free Space, or else its own."""
+    with torch.device("meta"):
+        size = 4 * AutoModelForImageTextToText.from_config(config, **code).num_parameters()
+    return torch.float32 if size <= SPACE_MEMORY else "auto"
+
+
 def main(folder: Path) -> None:
     """Serves the model that `space.json` names, with the code that comes with it."""
     settings = json.loads((folder / "space.json").read_text(encoding="utf-8"))
     name, commit = settings["model"], settings["revision"]
     remote: dict[str, Any] = {"revision": commit, "code_revision": commit, "trust_remote_code": True}
-    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = AutoConfig.from_pretrained(name, **remote)
+    dtype = "auto" if device == "cuda" else cpu_dtype(config, code_revision=commit, trust_remote_code=True)
     model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION, **remote)
     processor = AutoProcessor.from_pretrained(name, **remote)
     source = f"Ask [{name}](https://huggingface.co/{name}) about an image."

@@ -28,6 +28,7 @@ from PIL import Image
 from remote_code import BLOCK
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from transformers import AutoConfig
 
 from normalign_llava.hub_cards import demo_app
 from normalign_llava.hub_cards.demo import GRADIO_VERSION, space_files
@@ -259,6 +260,14 @@ def test_the_files_of_a_space():
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     bounds = {Requirement(line).name: line for line in package}
     assert all(line.startswith(bounds[name]) for name, line in lines.items())
+
+
+def test_a_space_loads_in_float32_what_fits_into_it(checkpoint):
+    config = AutoConfig.from_pretrained(checkpoint)
+    assert demo_app.cpu_dtype(config) == torch.float32
+    large = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "head_dim": 128}
+    config.text_config.update(large)
+    assert demo_app.cpu_dtype(config) == "auto"  # 26 GB
 
 
 # Bars the package, and keeps a list of what the process connects to or looks up beyond this computer.
