@@ -16,8 +16,6 @@ _REFUSAL = re.compile(
     r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I (?:cannot|can['’]t|can not)|cannot determine)\b", re.I
 )
 
-_NUMBERS = {"one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6"}
-
 
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     """Which option an answer to a multiple-choice question chooses, a key of `options`; None if it chooses none.
@@ -73,10 +71,10 @@ def named(answer: str, choices: Collection[str]) -> str | None:
     """Which of some words the answer names, in upper or lower case; None for none of them and for several.
 
     What follows the last comma counts, as in "red circle, not blue, no"; if that does not name just one, the whole
-    answer does. "three dogs" names "3". `choices` are in lower case.
+    answer does. `choices` are in lower case.
     """
     for part in (answer.rpartition(",")[2], answer):
-        said = {_NUMBERS.get(word, word) for word in re.findall(r"\w+", part.lower())} & set(choices)
+        said = set(re.findall(r"\w+", part.lower())) & set(choices)
         if len(said) == 1:
             return said.pop()
     return None

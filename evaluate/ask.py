@@ -6,9 +6,7 @@ from typing import Any
 
 from rich.status import Status
 from rich.text import Text
-from torch import Tensor
-from transformers import BatchFeature, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+from transformers import BatchFeature, PreTrainedTokenizerBase, TextStreamer
 
 from ..data.rows.questions import Sample
 from ..diagnose.data import batches
@@ -16,41 +14,23 @@ from ..diagnose.load import resolve_model
 from ..errors import Console, escaped
 
 
-class AnswerPrinter(BaseStreamer):
-    """Prints each token as it comes, which a `TextStreamer` does not: JSON without spaces would wait for its end.
-
-    `status` ends before the first.
-    """
+class AnswerPrinter(TextStreamer):
+    """Prints the answer word by word. `status` ends before the first."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, status: Status):
-        self.tokenizer, self.status = tokenizer, status
-        self.ids: list[int] | None = None
-        self.printed = ""
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.status = status
 
-    def put(self, value: Tensor) -> None:
-        """Takes the prompt first, and then what is generated."""
-        if self.ids is None:
-            self.ids = []
-            return
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Prints what is new, so that it cannot control the terminal."""
         self.status.stop()
-        self.ids += value.flatten().tolist()
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # a part of a character
-            self._print(text)
-
-    def end(self) -> None:
-        """Prints what is left, and a line break."""
-        self._print(self.tokenizer.decode(self.ids, skip_special_tokens=True), end="\n")
-
-    def _print(self, text: str, end: str = "") -> None:
-        print(escaped(text[len(self.printed) :]), end=end, flush=True)  # it cannot control the terminal
-        self.printed = text
+        super().on_finalized_text(escaped(text), stream_end)
 
 
 def ask(
     model: str, image: Path, question: str, *, max_new_tokens: int, trust_remote_code: bool = False, **loading: Any
 ) -> None:
-    """Prints the greedy answer of a model to a question about an image, token by token; `loading` are options of
+    """Prints the greedy answer of a model to a question about an image, word by word; `loading` are options of
     [`ModelHandle.load`].
 
     While image and question are read, which takes a large model minutes on a CPU, a terminal says so on stderr.

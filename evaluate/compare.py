@@ -16,14 +16,12 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE
-from rich.console import Group
 from rich.table import Table
 from scipy import stats
 
 from ..checkpoint.files import atomic_write
 from ..checkpoint.precision import quantization_name
 from ..errors import Printed
-from .paper_columns import paper_scores, paper_table
 from .results import FOLDER, Evaluation, read_evaluations
 from .tasks.choices import by_category, whole_questions
 
@@ -40,9 +38,7 @@ class Arm:
     """One model, or the same model trained with several seeds, each a run."""
 
     name: str
-    runs: list[dict[str, Scores]]  # by task and metric
-    quantizations: list[dict[str, str]]  # likewise, in words
-    columns: list[dict[str, float]]  # of the paper's table 4
+    runs: list[dict[str, Scores]]  # by task and metric, and how the model was quantized, if it was
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,8 @@ class Comparison(Printed):
     arms: Sequence[Arm]
     differences: list[Difference]
 
-    def renderable(self) -> Group:
-        """The differences, and the arms in the columns of the paper's table 4 if they have some in common."""
+    def renderable(self) -> Table:
+        """A row for each difference."""
         against = self.arms[0].name
         caption = f"Differences from {against}, 95 % intervals, over the n questions that all models were asked."
         table = Table(box=SIMPLE, padding=0, show_edge=False, caption=caption)
@@ -92,8 +88,7 @@ class Comparison(Printed):
             scores = (f"{row.questions:,}", f"{row.score:.3f}", f"{row.reference:.3f}", f"{row.value:+.3f}")
             p = "-" if row.mcnemar is None else f"{row.mcnemar:.3f}"
             table.add_row(row.task, row.arm, *scores, _shown(row.over_questions), _shown(row.over_seeds), p)
-        paper = paper_table({arm.name: arm.columns for arm in self.arms})
-        return Group(table, *([paper] if paper else []))
+        return table
 
     def left_out(self) -> list[str]:
         """A sentence for each task that is not compared, with the arms that lack a score for each question."""
@@ -122,8 +117,7 @@ def read_arm(argument: str) -> Arm:
     if not paths:
         raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")
     evaluations = [read_evaluations(path) for path in paths]
-    runs, quantizations = zip(*map(_run, paths, evaluations), strict=True)
-    return Arm(name or paths[0].resolve().name, list(runs), list(quantizations), list(map(paper_scores, evaluations)))
+    return Arm(name or paths[0].resolve().name, list(map(_run, paths, evaluations)))
 
 
 def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Comparison:
@@ -135,7 +129,7 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
 
     Raises:
         ValueError: There are fewer than two arms, two of the same name, no common task, or other questions
-            under the same name of a task; or models were evaluated in different quantizations.
+            under the same name of a task.
     """
     if len(arms) < 2:
         raise ValueError("Name two or more models to compare.")
@@ -144,11 +138,11 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
     runs = [run for arm in arms for run in arm.runs]
     tasks = [task for task in runs[0] if all(run.get(task) for run in runs)]
     if not tasks:
-        raise ValueError("The models have no task in common. Run `normalign evaluate` on each with the same tasks.")
+        known = "; ".join(f"{arm.name}: {', '.join(arm.runs[0])}" for arm in arms)
+        raise ValueError(f"No task is common to all ({known}). Evaluate each on the same tasks, quantized alike.")
     differences = []
     first, *others = arms
     for task in tasks:
-        _check_quantizations(task, arms)
         shared = set.intersection(*(set(run[task]) for run in runs))
         # Of other versions of the data, some answers under the same number are the same by chance.
         numbers = set.intersection(*({key[:2] for key in run[task]} for run in runs))
@@ -203,31 +197,18 @@ def over_seeds(scores: np.ndarray, reference: np.ndarray, confidence: float = CO
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
 
 
-def _check_quantizations(task: str, arms: Sequence[Arm]) -> None:
-    arm_of = {names[task]: arm.name for arm in arms for names in arm.quantizations}
-    if len(arm_of) > 1:
-        raise ValueError(
-            f"{task} was evaluated in different quantizations: {'; '.join(f'{v}, {k}' for k, v in arm_of.items())}. "
-            "Evaluate all in the same: with or without --load-in-4bit, and an adapter on a quantized base merged."
-        )
-
-
-def _run(folder: Path, evaluations: Sequence[Evaluation]) -> tuple[dict[str, Scores], dict[str, str]]:
-    """The scores of the tasks in a folder, none of a task without one for each question, and how the model was
-    quantized, both by task and metric."""
+def _run(folder: Path, evaluations: Sequence[Evaluation]) -> dict[str, Scores]:
+    """The scores of the tasks in a folder, as in [`Arm`]; none of a task without one for each question."""
     if not evaluations:
         raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
-    scores, quantizations = {}, {}
+    scores = {}
     for result in evaluations:
-        task, settings = result.task, result.settings
         names = [metric.name for metric in result.metrics]
-        metric, values = _scores(folder / FOLDER / task, names, result.versions.get(task))
-        scores[f"{task} {metric}"] = values
-        # Before these settings were recorded, 4 bits were bitsandbytes' default.
-        default = {"load_in_4bit": True} if settings.get("load_in_4bit") else None
-        name = quantization_name(settings.get("quantization", default), products=False)
-        quantizations[f"{task} {metric}"] = name
-    return scores, quantizations
+        metric, values = _scores(folder / FOLDER / result.task, names, result.versions.get(result.task))
+        quantization = result.settings.get("quantization")
+        how = f" ({quantization_name(quantization, products=False)})" if quantization else ""
+        scores[f"{result.task} {metric}{how}"] = values
+    return scores
 
 
 def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[str, Scores]:

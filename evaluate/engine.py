@@ -119,8 +119,6 @@ def chosen_tasks(
         if task not in manager.all_tasks:
             close = difflib.get_close_matches(task, manager.all_tasks, n=1)
             hint = f"Did you mean {close[0]}?" if close else "`lm-eval ls tasks` lists those of the harness."
-            if task.startswith("offline_"):
-                hint = f"That suite has {', '.join(OFFLINE)}; pope and mmstar ask what is in an image."
             raise ValueError(f"There is no task {task!r}. {hint}")
     if limit and "mmbench_en_dev" in chosen:
         raise ValueError("mmbench_en_dev asks each question several times, and a limit would cut them. Leave one out.")

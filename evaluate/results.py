@@ -3,24 +3,17 @@
 
 import hashlib
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import write_json
 from ..checkpoint.lock import only_writer
-from ..checkpoint.names import TRAINING_RECORD
-from ..checkpoint.provenance import read_record
 from ..checkpoint.untrusted import json_object
 
 
 FOLDER, SUMMARY = "evaluation", "summary.json"
 """The folder within a checkpoint that holds its evaluations, and the file of their results."""
-
-FORGETTING = "offline_perplexity"  # the task that shows what training made a model forget
-BEFORE = "before training"
-RISE = 0.1  # of bits per byte, above which text is called forgotten
 
 WEIGHT_FILES = "*.safetensors"
 """Files of a model's weights, of which [`files_hash`] tells whether a result is theirs."""
@@ -116,42 +109,6 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
         ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a valid evaluation: {error}. Evaluate again, or remove it.") from error
-
-
-def add_before(result: Evaluation, checkpoint: Path) -> None:
-    """Adds that before the first stage of training to the references of a result of `FORGETTING`, if it is known.
-
-    `training.json` names the checkpoint that each stage started from, without the folders above it. It is looked for
-    beside `checkpoint`, and is the right one if its own `training.json` is the one recorded, or neither exists.
-    """
-    record = read_record(str(checkpoint), TRAINING_RECORD)
-    while record:
-        folder = checkpoint.resolve().parent / Path(str(record.get("options", {}).get("model_name_or_path"))).name
-        record = record.get("before")
-        earlier = read_evaluations(folder) if read_record(str(folder), TRAINING_RECORD) == record else []
-        for other in earlier:
-            if (other.task, other.samples) == (result.task, result.samples):
-                values = {metric.name: metric.value for metric in other.metrics}
-                for metric in (metric for metric in result.metrics if metric.name in values):
-                    metric.references[BEFORE] = values[metric.name]
-
-
-def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None) -> str | None:
-    """A sentence if bits per byte rose by more than `RISE`, or, of a trained `checkpoint`, if that is not known."""
-    of_text = [metric for result in evaluations if result.task == FORGETTING for metric in result.metrics]
-    if metric := next((metric for metric in of_text if metric.name == "bits_per_byte"), None):
-        before = metric.references.get(BEFORE)
-        if before and metric.value > (1 + RISE) * before:
-            return (
-                f"It forgot text in training: bits per byte of a speech rose from {before:.2f} to {metric.value:.2f}, "
-                f"by {metric.value / before - 1:.0%}."
-            )
-        if not before and checkpoint and (checkpoint / TRAINING_RECORD).is_file():
-            return (
-                "Whether it forgot text in training is not known: evaluate the model that it was trained from on "
-                f"{FORGETTING}, in the folder next to it, then run this again."
-            )
-    return None
 
 
 def files_hash(folder: Path, *patterns: str) -> str:

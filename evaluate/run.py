@@ -18,17 +18,7 @@ from ..diagnose.load import resolve_model
 from ..errors import Console, NotWritable, device_error
 from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
 from .own_data import own_task
-from .results import (
-    FOLDER,
-    FORGETTING,
-    SUMMARY,
-    WEIGHT_FILES,
-    Evaluation,
-    add_before,
-    files_hash,
-    forgotten,
-    read_evaluations,
-)
+from .results import FOLDER, SUMMARY, WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from .tasks.offline import OfflineTask
 
 
@@ -39,12 +29,11 @@ TASKS = ("**/*yaml", "**/*.yml", "**/*.py")
 
 @dataclass
 class Evaluated:
-    """The file of the summary, the results of the tasks asked for, why others could not be run, and a note."""
+    """The file of the summary, the results of the tasks asked for, and why others could not be run."""
 
     file: Path
     results: list[Evaluation] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    note: str | None = None
 
     def table(self) -> Table:
         """The results of whole tasks, for the terminal."""
@@ -63,10 +52,9 @@ class Evaluated:
         return table
 
     def sentences(self) -> list[str]:
-        """Where the results are, the note, and why tasks were not run."""
+        """Where the results are, and why tasks were not run."""
         written = [f"Written to {self.file}."] if self.results else []
-        missing = [f"Not evaluated: {task}. {reason}" for task, reason in self.failed.items()]
-        return [*written, *filter(None, [self.note]), *missing]
+        return written + [f"Not evaluated: {task}. {reason}" for task, reason in self.failed.items()]
 
 
 def evaluate(
@@ -163,9 +151,5 @@ def evaluate(
             console.print(f"{task} could not be run: {evaluated.failed[task]}", style="red")
         else:
             kept[task] = result
-    if folder and FORGETTING in kept:
-        add_before(kept[FORGETTING], folder)
-        kept[FORGETTING].write(output)
     evaluated.results = [kept[task] for task in chosen if task in kept]
-    evaluated.note = forgotten(evaluated.results, folder)
     return evaluated

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 from plan import Plan, Run
+from scores import paper_average
 
 from normalign_llava.checkpoint.files import json_or_none, write_json
 from normalign_llava.checkpoint.names import TRAINING_RECORD
@@ -23,7 +24,7 @@ from normalign_llava.diagnose.run import FOLDER
 from normalign_llava.evaluate.compare import read_arm
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.quickstart.evaluate import read_report
-from normalign_llava.quickstart.run import Settings, write_data
+from normalign_llava.quickstart.run import write_data
 from normalign_llava.quickstart.train import rows_of, words
 
 
@@ -48,30 +49,30 @@ def steps(plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: in
     if "dataset_name" not in first:
         data = work / f"data-{run.seed}-{rows_of(first)}-{rows_of(second)}"
         with FileLock(f"{data}.lock"):
-            write_data(data, Settings(stage1=first, stage2=second, seed=run.seed))
+            write_data(data, rows_of(first), rows_of(second), run.seed)
         first, second = {**first, "dataset_name": data / "stage1"}, {**second, "dataset_name": data / "stage2"}
     parts = {"vision": vision, "language": language, "arm": run.variant.arm, "seed": run.seed}
     parts |= {"feature-layer": plan.feature_layer, "output": untrained}
-    found = {"build": Step(["build", *words(parts)], untrained.exists())}
+    commands = {"build": Step(["build", *words(parts)], untrained.exists())}
     for name, options, start, output in (("stage1", first, untrained, stage1), ("stage2", second, stage1, stage2)):
         options = {**options, "model_name_or_path": start, "output_dir": output, "resume_from_checkpoint": "last"}
         if plan.bf16 is not None:
             options["bf16"] = plan.bf16
         if gpus > 1:
             options |= {"accelerate_config": plan.accelerate.get(name, "ddp"), "num_processes": gpus}
-        found[name] = Step(["train", *words(options)], (output / TRAINING_RECORD).exists())
+        commands[name] = Step(["train", *words(options)], (output / TRAINING_RECORD).exists())
     if second.get("use_peft"):
         merged = ["merge", str(stage2), *words({"output": model, "base": stage1})]
-        found["merge"] = Step(merged, model.exists())
+        commands["merge"] = Step(merged, model.exists())
     else:
         model = stage2
-    tasks = {each.task for each in read_evaluations(model)}
+    tasks = {result.task for result in read_evaluations(model)}
     asked = ["evaluate", str(model), *words({"tasks": ",".join(plan.tasks), **plan.evaluate})]
-    found["evaluate"] = Step(asked, set(plan.tasks) <= tasks)
+    commands["evaluate"] = Step(asked, set(plan.tasks) <= tasks)
     for name, checkpoint in (("diagnose stage 1", stage1), ("diagnose", model)):
         measured = ["diagnose", str(checkpoint), *words({"samples": plan.diagnosed, **plan.diagnose})]
-        found[name] = Step(measured, (checkpoint / FOLDER / REPORT).exists())
-    return found
+        commands[name] = Step(measured, (checkpoint / FOLDER / REPORT).exists())
+    return commands
 
 
 def run_commands(plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: int) -> dict[str, Any]:
@@ -80,9 +81,9 @@ def run_commands(plan: Plan, run: Run, vision: str, language: str, work: Path, g
     Raises:
         ValueError: A command failed; those before it stay done.
     """
-    folder, found = work / run.key, steps(plan, run, vision, language, work, gpus)
+    folder, commands = work / run.key, steps(plan, run, vision, language, work, gpus)
     times = json_or_none(folder / TIMES) or {}
-    for name, step in found.items():
+    for name, step in commands.items():
         if not step.done:
             started, before = time.monotonic(), _cpu_seconds()
             status = subprocess.run([sys.executable, "-m", "normalign_llava", *step.words]).returncode
@@ -92,22 +93,22 @@ def run_commands(plan: Plan, run: Run, vision: str, language: str, work: Path, g
             write_json(folder / TIMES, times)
     for checkpoint in folder.glob("stage[12]/checkpoint-*"):  # what resuming needed
         shutil.rmtree(checkpoint)
-    stage1, model = folder / "stage1", folder / ("model" if "merge" in found else "stage2")
+    stage1, model = folder / "stage1", folder / ("model" if "merge" in commands else "stage2")
     records = {name: json_or_none(folder / name / TRAINING_RECORD) for name in ("stage1", "stage2")}
-    arm, stage = read_arm(str(model)), read_report(stage1)["report"]
+    arm, evaluations, stage = read_arm(str(model)), read_evaluations(model), read_report(stage1)["report"]
     options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
     return {
         **{"group": run.group, "variant": run.name, "seed": run.seed, "settings": vars(run.variant)},
         **{"options": options, "bf16": plan.bf16, "date": datetime.now(UTC).date().isoformat()},
-        "scores": {f"{each.task} {m.name}": m.value for each in read_evaluations(model) for m in each.metrics},
-        "columns": arm.columns[0],
+        "scores": {f"{result.task} {m.name}": m.value for result in evaluations for m in result.metrics},
+        "columns": paper_average(evaluations),
         "answers": {name: _stored(scores) for name, scores in arm.runs[0].items()},
         "diagnosis": {"stage1": _diagnosis(stage), "stage2": _diagnosis(read_report(model)["report"])},
         "dynamics": stage["dynamics"],
         **{name: records["stage2"][name] for name in ("hardware", "versions", "commit")},
-        "training": {name: {key: each[key] for key in ("seconds", "processes")} for name, each in records.items()},
+        "training": {name: {key: record[key] for key in ("seconds", "processes")} for name, record in records.items()},
         "times": times,
-        "minutes": round(sum(each["seconds"] for each in times.values()) / 60, 1),
+        "minutes": round(sum(step["seconds"] for step in times.values()) / 60, 1),
     }
 
 

@@ -19,10 +19,22 @@ from scipy import stats
 from normalign_llava.checkpoint.files import atomic_write
 from normalign_llava.diagnose.paper import paper_tables
 from normalign_llava.evaluate.compare import CONFIDENCE, Arm, Interval, compare_arms, over_seeds
-from normalign_llava.evaluate.paper_columns import PAPER_COLUMNS
+from normalign_llava.evaluate.results import Evaluation
 
 
 AVERAGE, FIGURE = "average", "scores.png"
+PAPER_COLUMNS = {
+    "MMBench-EN": ("mmbench_en_dev", "acc_circular", 100),
+    "MMStar": ("mmstar", "acc_by_category", 100),
+    "POPE": ("pope", "acc", 100),
+    "SEED-Bench-2-Plus": ("seedbench_2_plus", "acc", 100),
+    "OCRBench": ("ocrbench", "total", 0.1),
+    "ScienceQA": ("scienceqa", "acc", 100),
+    "AI2D": ("ai2d", "acc", 100),
+    "HellaSwag": ("hellaswag", "acc", 100),
+    "MMLU": ("mmlu", "acc", 100),
+}
+"""Task, metric and factor of each column of table 4. The paper does not say which metric its HellaSwag is."""
 NAMES = {"none": "w/o norm", "unit": "norm, gain 1", "aligned": "norm", "gwc": "norm and GWC"}
 IN_PAPER = {"none": "no norm", "aligned": "norm", "gwc": "norm and GWC"}
 COLUMN_OF = {f"{task} {metric}": (name, factor) for name, (task, metric, factor) in PAPER_COLUMNS.items()}
@@ -85,6 +97,18 @@ class Line(NamedTuple):
         return f"{sign}, {paper} outside"
 
 
+def paper_average(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    """The average of table 4's columns, by `AVERAGE`; empty if a task was not evaluated whole."""
+    whole = {result.task: result.metrics for result in evaluations if not result.partial}
+    scores = [
+        factor * m.value
+        for task, metric, factor in PAPER_COLUMNS.values()
+        for m in whole.get(task, ())
+        if (m.name, m.subset) == (metric, None)
+    ]
+    return {AVERAGE: float(np.mean(scores))} if len(scores) == len(PAPER_COLUMNS) else {}
+
+
 def sections(plan: Plan, results: dict[str, Seeds]) -> list[str]:
     """The report's lines, group by group; `results` are by "GROUP/VARIANT". The figure is drawn beside the page."""
     groups: dict[str, dict[str, Seeds]] = defaultdict(dict)
@@ -142,7 +166,8 @@ def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict
             )
             scores = factor * each.score, factor * each.reference
             found[arm].append(Line(name, *scores, reported.get(name), questions, over))
-        averages = [np.array([run[AVERAGE] for run in of.columns if AVERAGE in run]) for of in pair]
+        columns = [[arms[name][seed]["columns"] for seed in common] for name in ("none", arm)]
+        averages = [np.array([run[AVERAGE] for run in of if AVERAGE in run]) for of in columns]
         if len(averages[0]) == len(averages[1]) == len(common):
             means = averages[1].mean(), averages[0].mean()
             found[arm].append(Line(AVERAGE, *means, reported.get(AVERAGE), None, over_seeds(averages[1], averages[0])))
@@ -205,7 +230,7 @@ def _arm(name: str, results: Sequence[dict[str, Any]]) -> Arm:
         }
         for result in results
     ]
-    return Arm(name, runs, [dict.fromkeys(run, "") for run in runs], [result["columns"] for result in results])
+    return Arm(name, runs)
 
 
 def _paper_row(model: str | None, arm: str) -> dict[str, float]:

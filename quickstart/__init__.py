@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """`normalign quickstart`: a first checkpoint from real parts, without an account or a GPU.
 
-`train` runs two recipes, `evaluate` asks held-out questions and diagnoses, `display` prints, `journal` keeps what is
-finished, and `run` does all in order.
+`train` runs two recipes, `evaluate` asks held-out questions and diagnoses, `display` prints, `run` does all in order.
 """

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a quickstart run prints and draws: its images and results."""
 
-import resource
-import sys
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -62,7 +60,7 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
         table.add_row(kind, str(results["count"][kind]), *(f"{cell[kind]:.2f}" for cell in cells))
     console.print(table)
     total = sum(seconds for name, seconds in results["seconds"].items() if name != "fetch")
-    console.print(f"All but fetching took {total:.0f} seconds, and {results['peak_rss_gib']:.1f} GiB of memory.")
+    console.print(f"All but fetching took {total:.0f} seconds.")
     same = "the same logits" if results["reloaded_alike"] else "[red]other logits"
     console.print(f"Reloaded in a clean process from its own code: {same}.")
     for name, sentences in results["verdicts"].items():
@@ -71,10 +69,3 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     files = {"Checkpoint": model, "Model card": model / "README.md", "Images": images}
     for name, file in [*files.items(), *(("Report", page) for page in pages)]:
         console.print(f"{name + ':':11} {file}", markup=False, soft_wrap=True)
-
-
-def peak_rss_gib() -> float:
-    """Largest resident memory of this process and its finished children, in GiB."""
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-    used = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return max(used) * unit / 2**30

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole quickstart: fetch, convert, build, evaluate, train twice, merge, evaluate, reload, diagnose.
+"""The whole quickstart: fetch, convert, build, train twice, merge, evaluate, reload, diagnose.
 
 Every step writes its result atomically and is skipped if the result exists, so that a stopped run is resumed by
 starting it again.
 """
 
-from dataclasses import asdict, dataclass, field
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,9 @@ from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import finished_folder, json_or_none, remove_unfinished, write_json
+from ..checkpoint.files import finished_folder, json_or_none, write_json
 from ..checkpoint.lock import LOCK
+from ..checkpoint.precision import half_precision_pays
 from ..fetched.archives import ARCHIVES
 from ..fetched.convert import convert_language, convert_vision
 from ..fetched.easy_vqa import Question, held_out, load_image, prompt, training_data
@@ -27,13 +32,15 @@ from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.checkpoints import only_run
-from .display import draw_images, peak_rss_gib, print_results
+from .display import draw_images, print_results
 from .evaluate import BASELINE, OURS, ask_held_out, diagnose_once, read_report
-from .journal import JOURNAL, Journal
 from .train import check_stage, rows_of, stage, train_stage
 
 
-RECIPES = {"stage1": "quickstart-align", "stage2": "quickstart-tune"}
+JOURNAL = "journal.json"
+IMAGE_SIZE = 56  # pixels, 14 of which make one visual token
+FEATURE_LAYER = -4
+"""Hidden state of the vision encoder that the projector reads."""
 
 
 @dataclass(frozen=True)
@@ -41,42 +48,62 @@ class Settings:
     """Settings of a quickstart run.
 
     Attributes:
-        image_size: Side of the images in pixels; 14 pixels make one visual token.
-        feature_layer: Hidden state, or states, of the vision encoder that the projector reads.
         stage1, stage2: Options of the two recipes.
-        emoji_share: Share of training rows that ask for the name of an emoji.
+        seed: Seed of the data and the projector; the recipes have seeds of their own.
         asked: Held-out questions about easy-VQA's images, and about emoji; all, 300 and 12, without a limit.
         asked_before: Number of those that the untrained model is asked.
         shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
         diagnosed: Held-out images for the diagnosis.
-        seed: Seed of the data and the projector; the recipes have seeds of their own.
     """
 
-    image_size: int = 56
-    feature_layer: int | tuple[int, ...] = -4
-    stage1: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage1"]))
-    stage2: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage2"]))
-    emoji_share: float = 0.30
+    stage1: dict[str, Any]
+    stage2: dict[str, Any]
+    seed: int = 0
     asked: int | None = None
     asked_before: int = 12
     shown_per_kind: int = 3
     diagnosed: int = 64
-    seed: int = 0
 
     @classmethod
     def seeded(cls, seed: int) -> "Settings":
         """The quickstart's settings with one seed for everything: data, projector, and both recipes."""
-        stages: dict[str, Any] = {name: stage(recipe, seed=seed) for name, recipe in RECIPES.items()}
-        return cls(**stages, seed=seed)
+        return cls(stage("quickstart-align", seed=seed), stage("quickstart-tune", seed=seed), seed)
 
 
-def run_quickstart(
-    output: Path,
-    settings: Settings | None = None,
-    *,
-    full_baseline: bool = False,
-    console: Console | None = None,
-) -> dict[str, Any]:
+class Journal:
+    """Settings and finished steps of a run, kept in its folder's `JOURNAL`, so that it resumes as it began.
+
+    Attributes:
+        bf16: Whether this run multiplies in bfloat16; decided once.
+        seconds: Seconds of each finished step, without those before an interruption.
+    """
+
+    def __init__(self, output: Path, settings: Settings, console: Console):
+        self.path, self.console = output / JOURNAL, console
+        self.settings = json.loads(json.dumps(asdict(settings)))  # as it will be read back
+        earlier = json_or_none(self.path) or {"settings": self.settings}
+        changed = [key for key, value in self.settings.items() if earlier["settings"].get(key) != value]
+        if changed:
+            remedy = "name another output folder, or remove this one"
+            raise ValueError(f"{output} holds a run with other settings ({', '.join(changed)}): {remedy}")
+        self.bf16 = earlier["bf16"] if "bf16" in earlier else half_precision_pays()
+        self.seconds: dict[str, float] = earlier.get("seconds", {})
+        self.write()
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Announces and times a step. One that an earlier run has finished keeps its time."""
+        self.console.rule(f"[bold]{name}[/]{', finished before' if name in self.seconds else ''}", align="left")
+        start = time.perf_counter()
+        yield
+        self.seconds.setdefault(name, round(time.perf_counter() - start, 1))
+        self.write()
+
+    def write(self) -> None:
+        write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "seconds": self.seconds})
+
+
+def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = False) -> dict[str, Any]:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
 
     The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained it, the same model
@@ -90,12 +117,11 @@ def run_quickstart(
         ValueError: `output` holds a run with other settings or anything else, another run is writing there, or this
             process sees several GPUs.
     """
-    settings = settings or Settings()
     check_output(output)
     check_stage(settings.stage1)
     check_stage(settings.stage2)
     with only_run(output):
-        return _run_quickstart(output, settings, full_baseline, console or Console())
+        return _run_quickstart(output, settings, full_baseline)
 
 
 def check_output(output: Path) -> None:
@@ -105,16 +131,12 @@ def check_output(output: Path) -> None:
         raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote there. Choose a new folder.")
 
 
-def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, console: Console) -> dict[str, Any]:
+def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict[str, Any]:
+    console = Console()
     journal = Journal(output, settings, console)
     logging.disable_progress_bar()  # these parts load in a second
     disable_progress_bars()
-    untrained, model, data = output / "untrained", output / "model", output / "data"
-    stage1, stage2, baseline = output / "stage1", output / "stage2", output / "baseline"
-    for folder in (untrained, model, data, stage1, stage2):
-        remove_unfinished(folder)
-        remove_unfinished(baseline / folder.name)
-    bf16 = journal.bf16
+    bf16, data, baseline = journal.bf16, output / "data", output / "baseline"
     full_baseline = full_baseline or (baseline / "model").exists()
 
     with journal.step("fetch"):
@@ -122,21 +144,27 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
             console.print(f"{archive.name} {archive.version}, {archive.licence}: {archive.about}")
             fetch(archive)
     with journal.step("convert"):
-        language = convert_language()
-        vision = convert_vision(settings.image_size)
-    with journal.step("build"):
-        build(vision, language, untrained, settings, arm="gwc")
+        parts = str(convert_vision(IMAGE_SIZE)), str(convert_language())
+        write_data(data, rows_of(settings.stage1), rows_of(settings.stage2), settings.seed)
 
+    def trained(folder: Path, arm: str, prefix: str = "") -> Path:
+        """Builds, trains and merges in a folder: arm "gwc" has the norm and its compensation, "none" no norm."""
+        untrained, stage1, stage2, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
+        with journal.step(f"{prefix}build"):
+            if not untrained.exists():
+                build_checkpoint(*parts, untrained, arm=arm, feature_layer=FEATURE_LAYER, seed=settings.seed)
+        with journal.step(f"{prefix}stage 1"):
+            train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
+        with journal.step(f"{prefix}stage 2"):
+            train_stage(settings.stage2, stage1, data / "stage2", stage2, bf16=bf16)
+        with journal.step(f"{prefix}merge"):
+            if not model.exists():
+                merge_adapter(stage2, model, base=str(stage1))
+        return model
+
+    model = trained(output, "gwc")
     with journal.step("evaluate before"):
-        before = ask_held_out(untrained, limit=settings.asked_before, bf16=bf16)
-    write_data(data, settings)
-    with journal.step("stage 1"):
-        train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
-    with journal.step("stage 2"):
-        train_stage(settings.stage2, stage1, data / "stage2", stage2, bf16=bf16)
-    with journal.step("merge"):
-        if not model.exists():
-            merge_adapter(stage2, model, base=str(stage1))
+        before = ask_held_out(output / "untrained", limit=settings.asked_before, bf16=bf16)
     with journal.step("evaluate after"):
         after = ask_held_out(model, limit=settings.asked, bf16=bf16)
     with journal.step("reload"):
@@ -146,24 +174,16 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         shown = [question for of_kind in of_kinds for question in of_kind[: settings.shown_per_kind]]
         here, elsewhere_differs = reload(model, shown)
         draw_images(list(zip(shown, here, strict=True)), output / "images.png")
-
-    of_baseline, plain = None, None
+    plain, of_baseline = None, None
     if full_baseline:
-        plain, untrained, plain_stage1 = (baseline / name for name in ("model", "untrained", "stage1"))
-        build(vision, language, untrained, settings, arm="none")
-        with journal.step("baseline, stage 1"):
-            train_stage(settings.stage1, untrained, data / "stage1", plain_stage1, bf16=bf16)
-        with journal.step("baseline, stage 2"):
-            train_stage(settings.stage2, plain_stage1, data / "stage2", baseline / "stage2", bf16=bf16)
-        if not plain.exists():
-            merge_adapter(baseline / "stage2", plain, base=str(plain_stage1))
+        plain = trained(baseline, "none", "baseline, ")
         with journal.step("evaluate baseline"):
             of_baseline = ask_held_out(plain, limit=settings.asked, bf16=bf16)
     with journal.step("diagnose"):
         pages = [diagnose_once(model, OURS, plain, BASELINE, settings.diagnosed)]
         if full_baseline:
-            name, plain_name = f"{OURS}-stage1", f"{BASELINE}-stage1"
-            pages.append(diagnose_once(stage1, name, plain_stage1, plain_name, settings.diagnosed))
+            stages, names = (output / "stage1", baseline / "stage1"), (f"{OURS}-stage1", f"{BASELINE}-stage1")
+            pages.append(diagnose_once(stages[0], names[0], stages[1], names[1], settings.diagnosed))
 
     results = {
         "before": {key: before[key] for key in ("accuracy", "blank", "count")},
@@ -176,7 +196,6 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         "settings": asdict(settings),
         "bf16": bf16,
         "seconds": journal.seconds,
-        "peak_rss_gib": round(peak_rss_gib(), 2),
     }
     write_card(model)
     write_json(output / "results.json", results)
@@ -184,20 +203,11 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
     return results
 
 
-def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm: str) -> None:
-    """Builds an untrained checkpoint: arm "gwc" has the norm and its gradient compensation, "none" no norm."""
+def write_data(output: Path, first: int, second: int, seed: int) -> None:
+    """Writes so many conversations for each of both stages, which have none in common."""
     if output.exists():
         return
-    layer, seed = settings.feature_layer, settings.seed
-    build_checkpoint(str(vision), str(language), output, arm=arm, feature_layer=layer, seed=seed)
-
-
-def write_data(output: Path, settings: Settings) -> None:
-    """Writes the conversations of both stages, which have none in common."""
-    if output.exists():
-        return
-    first, second = rows_of(settings.stage1), rows_of(settings.stage2)
-    rows = training_data(first + second, settings.emoji_share, settings.seed)
+    rows = training_data(first + second, seed=seed)
     with finished_folder(output) as folder:
         rows.select(range(first)).save_to_disk(folder / "stage1")
         rows.select(range(first, first + second)).save_to_disk(folder / "stage2")

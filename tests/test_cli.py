@@ -186,7 +186,6 @@ OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.31 GiB. GPU 0 has a total capacity of 23.65 GiB of which 1.12 GiB is "
     "free. Including non-PyTorch memory, this process has 22.50 GiB memory in use."
 )
-ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported."
 NO_KERNEL = "Could not run 'bitsandbytes::gemm_4bit' with arguments from the 'CUDA' backend. This could be because"
 
 
@@ -205,20 +204,12 @@ def raised(error):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (
-            lambda folder: torch.empty(2**50),
-            r"Out of memory in loading the model X: 4,194,304.00 GiB more were asked",
-        ),
+        (lambda folder: torch.empty(2**50), "Out of memory in loading the model X: .* 4503599627370496 bytes"),
         (
             raised(torch.OutOfMemoryError(OUT_OF_MEMORY)),
-            "Out of memory in .*: 2.31 GiB more .* a peak of .* GiB. Less!",
+            "Out of memory in .*: CUDA out .* 2.31 GiB. GPU 0 .* is free. Less!$",
         ),
-        (raised(MemoryError()), "Out of memory in loading the model X: The peak was .* GiB. Less!"),
         (lambda folder: torch.zeros(1, device="cuda"), "The GPU failed: .*(CUDA|NVIDIA).*build of torch"),
-        (
-            raised(getattr(torch, "AcceleratorError", RuntimeError)(ASSERT)),
-            "The GPU failed: CUDA error: device-side assert triggered. Does",
-        ),
         (raised(NotImplementedError(NO_KERNEL)), "The GPU failed: Could not run 'bitsandbytes::gemm_4bit' with"),
         (bad_quantization, "bitsandbytes failed: .*'nf5'. Does its version fit torch and this machine?"),
     ],
@@ -238,7 +229,5 @@ def test_memory_that_a_training_step_lacks_is_a_sentence_with_its_size(capsys, c
     with pytest.raises(typer.Exit), errors_for_people(full="The same with --dry_run tells what fits."):
         trainer.train()
     line = capsys.readouterr().err.splitlines()[-1]
-    pattern = (
-        r"Error: Out of memory in a forward and backward pass of 2 x \d+ tokens: .* a peak of .* tells what fits\."
-    )
+    pattern = r"Error: Out of memory in a forward and backward pass of 2 x \d+ tokens: .* tells what fits\."
     assert re.match(pattern, line), line

@@ -11,15 +11,15 @@ import torch
 
 from ...checkpoint.find import check_folder, is_hub_id
 from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
-from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
-from ..push.source import DIAGNOSTICS, public_report, read_json, read_norm, weight_files
+from ..push.source import DIAGNOSTICS, public_report, read_config, read_json, read_norm, weight_files
 
 
 LLAVA = "LLaVA checkpoint"  # the role of one that had both parts
+FIGURES = ("interface.png", "rotation.png")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Facts:
         gain: Of the norm after the projector, as in `report.json`: "start" (None if not known), "mean_abs" and
             "bias_mean_abs" (None for an RMSNorm); empty without the norm.
         moved: Whether the norm differs from a newly built one; None if that is not known.
-        figures: Figures of the diagnosis whose files exist and that show no sample of the data.
+        figures: Those of the diagnosis that a card shows, and whose files exist.
         outdated: Tasks that were evaluated with other weights.
     """
 
@@ -96,10 +96,7 @@ class Facts:
 def read_facts(checkpoint: Path) -> Facts:
     """Reads a checkpoint folder, or an adapter's; of the weights only headers and norm."""
     check_folder(checkpoint)
-    stored = check_files(checkpoint)  # empty for an adapter
-    if stored and (kind := stored.get("model_type")) != NormAlignLlavaConfig.model_type:
-        raise ValueError(f"{checkpoint} is a {kind!r} model. Cards are written for NormAlign-LLaVA checkpoints only.")
-    config = NormAlignLlavaConfig.from_dict(stored) if stored else None
+    _, config = read_config(checkpoint)
     record, build = read_json(checkpoint / TRAINING_RECORD), read_json(checkpoint / BUILD_RECORD)
     stages: list[dict[str, Any]] = []
     while record:
@@ -109,7 +106,7 @@ def read_facts(checkpoint: Path) -> Facts:
     folder, evaluations = checkpoint / DIAGNOSTICS, read_evaluations(checkpoint)
     has_report = (folder / REPORT).is_file()
     diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0]) if has_report else None
-    evaluated = {each.task: each.weights for each in evaluations if each.weights and "@" not in each.weights}
+    evaluated = {result.task: result.weights for result in evaluations if result.weights and "@" not in result.weights}
     now = files_hash(checkpoint, WEIGHT_FILES) if evaluated else None
     return Facts(
         name=checkpoint.resolve().name,
@@ -123,7 +120,11 @@ def read_facts(checkpoint: Path) -> Facts:
         moved=moved,
         has_processor=(checkpoint / "processor_config.json").is_file(),
         diagnosis=diagnosis,
-        figures=[each for each in (diagnosis or {}).get("figures", ()) if (folder / each["file"]).is_file()],
+        figures=[
+            figure
+            for figure in (diagnosis or {}).get("figures", ())
+            if figure["file"] in FIGURES and (folder / figure["file"]).is_file()
+        ],
         evaluations=evaluations,
         outdated=[task for task, weights in evaluated.items() if weights != now],
     )

@@ -41,18 +41,18 @@ def by_hand(card: str, where: str = "README.md") -> dict[str, str]:
 
     Raises ValueError, which names `where`, if a part has no end, comes twice, or is none of [`SECTIONS`].
     """
-    found: dict[str, str] = {}
+    parts: dict[str, str] = {}
     _, *pieces = _START.split(card)
     for name, part in zip(pieces[::2], pieces[1::2], strict=True):
-        if name not in SECTIONS or name in found:
+        if name not in SECTIONS or name in parts:
             raise ValueError(
                 f"{where} has a part by hand {name!r}, where a card has one of {', '.join(SECTIONS)} each. Move "
                 "its text there."
             )
         if _END not in part:
             raise ValueError(f"The part by hand {name!r} of {where} has no end. Put the line {_END} after it.")
-        found[name] = part.partition(_END)[0]
-    return found
+        parts[name] = part.partition(_END)[0]
+    return parts
 
 
 def check_replaceable(card: str | None, where: str) -> None:

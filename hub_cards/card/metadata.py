@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metadata of a card: the front matter of README.md, which the Hub reads."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import yaml
@@ -24,7 +25,7 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     """The licence that follows from those of all parts: metadata, a sentence, and a warning if none follows."""
     known = list(dict.fromkeys(part.licence for part in parts if part.licence is not None))
     # Two licences called "other" may differ, so one without a name is not known.
-    vague = [each for each in known if each.license in ("other", "unknown") and each.license_name is None]
+    vague = [licence for licence in known if licence.license in ("other", "unknown") and licence.license_name is None]
     unknown = [part.name for part in parts if part.licence in (None, *vague)] or ([] if parts else ["its parts"])
     keep = "into the front matter of README.md; it is kept."
     if unknown:
@@ -34,8 +35,9 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     if len(known) == 1:
         stated = {key: value for key, value in asdict(known[0]).items() if value is not None}
         return stated, f"All parts are under {known[0]}, and so is the whole.", None
-    if all(each.license in PERMISSIVE for each in known):
-        whole, names = max((each.license for each in known), key=PERMISSIVE.index), ", ".join(sorted(map(str, known)))
+    if all(licence.license in PERMISSIVE for licence in known):
+        whole = max((licence.license for licence in known), key=PERMISSIVE.index)
+        names = ", ".join(sorted(map(str, known)))
         sentence = f"The parts are under {names}; the whole is under {whole}, and their notices stay."
         return {"license": whole}, sentence, None
     named = ", ".join(f"{part.name} ({part.licence})" for part in parts)
@@ -63,7 +65,7 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
     content = {
         **licence,
         # An incomplete list would mislead.
-        "language": list(dict.fromkeys(each for some in languages for each in some)) if all(languages) else None,
+        "language": list(dict.fromkeys(chain.from_iterable(languages))) if all(languages) else None,
         "library_name": "transformers" if facts.adapter is None else "peft",
         "pipeline_tag": "image-text-to-text",
         "base_model": models,
@@ -72,23 +74,6 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
         "tags": TAGS,
     }
     return {key: value for key, value in content.items() if value}
-
-
-def merge_front_matter(
-    derived: dict[str, Any], previous: dict[str, Any], author_keys: Collection[str] = ()
-) -> dict[str, Any]:
-    """`derived`, with the keys and tags that the author added.
-
-    Args:
-        derived: From [`metadata`].
-        previous: What the author wrote into the front matter of earlier cards.
-        author_keys: Of "license" and "base_model", those that cannot be inferred in full: the author's value wins.
-    """
-    for name in author_keys:  # with the keys that belong to it
-        if name in previous:
-            derived = {key: value for key, value in derived.items() if not key.startswith(name)}
-    tags = previous.get("tags") or []
-    return {**previous, **derived, "tags": list(dict.fromkeys([*derived["tags"], *tags]))}
 
 
 def read_front_matter(card: str) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Markup:
     if not cells:
         return Markup()
     numbers = [all(re.match(r"[\d–−-]", cell) for cell in column) for column in zip(*cells, strict=True)]
-    cells = [[text(column) for column in columns], [Markup("---:" if each else "---") for each in numbers], *cells]
+    rule = [Markup("---:" if is_number else "---") for is_number in numbers]
+    cells = [[text(column) for column in columns], rule, *cells]
     return Markup("".join(f"| {' | '.join(row)} |\n" for row in cells))
 
 
@@ -65,9 +66,9 @@ def alignment(facts: Facts) -> Markup:
 def _measured(report: dict[str, Any], gain: dict[str, Any], n_text: float | None) -> dict[str, str]:
     interface, depth = report.get("interface") or {}, report.get("depth") or {}
     moments = {
-        key: f"{number(each['mean'], 3)} (σ {number(each['std'], 2)})"
+        key: f"{number(moment['mean'], 3)} (σ {number(moment['std'], 2)})"
         for key in ("visual", "text")
-        if (each := interface.get(key))
+        if (moment := interface.get(key))
     }
     return {
         "Mean norm of text embeddings, N_text": number(n_text),
@@ -98,15 +99,15 @@ def training(facts: Facts) -> Markup:
     for stage in facts.stages:
         run, hardware = stage.get("run") or {}, stage.get("hardware") or {}
         modules, batch, seconds = run.get("modules", ()), run.get("batch"), stage.get("seconds")
-        steps = dict.fromkeys(each for each in (stage.get("steps_done"), run.get("steps")) if each is not None)
-        rates = [f"{each['module']} {each['learning_rate']:g}" for each in modules if each["trained"]]
+        steps = dict.fromkeys(count for count in (stage.get("steps_done"), run.get("steps")) if count is not None)
+        rates = [f"{module['module']} {module['learning_rate']:g}" for module in modules if module["trained"]]
         factors = batch and f"{batch['per_device']} × {batch['processes']} × {batch['accumulation']}"
         devices = [hardware.get("count"), ", ".join(hardware.get("devices") or ())]
         columns.append(
             {
                 "Trained, at a peak learning rate": ", ".join(rates),
-                "Frozen": ", ".join(each["module"] for each in modules if not each["trained"]),
-                "Steps": " of ".join(f"{each:,}" for each in steps),
+                "Frozen": ", ".join(module["module"] for module in modules if not module["trained"]),
+                "Steps": " of ".join(f"{count:,}" for count in steps),
                 "Rows a step: a device × processes × accumulated": batch and f"{batch['rows']:,} ({factors})",
                 "Data": "; ".join(map(_chosen, stage.get("data", ()))),
                 "Hardware": ", ".join(
@@ -122,7 +123,7 @@ def training(facts: Facts) -> Markup:
 
 def _chosen(source: dict[str, Any]) -> str:
     name = (source.get("dataset") or {}).get("id") or source["source"]
-    counts = [f"{each:,}" for each in (source.get("used"), source.get("found")) if each is not None]
+    counts = [f"{count:,}" for count in (source.get("used"), source.get("found")) if count is not None]
     use = "" if source.get("split") == "train" else ", held out"
     rows = f", {' of '.join(counts)} rows" if source.get("used") is not None else ""
     bad = [f"{source[key]:,} {key.replace('_', ' ')}" for key in ("bad", "too_long") if source.get(key)]

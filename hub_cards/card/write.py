@@ -18,11 +18,10 @@ from ...checkpoint.loading import loading
 from ...checkpoint.lock import only_writer
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
-from ...evaluate.results import forgotten
 from . import tables
 from .facts import Facts, Part, read_facts
 from .hand_written import SECTIONS, by_hand, card_in, check_replaceable, derived_keys, is_ours
-from .metadata import ORDER, merge_front_matter, metadata, read_front_matter, terms
+from .metadata import ORDER, metadata, read_front_matter, terms
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,14 @@ def render_card(
     remedy = "Fix or remove training.json, build.json, or the files in the folders diagnostics and evaluation."
     with loading(f"What {checkpoint} records of itself", remedy=remedy):  # of any type, in any field
         facts = read_facts(checkpoint)
-        by_hand(hub_card or "", f"README.md of {repo_id} on the Hub")  # for an error that names it
-        earlier = [card for card in (card_in(checkpoint), hub_card) if card and is_ours(card)]
-        hand, previous = dict.fromkeys(SECTIONS, ""), dict[str, Any]()
-        for card in earlier:
-            hand |= {part: text for part, text in by_hand(card).items() if text.strip()}
-            theirs = derived_keys(card) - {"tags"}  # of which the author's are told from ours by themselves
-            previous |= {key: value for key, value in read_front_matter(card).items() if key not in theirs}
-        own = by_hand(earlier[0]) if earlier else {}  # of two cards, that of the folder
-        unused = [part for part, text in own.items() if text.strip() not in ("", hand[part].strip())]
+        hand, previous, unused = dict.fromkeys(SECTIONS, ""), dict[str, Any](), list[str]()
+        for card, where in ((card_in(checkpoint), CARD), (hub_card, f"{CARD} of {repo_id} on the Hub")):
+            if card and is_ours(card):
+                written = {part: text for part, text in by_hand(card, where).items() if text.strip()}
+                unused = [part for part, text in written.items() if hand[part].strip() not in ("", text.strip())]
+                hand |= written
+                ours = derived_keys(card)
+                previous |= {key: value for key, value in read_front_matter(card).items() if key not in ours}
         if facts.adapter is not None and base is None and facts.started_from:
             revision_then = facts.stages[-1].get("model_revision") or "main"
             base = Part("base model", facts.started_from, facts.started_from, revision_then)
@@ -76,14 +74,16 @@ def render_card(
         derived = metadata(facts, base, licence)
         whole = facts.adapter is None and not facts.started_from
         nameless = [part.name for part in facts.parts if whole and not part.hub_id]  # which base_model lacks
-        author_keys = [key for key, is_open in (("license", no_licence), ("base_model", nameless)) if is_open]
-        content = merge_front_matter(derived, previous, author_keys)
+        # The author's value wins where the folder does not tell all. Tags are those of both.
+        is_open = {"license": no_licence, "base_model": nameless, "tags": True}
+        settled = {key: value for key, value in derived.items() if not is_open.get(key)}
+        tags = list(dict.fromkeys([*derived["tags"], *(previous.get("tags") or ())]))
+        content = {**derived, **previous, **settled, "tags": tags}
         if content.get("license") not in (None, derived.get("license")):
             stated = content.get("license_name") or content["license"]
             terms_sentence, no_licence = f"Its author states: {stated}.", None
         if content.get("base_model") != derived.get("base_model"):
             nameless = []
-        kept = [key for key in derived if content[key] == derived[key] and not key.startswith(tuple(author_keys))]
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent / "templates"),
             undefined=StrictUndefined,
@@ -94,7 +94,7 @@ def render_card(
         )
         rendered = environment.get_template("card.md.jinja").render(
             front_matter=Markup(ModelCardData(**content).to_yaml(original_order=ORDER)),
-            derived=Markup(", ".join(kept)),
+            derived=Markup(", ".join(settled)),
             name=(repo_id or facts.name).rpartition("/")[2],
             facts=facts,
             source=repo_id or ".",
@@ -103,9 +103,7 @@ def render_card(
             part={part.role: tables.part_link(part) for part in [*facts.parts, *([base] if base else [])]},
             ratios=paper_ratios(),
             parts=parts,
-            figures=[each for each in facts.figures if each["file"] in ("interface.png", "rotation.png")],
             terms=terms_sentence,
-            forgotten=forgotten(facts.evaluations),
             hand={name: Markup(text) for name, text in hand.items()},
             tables=tables,
         )
@@ -140,7 +138,7 @@ def refresh_card(checkpoint: Path) -> None:
 def _warnings(facts: Facts, base: Part | None, nameless: list[str], unused: list[str]) -> list[str]:
     """What the author should know: of parts without a Hub id, of `unused` parts by hand, and else."""
     unseeing = facts.moved is False and not facts.stages and facts.build and not facts.build.get("from_llava")
-    found = {
+    warnings = {
         f"The metadata does not name {' and '.join(nameless)} as base, of which the checkpoint has no Hub id. If the "
         "Hub has it, write `base_model:` into the front matter of README.md; it is kept.": nameless,
         f"Written by hand on the Hub and kept: {', '.join(unused)}. That of the folder is not used.": unused,
@@ -151,4 +149,4 @@ def _warnings(facts: Facts, base: Part | None, nameless: list[str], unused: list
             facts.adapter is not None and base is None
         ),
     }
-    return [warning for warning, holds in found.items() if holds]
+    return [warning for warning, holds in warnings.items() if holds]

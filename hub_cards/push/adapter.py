@@ -35,14 +35,14 @@ def published_config(adapter: Path, base: Part) -> bytes:
 
 def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
     """The base of an adapter that is published as one: `base`, or the one that it names; with `ask_hub` its commit."""
-    found = recorded_base(adapter)
-    if base is not None and (found is None or base != found.hub_id):
-        found = None if Path(base).exists() else Part("base model", base, base, "main")
-    if found is None:
+    part = recorded_base(adapter)
+    if base is not None and (part is None or base != part.hub_id):
+        part = None if Path(base).exists() else Part("base model", base, base, "main")
+    if part is None:
         raise ValueError(f"The adapter's base is a folder, not on the Hub, so nobody else could load it. {REMEDY}")
     if not ask_hub:
-        return found
-    base, commit = find_checkpoint(found.name, found.revision, remedy=REMEDY)
+        return part
+    base, commit = find_checkpoint(part.name, part.revision, remedy=REMEDY)
     config = check_files(base, commit)
     files = cached_files(base, CODE, revision=commit, _raise_exceptions_for_missing_entries=False) or []
     code = {Path(file).name: Path(file).read_bytes() for file in files}

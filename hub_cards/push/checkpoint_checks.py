@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before publishing: would the checkpoint load elsewhere, and is its norm aligned or trained?"""
+"""Checks before publishing: would the checkpoint load elsewhere?"""
 
 import json
 from pathlib import Path
@@ -7,32 +7,23 @@ from typing import Any
 
 import torch
 
-from ...assembly.gain import embedding_statistics
 from ...checkpoint.loading import loading
-from ...checkpoint.names import TRAINING_RECORD
 from ...checkpoint.opening import check_processor, open_checkpoint
-from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
-from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, initial_gain
-from .source import CODE, PACKAGE, read_norm, weight_files
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .source import CODE, PACKAGE, read_config, read_norm, weight_files
 
-
-TOLERANCE = 1e-3
-"""How far from N_text / sqrt(d), as a share of it, every element of an aligned gain may be."""
 
 _SAVE_AGAIN = "Load the checkpoint with this package and save it to another folder"
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuses a checkpoint that would not load elsewhere, or whose norm is not finite, or neither aligned nor trained.
+    """Refuses a checkpoint that would not load elsewhere, or whose norm is not finite or not float32.
 
-    Of weights only headers, embeddings and norm are read. Loading it in a clean process finds what else is wrong.
+    Of weights only headers and norm are read. Loading it in a clean process finds what else is wrong.
     """
-    stored = check_files(folder)  # empty for an adapter
-    if stored and (kind := stored.get("model_type")) != NormAlignLlavaConfig.model_type:
-        raise ValueError(f"{folder} is a {kind!r} model. Only NormAlign-LLaVA checkpoints can be published.")
     with loading(f"The configuration of {folder}"):
-        config = NormAlignLlavaConfig.from_dict(stored) if stored else None
+        stored, config = read_config(folder)
     faults = _model_faults(folder, stored.get("auto_map"), config) if config else []
     if faults := [*faults, *_weight_faults(folder, config, stored.get("tie_word_embeddings", False))]:
         raise ValueError("\n".join([f"{folder} cannot be published:", *(f"- {fault}" for fault in faults)]))
@@ -76,22 +67,4 @@ def _weight_faults(folder: Path, config: NormAlignLlavaConfig | None, tied: bool
             faults.append(f"{name} is {tensor.dtype}, in which small updates are lost, not float32. {_SAVE_AGAIN}.")
         if bad := int((~tensor.isfinite()).sum()):
             faults.append(f"{name} has {bad} values that are NaN or infinite. Train from an earlier checkpoint.")
-    gain = next((tensor for name, tensor in norm.items() if name.endswith(".weight")), None)
-    if faults or gain is None or config is None:  # an adapter's base has the embeddings
-        return faults
-    try:
-        aligned = 1.0 if config.projector_gain_init == "one" else embedding_statistics(str(folder), top=0).gain
-    except ValueError as error:
-        return [f"the embeddings cannot be measured: {error}"]
-    starts = [aligned]
-    if config.text_embedding_norm and (folder / TRAINING_RECORD).exists():
-        # Training may have changed the embeddings but not the norm.
-        starts.append(initial_gain(config, config.text_embedding_norm))
-    # The first step of training moves the elements of a gain apart.
-    if len(gain.unique()) > 1 or any(bool(((gain - start).abs() <= TOLERANCE * start).all()) for start in starts):
-        return []
-    should = "1" if config.projector_gain_init == "one" else f"N_text / sqrt(d) of the embeddings, {aligned:.6g}"
-    return [
-        f"the gain of the norm, {gain.double().mean().item():.6g} on average, is not aligned: {should}. Nor was it "
-        "trained: all its elements are the same. Load the model, call align_projector_norm() and save it."
-    ]
+    return faults

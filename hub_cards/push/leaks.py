@@ -33,12 +33,12 @@ def check_private(source: PublishSource, token: str) -> None:
             faults.append(f"- {path}: {error}")
             continue
         for match in re.finditer(needles, text):
-            found, line = match[0], text.count("\n", 0, match.start()) + 1
-            if found in own:
-                what = f"a local path, {found}. Write the name that others know it by, or remove it."
+            secret, line = match[0], text.count("\n", 0, match.start()) + 1
+            if secret in own:
+                what = f"a local path, {secret}. Write the name that others know it by, or remove it."
             else:
-                whose = "your token" if found == token else "a Hugging Face token"
-                shown = f"{found[:4]}... ({len(found)} characters)"
+                whose = "your token" if secret == token else "a Hugging Face token"
+                shown = f"{secret[:4]}... ({len(secret)} characters)"
                 what = f"{whose}, {shown}. Remove it, and revoke it: others may have read it."
             faults.append(f"- {path}, line {line}: {what}")
     if faults[1:]:

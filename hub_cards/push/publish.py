@@ -26,17 +26,6 @@ from .repository import Repository, find_repository, log_in, push
 from .source import DIAGNOSTICS, EVALUATION, PublishSource, choose_files
 
 
-SNIPPET = """\
-from transformers import AutoModelForImageTextToText, AutoProcessor
-
-commit = "{commit}"
-processor = AutoProcessor.from_pretrained("{repo_id}", revision=commit, code_revision=commit, trust_remote_code=True)
-model = AutoModelForImageTextToText.from_pretrained(
-    "{repo_id}", revision=commit, code_revision=commit, dtype="auto", trust_remote_code=True
-)
-"""
-
-
 @dataclass(frozen=True)
 class Publication:
     """What was published, or by a dry run would be.
@@ -159,31 +148,26 @@ def publish(
     return Publication(source, repository, commit, page)
 
 
-def unsent_tables(done: Publication, repo_id: str) -> list[Table]:
-    """Of a dry run: the files that would be sent, and those that would not, with the reason."""
-    files = Table("file", title=f"Would be sent to {repo_id}", title_justify="left")
-    files.add_column("bytes", justify="right")
-    for path, size in done.source.sizes.items():
-        files.add_row(path, f"{size:,}")
-    excluded = Table("file", "why", title="Stays here", title_justify="left")
-    for path, reason in done.source.excluded.items():
-        excluded.add_row(path, reason)
-    return [files, *([excluded] if done.source.excluded else [])]
+def preview(publication: Publication) -> Table:
+    """Of a dry run: the files that would be sent, and those that would not."""
+    caption = f"Stays here: {', '.join(publication.source.excluded) or 'nothing'}."
+    table = Table("file", title=f"Would be sent to {publication.repository.repo_id}", caption=caption)
+    table.add_column("bytes", justify="right")
+    for path, size in publication.source.sizes.items():
+        table.add_row(path, f"{size:,}")
+    return table
 
 
-def summary(done: Publication) -> str:
-    """What was sent and where to, and how to load exactly that."""
-    repository, source, commit = done.repository, done.source, done.commit
+def summary(publication: Publication) -> str:
+    """What was sent and where to."""
+    repository, source, commit = publication.repository, publication.source, publication.commit
     assert commit is not None
     sent = f"{len(source.files)} files in one commit" if commit.oid != repository.commit else "nothing changed"
     lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(source.stale) or 'nothing'}."]
     lines += [f"Commit: {commit.oid}", f"Repository: {repository.url}"]
     lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []
-    lines += [f"Space: {done.space}"] if done.space else []
-    if ADAPTER_CONFIG in source.files:
-        return "\n".join([*lines, f'Load exactly this as its card says, with revision = "{commit.oid}".'])
-    snippet = SNIPPET.format(repo_id=repository.repo_id, commit=commit.oid)
-    return "\n".join([*lines, "Load exactly this:", "", snippet])
+    lines += [f"Space: {publication.space}"] if publication.space else []
+    return "\n".join([*lines, f'To load exactly this, set revision = "{commit.oid}" in the code of its card.'])
 
 
 def _verify(repository: Repository, commit: str, base: Part | None, before: list[float]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is published of a checkpoint folder: the files on a list of names. All others stay, with a reason."""
+"""What is published of a checkpoint folder: the files on a list of names. All others stay."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -24,8 +24,9 @@ from ...checkpoint.names import (
     TRAINING_RECORD,
     WEIGHTS,
 )
-from ...checkpoint.untrusted import check_weights, json_object
-from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION, report_json
+from ...checkpoint.untrusted import check_files, check_weights, json_object
+from ...configuration_normalign_llava import NormAlignLlavaConfig
+from ...diagnose.report import REPORT, SCHEMA_VERSION, report_json
 from ...evaluate.results import FOLDER as EVALUATION, SUMMARY
 
 
@@ -51,14 +52,7 @@ whole. Of weights those are sent that load, of figures those that `report.json` 
 BY_PEOPLE = (CARD, "LICENSE*", "LICENCE*", "NOTICE*")
 """Sent too, but never removed from a repository."""
 
-_EXCLUDED = {
-    **dict.fromkeys(("samples", "dropped_rows.jsonl", PAGE), "it shows rows of the data"),
-    **dict.fromkeys([f"*{suffix}" for suffix in PICKLES], "a pickle"),
-    REPORT: "not a report that this version can read",
-    **dict.fromkeys(("*.safetensors", INDEX), "weights that this checkpoint does not load"),
-    "*.png": "no figure of the report, or it shows rows of the data",
-}
-_FIGURE = r"(?!attention_\d|(baseline_)?image_\d)\w[\w.-]*\.png"  # of no sample, and with no folder in its name
+_FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, and with no folder in its name
 
 
 @dataclass(frozen=True)
@@ -67,14 +61,14 @@ class PublishSource:
 
     Attributes:
         files, sizes: Path in the repository -> content (of weights the file), and its bytes.
-        excluded: Path in the folder -> why it is not sent. The path of a whole folder ends in "/".
+        excluded: Paths in the folder that are not sent. That of a whole folder ends in "/".
         stale: Files of the repository that are removed: written by this package or transformers, and no longer sent.
     """
 
     folder: Path
     files: dict[str, bytes | Path]
     sizes: dict[str, int]
-    excluded: dict[str, str]
+    excluded: list[str]
     stale: list[str]
 
 
@@ -97,17 +91,19 @@ def choose_files(folder: Path, generated: Mapping[str, bytes], existing: Collect
         chosen |= {f"{DIAGNOSTICS}/{name}" for name in (REPORT, *figures)}
         generated = {**generated, report: content}
     files: dict[str, bytes | Path] = {}
-    excluded = {}
+    excluded = []
     for path in _listed(folder):
         relative = path.relative_to(folder).as_posix()
-        if reason := _reason(path, relative, chosen):
-            excluded[relative + ("/" if path.is_dir() else "")] = reason
-        else:
+        if _is_sent(path, relative, chosen):
             files[relative] = path if path.suffix == ".safetensors" else path.read_bytes()
+        else:
+            excluded.append(relative + ("/" if path.is_dir() else ""))
     files = dict(sorted({**files, **generated}.items()))
     stale = sorted(path for path in existing if path not in files and _matches(path, WRITTEN))
-    sizes = {path: len(each) if isinstance(each, bytes) else each.stat().st_size for path, each in files.items()}
-    return PublishSource(folder, files, sizes, dict(sorted(excluded.items())), stale)
+    sizes = {
+        path: len(content) if isinstance(content, bytes) else content.stat().st_size for path, content in files.items()
+    }
+    return PublishSource(folder, files, sizes, sorted(excluded), stale)
 
 
 def public_report(text: str) -> tuple[bytes, list[str]]:
@@ -120,12 +116,14 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
         if (version := content["schema_version"]) != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {version}, not {SCHEMA_VERSION}")
         for report in filter(None, (content["report"], content["against"])):
-            report["attention"] = [{**each, "question": "", "image": None, "maps": []} for each in report["attention"]]
-        content["figures"] = [each for each in content["figures"] if re.fullmatch(_FIGURE, each["file"])]
+            report["attention"] = [
+                {**question, "question": "", "image": None, "maps": []} for question in report["attention"]
+            ]
+        content["figures"] = [figure for figure in content["figures"] if re.fullmatch(_FIGURE, figure["file"])]
         content["provenance"].pop("first question", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{DIAGNOSTICS}/{REPORT} is not valid: {error}. Diagnose again, or remove it.") from error
-    return report_json(content).encode(), [each["file"] for each in content["figures"]]
+    return report_json(content).encode(), [figure["file"] for figure in content["figures"]]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -134,6 +132,14 @@ def weight_files(folder: Path) -> list[Path]:
         check_adapter(folder)
         return [folder / ADAPTER_WEIGHTS]
     return check_weights(folder)
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], NormAlignLlavaConfig | None]:
+    """`config.json` as stored and as an object; empty and None for an adapter. Raises ValueError for other models."""
+    stored = check_files(folder)
+    if stored and (kind := stored.get("model_type")) != NormAlignLlavaConfig.model_type:
+        raise ValueError(f"{folder} is a {kind!r} model. Cards and publishing are for NormAlign-LLaVA only.")
+    return stored, NormAlignLlavaConfig.from_dict(stored) if stored else None
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -171,11 +177,7 @@ def _matches(path: str, patterns: Mapping[str, tuple[str, ...]]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns.get(parent, ()))
 
 
-def _reason(path: Path, relative: str, chosen: Collection[str]) -> str | None:
-    """Why a file or folder is not sent; None for one that is."""
-    by_choice = path.suffix in (".safetensors", ".png") or path.name in (INDEX, REPORT)
+def _is_sent(path: Path, relative: str, chosen: Collection[str]) -> bool:
     listed = _matches(relative, WRITTEN) or _matches(relative, {"": BY_PEOPLE})
-    if listed and path.is_file() and path.suffix not in PICKLES and (relative in chosen or not by_choice):
-        return None
-    reasons = (reason for pattern, reason in _EXCLUDED.items() if fnmatchcase(path.name, pattern))
-    return next(reasons, "not on the list of what is sent")
+    by_choice = path.suffix in (".safetensors", ".png") or path.name in (INDEX, REPORT)
+    return listed and path.is_file() and path.suffix not in PICKLES and (relative in chosen or not by_choice)

@@ -106,7 +106,6 @@ def resolve_and_move(repository, resolve, revision):
     """The commit of `revision`. When it is `main`, that has another configuration from now on."""
     commit = resolve(revision)
     if revision == "main":
-        settings = {**json.loads(repository.blobs[commit.files["config.json"]].read()), "after": commit.oid}
-        stored = {"config.json": repository.store("config.json", json.dumps(settings).encode())}
-        repository.advance("main", commit.files | stored, parent=commit.oid)
+        settings = {**json.loads(repository.blobs[commit.files["config.json"]]), "after": commit.oid}
+        repository.change({"config.json": json.dumps(settings).encode()})
     return commit

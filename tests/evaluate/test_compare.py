@@ -7,24 +7,30 @@ import pytest
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluate import paper_columns
 from normalign_llava.evaluate.compare import compare_arms, mcnemar, over_seeds, read_arm
 from normalign_llava.evaluate.results import Evaluation, Metric
 
 
-def evaluated(folder, answers, task="pope", total=None, truth="yes", first=0, **settings):
-    """A folder as `normalign evaluate` leaves it."""
-    count, metric = len(answers), Metric("acc", float(np.mean(answers)))
-    Evaluation(task, task, [metric], count, total or count, [], settings=settings).write(folder)
+def evaluated(folder, task, metrics, rows, **settings):
+    """A folder as `normalign evaluate` leaves it; `rows` are fields of samples, with numbers from 0."""
+    Evaluation(task, task, metrics, len(rows), len(rows), [], settings=settings).write(folder)
     place = folder / "evaluation" / task
     place.mkdir()
-    truths = [truth] * count if isinstance(truth, str) else truth
     lines = [
-        json.dumps({"metrics": ["acc"], "filter": "none", "doc_id": first + i, "target_hash": true, "acc": value})
-        for i, (true, value) in enumerate(zip(truths, answers, strict=True))
+        json.dumps({"doc_id": number, "filter": "none", "target_hash": "yes", **row})
+        for number, row in enumerate(rows)
     ]
     (place / f"samples_{task}_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
     return str(folder)
+
+
+def scored(folder, answers, task="pope", truth=("yes",), first=0, **settings):
+    """The same, of answers that are right, 1, or wrong, 0, to questions whose true answers come by turns."""
+    rows = [
+        {"metrics": ["acc"], "doc_id": first + i, "target_hash": truth[i % len(truth)], "acc": right}
+        for i, right in enumerate(answers)
+    ]
+    return evaluated(folder, task, [Metric("acc", float(np.mean(answers)))], rows, **settings)
 
 
 def answers(share, seed, count=200):
@@ -33,7 +39,7 @@ def answers(share, seed, count=200):
 
 def test_two_models_over_the_same_questions(tmp_path):
     theirs, ours = answers(0.5, 1), answers(0.7, 2)
-    arms = [read_arm(evaluated(tmp_path / name, which)) for name, which in (("base", theirs), ("model", ours))]
+    arms = [read_arm(scored(tmp_path / name, which)) for name, which in (("base", theirs), ("model", ours))]
     (found,) = compare_arms(arms).differences
     assert (found.arm, found.against, found.questions) == ("model", "base", 200)
     assert found.value == pytest.approx(np.mean(ours) - np.mean(theirs)) and found.over_seeds is None
@@ -56,16 +62,8 @@ def test_two_models_over_the_same_questions(tmp_path):
 )
 def test_scores_of_questions_have_the_benchmarks_own_mean(tmp_path, task, metric, groups, right, expected):
     metrics = [Metric(metric, float(np.mean(expected))), Metric("acc", float(np.mean(right)))]
-    Evaluation(task, task, metrics, len(right), len(right), []).write(tmp_path)
-    place = tmp_path / "evaluation" / task
-    place.mkdir()
-    lines = [
-        json.dumps(
-            {"metrics": [metric, "acc"], "filter": "none", "doc_id": i, "target_hash": "", metric: row, "acc": row[1]}
-        )
-        for i, row in enumerate(zip(groups, right, strict=True))
-    ]
-    (place / f"samples_{task}_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
+    rows = [{"metrics": [metric, "acc"], metric: row, "acc": row[1]} for row in zip(groups, right, strict=True)]
+    evaluated(tmp_path, task, metrics, rows)
     ((name, scores),) = read_arm(str(tmp_path)).runs[0].items()
     assert name == f"{task} {metric}" and list(scores.values()) == pytest.approx(expected)
 
@@ -74,12 +72,11 @@ def test_scores_of_two_quantizations_are_not_compared(tmp_path):
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     alike = [
         [{"load_in_4bit": False}, {"load_in_4bit": None, "quantization": None}, {}],
-        [{"load_in_4bit": True}],  # before the quantization was recorded
         [{"quantization": nf4 | {"bnb_4bit_compute_dtype": dtype}} for dtype in ("bfloat16", "float16")],
         [{"load_in_4bit": None, "quantization": {"load_in_8bit": True}}],
     ]
     arms = [
-        [read_arm(evaluated(tmp_path / f"{i}-{j}", answers(0.5, j), **settings)) for j, settings in enumerate(kind)]
+        [read_arm(scored(tmp_path / f"{i}-{j}", answers(0.5, j), **settings)) for j, settings in enumerate(kind)]
         for i, kind in enumerate(alike)
     ]
     for ours in arms:
@@ -87,7 +84,9 @@ def test_scores_of_two_quantizations_are_not_compared(tmp_path):
             assert len(compare_arms(ours).differences) == len(ours) - 1
         for theirs in arms:
             if ours is not theirs:
-                with pytest.raises(ValueError, match="pope acc was evaluated in different quantizations"):
+                with pytest.raises(
+                    ValueError, match=r"No task is common to all \(.*pope acc.*pope acc.* quantized alike"
+                ):
                     compare_arms([ours[-1], theirs[0]])
 
 
@@ -109,7 +108,7 @@ def test_interval_over_seeds_by_hand():
 def test_several_seeds_of_two_arms(tmp_path):
     arms = []
     for name, share in (("none", 0.5), ("gwc", 0.6)):
-        folders = [evaluated(tmp_path / f"{name}-{seed}", answers(share, seed)) for seed in range(3)]
+        folders = [scored(tmp_path / f"{name}-{seed}", answers(share, seed)) for seed in range(3)]
         arms.append(read_arm(f"{name}={','.join(folders)}"))
     (found,) = compare_arms(arms).differences
     assert (found.arm, found.against) == ("gwc", "none") and found.mcnemar is None
@@ -119,7 +118,7 @@ def test_several_seeds_of_two_arms(tmp_path):
 def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
     few, many, part = [1, 0, 1, 1] * 10, [0, 1, 1, 0, 1] * 40, [0] * 60
     arms = [
-        read_arm(evaluated(tmp_path / name, given, total=200))
+        read_arm(scored(tmp_path / name, given))
         for name, given in (("untrained", part), ("model", few), ("whole", many))
     ]
     for found, given in zip(compare_arms(arms).differences, (few, many), strict=True):
@@ -127,8 +126,8 @@ def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
 
 
 def test_a_task_that_is_not_compared_is_named(tmp_path):
-    one, other = (evaluated(tmp_path / name, answers(0.5, 1)) for name in ("a=b,c", "d"))
-    evaluated(tmp_path / "a=b,c", answers(0.5, 1), task="mmstar")
+    one, other = (scored(tmp_path / name, answers(0.5, 1)) for name in ("a=b,c", "d"))
+    scored(tmp_path / "a=b,c", answers(0.5, 1), task="mmstar")
     for folder in (one, other):
         Evaluation("mine", "mine", [Metric("f1", 0.5)], 9, 9, []).write(tmp_path / folder)
     shown = CliRunner().invoke(app, ["compare", one, other, "--output", str(tmp_path)], env={"COLUMNS": "120"})
@@ -141,61 +140,28 @@ def test_a_task_that_is_not_compared_is_named(tmp_path):
 def test_the_first_filter_of_the_summary_is_compared(tmp_path):
     arms = []
     for name, value in (("base", 0.0), ("model", 1.0)):
-        Evaluation("math", "", [Metric("acc, strict", value), Metric("acc, loose", 0.5)], 4, 4, []).write(
-            tmp_path / name
-        )
-        place = tmp_path / name / "evaluation" / "math"
-        place.mkdir()
-        lines = [
-            json.dumps({"doc_id": i, "metrics": ["acc"], "filter": rule, "acc": given, "target_hash": "0"})
-            for rule, given in (("loose", 0.5), ("strict", value))
-            for i in range(4)
+        metrics = [Metric("acc, strict", value), Metric("acc, loose", 0.5)]
+        rows = [
+            {"doc_id": number, "metrics": ["acc"], "filter": rule, "acc": right}
+            for rule, right in (("loose", 0.5), ("strict", value))
+            for number in range(4)
         ]
-        (place / "samples_math_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
+        evaluated(tmp_path / name, "math", metrics, rows)
         arms.append(read_arm(str(tmp_path / name)))
     (found,) = compare_arms(arms).differences
     assert (found.task, found.value) == ("math acc, strict", 1.0)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
-    whole = evaluated(tmp_path / "a", answers(0.5, 1))
+    whole = scored(tmp_path / "a", answers(0.5, 1))
     with pytest.raises(ValueError, match="two or more"):
         compare_arms([read_arm(whole)])
     with pytest.raises(ValueError, match="the same name: a, a. Write NAME=FOLDER"):
         compare_arms([read_arm(whole), read_arm(whole)])
-    with pytest.raises(ValueError, match="no task in common"):
-        compare_arms([read_arm(whole), read_arm(evaluated(tmp_path / "b", answers(0.5, 1), task="mmstar"))])
-    for name, other in (("c", dict(first=200)), ("d", dict(truth="no")), ("e", dict(truth=["yes", "no"] * 100))):
+    with pytest.raises(ValueError, match="No task is common to all"):
+        compare_arms([read_arm(whole), read_arm(scored(tmp_path / "b", answers(0.5, 1), task="mmstar"))])
+    for name, other in (("c", dict(first=200)), ("d", dict(truth=["no"])), ("e", dict(truth=["yes", "no"]))):
         with pytest.raises(ValueError, match="pope acc asked the models other questions"):
-            compare_arms([read_arm(whole), read_arm(evaluated(tmp_path / name, answers(0.5, 1), **other))])
+            compare_arms([read_arm(whole), read_arm(scored(tmp_path / name, answers(0.5, 1), **other))])
     with pytest.raises(ValueError, match="has no evaluation/"):
         read_arm(str(tmp_path / "none"))
-
-
-def nine(share):
-    """Whole evaluations on the paper's nine benchmarks; OCRBench counts answers, of 1000."""
-    metrics = {task: (metric, share) for task, metric, _ in paper_columns.PAPER_COLUMNS.values()}
-    metrics["ocrbench"] = ("total", 1000 * share)
-    return [
-        Evaluation(
-            task, task, [Metric("other", 0.9), Metric(name, value), Metric(name, 0.1, subset="a part")], 9, 9, []
-        )
-        for task, (name, value) in metrics.items()
-    ]
-
-
-def test_models_are_shown_in_the_papers_columns_above_its_rows():
-    evaluations = nine(0.5)
-    found = paper_columns.paper_scores(evaluations)
-    assert found == pytest.approx(dict.fromkeys([*paper_columns.PAPER_COLUMNS, "average"], 50.0))
-    table = paper_columns.paper_table({"ours": [found, paper_columns.paper_scores(nine(0.6))]})
-    cells = [list(column.cells) for column in table.columns]
-    assert [column.header for column in table.columns[1:]] == list(found)
-    assert [column[0] for column in cells] == ["ours", *["55.00"] * 10]
-    assert cells[0][1] == "paper: Llama-3.2-3B, no norm" and len(cells[0]) == 7
-    assert [column[6] for column in cells[1:4]] == ["77.66", "50.58", "87.87"]
-    # A part of a task, or of the tasks, is not the whole.
-    partial = [Evaluation(each.task, "", each.metrics, 4, 9, []) for each in evaluations]
-    rest = paper_columns.paper_scores(partial[:1] + evaluations[1:])
-    assert rest.keys() == set(paper_columns.PAPER_COLUMNS) - {"MMBench-EN"}
-    assert paper_columns.paper_table({"ours": [{}], "theirs": [found]}) is None

@@ -4,12 +4,10 @@
 import hashlib
 import json
 import math
-import shutil
 from collections import Counter
 from functools import cache
 
 import pytest
-import stored
 import tiny_parts as parts
 import torch
 from lm_eval import evaluate as harness
@@ -20,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 from normalign_llava import build_checkpoint
 from normalign_llava.evaluate.answers import named
 from normalign_llava.evaluate.engine import OFFLINE
-from normalign_llava.evaluate.results import Evaluation, Metric, add_before, forgotten, read_evaluations
 from normalign_llava.evaluate.run import evaluate
 from normalign_llava.fetched.easy_vqa import prompt
 
@@ -140,34 +137,3 @@ def test_a_checkpoint_reads_texts_as_its_language_model_alone(tmp_path):
     )
     for each, same in zip(alone, built, strict=True):
         assert [metric.value for metric in same.metrics] == pytest.approx([metric.value for metric in each.metrics])
-
-
-def test_the_checkpoint_before_the_first_stage_counts(tmp_path):
-    align = {"options": {"model_name_or_path": "base"}}
-    records = {"base": {}, "align": align, "model": {"options": {"model_name_or_path": "align"}, "before": align}}
-    for bits, (name, record) in enumerate(records.items(), 1):
-        Evaluation("offline_perplexity", "", [Metric("bits_per_byte", bits)], 32, 32, []).write(tmp_path / name)
-        (tmp_path / name / "training.json").write_text(json.dumps(record))
-    (result,) = read_evaluations(tmp_path / "model")
-    add_before(result, tmp_path / "model")
-    assert result.metrics[0].references == {"before training": 2}  # another checkpoint is called base
-    (tmp_path / "base" / "training.json").unlink()
-    add_before(result, tmp_path / "model")
-    assert result.metrics[0].references == {"before training": 1}
-
-
-def test_a_trained_checkpoint_is_held_against_its_base(checkpoint, tmp_path):
-    base, model = (shutil.copytree(checkpoint, tmp_path / name) for name in ("base", "model"))
-    weights = stored.weights(model)
-    weights["model.language_model.norm.weight"] *= 5
-    stored.store(model, weights)
-    (model / "training.json").write_text(json.dumps({"options": {"model_name_or_path": "base"}}))
-    unknown, before, done = (evaluate(str(each), tasks=[OFFLINE[2]], limit=1) for each in (model, base, model))
-    assert "not known: evaluate the model that it was trained from on offline_perplexity" in unknown.note
-    (was, _), (bits, _) = before.results[0].metrics, done.results[0].metrics
-    assert read_evaluations(model) == done.results and bits.references == {"before training": was.value}
-    rise = f"rose from {was.value:.2f} to {bits.value:.2f}, by {bits.value / was.value - 1:.0%}."
-    assert done.note.endswith(rise) and before.note is None and bits.value > 1.1 * was.value
-    assert "before training" in [column.header for column in done.table().columns]
-    bits.references["before training"] = bits.value / 1.09
-    assert forgotten(done.results) is None

@@ -100,11 +100,8 @@ def test_several_images_and_a_system_turn_are_asked(tmp_path, caplog):
 def test_rows_that_cannot_be_evaluated_are_named(tmp_path):
     cases = {
         "it has 2 questions; save each, with its answer, as a row of its own": {"messages": TURNS * 2},
-        "it has no assistant turn": {"question": "what?"},
         "there is no such image": asked("what?", "it", image="gone.png"),
-        "It is read with --columns question=text,answer=label": {"text": "Is there a dog?", "label": "yes"},
         "the answer 'C' is not just one of the choices ['dog', 'cat']": asked("what?", "C", choices=["dog", "cat"]),
-        "choices must be a list of two to 26 texts, got 'a|b'": asked("what?", "a", choices="a|b"),
         "or whether it has choices, differs from the first row": asked("what?", "a", choices=["a", "b"]),
         "its system turn, or": {"messages": [{"role": "system", "content": "Shout."}, *TURNS]},
     }

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
@@ -24,9 +25,10 @@ from PIL import Image
 from plan import read_plan
 from report import write_report
 from scipy import stats
-from scores import Line
+from scores import PAPER_COLUMNS, Line, paper_average
 from torch.utils.flop_counter import FlopCounterMode
 
+from normalign_llava.evaluate.results import Evaluation, Metric
 from normalign_llava.train.memory import largest_batch
 from normalign_llava.train.modules.model import base_model
 from normalign_llava.train.options.arguments import parse
@@ -153,6 +155,16 @@ def test_the_report_is_that_of_a_computation_by_hand(tmp_path):
     of_gain = f"2.000 ± {stats.t.ppf(0.975, 1) * stdev([1.5, 2.5]) / math.sqrt(2):.3f}"
     of_entry = f"44.500 ± {stats.t.ppf(0.975, 1) * stdev([44, 45]) / math.sqrt(2):.3f}"
     assert f"| norm and GWC | {of_entry} | 0.500 ± 0.000 | {of_gain} |" in page
+
+
+def test_the_average_is_that_of_the_papers_nine_columns_of_whole_tasks():
+    whole = []
+    for number, (task, metric, _) in enumerate(PAPER_COLUMNS.values(), 1):
+        share = number * (100 if task == "ocrbench" else 0.1)  # OCRBench counts answers, of 1000
+        metrics = [Metric("other", 7.0), Metric(metric, share), Metric(metric, 7.0, subset="a part")]
+        whole.append(Evaluation(task, task, metrics, 9, 9, []))
+    assert paper_average(whole) == {"average": pytest.approx(50.0)}
+    assert paper_average(whole[1:]) == paper_average([*whole[1:], replace(whole[0], samples=4)]) == {}
 
 
 SENTENCES = [

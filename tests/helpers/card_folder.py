@@ -112,7 +112,7 @@ def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
     found = Gain(2.2812, gain, 0.0152, 0.0197, 0.8765, 0.4321)
     report = diagnosed(1.02, "layer_norm", folder.name, gain=found)
     figures = [("interface.png", "interface"), ("rotation.png", "depth"), ("norms.png", "depth")]
-    figures += [("attention_1.png", "attention"), ("attention_depth.png", "attention"), ("gone.png", "depth")]
+    figures += [("attention_1.png", "attention"), ("gone.png", "depth")]
     drawings = [Drawing(file, file[:-4].capitalize(), f"Of {SECRET}" if "_1" in file else "A caption.", section)
                 for file, section in figures]  # fmt: skip
     (folder / "diagnostics").mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from hub_repository import Blob, Commit, Refusal, Repository, git_blob_id, in_lfs, stored_in_lfs
+from hub_repository import Commit, Refusal, Repository, git_blob_id, in_lfs, stored_in_lfs
 from huggingface_hub import RepoCard
 
 
@@ -96,7 +96,7 @@ def info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: 
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
     card = commit.files.get("README.md")
-    content = repository.blobs[card].read().decode() if card else ""
+    content = repository.blobs[card].decode() if card else ""
     return reply(
         {
             "id": repo_id,
@@ -144,13 +144,12 @@ def download(
     headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
     headers |= {"X-Repo-Commit": commit.oid, "ETag": f'"{blob_id}"'}
     if in_lfs(blob_id):
-        headers |= {"X-Linked-Etag": f'"{blob_id}"', "X-Linked-Size": str(blob.size)}
-    status, first, last = 200, 0, blob.size - 1
+        headers |= {"X-Linked-Etag": f'"{blob_id}"', "X-Linked-Size": str(len(blob))}
+    status, content = 200, blob
     if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", request.range):
-        status, first, last = 206, int(asked[1]), min(int(asked[2] or last), last)
-        headers["Content-Range"] = f"bytes {first}-{last}/{blob.size}"
-    headers["Content-Length"] = str(last + 1 - first)
-    content = blob.read(first, last) if request.method == "GET" else b""
+        first, last = int(asked[1]), min(int(asked[2] or len(blob) - 1), len(blob) - 1)
+        status, content = 206, blob[first : last + 1]
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(blob)}"
     return Answer(content, status, headers, download=f"{repo_id}/{path}")
 
 
@@ -203,7 +202,7 @@ def batch(hub: "HubServer", request: Request, repo_id: str, kind: str = "model")
 
 def upload(hub: "HubServer", request: Request, repo_id: str, sha256: str, kind: str = "model") -> Answer:
     # The address is the permit, as with the signed addresses of the Hub's storage: no token comes with it.
-    hub.repositories[address(kind, repo_id)].blobs[sha256] = Blob(len(request.body), request.body)
+    hub.repositories[address(kind, repo_id)].blobs[sha256] = request.body
     hub.received[sha256] += len(request.body)
     return Answer()
 
@@ -234,7 +233,7 @@ def _apply(repository: Repository, files: dict[str, str], key: str, value: dict)
     if key == "file":
         content = base64.b64decode(value["content"])
         files[path] = git_blob_id(content)
-        repository.blobs[files[path]] = Blob(len(content), content)
+        repository.blobs[files[path]] = content
     elif key == "lfsFile" and value["oid"] in repository.blobs:
         files[path] = value["oid"]
     elif key == "deletedFile" and path in files:

@@ -3,7 +3,6 @@
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".parquet", ".arrow", ".zip")
@@ -17,23 +16,6 @@ class Refusal(Exception):
         super().__init__(message)
         self.status = status
         self.headers = {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}
-
-
-@dataclass(frozen=True)
-class Blob:
-    """The content of a file: in memory or on disk."""
-
-    size: int
-    content: bytes | Path
-
-    def read(self, first: int = 0, last: int | None = None) -> bytes:
-        """Bytes `first` to `last`, both included; to the end without `last`."""
-        last = self.size - 1 if last is None else last
-        if isinstance(self.content, bytes):
-            return self.content[first : last + 1]
-        with self.content.open("rb") as file:
-            file.seek(first)
-            return file.read(last + 1 - first)
 
 
 @dataclass(frozen=True)
@@ -57,15 +39,14 @@ class Repository:
     Attributes:
         address: Its page below the Hub's own: `user/name`, `datasets/user/name`, `spaces/user/name`.
         private: Whether only its owner sees it.
-        folder: Where its first files lie, if they came from a folder.
         branches: Name -> commit, pull requests among them as `refs/pr/1`.
         blobs: Blob id -> content, uploaded content that is in no commit among them.
     """
 
-    def __init__(self, address: str, private: bool = False, folder: Path | None = None):
-        self.address, self.private, self.folder = address, private, folder
+    def __init__(self, address: str, private: bool = False):
+        self.address, self.private = address, private
         self.branches: dict[str, str] = {}
-        self.blobs: dict[str, Blob] = {}
+        self.blobs: dict[str, bytes] = {}
         self._commits: dict[str, Commit] = {}
 
     @property
@@ -75,7 +56,7 @@ class Repository:
 
     def files(self) -> dict[str, int]:
         """Path -> size in bytes, on `main`."""
-        return {path: self.blobs[blob_id].size for path, blob_id in self.head().files.items()}
+        return {path: len(self.blobs[blob_id]) for path, blob_id in self.head().files.items()}
 
     def commits(self, branch: str = "main") -> list[Commit]:
         """The commits that lead to a revision, newest first."""
@@ -90,7 +71,7 @@ class Repository:
 
     def read(self, path: str, revision: str = "main") -> bytes:
         """A file's content; KeyError if the revision has no such file."""
-        return self.blobs[self.resolve(revision).files[path]].read()
+        return self.blobs[self.resolve(revision).files[path]]
 
     def resolve(self, revision: str) -> Commit:
         """The commit that a branch or an id names."""
@@ -107,19 +88,22 @@ class Repository:
         self.branches[branch] = oid
         return self._commits[oid]
 
-    def store(self, path: str, content: bytes | Path) -> str:
-        """Stores what a file at `path` holds, in LFS where the Hub would; returns its blob id."""
-        data = content if isinstance(content, bytes) else content.read_bytes()
-        blob_id = hashlib.sha256(data).hexdigest() if stored_in_lfs(path, len(data), data[:512]) else git_blob_id(data)
-        self.blobs[blob_id] = Blob(len(data), content)
-        return blob_id
+    def change(self, contents: dict[str, bytes]) -> Commit:
+        """A commit on `main` that adds or replaces files; in LFS are those that the Hub would put there."""
+        before = self.head() if self.branches else Commit("", None, {})
+        stored = {}
+        for path, content in contents.items():
+            large = stored_in_lfs(path, len(content), content[:512])
+            stored[path] = hashlib.sha256(content).hexdigest() if large else git_blob_id(content)
+            self.blobs[stored[path]] = content
+        return self.advance("main", before.files | stored, parent=before.oid or None)
 
     def entry(self, path: str, commit: Commit) -> dict:
         """A file or a folder as `tree` and `paths-info` list it."""
         if path not in commit.files:
             return {"type": "directory", "path": path, "size": 0, "oid": git_blob_id(path.encode())}
         blob_id = commit.files[path]
-        size = self.blobs[blob_id].size
+        size = len(self.blobs[blob_id])
         entry = {"type": "file", "path": path, "size": size, "oid": blob_id}
         if in_lfs(blob_id):
             entry |= {"oid": git_blob_id(blob_id.encode()), "lfs": {"oid": blob_id, "size": size, "pointerSize": 134}}

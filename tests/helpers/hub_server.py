@@ -85,18 +85,18 @@ class HubServer:
         self, repo_id: str, *, kind: str = "model", private: bool = False, files: dict[str, bytes] | None = None
     ) -> Repository:
         """A repository as the Hub makes one, with a `.gitattributes`; a second commit brings `files`."""
-        repository = self._add(Repository(address(kind, repo_id), private), {".gitattributes": GITATTRIBUTES})
+        repository = self.repositories[address(kind, repo_id)] = Repository(address(kind, repo_id), private)
+        repository.change({".gitattributes": GITATTRIBUTES})
         if files:
-            stored = {path: repository.store(path, content) for path, content in files.items()}
-            head = repository.head()
-            repository.advance("main", head.files | stored, parent=head.oid)
+            repository.change(files)
         return repository
 
     def serve(self, repo_id: str, folder: Path, kind: str = "model") -> Repository:
         """A public repository whose only commit is the files of a folder, and nothing else."""
+        repository = self.repositories[address(kind, repo_id)] = Repository(address(kind, repo_id))
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        files = {path.relative_to(folder).as_posix(): path for path in paths}
-        return self._add(Repository(address(kind, repo_id), folder=folder), files)
+        repository.change({path.relative_to(folder).as_posix(): path.read_bytes() for path in paths})
+        return repository
 
     def repository(self, repo_id: str, kind: str = "model") -> Repository:
         """What the hub has under a name; KeyError if it has nothing."""
@@ -116,12 +116,6 @@ class HubServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def _add(self, repository: Repository, files: dict) -> Repository:
-        stored = {path: repository.store(path, content) for path, content in files.items()}
-        repository.advance("main", stored, parent=None)
-        self.repositories[repository.address] = repository
-        return repository
 
 
 class _Handler(BaseHTTPRequestHandler):

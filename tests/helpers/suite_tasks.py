@@ -5,19 +5,8 @@ import yaml
 from datasets import Dataset, Features, Image, Value
 
 
-DRAWING = """
-import random
-import numpy as np
-import torch
-
-def said(document, answers):
-    random.random(), np.random.rand(), torch.rand(3)
-    return {"letters": sum(map(ord, answers[0])), "e": answers[0].count("e")}
-"""
-
-
 def write(tasks) -> None:
-    """One with images, whose functions draw random numbers, and one of likelihoods."""
+    """One with images, and one of likelihoods."""
     (tasks / "my-questions").mkdir(parents=True)
     asked = [
         {"image": {"bytes": training.image(i), "path": None}, "question": f"what is in {i}?", "answer": "red"}
@@ -38,9 +27,7 @@ def write(tasks) -> None:
         "doc_to_image": ["image"],
         "doc_to_text": "<image>{{question}}",
         "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": 6},
-        "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("letters", "e")
-        ],
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
     choosing = {
         **shared,
@@ -51,6 +38,4 @@ def write(tasks) -> None:
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
     (tasks / "tiny_choosing.yaml").write_text(yaml.safe_dump(choosing))
-    drawn = yaml.safe_dump(looking) + "process_results: !function drawing.said\n"
-    (tasks / "tiny_looking.yaml").write_text(drawn)
-    (tasks / "drawing.py").write_text(DRAWING)
+    (tasks / "tiny_looking.yaml").write_text(yaml.safe_dump(looking))

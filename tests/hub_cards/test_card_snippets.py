@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.card.write import render_card
-from normalign_llava.hub_cards.push.publish import SNIPPET
 from normalign_llava.train.modules.model import base_model
 
 
@@ -83,7 +82,6 @@ def executed(adapter, checkpoint, tmp_path_factory):
     folder = made.bare(root, tied=False)
     of_model = snippets(render_card(folder, repo_id=str(folder)).text)
     assert ["generate(" in each for each in of_model] == [True, False, False]
-    of_model.insert(0, SNIPPET.format(repo_id=folder, commit="main"))
     card = render_card(
         adapter, repo_id=str(adapter), base=Part("base model", str(checkpoint), str(checkpoint), "main")
     )

@@ -7,7 +7,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.hub_cards.push.clean_process import QUESTION, ask_clean_process
+from normalign_llava.hub_cards.push.clean_process import QUESTION, ask_clean_process, first_logits
 
 
 pytestmark = pytest.mark.slow
@@ -34,3 +34,6 @@ def test_without_a_token_of_this_machine_it_gets_what_the_package_gives(built, m
     with torch.no_grad():
         logits = model(**inputs).logits[0, -1].double()
     torch.testing.assert_close(torch.tensor(answer).double(), logits, rtol=1e-5, atol=1e-6)
+    torch.nn.init.constant_(model.model.multi_modal_projector.linear_1.weight, torch.nan)
+    with pytest.raises(ValueError, match="NaN"), torch.no_grad():
+        first_logits(model, processor)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`normalign publish` when nothing goes wrong: what is on the Hub afterwards, and whose files stay."""
 
-import re
-
 import pytest
 import stored
 from huggingface_hub import ModelCard
@@ -13,13 +11,6 @@ pytestmark = pytest.mark.slow
 
 NOTES = "<!-- by hand: notes -->\n"
 OWN_CARD = "---\nlicense: mit\n---\n# My page\n\nWhat nobody else knows.\n"
-
-
-def edit(repository, **files):
-    """A commit of a person who changes files on the Hub's page."""
-    head = repository.head()
-    stored = {name: repository.store(name, content) for name, content in files.items()}
-    return repository.advance("main", head.files | stored, parent=head.oid)
 
 
 def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, folder, tmp_path):
@@ -36,8 +27,6 @@ def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, fold
     assert all(repository.read(name) == content for name, content in before.items())
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "the folder was changed"
     assert not list(tmp_path.glob("clean-process-*"))
-    (snippet,) = re.findall(r"(from transformers import .* trust_remote_code=True \))", shown)
-    assert f'commit = "{commit}"' in snippet
 
 
 def test_published_again_nothing_changes_and_one_file_is_one_commit(publish, hub, folder):
@@ -74,20 +63,13 @@ def test_what_was_written_by_hand_stays_and_the_rest_is_new(publish, hub, folder
     repository = hub.repository("ann/m")
     card = repository.read("README.md").decode()
     card = card.replace(NOTES, f"{NOTES}By hand,\r\nof two lines.\n").replace("---\n", "---\ndatasets: ann/data\n", 1)
-    edited = edit(repository, **{"README.md": card.replace("image-text-to-text", "image-to-text").encode()})
+    edited = repository.change({"README.md": card.replace("image-text-to-text", "image-to-text").encode()})
     assert publish(folder, "--no-verify")[0] == 0
     assert repository.head().parent == edited.oid
     written = repository.read("README.md").decode()
     assert f"{NOTES}By hand,\r\nof two lines.\n" in written
     data = ModelCard(written).data
     assert (data.datasets, data.pipeline_tag) == ("ann/data", "image-text-to-text")
-
-
-def test_front_matter_that_the_hub_refuses_is_found_before_the_upload(publish, hub, folder):
-    hub.create("ann/m", files={"README.md": b"---\nlicense: my own\n---\n<!-- normalign card, metadata: tags -->\n"})
-    status, shown = publish(folder, "--no-verify")
-    assert status == 1 and "Invalid metadata in README.md" in shown and "must be one of" in shown, shown
-    assert hub.received.total() == 0
 
 
 @pytest.mark.parametrize("place", ["folder", "Hub"])
@@ -110,11 +92,10 @@ def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
     assert hub.requests == []
     weights = stored.weights(folder)
     name = "model.multi_modal_projector.linear_1.weight"
-    projector = weights.pop(name)
-    for changed, words in (({}, name), ({name: projector * float("nan")}, "NaN")):  # which only loading shows
-        stored.store(folder, weights | changed)
-        status, shown = publish(folder, "--dry-run")
-        assert status == 1 and "does not work in a process without this package" in shown and words in shown
+    del weights[name]  # which only loading shows
+    stored.store(folder, weights)
+    status, shown = publish(folder, "--dry-run")
+    assert status == 1 and "does not work in a process without this package" in shown and name in shown
 
 
 def test_a_pull_request_and_a_commit_that_nobody_can_load(publish, hub, folder):

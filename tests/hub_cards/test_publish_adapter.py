@@ -66,4 +66,3 @@ def test_as_an_adapter_with_its_base_pinned(publish, hub, checkpoint, adapter, t
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(checkpoint)
     assert not {"model.safetensors", "optimizer.pt"} & set(repository.head().files)
     assert served.commit in repository.read("README.md").decode()
-    assert f'as its card says, with revision = "{repository.commit}"' in shown

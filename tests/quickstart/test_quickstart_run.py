@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from paths import HELPERS
 from PIL import Image
-from rich.console import Console
 
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.fetched.easy_vqa import KINDS, OVERALL
@@ -50,7 +49,8 @@ def output(tmp_path_factory):
     return tmp_path_factory.mktemp("run") / "quickstart"
 
 
-def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output):
+def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     source = textwrap.dedent(START).format(tests=[str(HELPERS), str(Path(__file__).parent)], output=str(output))
     process = prepared.start(["-c", source])
     while process.poll() is None and not list((output / "stage1-trainer").glob("checkpoint-*/trainer_state.json")):
@@ -59,16 +59,14 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output):
     done = process.wait()
     assert not (output / "stage1").exists() and not (output / "results.json").exists()
     before = {path: path.stat().st_mtime_ns for path in (output / "untrained").iterdir()}
-    assert read_evaluations(output / "untrained")
     assert "stage 1" in done.stdout and "Resuming" not in done.stdout + done.stderr
 
-    console = Console(record=True, width=120)
-    results = run_quickstart(output, SHORT, console=console)
-    assert {path: path.stat().st_mtime_ns for path in (output / "untrained").iterdir()} == before
+    results = run_quickstart(output, SHORT)
+    assert all(path.stat().st_mtime_ns == time_ for path, time_ in before.items())
     assert results == json.loads((output / "results.json").read_text())
     assert results["reloaded_alike"]
     assert results["count"] == results["before"]["count"] == {**dict.fromkeys(KINDS, 1), OVERALL: 3, "emoji": 3}
-    assert list(results["seconds"])[:4] == ["fetch", "convert", "build", "evaluate before"]
+    assert list(results["seconds"])[:4] == ["fetch", "convert", "build", "stage 1"]
     assert {path.name for path in output.iterdir()} == {
         "untrained", "data", "stage1", "stage2", "model", "journal.json", "images.png", "results.json",
     }  # fmt: skip
@@ -82,9 +80,9 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output):
     check_evaluations(output / "model", results)
     with Image.open(output / "images.png") as image:
         assert image.width > 1000 and image.height > 150  # a row of four
-    shown = console.export_text()
+    shown = capsys.readouterr().out
     words = (*KINDS, "blank image", "majority answer", "the same logits", "report.html")
-    for word in (*words, "evaluate before, finished before"):
+    for word in (*words, "convert, finished before"):
         assert word in shown
 
     alone = report(output / "model")
@@ -93,11 +91,21 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output):
         run_quickstart(output, replace(SHORT, seed=1))
 
 
+@pytest.mark.parametrize("name", [".git/HEAD", "journal.json"])
+def test_a_folder_with_anything_else_in_it_is_refused(tmp_path, name):
+    output = tmp_path / "mine"
+    (output / name).parent.mkdir(parents=True)
+    (output / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"mine holds {name.partition('/')[0]}, which no quickstart wrote"):
+        run_quickstart(output, SHORT)
+    assert [path for path in output.rglob("*") if path.is_file()] == [output / name]
+
+
 @pytest.mark.nightly
-def test_a_finished_quickstart_goes_on_to_the_model_without_the_norm(archives, output):
+def test_a_finished_quickstart_goes_on_to_the_model_without_the_norm(archives, output, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     before = run_quickstart(output, SHORT)["seconds"]
-    console = Console(record=True, width=160)
-    again = run_quickstart(output, SHORT, full_baseline=True, console=console)
+    again = run_quickstart(output, SHORT, full_baseline=True)
     assert {name: again["seconds"][name] for name in before} == before
     assert again["baseline"]["accuracy"].keys() == again["after"]["accuracy"].keys()
     assert report(output / "model")["against"]["model"] == "quickstart-no-norm"
@@ -110,7 +118,7 @@ def test_a_finished_quickstart_goes_on_to_the_model_without_the_norm(archives, o
     assert stage1["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
     assert [step["step"] for step in stage1["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
     assert [each.task for each in read_evaluations(output / "baseline" / "model")] == sorted(TASKS)
-    assert "without the norm" in console.export_text() and (output / "baseline" / "model").exists()
+    assert "without the norm" in capsys.readouterr().out and (output / "baseline" / "model").exists()
     assert run_quickstart(output, SHORT)["baseline"] == again["baseline"]
 
 

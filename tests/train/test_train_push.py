@@ -85,7 +85,7 @@ def test_a_run_publishes_its_result_once(hub, run, prepared, tmp_path, parts):
 
     repository, out = hub.repository(REPO), tmp_path / "out"
     assert len(repository.commits()) == 3 and set(repository.head().files) == MODEL | {"notes.txt"}
-    assert not [blob for blob in repository.blobs.values() if token.encode() in blob.read()]
+    assert not [blob for blob in repository.blobs.values() if token.encode() in blob]
     assert by_hand(text := repository.read("README.md").decode())["notes"] == "Ask Ann.\n"
     assert is_ours(text) and is_ours((out / "README.md").read_text())
     for path in out.glob("*.safetensors"):
@@ -167,4 +167,4 @@ def test_an_adapter_of_a_local_folder_is_published_merged(hub, run, parts):
     repository = hub.repository(REPO)
     sent = set(repository.head().files)
     assert sent >= MODEL and not sent & ADAPTER - MODEL
-    assert not [blob for blob in repository.blobs.values() if str(parts).encode() in blob.read()]
+    assert not [blob for blob in repository.blobs.values() if str(parts).encode() in blob]
