@@ -205,7 +205,7 @@ def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         part = ADAPTERS if ".lora_" in name else VISION if module_of(name) == "vision" else WEIGHTS
-        found[part] += (size := _bytes(tensor))
+        found[part] += (size := tensor_bytes(tensor))
         if tensor.requires_grad:
             found[GRADIENTS] += size
             found[OPTIMIZER] += _optimizer_bytes(args.optim.value, tensor, tensor in embeddings)
@@ -267,7 +267,8 @@ def _shares(args: TrainingArguments) -> dict[str, float]:
     return found
 
 
-def _bytes(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor, whole if ZeRO-3 divides it, with the constants of its quantization."""
     size = getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
     if type(tensor).__name__ == "Params4bit":
         size += sum(value.nbytes for value in tensor.quant_state.as_dict().values() if isinstance(value, Tensor))

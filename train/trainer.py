@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import save_fsdp_optimizer
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -24,6 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer import SCHEDULER_NAME
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint.files import write_json
@@ -48,11 +50,14 @@ from .modules.model import (
     fill_gradients,
     freeze,
     frozen_modules,
+    load_sharded,
     module_of,
     name_as_unsharded,
+    pass_over_frozen,
     prepare_sharding,
     replaced,
     train_in_float32,
+    trained_parameters,
     wrap_forward,
 )
 from .options.arguments import keep_float32
@@ -68,10 +73,12 @@ logger = get_logger(__name__)  # logs in one process only
 OVERRIDDEN = (
     "_get_grad_norm",
     "_get_train_sampler",
+    "_load_best_model",
     "_load_from_checkpoint",
     "_run_epoch",
     "_save",
     "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
     "_save_rng_state",
     "_total_train_tokens",
 )
@@ -187,8 +194,7 @@ class NormAlignTrainer(SFTTrainer):
         rows = self.get_total_train_batch_size(args)
         steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
         self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
-        if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
-            self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
+        self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _finish_model(self) -> None:
@@ -207,6 +213,8 @@ class NormAlignTrainer(SFTTrainer):
         wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
             prepare_sharding(self.accelerator, model)
+        if self.is_deepspeed_enabled:
+            self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
     def _add_callbacks(self) -> None:
         """Checks, and what is measured and shown: lines of the log, answers to held-out rows, cosines."""
@@ -304,7 +312,7 @@ class NormAlignTrainer(SFTTrainer):
         """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
-        if self.args.should_save and "disk" in self.facts:
+        if self.args.should_save:
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
@@ -428,7 +436,7 @@ class NormAlignTrainer(SFTTrainer):
         folder, model, frozen = Path(output_dir or self.args.output_dir), self.model, frozen_modules(self.model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
             # What is frozen is written as it was read.
-            trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+            trained = trained_parameters(model)
             model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
             model.load_state_dict(trained, strict=False)
         with no_progress_bar(), replaced(self, model=model):
@@ -440,12 +448,39 @@ class NormAlignTrainer(SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
+            load_sharded(self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
         freeze(self.model, self.learning_rates)
         self.weights_in.insert(0, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        if self.is_fsdp_enabled:
+            self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
+        else:
+            super()._load_best_model()
+
+    def _save_optimizer_and_scheduler(self, output_dir) -> None:
+        # The Trainer's saves all weights again where they are divided among processes.
+        if self.is_deepspeed_enabled:
+
+            def trained(**kwargs: bool) -> dict[str, torch.Tensor]:
+                return {name: value.data for name, value in trained_parameters(self.model).items()}
+
+            with replaced(self.model_wrapped, module_state_dict=trained):
+                self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
+        elif isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
+            plugin = self.accelerator.state.fsdp_plugin
+            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"

@@ -16,7 +16,7 @@ from transformers.trainer_utils import IntervalStrategy
 from ...diagnose.measure.families import decoder_layers
 from ...diagnose.measure.positions import token_positions
 from ...modeling_normalign_llava import _gathered, gain_magnitude
-from ..modules.model import base_model, module_of, projector_norm
+from ..modules.model import base_model, module_of, projector_norm, trained_parameters
 
 
 PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
@@ -168,13 +168,12 @@ def norm_values(model: nn.Module) -> dict[str, Tensor]:
 
 def _trained_parts(model: nn.Module) -> dict[str, list[Tensor]]:
     parts: dict[str, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            module = module_of(name)
-            part = {"vision": "vision_tower", "language": "language_model"}.get(module, module)
-            if module == "norm":
-                part = "gain" if name.endswith("weight") else "bias"
-            parts.setdefault(part, []).append(parameter)
+    for name, parameter in trained_parameters(model).items():
+        module = module_of(name)
+        part = {"vision": "vision_tower", "language": "language_model"}.get(module, module)
+        if module == "norm":
+            part = "gain" if name.endswith("weight") else "bias"
+        parts.setdefault(part, []).append(parameter)
     return parts
 
 

@@ -9,6 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from peft import PeftModel
@@ -24,13 +25,12 @@ from ...checkpoint.weights import (
     free_space,
     module_of_file,
     shards_of,
-    size_of,
     stored_tensors,
     unchanged_files,
 )
 from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport, by_kind, counted, not_read
-from ..memory import gib, parameter_count, static_bytes
+from ..memory import gib, parameter_count, static_bytes, tensor_bytes
 from ..modules.model import base_model, frozen_modules, module_of
 from ..options.arguments import NormAlignConfig, autocast_dtype
 from ..shapes import ACTIVATIONS, OPTIMIZER, PARTS
@@ -114,18 +114,23 @@ def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Se
 
     Files of frozen modules are written once, or not at all if they are in the folders `weights_in`.
     """
-    sharded = AcceleratorState().distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    kind = AcceleratorState().distributed_type
+    sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     optimizer = static_bytes(model, args)[OPTIMIZER] * (args.world_size if sharded else 1)
-    once = 0
-    if isinstance(model, PeftModel):
-        weights = sum(each.nbytes for each in model.parameters() if each.requires_grad)
-    else:
-        layout, frozen = stored_tensors(model), frozen_modules(model)
+    trained = sum(tensor_bytes(each) for each in model.parameters() if each.requires_grad)
+    if kind == DistributedType.DEEPSPEED or (sharded and isinstance(model, PeftModel)):
+        optimizer += trained  # which is saved again with these states
+    weights, once = trained, 0
+    if not isinstance(model, PeftModel):
+        whole = {  # ZeRO-3 leaves empty tensors behind, which know their shapes
+            name: torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
+        layout, frozen = stored_tensors(model, whole), frozen_modules(model)
         found, files = unchanged_files(layout, frozen, weights_in), shards_of(layout)
         sizes = {name: sum(layout[each].nbytes for each in files[name]) for name in files.keys() - found.keys()}
         once = sum(size for name, size in sizes.items() if module_of_file(files[name][0]) in frozen)
         weights = sum(sizes.values()) - once
-        optimizer += size_of(layout) if sharded else 0  # which is saved again with these states
     saves = {"no": 0, "epoch": ceil(args.num_train_epochs)}.get(args.save_strategy.value)
     if saves is None:
         every = args.save_steps if args.save_steps >= 1 else ceil(args.save_steps * steps)

@@ -24,7 +24,7 @@ from ...checkpoint.untrusted import check_weights
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..options.arguments import NormAlignConfig, autocast_dtype
-from .model import MODULES, PLACES, module_of, projector_norm
+from .model import MODULES, PLACES, module_of, projector_norm, trained_parameters
 
 
 END = torch.finfo(torch.float16).max
@@ -216,8 +216,7 @@ def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> Non
     model.requires_grad_(False)
 
     def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
-        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        for name in state.keys() - trained:
+        for name in state.keys() - trained_parameters(module).keys():
             del state[name]
 
     model.register_load_state_dict_pre_hook(load_trained)
