@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import PreTrainedModel, TrainerCallback
@@ -27,9 +27,6 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from .modules.model import evaluating
 from .options.arguments import NormAlignConfig
 
-
-PACKED = "packed"
-"""Column of a packed stream: the rows of one forward pass."""
 
 BATCHES_SORTED_TOGETHER = 50
 """Rows are sorted by length within so many batches: enough for similar lengths, few enough to mix well."""
@@ -233,20 +230,6 @@ def check_longest(longest: int, tokens: int, source: str = "The data") -> None:
             f"{source}: the longest row has {longest} tokens, more than tokens_per_device {tokens}. Raise it, or "
             "lower max_length."
         )
-
-
-def packed_stream(rows: IterableDataset, rows_per_pass: int, accumulation: int, processes: int) -> IterableDataset:
-    """A stream of forward passes, each a list of rows, from a buffer of the rows of one optimizer step."""
-    together = rows_per_pass * processes
-
-    def divide(columns: dict[str, list[Any]]) -> dict[str, list[list[dict[str, Any]]]]:
-        step = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        passes = ceil(len(step) / together) * processes  # fewer at the end of the stream
-        step = list(islice(cycle(step), max(len(step), passes)))  # each process has a row, if one comes twice
-        parts = balanced([row["length"] for row in step], passes, processes)
-        return {PACKED: [[step[position] for position in part] for part in parts]}
-
-    return rows.map(divide, batched=True, batch_size=together * accumulation, remove_columns=rows.column_names)
 
 
 def without_padding(batch: dict[str, Any]) -> dict[str, Any]:

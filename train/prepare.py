@@ -54,7 +54,7 @@ class Prepared:
     """A run that is checked and loaded.
 
     Attributes:
-        learning_rates: Peak learning rate of each module, with its origin.
+        learning_rates: Peak learning rate of each module.
         checkpoint: Where the model was loaded from; None for a model that was given.
     """
 
@@ -64,7 +64,7 @@ class Prepared:
     eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
     processor: LlavaProcessor
     peft_config: PeftConfig | None
-    learning_rates: dict[str, tuple[float, str]]
+    learning_rates: dict[str, float]
     report: DataReport
     checkpoint: Checkpoint | None
 
@@ -116,8 +116,7 @@ def prepare(
         peft_config.revision = checkpoint.revision if checkpoint else None  # PEFT stores the base's name alone
     if quantization_config is not None:
         check_quantized(config, quantization_config, args, peft_config)
-    origins = learning_rates_with_origin(args, model, optimizer, peft_config is not None)
-    rates = {module: value for module, (value, _) in origins.items()}
+    rates = args.learning_rates(peft_config is not None) if optimizer is None else rates_of(optimizer, args, model)
     # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
     args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
 
@@ -161,7 +160,7 @@ def prepare(
         model = load_model(checkpoint, args, rates, quantization_config, peft_config is not None)
     if args.fp16_is_tried and not args.dry_run:
         settle_float16(model, args, largest_batch(args, train_dataset, collator))
-    return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, origins, report, checkpoint)
+    return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, rates, report, checkpoint)
 
 
 def _checkpoint_and_config(
@@ -290,12 +289,10 @@ def prepare_stream(args: NormAlignConfig) -> None:
     """Has one process at most read a stream. Raises ValueError if options need its length, or that of its rows."""
     if args.max_steps <= 0:
         raise ValueError("A streamed data set has no length. Set max_steps.")
-    if args.tokens_per_device:
-        raise ValueError(
-            "tokens_per_device needs the lengths of all rows, and a stream has none. Give per_device_train_batch_size."
-        )
-    if args.train_sampling_strategy == "group_by_length":
-        raise ValueError("train_sampling_strategy group_by_length needs data in memory, not a stream.")
+    grouped = args.train_sampling_strategy == "group_by_length"
+    if grouped or args.packing:
+        name = "train_sampling_strategy group_by_length" if grouped else "packing"
+        raise ValueError(f"{name} needs the lengths of all rows, and a stream has none. Leave one of them out.")
     args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has a single shard
 
 
@@ -381,22 +378,18 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
     return steps
 
 
-def learning_rates_with_origin(
-    args: NormAlignConfig, model: Any, optimizer: Optimizer | None, use_peft: bool
-) -> dict[str, tuple[float, str]]:
-    """Peak learning rate of each module with its origin, by `args` or by a user's own optimizer."""
-    if optimizer is None:
-        return args.learning_rates_with_origin(use_peft)
-    given = [f"{module}_learning_rate" for module in MODULES if getattr(args, f"{module}_learning_rate") is not None]
-    if given:
+def rates_of(optimizer: Optimizer, args: NormAlignConfig, model: Any) -> dict[str, float]:
+    """Peak learning rate of each module in a user's own optimizer."""
+    options = [f"{module}_learning_rate" for module in MODULES]
+    if given := [option for option in options if getattr(args, option) is not None]:
         raise ValueError(f"{', '.join(given)} cannot be used with optimizers. Give them to its parameter groups.")
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     names = {parameter: name for name, parameter in named}
-    learning_rates = dict.fromkeys(MODULES, 0.0)
+    rates = dict.fromkeys(MODULES, 0.0)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError("The optimizer has parameters of another model. Create it for the model you give.")
             module = module_of(names[parameter])
-            learning_rates[module] = max(learning_rates[module], group.get("initial_lr", group["lr"]))
-    return {module: (value, "optimizer") for module, value in learning_rates.items()}
+            rates[module] = max(rates[module], group.get("initial_lr", group["lr"]))
+    return rates

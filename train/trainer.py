@@ -36,7 +36,7 @@ from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.finite import FiniteCheck
 from .callbacks.measurements import Measurements
-from .callbacks.progress import DataWait, show_lines
+from .callbacks.progress import show_lines
 from .collator import ConversationCollator, blank_image
 from .keeping.checkpoints import only_run, writing_checkpoint
 from .keeping.record import check_publishable, publish_result, training_record, write_card_of
@@ -61,7 +61,7 @@ from .modules.model import (
     wrap_forward,
 )
 from .options.arguments import keep_float32
-from .packing import PackedAttentionCheck, packed_stream, train_sampler
+from .packing import PackedAttentionCheck, train_sampler
 from .prepare import checked_rows, normalign_config, prepare
 
 
@@ -158,12 +158,12 @@ class NormAlignTrainer(SFTTrainer):
         )
         self.checkpoint, model = ready.checkpoint, ready.model
         commit = ready.checkpoint.revision if ready.checkpoint else None
-        self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
+        self.learning_rates = ready.learning_rates
         self.record = training_record(model, commit, args, self.learning_rates, ready.report, options)
         self.build = read_record(model.name_or_path, BUILD_RECORD, commit)
         # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
         self.weights_in = index_folder(model.name_or_path, commit) if ready.checkpoint else []
-        self.measurements, self.data_wait = Measurements(args), DataWait()
+        self.measurements = Measurements(args)
         self.probe: CosineProbe | None = None
         # The only place where options change after `prepare`, and are set again. TRL refuses the first two for images
         # (huggingface/trl#4339), and reports the third as ignored.
@@ -182,7 +182,7 @@ class NormAlignTrainer(SFTTrainer):
                 ready.processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
-                callbacks=[self.measurements, self.data_wait, *(callbacks or [])],
+                callbacks=[self.measurements, *(callbacks or [])],
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -266,16 +266,6 @@ class NormAlignTrainer(SFTTrainer):
         rows = self.train_dataset if train_dataset is None else train_dataset
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
 
-    def get_train_dataloader(self) -> DataLoader:
-        """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
-        args = self.args
-        if not (args.packing and isinstance(self.train_dataset, IterableDataset)):
-            return super().get_train_dataloader()
-        passes = packed_stream(
-            self.train_dataset, args.train_batch_size, args.gradient_accumulation_steps, args.world_size
-        )
-        return self._get_dataloader(passes, description="Training", batch_size=1, is_training=True)
-
     def get_total_train_batch_size(self, args) -> int:
         """Rows in an optimizer step, over all processes."""
         return args.global_batch_size or super().get_total_train_batch_size(args)
@@ -291,13 +281,6 @@ class NormAlignTrainer(SFTTrainer):
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args, split="eval")
         return super().get_test_dataloader(rows)
-
-    def get_batch_samples(self, *args, **kwargs):
-        """The Trainer's batches of one optimizer step; the time that they take is measured."""
-        start = time.perf_counter()
-        samples = super().get_batch_samples(*args, **kwargs)
-        self.data_wait.seconds += time.perf_counter() - start
-        return samples
 
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
         """The memory of a step on the longest rows: [`estimate_memory`]. No weight is read, none need be loaded."""
@@ -371,7 +354,7 @@ class NormAlignTrainer(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the measurements of this step to what TRL and the Trainer log."""
         if self.model.training:
-            logs |= self.measurements.collect() | self.data_wait.collect()
+            logs |= self.measurements.collect()
             logs |= self.probe.collect() if self.probe else {}
         super().log(logs, start_time)
 

@@ -252,7 +252,7 @@ def test_a_stream_trains_as_the_same_rows_in_memory(tmp_path, checkpoint):
     assert same(*ends)
     with pytest.raises(ValueError, match="no length. Set max_steps"):
         NormAlignTrainer(str(checkpoint), options(tmp_path, max_steps=-1), train_dataset=data)
-    with pytest.raises(ValueError, match="group_by_length needs data in memory"):
+    with pytest.raises(ValueError, match="group_by_length needs the lengths of all rows"):
         args = options(tmp_path, train_sampling_strategy="group_by_length")
         NormAlignTrainer(str(checkpoint), args, train_dataset=data)
 

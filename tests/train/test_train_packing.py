@@ -3,13 +3,11 @@
 import random
 
 import pytest
-import torch
 import training
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
-from datasets import Dataset
 from torch.utils.data import BatchSampler
 
-from normalign_llava.train.packing import BalancedSampler, balanced, packed_stream
+from normalign_llava.train.packing import BalancedSampler, balanced
 from normalign_llava.train.prepare import accumulation_steps
 
 
@@ -88,16 +86,6 @@ def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
         balanced_sampler.fit(899, epochs=1)
 
 
-def test_a_stream_is_packed_in_a_buffer_of_one_step():
-    rows = Dataset.from_dict({"length": LENGTHS, "row": list(range(43))}).to_iterable_dataset()
-    passes = [each["packed"] for each in packed_stream(rows, rows_per_pass=3, accumulation=2, processes=2)]
-    assert len(passes) == 16  # three whole steps, and seven rows in the last, where a pass may have three
-    for step in range(4):
-        found = [[row["row"] for row in rows] for rows in passes[4 * step : 4 * step + 4]]
-        lengths = LENGTHS[12 * step : 12 * step + 12]
-        assert found == [[12 * step + i for i in part] for part in balanced(lengths, 4, 2)]
-
-
 OPTIONS = {"global_batch_size": 6, "max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "logging_steps": 1}
 
 
@@ -137,30 +125,14 @@ def test_tokens_per_device_changes_no_step(tmp_path, checkpoint):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streamed", [False, True])
-def test_packing_keeps_the_steps_of_another_sampler_and_of_a_stream(tmp_path, checkpoint, streamed):
+def test_packing_keeps_the_steps_of_another_sampler(tmp_path, checkpoint):
     data, ends = rows_of_different_lengths(checkpoint), []
-    options = OPTIONS if streamed else {**OPTIONS, "train_sampling_strategy": "group_by_length"}
+    options = {**OPTIONS, "train_sampling_strategy": "group_by_length"}
     for packing in (False, True):
-        rows = data.select(range(19)).to_iterable_dataset() if streamed else data  # they end within a step
-        trainer = training.trainer(tmp_path / str(packing), checkpoint, rows, packing=packing, **options)
+        trainer = training.trainer(tmp_path / str(packing), checkpoint, data, packing=packing, **options)
         trainer.train()
         ends.append(ended(trainer))
     assert_same(*reversed(ends))
-
-
-@pytest.mark.slow
-def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, checkpoint):
-    data = rows_of_different_lengths(checkpoint)
-    options = {**OPTIONS, "packing": True, "save_strategy": "steps", "save_steps": 3}
-    trainers = []
-    for resume in (None, str(tmp_path / "out" / "checkpoint-3")):
-        trainers.append(
-            training.trainer(tmp_path / "out", checkpoint, data.repeat(2).to_iterable_dataset(), **options)
-        )
-        trainers[-1].train(resume_from_checkpoint=resume)
-    whole, resumed = (training.weights(trainer.model) for trainer in trainers)
-    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ ROWS = {
 def summary(
     model: nn.Module,
     args: NormAlignConfig,
-    learning_rates: dict[str, tuple[float, str]],
+    learning_rates: dict[str, float],
     report: DataReport,
     rows: int,
     steps: int,
@@ -83,27 +83,24 @@ def summary(
     }
 
 
-def modules(model: nn.Module, learning_rates: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
-    """Parameters of each module, how many are trained, their dtypes, the learning rate, and what set it.
+def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str, Any]]:
+    """Parameters of each module, how many are trained, their dtypes, and the learning rate.
 
     A 4-bit weight counts as the parameters it represents. PEFT's untrained copies of modules that are trained in full
     do not count.
     """
-    empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0, "set_by": ""}
+    empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
     found = {key: {"module": name, **empty, "dtypes": Counter()} for key, name in ROWS.items()}
     for name, parameter in model.named_parameters():
         if ".original_module." in name:
             continue
-        learning_rate, origin = learning_rates[module_of(name)]
         row = found["adapters" if ".lora_" in name else module_of(name)]
         count = parameter_count(parameter)
         row["parameters"] += count
         row["dtypes"][_dtype(parameter)] += count
         if parameter.requires_grad:
             row["trained"] += count
-            row["learning_rate"] = learning_rate
-        if parameter.requires_grad or not learning_rate:
-            row["set_by"] = origin
+            row["learning_rate"] = learning_rates[module_of(name)]
     for row in found.values():
         row["dtypes"] = [dtype for dtype, _ in row["dtypes"].most_common()]
     return [row for row in found.values() if row["parameters"]]
@@ -167,12 +164,12 @@ def render_dropped(dropped: DroppedRows) -> list[str]:
 
 def _modules_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Modules", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("", "parameters", "trained", "share", "dtype", "learning rate", "set by"):
-        table.add_column(title, justify="left" if title in ("", "dtype", "set by") else "right")
+    for title in ("", "parameters", "trained", "share", "dtype", "learning rate"):
+        table.add_column(title, justify="left" if title in ("", "dtype") else "right")
     total = {name: sum(row[name] for row in rows) for name in ("parameters", "trained")}
     for row in rows:
         learning_rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
-        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), learning_rate, row["set_by"])
+        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), learning_rate)
     table.add_section()
     table.add_row("all", *_counts(total))
     return table

@@ -155,12 +155,12 @@ def check_quantized(
                 f"modules_to_save names {own}, of which {name} would be quantized, and quantized weights cannot be "
                 "trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
             )
-        rate, origin = training.learning_rates_with_origin(use_peft)[module]
+        rate = training.learning_rates(use_peft)[module]
         if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") and rate and not (use_peft and module == "language"):
             option = f"{module}_learning_rate"
             adapters = " add --use_peft, or" if module == "language" else ""
             raise ValueError(
-                f"{name} would be quantized, and quantized weights cannot be trained, as {option} {rate:g} ({origin}) "
+                f"{name} would be quantized, and quantized weights cannot be trained, as {option} {rate:g} "
                 f"asks for. Leave out the quantization,{adapters} freeze the module with --{option} 0."
             )
 

@@ -205,25 +205,16 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
         """The peak learning rate of each module; 0 if it is frozen, as by default the vision tower with adapters."""
-        return {module: value for module, (value, _) in self.learning_rates_with_origin(use_peft).items()}
-
-    def learning_rates_with_origin(self, use_peft: bool) -> dict[str, tuple[float, str]]:
-        """[`learning_rates`], each with its origin: `"given"`, or whose default it is, such as `"stage tune"`."""
-        defaults, origin = STAGES.get(self.stage or "", {}), f"stage {self.stage}" if self.stage else "TRL"
+        defaults = STAGES.get(self.stage or "", {})
         if use_peft and self.stage == "tune" and not self.learning_rate_is_given:
-            defaults, origin = ADAPTERS, "adapters"
-        rest = defaults.get("learning_rate", self.learning_rate), origin
-        if self.learning_rate_is_given:
-            rest = self.learning_rate, "given"
-        found = {}
+            defaults = ADAPTERS
+        rest = self.learning_rate if self.learning_rate_is_given else defaults.get("learning_rate", self.learning_rate)
+        rates = {}
         for module in ("vision", "projector", "norm", "language"):
             name = f"{module}_learning_rate"
-            found[module] = (defaults[name], origin) if name in defaults else rest
-            if use_peft and module == "vision":
-                found[module] = 0.0, "adapters"
-            if (given := getattr(self, name)) is not None:
-                found[module] = given, "given"
-        return found
+            default = 0.0 if use_peft and module == "vision" else defaults.get(name, rest)
+            rates[module] = default if getattr(self, name) is None else getattr(self, name)
+        return rates
 
 
 def check_numbers(args: NormAlignConfig) -> None:
