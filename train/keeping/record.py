@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
@@ -148,15 +146,6 @@ def _fixed(record: dict[str, Any]) -> dict[str, Any]:
     fixed |= {name: record.get(name) for name in ("stage", "arm", "learning_rates", "quantization")}
     used = [(source["source"], source["used"]) for source in record["data"] if source["split"] == "train"]
     return {**fixed, "data": used}
-
-
-def render_options(record: dict[str, Any]) -> Table:
-    """Stage, arm and resolved options, for `rich.console.Console.print`."""
-    table = Table.grid(padding=(0, 2))
-    table.title, table.title_justify = "Options", "left"
-    for name, value in {"stage": record["stage"], "arm": record["arm"], **record["options"]}.items():
-        table.add_row(name, Text(str(value)))
-    return table
 
 
 def write_card_of(folder: Path, repo_id: str | None) -> None:

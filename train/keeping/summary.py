@@ -13,7 +13,6 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from peft import PeftModel
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -30,7 +29,7 @@ from ...checkpoint.weights import (
 )
 from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport, by_kind, counted, not_read
-from ..memory import gib, parameter_count, static_bytes, tensor_bytes
+from ..memory import gib, parameter_count, static_bytes, tensor_bytes, titled_table
 from ..modules.model import base_model, frozen_modules, module_of
 from ..options.arguments import NormAlignConfig, autocast_dtype
 from ..shapes import ACTIVATIONS, OPTIMIZER, PARTS
@@ -149,10 +148,12 @@ def check_disk(output_dir: str | os.PathLike, size: int) -> None:
     check_space(Path(output_dir), size, remedy)
 
 
-def render(facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
-    """What [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
+def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
+    """Options, and what [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
+    options = {"stage": record["stage"], "arm": record["arm"], **record["options"]}
     tables = _modules_table(facts["modules"]), _data_table(facts["data"])
-    return Group(*tables, *_not_read(facts), _facts_table(facts, free_space(Path(output_dir))))
+    shown = _facts(facts, free_space(Path(output_dir)))
+    return Group("Options", _pairs(options), *tables, *_not_read(facts), _pairs(shown))
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
@@ -162,37 +163,27 @@ def render_dropped(dropped: DroppedRows) -> list[str]:
     return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)] if rows else []
 
 
-def _modules_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Modules", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("", "parameters", "trained", "share", "dtype", "learning rate"):
-        table.add_column(title, justify="left" if title in ("", "dtype") else "right")
-    total = {name: sum(row[name] for row in rows) for name in ("parameters", "trained")}
-    for row in rows:
-        learning_rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
-        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), learning_rate)
-    table.add_section()
-    table.add_row("all", *_counts(total))
-    return table
-
-
-def _counts(row: dict[str, Any]) -> tuple[str, str, str]:
-    share = 100 * row["trained"] / row["parameters"]
-    return f"{row['parameters']:,}", f"{row['trained']:,}", f"{share:.3g} %"
+def _modules_table(modules: list[dict[str, Any]]) -> Table:
+    total = {name: sum(row[name] for row in modules) for name in ("parameters", "trained")}
+    rows = []
+    for row in [*modules, {"module": "all", **total}]:
+        counts = [f"{row['parameters']:,}", f"{row['trained']:,}", f"{100 * row['trained'] / row['parameters']:.3g} %"]
+        rate = f"{row.get('learning_rate', 0):g}" if row["trained"] else "frozen"
+        more = [" + ".join(row["dtypes"]), rate] if "dtypes" in row else []
+        rows.append([row["module"], *counts, *more])
+    return titled_table("Modules", ["", "parameters", "trained", "share", "dtype", "learning rate"], rows)
 
 
 def _data_table(sources: list[dict[str, Any]]) -> Table:
-    table = Table(title="Data", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", overflow="fold")
-    for title in ("", "rows", "bad", "too long", "used", "images", "tokens (median)"):
-        table.add_column(title, justify="right" if title else "left")
+    rows = []
     for source in sources:
         numbers = [source[name] for name in ("found", "bad", "too_long", "used", "images")]
-        shown = ["" if number is None else f"{number:,}" for number in numbers]
         tokens = "streamed"
         if source["longest"] is not None:
             tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
-        table.add_row(Text(Path(source["source"]).name), source["split"], *shown, tokens)
-    return table
+        counts = ["" if number is None else f"{number:,}" for number in numbers]
+        rows.append([Path(source["source"]).name, source["split"], *counts, tokens])
+    return titled_table("Data", ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"], rows)
 
 
 def _not_read(facts: dict[str, Any]) -> Iterator[Text]:
@@ -204,30 +195,34 @@ def _not_read(facts: dict[str, Any]) -> Iterator[Text]:
             yield Text(f"{Path(source['source']).name}, {title}: {text}")
 
 
-def _facts_table(facts: dict[str, Any], free: int) -> Table:
-    batch = facts["batch"]
+def _pairs(values: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
+    for name, value in values.items():
+        table.add_row(name, Text(str(value)))
+    return table
+
+
+def _facts(facts: dict[str, Any], free: int) -> dict[str, str]:
+    batch, disk = facts["batch"], facts["disk"]
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
     divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
     if batch["tokens_per_device"]:
         divided += f", each with at most {batch['tokens_per_device']:,} tokens"
-    for name, value in {
+    checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
+    shown = {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided}",
         "Reading": f"by {batch['workers']:,} process(es) for each" if batch["workers"] else "in the same process",
         "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
         "Optimizer": facts["optimizer"],
         "Precision": _precision(facts),
-    }.items():
-        table.add_row(name, Text(value))
-    if disk := facts.get("disk"):
-        checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
-        table.add_row("Disk", f"{gib(disk['total'])} ({checkpoints}); {gib(free)} are free")
+        "Disk": f"{gib(disk['total'])} ({checkpoints}); {gib(free)} are free",
+    }
     if used := facts.get("memory"):
         parts = ", ".join(f"{name} {gib(used[name])}" for name in PARTS if used.get(name))
         more = "" if ACTIVATIONS in used else ", and activations"
-        table.add_row("Memory", f"{gib(used['total'])} on each device ({parts}){more}")
-    return table
+        shown["Memory"] = f"{gib(used['total'])} on each device ({parts}){more}"
+    return shown
 
 
 def _precision(facts: dict[str, Any]) -> str:

@@ -240,8 +240,7 @@ class ModelArguments(ModelOptions, ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("lora_modules_to_save", "lora_target_parameters"):
-            setattr(self, name, _names(getattr(self, name)) or None)
+        self.lora_modules_to_save = _names(self.lora_modules_to_save) or None
         changed = [f.name for f in fields(self) if f.default is not MISSING and getattr(self, f.name) != f.default]
         adapters = [name for name in changed if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
         if adapters and not self.use_peft:
