@@ -64,7 +64,7 @@ def test_help_of_training_shows_options_that_exist():
     named = [name for names in SHOWN.values() for name in names]
     parsed = {option for action in option_parser()._actions for option in action.option_strings}
     ours = {option for parameter in app_commands()["train"].params for option in parameter.opts}
-    assert len(named) == len(set(named)) == 30
+    assert len(named) == len(set(named)) == 29
     assert {f"--{name}" for name in named} <= parsed | ours
     shown = invoke("train", "--help").output
     assert "Usage: normalign train RECIPE [--option value ...]" in shown and "qlora, quickstart-" in shown

@@ -44,7 +44,7 @@ SHOWN = {
     ),
     "Learning": (
         *("learning_rate", "vision_learning_rate", "language_learning_rate", "num_train_epochs", "max_steps"),
-        *("global_batch_size", "per_device_train_batch_size", "packing", "tokens_per_device"),
+        *("global_batch_size", "per_device_train_batch_size", "packing"),
     ),
     "Adapters": ("use_peft", "lora_r", "load_in_4bit"),
     "While training": ("eval_strategy", "report_to", "resume_from_checkpoint"),

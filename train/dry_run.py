@@ -13,7 +13,7 @@ from .trainer import NormAlignTrainer
 def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrainer]) -> str:
     """Which options would make a step fit that does not: the first of some changes that does, from small to large.
 
-    They are fewer rows or tokens in a pass, halved each time; gradient checkpointing; adapters, or bfloat16 if the
+    They are fewer rows in a pass, halved each time; gradient checkpointing; adapters, or bfloat16 if the
     language model is frozen; 4 bits; all of that. The step is estimated again with each.
 
     Args:
@@ -21,11 +21,8 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
         make: Returns one with further words on the command line.
     """
     args = trainer.args
-    batch, least = "per_device_train_batch_size", 1
-    if args.tokens_per_device:
-        batch, least = "tokens_per_device", max(trainer.train_dataset.with_format(None)["length"])
-    halves = [getattr(args, batch) // 2**n for n in range(1, 16)]
-    smaller = [[f"--{batch}", str(size)] for size in halves if size >= least]
+    halves = [args.per_device_train_batch_size // 2**n for n in range(1, 16)]
+    smaller = [["--per_device_train_batch_size", str(rows)] for rows in halves if rows]
     checkpointing = [] if args.gradient_checkpointing else ["--gradient_checkpointing", "true"]
     half = ["--dtype", "bfloat16"] if args.model_init_kwargs["dtype"] == "float32" else []
     in_full = trainer.learning_rates["language"] > 0 and not isinstance(trainer.model, PeftModel)

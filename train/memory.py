@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -109,13 +109,7 @@ def largest_batch(
     lengths = rows.with_format(None)["length"][:]
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     longest = (order * count)[:count]
-    if args.tokens_per_device:
-        longest, tokens = [], 0
-        for row in cycle(order):
-            if (tokens := tokens + lengths[row]) > args.tokens_per_device:
-                break
-            longest.append(row)
-    elif args.packing:
+    if args.packing:
         passes: Any = train_sampler(args, rows)
         longest = max(passes, key=lambda together: sum(lengths[row] for row in together))
     return collator([rows[row] for row in longest])

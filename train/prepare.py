@@ -10,7 +10,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
-from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import HubStrategy
@@ -38,9 +37,8 @@ from .modules.load import (
     load_model,
     settle_float16,
 )
-from .modules.model import MODULES, module_of
+from .modules.model import MODULES
 from .options.arguments import NormAlignConfig
-from .packing import check_longest, fitted_accumulation
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -79,7 +77,6 @@ def prepare(
     processor: Any,
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | None,
-    optimizer: Optimizer | None,
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None,
     compares_rows: bool,
 ) -> Prepared:
@@ -87,8 +84,6 @@ def prepare(
 
     Options come first, then checkpoint and adapters, then the rows, and last the weights.
     """
-    if peft_config is not None and optimizer is not None:
-        raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
     if getattr(model, "hf_device_map", None) is None:
         check_one_gpu(args)
     if args.dry_run and is_deepspeed_zero3_enabled():
@@ -116,7 +111,7 @@ def prepare(
         peft_config.revision = checkpoint.revision if checkpoint else None  # PEFT stores the base's name alone
     if quantization_config is not None:
         check_quantized(config, quantization_config, args, peft_config)
-    rates = args.learning_rates(peft_config is not None) if optimizer is None else rates_of(optimizer, args, model)
+    rates = args.learning_rates(peft_config is not None)
     # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
     args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
 
@@ -150,11 +145,9 @@ def prepare(
         skippable = sum(source.skippable for source in report.sources)
         share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
         collator = replace(collator, skippable=skippable // readers, share=share)
-    _check_lengths(report, config, args)
+    _warn_of_length(report, config)
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
-    if args.tokens_per_device:
-        args.gradient_accumulation_steps = fitted_accumulation(args, train_dataset, args.tokens_per_device)
 
     if checkpoint is not None:
         model = load_model(checkpoint, args, rates, quantization_config, peft_config is not None)
@@ -272,11 +265,7 @@ def checked_rows(
     return prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
 
 
-def _check_lengths(report: DataReport, config: NormAlignLlavaConfig, args: NormAlignConfig) -> None:
-    """Checks the longest rows: those of one forward pass, and the language model's positions."""
-    for source in report.sources:
-        if args.tokens_per_device and source.split == "train":
-            check_longest(source.longest or 0, args.tokens_per_device, source.source)
+def _warn_of_length(report: DataReport, config: NormAlignLlavaConfig) -> None:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
         logger.warning(
@@ -355,14 +344,6 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
     world_size = world_size or args.world_size
-    if args.tokens_per_device:
-        if args.gradient_accumulation_steps != 1:
-            raise ValueError("gradient_accumulation_steps are derived from tokens_per_device. Leave them out.")
-        if args.global_batch_size % world_size:
-            raise ValueError(
-                f"global_batch_size {args.global_batch_size} is not a multiple of {world_size} processes. Change it."
-            )
-        return 1  # until the lengths of the rows are known
     together = args.per_device_train_batch_size * world_size
     steps, rest = divmod(args.global_batch_size, together)
     product = f"per_device_train_batch_size {args.per_device_train_batch_size} x {world_size} process(es)"
@@ -376,20 +357,3 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
             f"{args.global_batch_size}. Leave gradient_accumulation_steps out: it is derived, and would be {steps}."
         )
     return steps
-
-
-def rates_of(optimizer: Optimizer, args: NormAlignConfig, model: Any) -> dict[str, float]:
-    """Peak learning rate of each module in a user's own optimizer."""
-    options = [f"{module}_learning_rate" for module in MODULES]
-    if given := [option for option in options if getattr(args, option) is not None]:
-        raise ValueError(f"{', '.join(given)} cannot be used with optimizers. Give them to its parameter groups.")
-    named = model.named_parameters() if isinstance(model, nn.Module) else ()
-    names = {parameter: name for name, parameter in named}
-    rates = dict.fromkeys(MODULES, 0.0)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise ValueError("The optimizer has parameters of another model. Create it for the model you give.")
-            module = module_of(names[parameter])
-            rates[module] = max(rates[module], group.get("initial_lr", group["lr"]))
-    return rates

@@ -105,11 +105,10 @@ class NormAlignTrainer(SFTTrainer):
         processing_class: The model's processor, by default the one in its folder.
         compute_loss_func, compute_metrics, callbacks, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: As in
             [`SFTTrainer`]. A learning rate in the arguments of an optimizer class replaces `learning_rate`.
-        optimizers: An optimizer and a schedule. The parameters of the optimizer are trained, at its learning rates.
         quantization_config: How to quantize a model that is loaded here.
         peft_config: A `LoraConfig`. Adapters are limited to the language model; projector and norm are trained in full
             and saved with them, and so is the vision tower if it has a learning rate.
-        formatting_func: Refused, since it turns rows into text.
+        formatting_func, optimizers: Refused: they turn rows into text, and have learning rates of their own.
         options: More dataclasses of options, to be kept in `training.json`.
 
     Attributes:
@@ -142,6 +141,8 @@ class NormAlignTrainer(SFTTrainer):
     ):
         if formatting_func is not None:
             raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
+        if optimizers != (None, None):
+            raise ValueError("optimizers have other learning rates than the modules. Give optimizer_cls_and_kwargs.")
         args = normalign_config(args, model, data_collator)
         ready = prepare(
             model,
@@ -152,7 +153,6 @@ class NormAlignTrainer(SFTTrainer):
             processor=processing_class,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            optimizer=optimizers[0],
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             compares_rows=compute_metrics is not None,
         )
@@ -183,7 +183,6 @@ class NormAlignTrainer(SFTTrainer):
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
                 callbacks=[self.measurements, *(callbacks or [])],
-                optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
                 peft_config=ready.peft_config,

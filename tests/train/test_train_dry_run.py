@@ -181,17 +181,3 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
     assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
     tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
     assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")
-
-
-def test_with_packing_the_tokens_of_a_pass_are_halved(checkpoint, tmp_path):
-    data = training.rows(8, images=lambda number: 1, turns=lambda number: 1 + number % 2)
-
-    def make(words, size=2**30):
-        tokens = int(words[1]) if words else 4 * 200
-        options = dict(dry_run=True, packing=True, global_batch_size=8, device_memory=device(size))
-        trainer = training.trainer(tmp_path, checkpoint, data, tokens_per_device=tokens, **options)
-        trainer.train_dataset = with_lengths(trainer, data)
-        return trainer
-
-    size = make(["--tokens_per_device", "200"]).estimate_memory().total
-    assert remedy(make([], size), lambda words: make(words, size)).startswith("Would fit: --tokens_per_device 200. ")

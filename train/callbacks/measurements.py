@@ -29,16 +29,9 @@ SAMPLE = 2**16
 class Measurements(TrainerCallback):
     """Measures the modules at the steps that are logged; at others it costs next to nothing.
 
-    The trainer passes in the norm that it clips by and adds what [`~Measurements.collect`] returns to its logs:
-
-    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the first decoder layer, at image tokens and at
-      the other attended positions, over all micro-batches and processes of the step.
-    - `gain/l2`, `gain/mean_abs`, `bias/mean_abs`: of the norm, after the step (table 5).
-    - `gwc/factor`: the factor on the gradient at the normalised tokens, 1 / s (eq. 12), or 1.
-    - `grad_norm/PART`: L2 norm of the gradients of one of `PARTS`, before clipping.
-    - `update_ratio/PART`: ||w after the step - w before|| / ||w before||, over a sample of at most `SAMPLE` elements.
-      Left out while all of them are zero, as the bias is at first.
-    - `clip/share`: share of the optimizer steps since the last log whose gradients global clipping cut.
+    docs/options.md lists what is logged. The trainer passes in the norm that it clips by, and adds what
+    [`~Measurements.collect`] returns to its logs: sums over all micro-batches and processes of the step. Updates are
+    compared in a sample of at most `SAMPLE` elements, and left out while all of these are zero, as the bias at first.
 
     A part that is frozen has no entry. DeepSpeed keeps the gradients to itself and steps before the Trainer does: with
     it there are no gradient norms and update ratios. The steps measured are those of `logging_steps` and

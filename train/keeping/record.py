@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAY_CHANGE = (
     *("save_", "logging_", "log_", "eval_", "report_to", "sample_", "probe_", "max_steps", "num_train_epochs", "hub_"),
     *("push_to_hub", "dataloader_", "test_split", "dataset_test", "model_name", "dataset_name", "image_folder"),
-    *("learning_rate", "bad_steps", "tokens_per_device", "bad_rows", "check_images", "dataset_num_proc"),
+    *("learning_rate", "bad_steps", "bad_rows", "check_images", "dataset_num_proc"),
     *("dry_run", "device_memory"),
 )
 """Prefixes of options that may change when a run is resumed. Data are compared by their reports, learning rates by

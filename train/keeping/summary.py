@@ -60,8 +60,7 @@ def summary(
     """
     batch = {
         "rows": rows,
-        "per_device": None if args.tokens_per_device else args.per_device_train_batch_size,
-        "tokens_per_device": args.tokens_per_device,
+        "per_device": args.per_device_train_batch_size,
         "processes": args.world_size,
         "accumulation": args.gradient_accumulation_steps,
         "packed": args.packing,
@@ -206,8 +205,6 @@ def _facts(facts: dict[str, Any], free: int) -> dict[str, str]:
     batch, disk = facts["batch"], facts["disk"]
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
     divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
-    if batch["tokens_per_device"]:
-        divided += f", each with at most {batch['tokens_per_device']:,} tokens"
     checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
     shown = {
         "Tokens per image": f"{facts['tokens_per_image']:,}",

@@ -70,7 +70,7 @@ REFUSED_SECTIONS = {
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 """Schedules of transformers that ignore `warmup_steps`."""
 
-LEAST = dict.fromkeys(("per_device_train_batch_size", "global_batch_size", "probe_rows", "tokens_per_device"), 1)
+LEAST = dict.fromkeys(("per_device_train_batch_size", "global_batch_size", "probe_rows"), 1)
 LEAST |= dict.fromkeys(("sample_count", "seed", "data_seed", "dataloader_num_workers", "max_grad_norm"), 0)
 LEAST |= {"dataset_num_proc": 1, "max_length": 1, "warmup_steps": 0}
 """The least value of options of numbers."""
@@ -103,8 +103,6 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
             raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {size}.")
         self.learning_rate_is_given = self.learning_rate is not None
-        if self.tokens_per_device:
-            self.per_device_train_batch_size = 1  # in whose place it is
         defaults = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
         if self.load_best_model_at_end:
             defaults.pop("save_steps", None)  # it must be a multiple of eval_steps
@@ -198,10 +196,6 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
                 "neftune_noise_alpha scales noise by the length of a sequence, which with packing or padding_free "
                 "holds several rows. Leave one out."
             )
-        if self.tokens_per_device and not self.packing:
-            raise ValueError("tokens_per_device is for packing. Add packing.")
-        if self.tokens_per_device and self.global_batch_size is None:
-            raise ValueError("tokens_per_device divides the rows of a step. Set global_batch_size, or a stage.")
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
         """The peak learning rate of each module; 0 if it is frozen, as by default the vision tower with adapters."""
