@@ -22,10 +22,9 @@ from trl import SFTTrainer
 
 from ..errors import Printed
 from .collator import ConversationCollator
-from .modules.model import module_of
 from .options.arguments import NormAlignConfig
 from .packing import train_sampler
-from .shapes import ADAPTERS, BATCHES, GRADIENTS, OPTIMIZER, PARTS, VISION, WEIGHTS, peak_bytes
+from .shapes import ADAPTERS, BATCHES, GRADIENTS, OPTIMIZER, PARTS, WEIGHTS, peak_bytes
 
 
 CONTEXT = 2**30
@@ -191,11 +190,10 @@ def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
     keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with
     the states. States of paged optimizers count although they may lie in the CPU's memory.
     """
-    found = dict.fromkeys((WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER), 0)
+    found = dict.fromkeys((WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        part = ADAPTERS if ".lora_" in name else VISION if module_of(name) == "vision" else WEIGHTS
-        found[part] += (size := tensor_bytes(tensor))
+        found[ADAPTERS if ".lora_" in name else WEIGHTS] += (size := tensor_bytes(tensor))
         if tensor.requires_grad:
             found[GRADIENTS] += size
             found[OPTIMIZER] += _optimizer_bytes(args.optim.value, tensor, tensor in embeddings)
@@ -240,7 +238,7 @@ def _zero_stage() -> int:
 def _shares(args: TrainingArguments) -> dict[str, float]:
     """How much of each part a process has."""
     kind, stage = AcceleratorState().distributed_type, _zero_stage()
-    least = {WEIGHTS: 3, ADAPTERS: 3, VISION: 3, GRADIENTS: 2, OPTIMIZER: 1}  # stage of ZeRO that divides it
+    least = {WEIGHTS: 3, ADAPTERS: 3, GRADIENTS: 2, OPTIMIZER: 1}  # stage of ZeRO that divides it
     sharded = kind == DistributedType.FSDP
     found = {name: 1 / args.world_size if sharded or stage >= least[name] else 1.0 for name in least}
     if kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):

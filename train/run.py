@@ -22,7 +22,6 @@ from .keeping.summary import render, render_dropped
 from .memory import PeakMemory, gib
 from .options.arguments import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
-from .shapes import ACTIVATIONS
 from .trainer import NormAlignTrainer
 
 
@@ -132,8 +131,8 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any]) -> bool:
     console = Console(quiet=not trainer.is_world_process_zero())
     console.print(render(trainer.record, trainer.facts, trainer.args.output_dir), estimate)
     other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
-    instead = f"{'With' if checkpointing else 'Without'} gradient checkpointing: {gib(other.total)}"
-    console.print(f"{instead}, of which activations {gib(other.parts[ACTIVATIONS])}.", soft_wrap=True)
+    instead = "With" if checkpointing else "Without"
+    console.print(f"{instead} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)
     if not estimate.fits:
         console.print(remedy(trainer, make), soft_wrap=True)
     return estimate.fits
