@@ -36,9 +36,8 @@ class ConversationCollator:
     images has no `pixel_values`. A row that is skipped for a bad image stays in the batch, whose shape the other
     processes rely on, with a white image and no labels, so that it adds nothing to the loss.
 
-    The tensors are those of TRL's `DataCollatorForVisionLanguageModeling` where that has no such rules. It repeats
-    each image token in the text, and tokenizes hundreds of them; here they are repeated as tokens, after the answers
-    are labelled.
+    The tensors are those of TRL's `DataCollatorForVisionLanguageModeling` where that has no such rules. Image tokens
+    are repeated after the answers are labelled, and not in the text, of which hundreds would be tokenized.
 
     Args:
         processor: The processor; its chat template must have generation marks. It is settled, see [`settle`].

@@ -64,10 +64,11 @@ def train(
     with only_run(output):
         trainer, resume = make_trainer(data, args, model, callbacks)
         console = Console(quiet=not trainer.is_world_process_zero())
-        trainer.add_callback(PeakMemory(trainer.facts["memory"], console.print))
         try:
             if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
-                trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
+                memory = trainer.estimate_memory().to_dict()
+                trainer.facts["memory"] = trainer.record["run"]["memory"] = memory
+                trainer.add_callback(PeakMemory(memory, console.print))
         except ValueError as error:  # which is no reason not to train
             console.print(str(error), soft_wrap=True)
         console.print(render(trainer.record, trainer.facts, output))
@@ -127,7 +128,6 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any]) -> bool:
 
     trainer = make([])
     estimate = trainer.estimate_memory()
-    del trainer.facts["memory"]  # without activations
     console = Console(quiet=not trainer.is_world_process_zero())
     console.print(render(trainer.record, trainer.facts, trainer.args.output_dir), estimate)
     other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)

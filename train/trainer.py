@@ -94,20 +94,15 @@ class NormAlignTrainer(SFTTrainer):
     Args:
         model: Folder or Hub id of a checkpoint, or a model without adapters. What is trained is made float32;
             `args.model_init_kwargs["dtype"]` is that of the rest, by default [`frozen_dtype`].
-        args: `NormAlignConfig`, or an `SFTConfig`, whose `learning_rate` is then every module's; by default
-            `NormAlignConfig()`. A copy of it is used.
-        data_collator: By default a [`ConversationCollator`] that stops at an image that cannot be read. A collator of
-            another kind gets the rows as they are.
-        train_dataset: Rows in memory or a stream, in any form that `normalign train` reads. They are checked first,
-            and those with more tokens than `max_length` are dropped. A stream needs `max_steps`. `DataArguments` name
-            rows, held-out ones too, as options do.
+        args: `NormAlignConfig`, or an `SFTConfig`, whose `learning_rate` is then every module's. A copy of it is used.
+        data_collator: By default a [`ConversationCollator`]. One of another kind gets the rows as they are.
+        train_dataset: Rows in memory or a stream, in any form that `normalign train` reads, which are checked first.
+            `DataArguments` name rows, held-out ones too, as options do.
         eval_dataset: Held-out rows, or several data sets by name.
         processing_class: The model's processor, by default the one in its folder.
-        compute_loss_func, compute_metrics, callbacks, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: As in
-            [`SFTTrainer`]. A learning rate in the arguments of an optimizer class replaces `learning_rate`.
+        optimizer_cls_and_kwargs: As in [`SFTTrainer`]; a learning rate in it replaces `learning_rate`.
         quantization_config: How to quantize a model that is loaded here.
-        peft_config: A `LoraConfig`. Adapters are limited to the language model; projector and norm are trained in full
-            and saved with them, and so is the vision tower if it has a learning rate.
+        peft_config: A `LoraConfig`: see [`language_adapter`].
         formatting_func, optimizers: Refused: they turn rows into text, and have learning rates of their own.
         options: More dataclasses of options, to be kept in `training.json`.
 

@@ -32,7 +32,7 @@ from ...data.rows.reports import DataReport, by_kind, counted, not_read
 from ..memory import gib, parameter_count, static_bytes, tensor_bytes, titled_table
 from ..modules.model import base_model, frozen_modules, module_of
 from ..options.arguments import NormAlignConfig, autocast_dtype
-from ..shapes import ACTIVATIONS, OPTIMIZER, PARTS
+from ..shapes import OPTIMIZER, PARTS
 from .checkpoints import checkpoints_in
 
 
@@ -54,10 +54,7 @@ def summary(
     rows: int,
     steps: int,
 ) -> dict[str, Any]:
-    """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device.
-
-    Memory is that of weights, gradients and optimizer states; a run puts [`estimate_memory`] in its place.
-    """
+    """The facts of a run as JSON: modules, data, batch, steps, precision; a run adds [`estimate_memory`]."""
     batch = {
         "rows": rows,
         "per_device": args.per_device_train_batch_size,
@@ -77,7 +74,6 @@ def summary(
         "optimizer": str(args.optim.value),
         "autocast": autocast_dtype(args),
         "precision_because": args.precision_because,
-        "memory": {**(found := static_bytes(model, args)), "total": sum(found.values())},
     }
 
 
@@ -217,8 +213,7 @@ def _facts(facts: dict[str, Any], free: int) -> dict[str, str]:
     }
     if used := facts.get("memory"):
         parts = ", ".join(f"{name} {gib(used[name])}" for name in PARTS if used.get(name))
-        more = "" if ACTIVATIONS in used else ", and activations"
-        shown["Memory"] = f"{gib(used['total'])} on each device ({parts}){more}"
+        shown["Memory"] = f"{gib(used['total'])} on each device ({parts})"
     return shown
 
 
