@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model to train: its parts by name, which are frozen, in which precision and mode they run, and sharded."""
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...checkpoint.names import INDEX
 from ...checkpoint.weights import module_of_file
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
@@ -237,8 +239,8 @@ def name_as_unsharded(model: FSDPModule) -> None:
 def load_sharded(model: FSDPModule, folder: Path) -> None:
     """Loads a checkpoint's files of weights under FSDP2: the first process reads them, and each gets its part."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)  # file by file
-    for file in sorted(folder.glob("model-*.safetensors")):
-        set_model_state_dict(model, load_file(file) if dist.get_rank() == 0 else {}, options=options)
+    for name in sorted({*json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}):
+        set_model_state_dict(model, load_file(folder / name) if dist.get_rank() == 0 else {}, options=options)
 
 
 def pass_over_frozen(model: nn.Module, keys: _IncompatibleKeys) -> None:
