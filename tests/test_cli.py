@@ -64,7 +64,7 @@ def test_help_of_training_shows_options_that_exist():
     named = [name for names in SHOWN.values() for name in names]
     parsed = {option for action in option_parser()._actions for option in action.option_strings}
     ours = {option for parameter in app_commands()["train"].params for option in parameter.opts}
-    assert len(named) == len(set(named)) == 30
+    assert len(named) == len(set(named)) == 29
     assert {f"--{name}" for name in named} <= parsed | ours
     shown = invoke("train", "--help").output
     assert "Usage: normalign train RECIPE [--option value ...]" in shown and "qlora, quickstart-" in shown
@@ -76,23 +76,13 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "recipe.yaml").write_text("model_name_or_path: ./none\n")
-    (tmp_path / "mixture.yaml").write_text(
-        "model_name_or_path: model\ndatasets: [{path: user/data}, {path: no.jsonl, fraction: 0.5}]"
-    )
     cases = {
         ("nonsense",): "No such command",
         ("build", "--output", "x", "--from-llava", "a", "--vision", "b"): "leave out --vision",
         ("build", "--output", "x", "--feature-layer", "last"): "Invalid value for '--feature-layer'",
         ("train", "none"): "There is no file none, and none of that name in the package: align-llama",
-        ("train", "recipe.yaml"): "./none is no file or folder here. Make it with `normalign build`",
-        ("train", "recipe.yaml", "--model_name_or_path", "adapter"): "Merge it first (`normalign merge adapter",
         ("train", "--hub_token", "hf_x"): "Everybody on this machine can read a command line",
-        ("train", "--model_name_or_path", "model"): "Give dataset_name (one data set) or datasets",
-        ("train", "mixture.yaml"): "There is no data file no.jsonl",
-        ("train", "--model_name_or_path", "model", "--dataset_name", "a/b", "--image_folder", "no"): "image folder no",
+        ("train", "lora", "--model_name_or_path", ""): "Give the checkpoint to train: --model_name_or_path FOLDER",
         ("evaluate", "./none", "--suite", "offline"): "./none is no file or folder here",
         ("demo", "adapter"): "adapter is an adapter. Merge it first",
     }

@@ -18,7 +18,7 @@ from ..data.rows.checks import tokens_per_image
 from ..data.rows.images import ImageRules, decode_image, image_problem
 from ..data.rows.parse import BadRow, DroppedRow, DroppedRows
 from ..data.rows.reports import by_kind
-from .packing import PACKED, without_padding
+from .packing import without_padding
 
 
 _PROBE = [
@@ -36,9 +36,8 @@ class ConversationCollator:
     images has no `pixel_values`. A row that is skipped for a bad image stays in the batch, whose shape the other
     processes rely on, with a white image and no labels, so that it adds nothing to the loss.
 
-    The tensors are those of TRL's `DataCollatorForVisionLanguageModeling` where that has no such rules. It repeats
-    each image token in the text, and tokenizes hundreds of them; here they are repeated as tokens, after the answers
-    are labelled.
+    The tensors are those of TRL's `DataCollatorForVisionLanguageModeling` where that has no such rules. Image tokens
+    are repeated after the answers are labelled, and not in the text, of which hundreds would be tokenized.
 
     Args:
         processor: The processor; its chat template must have generation marks. It is settled, see [`settle`].
@@ -78,13 +77,12 @@ class ConversationCollator:
             )
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """A batch of B parsed rows, or of an element of a packed stream, padded on the right to T tokens.
+        """A batch of B parsed rows, padded on the right to T tokens.
 
         Returns:
             `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
             With `padding_free`, what [`without_padding`] returns.
         """
-        examples = [row for example in examples for row in example.get(PACKED, [example])]
         self._rows += len(examples)
         opened = [self._images(example) for example in examples]
         rows = []

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from ..checkpoint.find import find_checkpoint, is_hub_id
-from ..data.sources.arguments import DataArguments, DataSource, map_collecting_errors
+from ..data.sources.arguments import DataArguments
 from ..errors import Terminated, check_installed
 from .options.fields import ModelOptions, TrainingOptions
 
@@ -28,7 +27,6 @@ RECIPES, CONFIGS = files(__package__) / "recipes", files(__package__) / "acceler
 USAGE = "normalign train RECIPE [--option value ...]"
 OPTIONS = (DataArguments, TrainingOptions, ModelOptions)
 """The dataclasses that are known before TRL is imported."""
-DATA = ("dataset_name", "eval_dataset_name", "image_folder", "columns")
 NO_MODEL = "Make it with `normalign build` or the stage before, or name another with --model_name_or_path."
 
 PACKAGES = {
@@ -46,7 +44,7 @@ SHOWN = {
     ),
     "Learning": (
         *("learning_rate", "vision_learning_rate", "language_learning_rate", "num_train_epochs", "max_steps"),
-        *("global_batch_size", "per_device_train_batch_size", "packing", "tokens_per_device"),
+        *("global_batch_size", "per_device_train_batch_size", "packing"),
     ),
     "Adapters": ("use_peft", "lora_r", "load_in_4bit"),
     "While training": ("eval_strategy", "report_to", "resume_from_checkpoint"),
@@ -100,11 +98,9 @@ def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
-    """Checks options for what would take seconds to find, or must not be there, without importing TRL."""
+    """Checks, without importing TRL, for a secret, for packages, and for a checkpoint to train."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("model_name_or_path", "hub_token", *DATA):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
-    for name in PACKAGES:
+    for name in ("model_name_or_path", "hub_token", *PACKAGES):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     given, _ = parser.parse_known_args(words)
     if given.hub_token:
@@ -116,14 +112,8 @@ def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
     for name, (package, extra) in PACKAGES.items():
         if str(options.get(name)).lower() not in ("none", "false"):
             check_installed(package, extra, name)
-    if not (model := options.get("model_name_or_path")):
+    if not options.get("model_name_or_path"):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
-    if Path(str(model)).expanduser().exists() or not is_hub_id(str(model)):  # the Hub is asked once, where it is read
-        find_checkpoint(str(model), remedy=NO_MODEL)
-    named: dict[str, Any] = {name: options.get(name) for name in DATA}
-    data = DataArguments(**named, datasets=options.get("datasets") or [])
-    held_out = [DataSource.named(data.eval_dataset_name)] if data.eval_dataset_name else []
-    map_collecting_errors(DataSource.check_paths, [*data.sources, *held_out])
 
 
 def recipe_file(recipe: str | os.PathLike, folder: Traversable = RECIPES) -> Path:

@@ -3,10 +3,9 @@
 
 import math
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,16 +15,16 @@ from datasets import Dataset, IterableDataset
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 from transformers import DataCollator, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from ..errors import Printed
 from .collator import ConversationCollator
-from .modules.model import module_of
 from .options.arguments import NormAlignConfig
 from .packing import train_sampler
-from .shapes import ADAPTERS, BATCHES, GRADIENTS, OPTIMIZER, PARTS, VISION, WEIGHTS, peak_bytes
+from .shapes import ADAPTERS, BATCHES, GRADIENTS, OPTIMIZER, PARTS, WEIGHTS, peak_bytes
 
 
 CONTEXT = 2**30
@@ -73,52 +72,43 @@ class MemoryEstimate(Printed):
         """Its parts with their total, the pass, and the device, as JSON."""
         return {**self.parts, "total": self.total, "rows": self.rows, "tokens": self.tokens, "device": self.device}
 
-    def table(self) -> Table:
-        """The parts, for `rich.console.Console.print`."""
-        table = Table(title="Memory", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column(f"{self.rows:,} row(s), {self.tokens:,} tokens, {self.images:,} image(s)")
-        table.add_column("at the peak of a step", justify="right")
-        for name, size in self.parts.items():
-            table.add_row(name, gib(size))
-        table.add_section()
-        table.add_row("all", gib(self.total))
-        return table
-
     def renderable(self) -> Group:
         """The parts and the verdict."""
-        return Group(self.table(), self.verdict)
+        sizes = [[name, gib(size)] for name, size in {**self.parts, "all": self.total}.items()]
+        batch = f"{self.rows:,} row(s), {self.tokens:,} tokens, {self.images:,} image(s)"
+        return Group(titled_table("Memory", [batch, "at the peak of a step"], sizes), self.verdict)
+
+
+def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table for `rich.console.Console.print`, whose first column is of words and the others of numbers."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def largest_batch(
     args: NormAlignConfig,
     rows: Dataset | IterableDataset,
     collator: DataCollator,
-    limit: int | None = None,
 ) -> dict[str, Any]:
     """The forward pass of the longest rows, as the collator makes it.
 
     With packing it is the one of most tokens. Of a stream, whose lengths are not known, the first row is repeated and
     filled with tokens that are learned, up to `max_length`.
-
-    Rows with more tokens than `limit` do not count, as with `max_length`.
     """
     count = args.per_device_train_batch_size
     if isinstance(collator, ConversationCollator):
         collator = replace(collator, bad_rows="skip", dropped_rows=None)
     if isinstance(rows, IterableDataset) or "length" not in rows.column_names:
         batch = collator(list(islice(rows, 1)) * count)
-        limit = limit or args.max_length
-        return _filled(batch, limit * (count if args.padding_free else 1)) if limit else batch
+        return _filled(batch, args.max_length * (count if args.padding_free else 1)) if args.max_length else batch
     lengths = rows.with_format(None)["length"][:]
-    order = sorted((row for row in range(len(lengths)) if not limit or lengths[row] <= limit), key=lengths.__getitem__)
-    longest = (order[::-1] * count)[:count]
-    if args.tokens_per_device:
-        longest, tokens = [], 0
-        for row in cycle(order[::-1]):
-            if (tokens := tokens + lengths[row]) > args.tokens_per_device:
-                break
-            longest.append(row)
-    elif args.packing and not limit:
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    longest = (order * count)[:count]
+    if args.packing:
         passes: Any = train_sampler(args, rows)
         longest = max(passes, key=lambda together: sum(lengths[row] for row in together))
     return collator([rows[row] for row in longest])
@@ -141,13 +131,12 @@ def estimate_memory(
     trainer: SFTTrainer,
     batch: dict[str, Any],
     gradient_checkpointing: bool | None = None,
-    accumulation: int | None = None,
 ) -> MemoryEstimate:
     """The memory of a step on a batch that the trainer's collator made; no weight is read or changed.
 
-    `gradient_checkpointing` and `accumulation` are by default those of the trainer's arguments. A forward and a
-    backward pass are run with a shape in place of each weight. What they allocate is followed storage by storage, so
-    attention, precision, checkpointing and adapters need no formula.
+    A forward and a backward pass are run with a shape in place of each weight; `gradient_checkpointing` is by default
+    that of the trainer's arguments. What they allocate is followed storage by storage, so attention, precision,
+    checkpointing and adapters need no formula.
     Optimizer states are there from the start, as after the first step, and gradients if steps are accumulated; so are
     the batches of the step.
     Kernels and autocast are the CPU's, also if a GPU is asked about. What a kernel allocates inside is not seen.
@@ -159,7 +148,7 @@ def estimate_memory(
         ValueError: The step cannot be followed.
     """
     args = trainer.args
-    passes = accumulation or args.gradient_accumulation_steps
+    passes = args.gradient_accumulation_steps
     static = static_bytes(trainer.model, args)
     try:
         parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
@@ -201,11 +190,10 @@ def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
     keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with
     the states. States of paged optimizers count although they may lie in the CPU's memory.
     """
-    found = dict.fromkeys((WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER), 0)
+    found = dict.fromkeys((WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        part = ADAPTERS if ".lora_" in name else VISION if module_of(name) == "vision" else WEIGHTS
-        found[part] += (size := _bytes(tensor))
+        found[ADAPTERS if ".lora_" in name else WEIGHTS] += (size := tensor_bytes(tensor))
         if tensor.requires_grad:
             found[GRADIENTS] += size
             found[OPTIMIZER] += _optimizer_bytes(args.optim.value, tensor, tensor in embeddings)
@@ -221,9 +209,7 @@ def parameter_count(parameter: Tensor) -> int:
 
 
 class PeakMemory(TrainerCallback):
-    """Measures the first two steps: the second is the first with optimizer states.
-
-    On a GPU it is what torch allocated; on a CPU, where torch does not count, the whole process at its peak.
+    """Says what torch allocated on a GPU in the first two steps: the second is the first with optimizer states.
 
     Args:
         memory: The estimate, as [`MemoryEstimate.to_dict`] gives it; the measured bytes are put there.
@@ -239,16 +225,9 @@ class PeakMemory(TrainerCallback):
         self._last = min(state.global_step + 2, state.max_steps)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step != self._last:
-            return
-        if args.device.type == "cuda":
+        if args.device.type == "cuda" and state.global_step == self._last:
             self.memory["measured"] = size = torch.cuda.max_memory_allocated(args.device)
             self.show(f"Memory: {gib(size)} measured, {gib(self.memory['total'])} estimated.")
-        elif args.device.type == "cpu" and sys.platform == "linux":
-            import resource  # which Windows lacks
-
-            self.memory["process"] = size = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            self.show(f"Memory: {gib(size)} of the whole process, {gib(self.memory['total'])} estimated for a step.")
 
 
 def _zero_stage() -> int:
@@ -259,7 +238,7 @@ def _zero_stage() -> int:
 def _shares(args: TrainingArguments) -> dict[str, float]:
     """How much of each part a process has."""
     kind, stage = AcceleratorState().distributed_type, _zero_stage()
-    least = {WEIGHTS: 3, ADAPTERS: 3, VISION: 3, GRADIENTS: 2, OPTIMIZER: 1}  # stage of ZeRO that divides it
+    least = {WEIGHTS: 3, ADAPTERS: 3, GRADIENTS: 2, OPTIMIZER: 1}  # stage of ZeRO that divides it
     sharded = kind == DistributedType.FSDP
     found = {name: 1 / args.world_size if sharded or stage >= least[name] else 1.0 for name in least}
     if kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
@@ -267,7 +246,8 @@ def _shares(args: TrainingArguments) -> dict[str, float]:
     return found
 
 
-def _bytes(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor, whole if ZeRO-3 divides it, with the constants of its quantization."""
     size = getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
     if type(tensor).__name__ == "Params4bit":
         size += sum(value.nbytes for value in tensor.quant_state.as_dict().values() if isinstance(value, Tensor))

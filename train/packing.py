@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import PreTrainedModel, TrainerCallback
@@ -27,9 +27,6 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from .modules.model import evaluating
 from .options.arguments import NormAlignConfig
 
-
-PACKED = "packed"
-"""Column of a packed stream: the rows of one forward pass."""
 
 BATCHES_SORTED_TOGETHER = 50
 """Rows are sorted by length within so many batches: enough for similar lengths, few enough to mix well."""
@@ -64,14 +61,6 @@ def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
         rank=args.process_index,
         drop_last=args.dataloader_drop_last,
     )
-
-
-def fitted_accumulation(args: NormAlignConfig, rows: Dataset, tokens: int) -> int:
-    """The least accumulation with which no forward pass of a packed run has more than so many tokens."""
-    sampler = train_sampler(args, rows)
-    assert isinstance(sampler, BalancedSampler)
-    epochs = args.max_steps / sampler.steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
-    return sampler.fit(tokens, ceil(epochs))
 
 
 class ModalityLengthGroupedSampler(Sampler[int]):
@@ -177,11 +166,6 @@ class BalancedSampler(BatchRebalanceSampler):
             for part in self._divide(rows)[self.rank :: self.dp_size]:
                 yield [rows[position] for position in part]
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch, the last of which may have fewer rows."""
-        return ceil(self._rows_of_epoch() / self.effective_batch_size)
-
     def __len__(self) -> int:
         whole, rest = divmod(self._rows_of_epoch(), self.effective_batch_size)
         return whole * self.grad_accum + self._passes(rest) // self.dp_size
@@ -192,21 +176,6 @@ class BalancedSampler(BatchRebalanceSampler):
         order = list(islice(cycle(order), count))
         for start in range(0, count, self.effective_batch_size):
             yield order[start : start + self.effective_batch_size]
-
-    def fit(self, tokens: int, epochs: int) -> int:
-        """Sets and returns the least accumulation with which no forward pass has more than `tokens` tokens.
-
-        Raises:
-            ValueError: A single row has more.
-        """
-        check_longest(max(self.lengths), tokens)
-        for epoch in range(epochs):
-            self.set_epoch(epoch)
-            for rows in self.steps():
-                while self._largest(rows) > tokens:
-                    self.grad_accum += 1
-        self.set_epoch(0)
-        return self.grad_accum
 
     def _rows_of_epoch(self) -> int:
         together = self.rows_per_pass * self.dp_size
@@ -219,34 +188,8 @@ class BalancedSampler(BatchRebalanceSampler):
         """Forward passes of all processes in a step of so many rows."""
         return min(self.grad_accum, ceil(rows / (self.rows_per_pass * self.dp_size))) * self.dp_size
 
-    def _largest(self, rows: Sequence[int]) -> int:
-        return max(sum(self.lengths[rows[position]] for position in part) for part in self._divide(rows))
-
     def _divide(self, rows: Sequence[int]) -> list[list[int]]:
         return balanced([self.lengths[row] for row in rows], self._passes(len(rows)), self.dp_size)
-
-
-def check_longest(longest: int, tokens: int, source: str = "The data") -> None:
-    """Raises ValueError if the longest row has more tokens than a forward pass may have."""
-    if longest > tokens:
-        raise ValueError(
-            f"{source}: the longest row has {longest} tokens, more than tokens_per_device {tokens}. Raise it, or "
-            "lower max_length."
-        )
-
-
-def packed_stream(rows: IterableDataset, rows_per_pass: int, accumulation: int, processes: int) -> IterableDataset:
-    """A stream of forward passes, each a list of rows, from a buffer of the rows of one optimizer step."""
-    together = rows_per_pass * processes
-
-    def divide(columns: dict[str, list[Any]]) -> dict[str, list[list[dict[str, Any]]]]:
-        step = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        passes = ceil(len(step) / together) * processes  # fewer at the end of the stream
-        step = list(islice(cycle(step), max(len(step), passes)))  # each process has a row, if one comes twice
-        parts = balanced([row["length"] for row in step], passes, processes)
-        return {PACKED: [[step[position] for position in part] for part in parts]}
-
-    return rows.map(divide, batched=True, batch_size=together * accumulation, remove_columns=rows.column_names)
 
 
 def without_padding(batch: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
-from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import HubStrategy
@@ -38,9 +37,8 @@ from .modules.load import (
     load_model,
     settle_float16,
 )
-from .modules.model import MODULES, module_of
+from .modules.model import MODULES
 from .options.arguments import NormAlignConfig
-from .packing import check_longest, fitted_accumulation
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -54,7 +52,7 @@ class Prepared:
     """A run that is checked and loaded.
 
     Attributes:
-        learning_rates: Peak learning rate of each module, with its origin.
+        learning_rates: Peak learning rate of each module.
         checkpoint: Where the model was loaded from; None for a model that was given.
     """
 
@@ -64,7 +62,7 @@ class Prepared:
     eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
     processor: LlavaProcessor
     peft_config: PeftConfig | None
-    learning_rates: dict[str, tuple[float, str]]
+    learning_rates: dict[str, float]
     report: DataReport
     checkpoint: Checkpoint | None
 
@@ -79,7 +77,6 @@ def prepare(
     processor: Any,
     quantization_config: BitsAndBytesConfig | None,
     peft_config: PeftConfig | None,
-    optimizer: Optimizer | None,
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None,
     compares_rows: bool,
 ) -> Prepared:
@@ -87,8 +84,6 @@ def prepare(
 
     Options come first, then checkpoint and adapters, then the rows, and last the weights.
     """
-    if peft_config is not None and optimizer is not None:
-        raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
     if getattr(model, "hf_device_map", None) is None:
         check_one_gpu(args)
     if args.dry_run and is_deepspeed_zero3_enabled():
@@ -116,8 +111,7 @@ def prepare(
         peft_config.revision = checkpoint.revision if checkpoint else None  # PEFT stores the base's name alone
     if quantization_config is not None:
         check_quantized(config, quantization_config, args, peft_config)
-    origins = learning_rates_with_origin(args, model, optimizer, peft_config is not None)
-    rates = {module: value for module, (value, _) in origins.items()}
+    rates = args.learning_rates(peft_config is not None)
     # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
     args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
 
@@ -151,17 +145,15 @@ def prepare(
         skippable = sum(source.skippable for source in report.sources)
         share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
         collator = replace(collator, skippable=skippable // readers, share=share)
-    _check_lengths(report, config, args)
+    _warn_of_length(report, config)
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
-    if args.tokens_per_device:
-        args.gradient_accumulation_steps = fitted_accumulation(args, train_dataset, args.tokens_per_device)
 
     if checkpoint is not None:
         model = load_model(checkpoint, args, rates, quantization_config, peft_config is not None)
     if args.fp16_is_tried and not args.dry_run:
         settle_float16(model, args, largest_batch(args, train_dataset, collator))
-    return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, origins, report, checkpoint)
+    return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, rates, report, checkpoint)
 
 
 def _checkpoint_and_config(
@@ -273,11 +265,7 @@ def checked_rows(
     return prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
 
 
-def _check_lengths(report: DataReport, config: NormAlignLlavaConfig, args: NormAlignConfig) -> None:
-    """Checks the longest rows: those of one forward pass, and the language model's positions."""
-    for source in report.sources:
-        if args.tokens_per_device and source.split == "train":
-            check_longest(source.longest or 0, args.tokens_per_device, source.source)
+def _warn_of_length(report: DataReport, config: NormAlignLlavaConfig) -> None:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
         logger.warning(
@@ -290,12 +278,10 @@ def prepare_stream(args: NormAlignConfig) -> None:
     """Has one process at most read a stream. Raises ValueError if options need its length, or that of its rows."""
     if args.max_steps <= 0:
         raise ValueError("A streamed data set has no length. Set max_steps.")
-    if args.tokens_per_device:
-        raise ValueError(
-            "tokens_per_device needs the lengths of all rows, and a stream has none. Give per_device_train_batch_size."
-        )
-    if args.train_sampling_strategy == "group_by_length":
-        raise ValueError("train_sampling_strategy group_by_length needs data in memory, not a stream.")
+    grouped = args.train_sampling_strategy == "group_by_length"
+    if grouped or args.packing:
+        name = "train_sampling_strategy group_by_length" if grouped else "packing"
+        raise ValueError(f"{name} needs the lengths of all rows, and a stream has none. Leave one of them out.")
     args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has a single shard
 
 
@@ -358,14 +344,6 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
     world_size = world_size or args.world_size
-    if args.tokens_per_device:
-        if args.gradient_accumulation_steps != 1:
-            raise ValueError("gradient_accumulation_steps are derived from tokens_per_device. Leave them out.")
-        if args.global_batch_size % world_size:
-            raise ValueError(
-                f"global_batch_size {args.global_batch_size} is not a multiple of {world_size} processes. Change it."
-            )
-        return 1  # until the lengths of the rows are known
     together = args.per_device_train_batch_size * world_size
     steps, rest = divmod(args.global_batch_size, together)
     product = f"per_device_train_batch_size {args.per_device_train_batch_size} x {world_size} process(es)"
@@ -379,24 +357,3 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
             f"{args.global_batch_size}. Leave gradient_accumulation_steps out: it is derived, and would be {steps}."
         )
     return steps
-
-
-def learning_rates_with_origin(
-    args: NormAlignConfig, model: Any, optimizer: Optimizer | None, use_peft: bool
-) -> dict[str, tuple[float, str]]:
-    """Peak learning rate of each module with its origin, by `args` or by a user's own optimizer."""
-    if optimizer is None:
-        return args.learning_rates_with_origin(use_peft)
-    given = [f"{module}_learning_rate" for module in MODULES if getattr(args, f"{module}_learning_rate") is not None]
-    if given:
-        raise ValueError(f"{', '.join(given)} cannot be used with optimizers. Give them to its parameter groups.")
-    named = model.named_parameters() if isinstance(model, nn.Module) else ()
-    names = {parameter: name for name, parameter in named}
-    learning_rates = dict.fromkeys(MODULES, 0.0)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise ValueError("The optimizer has parameters of another model. Create it for the model you give.")
-            module = module_of(names[parameter])
-            learning_rates[module] = max(learning_rates[module], group.get("initial_lr", group["lr"]))
-    return {module: (value, "optimizer") for module, value in learning_rates.items()}

@@ -16,13 +16,12 @@ from ..data.rows.parse import BadRow, DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
 from .command import next_command, read_command
-from .keeping.checkpoints import StepCounter, after_stop, only_run, resolve_resume, writing_result
-from .keeping.record import check_same_run, render_options
+from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
+from .keeping.record import check_same_run
 from .keeping.summary import render, render_dropped
 from .memory import PeakMemory, gib
 from .options.arguments import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
-from .shapes import ACTIVATIONS
 from .trainer import NormAlignTrainer
 
 
@@ -50,14 +49,7 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
         if not dry_run(words, recipe):
             raise SystemExit(1)
         return None
-    counter = StepCounter()
-    try:
-        output = train(data, args, model, [counter])
-    except BadRow as error:
-        raise BadRow(f"{error} {after_stop(args.output_dir, args.world_size, counter.step)}") from error
-    except (KeyboardInterrupt, Terminated) as error:
-        error.add_note(after_stop(args.output_dir, args.world_size, counter.step))
-        raise
+    output = train(data, args, model)
     if os.environ.get("RANK", "0") == "0":
         command = next_command(output, args.stage, model.use_peft)
         Console().print(f"Written to {output}.\nNext: {command}", soft_wrap=True)
@@ -72,24 +64,30 @@ def train(
     with only_run(output):
         trainer, resume = make_trainer(data, args, model, callbacks)
         console = Console(quiet=not trainer.is_world_process_zero())
-        trainer.add_callback(PeakMemory(trainer.facts["memory"], console.print))
         try:
             if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
-                trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
+                memory = trainer.estimate_memory().to_dict()
+                trainer.facts["memory"] = trainer.record["run"]["memory"] = memory
+                trainer.add_callback(PeakMemory(memory, console.print))
         except ValueError as error:  # which is no reason not to train
             console.print(str(error), soft_wrap=True)
-        console.print(render_options(trainer.record), render(trainer.facts, output))
+        console.print(render(trainer.record, trainer.facts, output))
         dropped = DroppedRows(output / DROPPED_ROWS)
         console.print(*(shown := render_dropped(dropped)), sep="\n")
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-        with writing_result(output):
-            trainer.save_state()
-            trainer.save_model(_internal_call=True)
+        try:
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            with writing_result(output):
+                trainer.save_state()
+                trainer.save_model(_internal_call=True)
+        except BadRow as error:
+            raise BadRow(f"{error} {after_stop(output, args.world_size, trainer.state.global_step)}") from error
+        except (KeyboardInterrupt, Terminated) as error:
+            error.add_note(after_stop(output, args.world_size, trainer.state.global_step))
+            raise
         if (lines := render_dropped(dropped)) != shown:  # rows whose images were met in training
             console.print(*lines, sep="\n")
-        if args.push_to_hub:
-            done = trainer.publish()
-            console.print(f"Published as {done.repository.url}, commit {done.commit.oid}." if done else "")
+        if args.push_to_hub and (published := trainer.publish()):
+            console.print(f"Published as {published.repository.url}, commit {published.commit.oid}.")
         trainer.end()  # trackers, and the process group
     return output
 
@@ -130,13 +128,11 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any]) -> bool:
 
     trainer = make([])
     estimate = trainer.estimate_memory()
-    del trainer.facts["memory"]  # without activations
     console = Console(quiet=not trainer.is_world_process_zero())
-    console.print(render_options(trainer.record), render(trainer.facts, trainer.args.output_dir), estimate.table())
-    console.print(estimate.verdict, soft_wrap=True)
+    console.print(render(trainer.record, trainer.facts, trainer.args.output_dir), estimate)
     other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
-    instead = f"{'With' if checkpointing else 'Without'} gradient checkpointing: {gib(other.total)}"
-    console.print(f"{instead}, of which activations {gib(other.parts[ACTIVATIONS])}.", soft_wrap=True)
+    instead = "With" if checkpointing else "Without"
+    console.print(f"{instead} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)
     if not estimate.fits:
         console.print(remedy(trainer, make), soft_wrap=True)
     return estimate.fits

@@ -22,10 +22,10 @@ from trl.trainer import utils
 from .modules.model import base_model, replaced
 
 
-WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER = "weights", "adapters", "vision tower", "gradients", "optimizer"
-BATCHES, ACTIVATIONS, LOGITS = "batches", "activations", "logits and loss"
-PARTS = (WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS, LOGITS)
-"""What takes memory. The vision tower's part has its weights and its activations; `weights` are all the others."""
+WEIGHTS, ADAPTERS, GRADIENTS = "weights", "adapters", "gradients"
+OPTIMIZER, BATCHES, ACTIVATIONS = "optimizer", "batches", "activations"
+PARTS = (WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS)
+"""What takes memory."""
 
 
 def peak_bytes(
@@ -40,7 +40,6 @@ def peak_bytes(
         warnings.simplefilter("ignore")
         _take_as_trained(trainer, checkpointing, stack)
         stack.enter_context(_reparametrize_module(model, tensors, tie_weights=True))
-        _enter_parts_by_module(model, ledger, stack)
         stack.enter_context(ledger)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -79,26 +78,6 @@ def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: Exi
         stack.enter_context(replaced(chunked_logprob, _use_triton=lambda device: False, **tiles))
 
 
-def _enter_parts_by_module(model: nn.Module, ledger: "_Ledger", stack: ExitStack) -> None:
-    """Has the ledger enter what is allocated under the part that is computed, forward and backward."""
-    inner = base_model(model).model
-
-    def enters(part: str, after: str | None = None):
-        def hook(*values):
-            ledger.part = part
-            if after and values[-1][0].requires_grad:  # the module's output; backward begins with its gradient
-                values[-1][0].register_hook(lambda gradient: setattr(ledger, "part", after))
-
-        return hook
-
-    for hook in (
-        inner.vision_tower.register_forward_pre_hook(enters(VISION)),
-        inner.vision_tower.register_forward_hook(enters(ACTIVATIONS, after=VISION)),
-        inner.language_model.register_forward_hook(enters(LOGITS, after=ACTIVATIONS)),
-    ):
-        stack.callback(hook.remove)
-
-
 class _Shape(Tensor):
     """A tensor of the CPU, for autograd and autocast, whose operations are run on one on meta."""
 
@@ -126,7 +105,7 @@ class _Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.part, self.parts = ACTIVATIONS, Counter[str]()
+        self.parts = Counter[str]()
         self._live, self._highest = Counter[str](), -1
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
         self._weights: dict[int, Tensor] = {}
@@ -172,7 +151,7 @@ class _Ledger(TorchDispatchMode):
         copied = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
         for each in tree_leaves(result):
             if isinstance(each, Tensor):
-                self._count(each.untyped_storage(), WEIGHTS if copied else self.part)  # autocast's copies
+                self._count(each.untyped_storage(), WEIGHTS if copied else ACTIVATIONS)  # autocast's copies
         # bitsandbytes' product with 4-bit weights dequantizes them inside.
         self._mark(args[0].element_size() * math.prod(args[2]) if func.name() == "bitsandbytes::gemm_4bit" else 0)
         if real:
@@ -194,7 +173,7 @@ class _Ledger(TorchDispatchMode):
         total = sum(self._live.values()) + inside
         if total > self._highest:
             self._highest, self.parts = total, Counter(self._live)
-            self.parts[self.part] += inside
+            self.parts[ACTIVATIONS] += inside
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import save_fsdp_optimizer
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -24,6 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer import SCHEDULER_NAME
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint.files import write_json
@@ -34,7 +36,7 @@ from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.finite import FiniteCheck
 from .callbacks.measurements import Measurements
-from .callbacks.progress import DataWait, show_lines
+from .callbacks.progress import show_lines
 from .collator import ConversationCollator, blank_image
 from .keeping.checkpoints import only_run, writing_checkpoint
 from .keeping.record import check_publishable, publish_result, training_record, write_card_of
@@ -48,15 +50,18 @@ from .modules.model import (
     fill_gradients,
     freeze,
     frozen_modules,
+    load_sharded,
     module_of,
     name_as_unsharded,
+    pass_over_frozen,
     prepare_sharding,
     replaced,
     train_in_float32,
+    trained_parameters,
     wrap_forward,
 )
 from .options.arguments import keep_float32
-from .packing import PackedAttentionCheck, packed_stream, train_sampler
+from .packing import PackedAttentionCheck, train_sampler
 from .prepare import checked_rows, normalign_config, prepare
 
 
@@ -68,10 +73,12 @@ logger = get_logger(__name__)  # logs in one process only
 OVERRIDDEN = (
     "_get_grad_norm",
     "_get_train_sampler",
+    "_load_best_model",
     "_load_from_checkpoint",
     "_run_epoch",
     "_save",
     "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
     "_save_rng_state",
     "_total_train_tokens",
 )
@@ -87,22 +94,16 @@ class NormAlignTrainer(SFTTrainer):
     Args:
         model: Folder or Hub id of a checkpoint, or a model without adapters. What is trained is made float32;
             `args.model_init_kwargs["dtype"]` is that of the rest, by default [`frozen_dtype`].
-        args: `NormAlignConfig`, or an `SFTConfig`, whose `learning_rate` is then every module's; by default
-            `NormAlignConfig()`. A copy of it is used.
-        data_collator: By default a [`ConversationCollator`] that stops at an image that cannot be read. A collator of
-            another kind gets the rows as they are.
-        train_dataset: Rows in memory or a stream, in any form that `normalign train` reads. They are checked first,
-            and those with more tokens than `max_length` are dropped. A stream needs `max_steps`. `DataArguments` name
-            rows, held-out ones too, as options do.
+        args: `NormAlignConfig`, or an `SFTConfig`, whose `learning_rate` is then every module's. A copy of it is used.
+        data_collator: By default a [`ConversationCollator`]. One of another kind gets the rows as they are.
+        train_dataset: Rows in memory or a stream, in any form that `normalign train` reads, which are checked first.
+            `DataArguments` name rows, held-out ones too, as options do.
         eval_dataset: Held-out rows, or several data sets by name.
         processing_class: The model's processor, by default the one in its folder.
-        compute_loss_func, compute_metrics, callbacks, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: As in
-            [`SFTTrainer`]. A learning rate in the arguments of an optimizer class replaces `learning_rate`.
-        optimizers: An optimizer and a schedule. The parameters of the optimizer are trained, at its learning rates.
+        optimizer_cls_and_kwargs: As in [`SFTTrainer`]; a learning rate in it replaces `learning_rate`.
         quantization_config: How to quantize a model that is loaded here.
-        peft_config: A `LoraConfig`. Adapters are limited to the language model; projector and norm are trained in full
-            and saved with them, and so is the vision tower if it has a learning rate.
-        formatting_func: Refused, since it turns rows into text.
+        peft_config: A `LoraConfig`: see [`language_adapter`].
+        formatting_func, optimizers: Refused: they turn rows into text, and have learning rates of their own.
         options: More dataclasses of options, to be kept in `training.json`.
 
     Attributes:
@@ -135,6 +136,8 @@ class NormAlignTrainer(SFTTrainer):
     ):
         if formatting_func is not None:
             raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
+        if optimizers != (None, None):
+            raise ValueError("optimizers have other learning rates than the modules. Give optimizer_cls_and_kwargs.")
         args = normalign_config(args, model, data_collator)
         ready = prepare(
             model,
@@ -145,18 +148,17 @@ class NormAlignTrainer(SFTTrainer):
             processor=processing_class,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            optimizer=optimizers[0],
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             compares_rows=compute_metrics is not None,
         )
         self.checkpoint, model = ready.checkpoint, ready.model
         commit = ready.checkpoint.revision if ready.checkpoint else None
-        self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
+        self.learning_rates = ready.learning_rates
         self.record = training_record(model, commit, args, self.learning_rates, ready.report, options)
         self.build = read_record(model.name_or_path, BUILD_RECORD, commit)
         # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
         self.weights_in = index_folder(model.name_or_path, commit) if ready.checkpoint else []
-        self.measurements, self.data_wait = Measurements(args), DataWait()
+        self.measurements = Measurements(args)
         self.probe: CosineProbe | None = None
         # The only place where options change after `prepare`, and are set again. TRL refuses the first two for images
         # (huggingface/trl#4339), and reports the third as ignored.
@@ -175,8 +177,7 @@ class NormAlignTrainer(SFTTrainer):
                 ready.processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
-                callbacks=[self.measurements, self.data_wait, *(callbacks or [])],
-                optimizers=optimizers,
+                callbacks=[self.measurements, *(callbacks or [])],
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
                 peft_config=ready.peft_config,
@@ -187,8 +188,7 @@ class NormAlignTrainer(SFTTrainer):
         rows = self.get_total_train_batch_size(args)
         steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
         self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
-        if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
-            self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
+        self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _finish_model(self) -> None:
@@ -207,6 +207,8 @@ class NormAlignTrainer(SFTTrainer):
         wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
             prepare_sharding(self.accelerator, model)
+        if self.is_deepspeed_enabled:
+            self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
     def _add_callbacks(self) -> None:
         """Checks, and what is measured and shown: lines of the log, answers to held-out rows, cosines."""
@@ -258,16 +260,6 @@ class NormAlignTrainer(SFTTrainer):
         rows = self.train_dataset if train_dataset is None else train_dataset
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
 
-    def get_train_dataloader(self) -> DataLoader:
-        """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
-        args = self.args
-        if not (args.packing and isinstance(self.train_dataset, IterableDataset)):
-            return super().get_train_dataloader()
-        passes = packed_stream(
-            self.train_dataset, args.train_batch_size, args.gradient_accumulation_steps, args.world_size
-        )
-        return self._get_dataloader(passes, description="Training", batch_size=1, is_training=True)
-
     def get_total_train_batch_size(self, args) -> int:
         """Rows in an optimizer step, over all processes."""
         return args.global_batch_size or super().get_total_train_batch_size(args)
@@ -284,13 +276,6 @@ class NormAlignTrainer(SFTTrainer):
         rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args, split="eval")
         return super().get_test_dataloader(rows)
 
-    def get_batch_samples(self, *args, **kwargs):
-        """The Trainer's batches of one optimizer step; the time that they take is measured."""
-        start = time.perf_counter()
-        samples = super().get_batch_samples(*args, **kwargs)
-        self.data_wait.seconds += time.perf_counter() - start
-        return samples
-
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
         """The memory of a step on the longest rows: [`estimate_memory`]. No weight is read, none need be loaded."""
         batch = largest_batch(self.args, self.train_dataset, self.data_collator)
@@ -304,7 +289,7 @@ class NormAlignTrainer(SFTTrainer):
         """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
-        if self.args.should_save and "disk" in self.facts:
+        if self.args.should_save:
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
@@ -363,7 +348,7 @@ class NormAlignTrainer(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the measurements of this step to what TRL and the Trainer log."""
         if self.model.training:
-            logs |= self.measurements.collect() | self.data_wait.collect()
+            logs |= self.measurements.collect()
             logs |= self.probe.collect() if self.probe else {}
         super().log(logs, start_time)
 
@@ -428,7 +413,7 @@ class NormAlignTrainer(SFTTrainer):
         folder, model, frozen = Path(output_dir or self.args.output_dir), self.model, frozen_modules(self.model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
             # What is frozen is written as it was read.
-            trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+            trained = trained_parameters(model)
             model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
             model.load_state_dict(trained, strict=False)
         with no_progress_bar(), replaced(self, model=model):
@@ -440,12 +425,39 @@ class NormAlignTrainer(SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
+            load_sharded(self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
         freeze(self.model, self.learning_rates)
         self.weights_in.insert(0, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        if self.is_fsdp_enabled:
+            self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
+        else:
+            super()._load_best_model()
+
+    def _save_optimizer_and_scheduler(self, output_dir) -> None:
+        # The Trainer's saves all weights again where they are divided among processes.
+        if self.is_deepspeed_enabled:
+
+            def trained(**kwargs: bool) -> dict[str, torch.Tensor]:
+                return {name: value.data for name, value in trained_parameters(self.model).items()}
+
+            with replaced(self.model_wrapped, module_state_dict=trained):
+                self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
+        elif isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
+            plugin = self.accelerator.state.fsdp_plugin
+            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"

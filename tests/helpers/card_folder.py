@@ -88,7 +88,6 @@ def run(**changes) -> dict:
             "processes": 2,
             "accumulation": 2,
             "packed": False,
-            "tokens_per_device": None,
         },
         "steps": 32,
         "warmup_steps": 1,

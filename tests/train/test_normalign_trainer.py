@@ -13,13 +13,12 @@ import train_data
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from PIL import Image
-from training import SHORT, moved, weights
+from training import SHORT, weights
 from transformers import (
     AutoProcessor,
     BitsAndBytesConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    TrainerCallback,
     TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer
@@ -175,7 +174,7 @@ def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_pa
             assert (python / file_name).read_bytes() == (command / file_name).read_bytes()
         records = [json.loads((folder / "training.json").read_text()) for folder in (command, python)]
         for record in records:
-            del record["run"]["memory"]  # which the command also estimates and measures
+            record["run"].pop("memory", None)  # which the command also estimates
         for key in ("stage", "arm", "learning_rates", "quantization", "config_changes", "steps_done", "run", "before"):
             assert records[0][key] == records[1][key], key
         assert records[1]["options"]["model_name_or_path"] == "model"
@@ -252,7 +251,7 @@ def test_a_stream_trains_as_the_same_rows_in_memory(tmp_path, checkpoint):
     assert same(*ends)
     with pytest.raises(ValueError, match="no length. Set max_steps"):
         NormAlignTrainer(str(checkpoint), options(tmp_path, max_steps=-1), train_dataset=data)
-    with pytest.raises(ValueError, match="group_by_length needs data in memory"):
+    with pytest.raises(ValueError, match="group_by_length needs the lengths of all rows"):
         args = options(tmp_path, train_sampling_strategy="group_by_length")
         NormAlignTrainer(str(checkpoint), args, train_dataset=data)
 
@@ -306,40 +305,10 @@ def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):
     assert others == pytest.approx([hard[-1], losses[0]], rel=1e-5)
 
 
-class Counted(TrainerCallback):
-    steps = 0
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps += 1
-
-
-def test_callbacks_and_an_optimizer_of_ones_own(tmp_path, model, checkpoint):
-    projector = model.model.multi_modal_projector
-    groups = [{"params": list(projector.norm.parameters()), "lr": 1e-2}, {"params": [projector.linear_1.weight]}]
-    optimizer = torch.optim.SGD(groups, lr=1e-1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step))  # nothing in the first step
-    counted = Counted()
-    trainer = NormAlignTrainer(
-        model,
-        options(tmp_path, logging_steps=1),
-        train_dataset=rows(),
-        callbacks=[counted],
-        optimizers=(optimizer, schedule),
-    )
-    assert trainer.learning_rates == {"norm": 1e-2, "projector": 1e-1, "vision": 0.0, "language": 0.0}
-    before = weights(trainer.model)
-    trainer.train()
-    assert counted.steps == 2
-    expected = {f"norm.{name}" for name in ("weight", "bias")} | {"linear_1.weight"}
-    assert moved(before, trainer.model) == {f"model.multi_modal_projector.{name}" for name in expected}
-    by_module = options(tmp_path, norm_learning_rate=1e-3)
-    for bad, args, adapters, message in (
-        (optimizer, by_module, None, "norm_learning_rate cannot be used with optimizers"),
-        (optimizer, options(tmp_path), ALL_LINEAR, "cannot hold adapters .* Give optimizer_cls_and_kwargs"),
-        (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), options(tmp_path), None, "parameters of another model"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            NormAlignTrainer(model, args, train_dataset=rows(), optimizers=(bad, None), peft_config=adapters)
+def test_an_optimizer_of_ones_own_is_refused(tmp_path, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
+    with pytest.raises(ValueError, match="Give optimizer_cls_and_kwargs"):
+        NormAlignTrainer(model, options(tmp_path), train_dataset=rows(), optimizers=(optimizer, None))
 
 
 def test_what_is_set_after_the_trainer_was_made_counts(tmp_path, checkpoint):

@@ -66,10 +66,6 @@ MODEL_CONFIG = {
     "lora_alpha": (dict(lora_alpha=5), LINEARS),
     "lora_dropout": (dict(lora_dropout=0.4), LINEARS),
     "lora_target_modules": (dict(lora_target_modules=["q_proj"]), QUERIES),
-    "lora_target_parameters": (
-        dict(lora_target_parameters=["self_attn.k_proj.weight"], lora_target_modules=["q_proj", "v_proj"]),
-        {f"{LAYERS}.{name}_proj.weight" for name in "qkv"},
-    ),
     "lora_modules_to_save": (
         dict(lora_modules_to_save=["lm_head", "input_layernorm"]),
         {*LINEARS, HEAD, f"{LAYERS}.input_layernorm.weight"},
@@ -91,19 +87,12 @@ PEFT = {
         dict(target_modules=["layers.1.self_attn.q_proj"]),
         {"*.language_model.layers.1.self_attn.q_proj.weight"},
     ),
-    "parameters alone": (
-        dict(target_modules=[], target_parameters=["layers.0.self_attn.q_proj.weight"]),
-        {"*.language_model.layers.0.self_attn.q_proj.weight"},
-    ),
     "one layer": (
-        dict(target_modules=["q_proj"], layers_to_transform=1, layers_pattern="layers"),
+        dict(target_modules=["q_proj"], layers_to_transform=1),
         {"*.language_model.layers.1.*.q_proj.weight"},
     ),
-    "ranks": (dict(rank_pattern={"q_proj": 3}, alpha_pattern={"layers.1.mlp.up_proj": 32}, use_rslora=True), LINEARS),
     "gaussian": (dict(init_lora_weights="gaussian"), LINEARS),
     "random": (dict(init_lora_weights=False), LINEARS),
-    "biases": (dict(target_modules=["q_proj"], bias="lora_only"), {*QUERIES, f"{LAYERS}.q_proj.bias"}),
-    "biases of B": (dict(target_modules=["q_proj"], lora_bias=True), {*QUERIES, f"{LAYERS}.q_proj.bias"}),
     "embeddings in full": (dict(modules_to_save=["embed_tokens"]), {*LINEARS, EMBEDDINGS}),
     "a block in full": (
         dict(target_modules=["q_proj"], modules_to_save=["language_model.layers.1.mlp"]),
@@ -191,7 +180,7 @@ def test_what_is_trained_in_full_on_a_quantized_base_is_not_rounded(bases, tmp_p
 
 def test_every_option_that_trl_has_is_in_the_table():
     names = {field.name for field in fields(ModelConfig) if field.name.startswith(("lora_", "use_"))}
-    assert names - {"use_peft", "use_bnb_nested_quant"} == MODEL_CONFIG.keys()
+    assert names - {"use_peft", "use_bnb_nested_quant", "lora_target_parameters"} == MODEL_CONFIG.keys()
 
 
 MODULES = "target_modules names {}, which would get no adapter: {}"
@@ -229,36 +218,16 @@ NEITHER = {
         "names lm_head, whose adapter would not be trained",
     ),
     "a block": (dict(target_modules=["self_attn"]), "PEFT cannot put .*self_attn|Target module Qwen2Attention"),
-    "parameters": (
-        dict(target_parameters=["experts.gate_up_proj"]),
-        "target_parameters names experts.gate_up_proj, and the language model has no",
-    ),
-    "parameters of the tower": (
-        dict(target_parameters=["fc1.weight"]),
-        "target_parameters names fc1.weight, and the language model has no",
-    ),
-    "parameters and dropout": (
-        dict(lora_target_parameters=["k_proj.weight"], lora_target_modules=[], lora_dropout=0.1),
-        "PEFT cannot put .*lora_dropout",
-    ),
     "a layer": (
         dict(target_modules=["q_proj"], layers_to_transform=[0, 7]),
         "layers_to_transform names 7, where no adapter would be. Layers are 0 to 1",
-    ),
-    "a pattern of layers": (
-        dict(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern=["layers", "h"]),
-        "layers_pattern names h",
     ),
     "an exclusion": (dict(exclude_modules=["w_proj"]), "exclude_modules has w_proj, which excludes no adapter"),
     "an excluded block": (
         dict(exclude_modules=["layers.0"]),
         "which excludes no adapter. A module does not stand for the layers in it",
     ),
-    "a rank": (
-        dict(rank_pattern={"w_proj": 2}),
-        "rank_pattern has w_proj, which is the name of no layer with an adapter",
-    ),
-    "an alpha": (dict(target_modules=["q_proj"], alpha_pattern={"v_proj": 2}), "alpha_pattern has v_proj"),
+    "a rank": (dict(rank_pattern={"q_proj": 2}), "peft_config sets rank_pattern, with which"),
     "a module to save": (
         dict(modules_to_save=["lm_haed"]),
         "modules_to_save names lm_haed, and the model has no module of that name",
@@ -281,12 +250,6 @@ NEITHER = {
     ),
     "a sequence classifier": (dict(lora_task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'"),
     "inference": (dict(inference_mode=True), "sets inference_mode, with which adapters would not be trained"),
-    "all biases": (dict(bias="all"), "bias 'all' is in vision tower and projector too"),
-    "no biases": (dict(target_modules=["o_proj"], bias="lora_only"), "the layers with adapters have no bias"),
-    "biases of B without one": (
-        dict(target_modules=["o_proj"], lora_bias=True),
-        "could not be merged after training: .*no bias",
-    ),
     "aLoRA": (dict(alora_invocation_tokens=[5], task_type="CAUSAL_LM"), "sets alora_invocation_tokens"),
     "more layers": (dict(layer_replication=[(0, 2), (1, 2)]), "sets layer_replication"),
     "QALoRA": (dict(use_qalora=True), "sets use_qalora"),
@@ -371,11 +334,6 @@ def test_a_command_refuses_it_before_rows_are_read_and_a_trainer_for_a_model_too
     command += ["--model_name_or_path", str(unloadable[True]), "--use_peft", "--report_to", "none"]
     with pytest.raises(ValueError, match="target_modules names w_proj"):
         main([*command, "--lora_target_modules", "q_proj", "w_proj"])
-    alone = [*command, "--lora_target_parameters", "q_proj.weight,k_proj.weight"]
-    with pytest.raises(
-        ValueError, match="target_parameters names q_proj.weight, of layers that target_modules adapts"
-    ):
-        main(alone)
     with pytest.raises(ValueError, match="modules_to_save names w_norm, and the model has no module of that name"):
         main([*command, "--lora_modules_to_save", "input_layernorm,w_norm"])
     with pytest.raises(ValueError, match="modules_to_save names gate_proj, of which model.*gate_proj would be"):

@@ -1,66 +1,17 @@
-"""The page on clusters: its figures from the models' shapes, and its job file on one node."""
+"""The job file of the page on clusters, on one node."""
 
 import os
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import stored
-import torch
 import train_data
 import training
-from paths import DOCS, ROOT
-
-from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.options.arguments import STAGES
+from paths import ROOT
 
 
-PAGE = DOCS / "cluster.md"
 JOB = ROOT / "examples" / "train.slurm"
-GIGA = 10**9
-
-
-def parameters(shape: str) -> dict[str, int]:
-    """Names and sizes of all parameters of a model of this shape."""
-    config = runpy.run_path(str(ROOT / "benchmarks" / "shapes.py"))["llava_config"](shape, NormAlignLlavaConfig)
-    with torch.device("meta"):
-        model = NormAlignLlavaForConditionalGeneration(config)
-    return {name: parameter.numel() for name, parameter in model.named_parameters()}
-
-
-def table(page: Path, head: str) -> list[list[str]]:
-    """The cells of the table whose first line is `head`."""
-    lines = page.read_text().split(f"{head}\n")[1].split("\n\n")[0].splitlines()[1:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-@pytest.mark.parametrize("shape", ["3b", "7b"])
-def test_bytes_moved_follow_from_the_shapes(shape):
-    sizes = parameters(shape)
-    assert f"(P = {sum(sizes.values()):,})" in PAGE.read_text()
-    rows = table(PAGE, "| model | stage | N | rows per pass | A | DDP | FSDP2 | ZeRO-3 |")
-    rows = [row for row in rows if row[0] == shape.upper()]
-    assert len(rows) == 5
-    for _, stage, *cells in rows:
-        count, per_pass, passes = map(int, cells[:3])
-        assert count * per_pass * passes == STAGES[stage]["global_batch_size"]
-        trained = scattered = once = twice = 0
-        for name, size in sizes.items():
-            tower = "vision_tower." in name
-            is_trained = stage == "tune" or "multi_modal_projector." in name
-            trained += size if is_trained else 0
-            forward_only = tower and stage == "align"
-            scattered += size if forward_only else 2 * size  # ZeRO-3
-            own_unit = ".layers." in name or "projector.norm." in name
-            twice += size if own_unit and not forward_only else 0
-            once += size
-        share = (count - 1) / count
-        ddp = 2 * share * 4 * trained
-        fsdp = share * 2 * (passes * (once + twice) + trained)
-        zero = share * 4 * passes * (scattered + trained)
-        assert cells[3:] == [f"{ddp / GIGA:.2f}", f"{fsdp / GIGA:.1f}", f"{zero / GIGA:.1f}"], (stage, count)
 
 
 @pytest.mark.nightly

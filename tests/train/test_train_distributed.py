@@ -107,6 +107,8 @@ class Room:
         mixed["probe_steps"] = 2
         half = {**untied, "bf16": "true", "save_strategy": "steps", "save_steps": 2}
         frozen = {**half, "model_name_or_path": self.half, "language_learning_rate": 0, "vision_learning_rate": 0}
+        self.wide = training.checkpoint(folder / "wide", hidden_size=256, intermediate_size=4096, head_dim=128)
+        light = {**frozen, "model_name_or_path": self.wide, "arm": "aligned", "save_steps": 1, "max_steps": 1}
         grouped = {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
         self.options = {
             "mixed": {**mixed, "save_strategy": "steps", "save_steps": 2},
@@ -118,6 +120,8 @@ class Room:
             "half resumed": half,
             "frozen": frozen,
             "frozen resumed": frozen,
+            "light": light,
+            "frozen in 4 bits": {**frozen, "load_in_4bit": "true"},
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
             "resumed": mixed,
             "epochs": {**untied, **EPOCHS},
@@ -216,7 +220,7 @@ def assert_same_run(ours: Path, reference: Path, weights: float, figures: float,
 
 FIGURES = {"loss", "eval_loss", "learning_rate", "grad_norm", "gain/l2", "gain/mean_abs", "bias/mean_abs"}
 FIGURES |= {"gwc/factor", "norm/visual", "norm/text", "clip/share", "cosine/visual", "cosine/text"}
-FIGURES |= {f"{kind}/{part}" for kind in ("grad_norm", "update_ratio") for part in PARTS}
+FIGURES |= {f"grad_norm/{part}" for part in PARTS}
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +231,13 @@ def room(tmp_path_factory, prepared) -> Room:
 @pytest.fixture(scope="module")
 def mixed(room):
     """The folder of a run with everything that most runs have, in one process or two."""
-    return lambda mode: room.runs(mode, "mixed")
+    return lambda mode: room.runs(mode, "mixed", *(["light"] if mode == "fsdp2" else []))
 
 
 PACKING = ("packed", "packed resumed", "packed lora")
 NIGHTLY = {
-    "one": ("lora", "qlora", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
-    "ddp": ("resumed", "lora", "qlora", "skipped", "bad step", "broken", "unasked")
+    "one": ("lora", "qlora", "frozen in 4 bits", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
+    "ddp": ("resumed", "lora", "qlora", "frozen in 4 bits", "skipped", "bad step", "broken", "unasked")
     + ("grouped epochs", "grouped epochs resumed", *PACKING),
     "fsdp2": ("resumed", "lora", "bfloat16", "autocast", "bad step", "broken", "unasked", *PACKING),
 }
@@ -291,6 +295,17 @@ def test_what_was_saved_loads_and_is_complete(mode, mixed):
         }
 
 
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_checkpoint_has_once_what_is_trained_and_what_is_frozen_never(mode, room, mixed):
+    folder = (mixed(mode) if mode == "fsdp2" else room.runs(mode, "light")) / "light"
+    files = [path.stat() for path in (folder / "checkpoint-1").rglob("*")]
+    own = sum(each.st_size for each in files if each.st_nlink == 1)
+    weights = sum(path.stat().st_size for path in room.wide.glob("*.safetensors"))
+    assert own < weights / 10
+    disk = json.loads((folder / "training.json").read_text())["run"]["disk"]
+    assert own == pytest.approx(disk["checkpoint"], rel=0.15)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(mode, nightly):
@@ -320,11 +335,13 @@ def test_adapters_end_as_in_one_process(mode, nightly):
 
 
 @pytest.mark.nightly
-def test_qlora_in_two_processes_trains_adapters_and_a_float32_gain(nightly):
+def test_beside_4_bits_two_processes_train_adapters_and_a_float32_gain(nightly):
     folder, one = nightly("ddp"), nightly("one")
     assert seen(folder, "qlora", 1)["processes"] == 2
     assert_same_run(folder / "qlora", one / "qlora", weights=2e-3, figures=2e-2)  # bfloat16
     assert_gain_moved(load_file(folder / "qlora" / "adapter_model.safetensors"))
+    assert_same_run(folder / "frozen in 4 bits", one / "frozen in 4 bits", weights=5e-4, figures=5e-3)
+    assert_gain_moved(stored.weights(folder / "frozen in 4 bits"))
 
 
 @pytest.mark.nightly

@@ -32,11 +32,11 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     assert done.exit_code == 0, done.output
     shown = " ".join(done.output.split())
     assert "Without gradient checkpointing: " in shown
-    assert "logits and loss" in shown and "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
+    assert "activations" in shown and "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
     done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "1GiB", "--stage", "align"])
     assert done.exit_code == 1 and "Does not fit" in done.output
     tried = "--load_in_4bit true --dtype bfloat16 --per_device_train_batch_size 1."
-    assert f"Nothing that was tried fits, not even fewer tokens with {tried}" in " ".join(done.output.split())
+    assert f"Nothing that was tried fits, not even {tried}" in " ".join(done.output.split())
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -102,15 +102,11 @@ def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, t
     def parts(**options):
         return training.trainer(tmp_path, checkpoint, dry_run=True, **options).estimate_memory().parts
 
-    plain, less = parts(), parts(gradient_checkpointing=True, vision_learning_rate=0.0)
-    assert less["activations"] < plain["activations"] / 2
+    plain, frozen = parts(), parts(vision_learning_rate=0.0)
+    less = parts(gradient_checkpointing=True, vision_learning_rate=0.0)
+    assert less["activations"] < frozen["activations"] < plain["activations"]
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    tower, every = (
-        sum(each.nbytes for each in [*module.parameters(), *module.buffers()])
-        for module in (model.model.vision_tower, model)
-    )
-    assert less["vision tower"] == tower and plain["weights"] == less["weights"] == every - tower
-    assert less["vision tower"] < plain["vision tower"]
+    assert plain["weights"] == sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
 
 
 def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
@@ -141,8 +137,8 @@ def mixed(checkpoint, tmp_path_factory):
     return trainer
 
 
-def batch_of(trainer, limit=None):
-    return largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator, limit)
+def batch_of(trainer):
+    return largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
 
 
 def estimate_with(trainer, rows):
@@ -152,57 +148,32 @@ def estimate_with(trainer, rows):
 
 def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
     lengths = sorted(mixed.train_dataset["length"])
-    for rows, limit, longest in ((2, None, lengths[-1]), (4, lengths[3], lengths[3])):
-        mixed.args.per_device_train_batch_size = rows
-        assert batch_of(mixed, limit)["input_ids"].shape == (rows, longest)
+    mixed.args.per_device_train_batch_size = 2
+    assert batch_of(mixed)["input_ids"].shape == (2, lengths[-1])
     small, large = (estimate_with(mixed, rows) for rows in (2, 8))
     assert (small.rows, large.rows) == (2, 8)
-    assert 3 < large.parts["activations"] / small.parts["activations"] < 5
+    assert 2 < large.parts["activations"] / small.parts["activations"] < 5
 
 
-def test_the_batch_that_is_named_fits_and_the_next_does_not(mixed):
-    mixed.args.device_memory = device(0)  # on a GPU
-    mixed.args.gradient_accumulation_steps = 2  # gradients stay, as they do with fewer rows in a pass
-    sizes = [estimate_with(mixed, rows).total for rows in (2, 4, 8)]
-    mixed.args.gradient_accumulation_steps = 1
-    for size, named in [(sizes[1], "4"), (sizes[1] - 1000, "2")]:
-        mixed.args.device_memory = device(size)
-        answer = remedy(mixed, None)
-        assert answer.startswith(f"Would fit: --per_device_train_batch_size {named}, the largest that does.")
-    mixed.args.device_memory = None
-
-
-def test_with_packing_the_tokens_of_a_pass_are_named(checkpoint, tmp_path):
-    data = training.rows(8, images=lambda number: 1, turns=lambda number: 1 + number % 2)
-    options = dict(dry_run=True, packing=True, global_batch_size=8)
-    trainer = training.trainer(tmp_path, checkpoint, data, tokens_per_device=1000, **options)
-    trainer.train_dataset = rows = with_lengths(trainer, data)
-    trainer.args.device_memory, longest = device(0), max(rows["length"])
-    trainer.args.tokens_per_device = fitting = longest + 2 * 64
-    assert len(batch_of(trainer)["input_ids"][0]) > longest
-    size = trainer.estimate_memory().total
-    trainer.args.tokens_per_device, trainer.args.device_memory = longest + 4 * 64, device(size)
-    assert remedy(trainer, None) == f"Would fit: --tokens_per_device {fitting}, the largest that does."
-
-
-def test_if_no_batch_fits_the_smallest_change_is_named(checkpoint, tmp_path):
+def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
     def make(words, size=2**30):
         given = dict(zip(words[::2], words[1::2], strict=True))
         options = {name.removeprefix("--"): yaml.safe_load(value) for name, value in given.items()}
-        options = {"per_device_train_batch_size": 1, **options, "device_memory": device(size), "dry_run": True}
-        trainer = training.trainer(tmp_path, checkpoint, **options)
-        trainer.train_dataset = with_lengths(trainer, trainer.train_dataset)
-        return trainer
-
-    checkpointed = make(["--gradient_checkpointing", "true"]).estimate_memory().total
+        options = {"per_device_train_batch_size": 4, "global_batch_size": 8, **options}
+        return training.trainer(tmp_path, checkpoint, device_memory=device(size), dry_run=True, **options)
 
     def answer(size, *words):
         return remedy(make(words, size), lambda more: make([*words, *more], size))
 
-    assert answer(checkpointed).startswith("Would fit: --gradient_checkpointing true. Fits")
-    adapted = make(less := ["--gradient_checkpointing", "true", "--use_peft", "true"]).estimate_memory().total
-    assert answer(adapted, *less[:2]).startswith("Would fit: --use_peft true. Fits")
-    adapters = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
-    shortened = answer(checkpointed - 1000, "--gradient_checkpointing", "true", *adapters)
-    assert shortened.startswith("Would fit: --max_length ") and "(drops 3 of 16 rows)" in shortened
-    assert answer(1, "--gradient_checkpointing", "true", *adapters).endswith("with these options.")
+    def total(*words):
+        return make(words).estimate_memory().total
+
+    two, one = (["--per_device_train_batch_size", size] for size in "21")
+    checkpointing, adapters = ["--gradient_checkpointing", "true"], ["--use_peft", "true"]
+    for words in (two, one):
+        assert answer(total(*words)).startswith(f"Would fit: {' '.join(words)}. Fits")
+    assert answer(total(*one, *checkpointing), *one).startswith("Would fit: --gradient_checkpointing true. Fits")
+    less = [*one, *checkpointing]
+    assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
+    tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
+    assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")

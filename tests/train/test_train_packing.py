@@ -3,14 +3,11 @@
 import random
 
 import pytest
-import torch
 import training
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
-from datasets import Dataset
 from torch.utils.data import BatchSampler
 
-from normalign_llava.train.packing import BalancedSampler, balanced, packed_stream
-from normalign_llava.train.prepare import accumulation_steps
+from normalign_llava.train.packing import BalancedSampler, balanced
 
 
 LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
@@ -68,36 +65,6 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, pro
             assert found == expected
 
 
-def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
-    def largest(accumulation, epochs):
-        sizes = []
-        for epoch in range(epochs):
-            order = SeedableRandomSampler(range(43), data_seed=5)
-            order.set_epoch(epoch)
-            rows = list(order)
-            for start in range(0, 43, 8):
-                step = [LENGTHS[row] for row in rows[start : start + 8]]
-                sizes += [sum(step[i] for i in part) for part in balanced(step, min(accumulation, len(step)))]
-        return max(sizes)
-
-    balanced_sampler = sampler(rows_per_pass=1, accumulation=8)
-    balanced_sampler.grad_accum = 1
-    found = balanced_sampler.fit(1500, epochs=3)
-    assert found > 1 and largest(found, 3) <= 1500 < largest(found - 1, 3)
-    with pytest.raises(ValueError, match="the longest row has 900 tokens, more than tokens_per_device 899"):
-        balanced_sampler.fit(899, epochs=1)
-
-
-def test_a_stream_is_packed_in_a_buffer_of_one_step():
-    rows = Dataset.from_dict({"length": LENGTHS, "row": list(range(43))}).to_iterable_dataset()
-    passes = [each["packed"] for each in packed_stream(rows, rows_per_pass=3, accumulation=2, processes=2)]
-    assert len(passes) == 16  # three whole steps, and seven rows in the last, where a pass may have three
-    for step in range(4):
-        found = [[row["row"] for row in rows] for rows in passes[4 * step : 4 * step + 4]]
-        lengths = LENGTHS[12 * step : 12 * step + 12]
-        assert found == [[12 * step + i for i in part] for part in balanced(lengths, 4, 2)]
-
-
 OPTIONS = {"global_batch_size": 6, "max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "logging_steps": 1}
 
 
@@ -118,56 +85,19 @@ def assert_same(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.slow
-def test_tokens_per_device_changes_no_step(tmp_path, checkpoint):
-    data = rows_of_different_lengths(checkpoint)
-    unpacked = training.trainer(tmp_path / "unpacked", checkpoint, data, **OPTIONS)
-    unpacked.train()
-    tokens = 2 * max(unpacked.train_dataset.with_format(None)["length"])
-    options = {**OPTIONS, "packing": True, "tokens_per_device": tokens, "per_device_train_batch_size": None}
-    packed = training.trainer(tmp_path / "packed", checkpoint, data, **options)
-    assert packed.facts["batch"]["rows"] == 6 and packed.facts["steps"] == 5
-    assert packed.args.gradient_accumulation_steps > 1
-    sizes = []
-    packed.model.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    packed.train()
-    assert max(sizes) <= tokens < sum(sizes) / 5
-    assert_same(ended(packed), ended(unpacked))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("streamed", [False, True])
-def test_packing_keeps_the_steps_of_another_sampler_and_of_a_stream(tmp_path, checkpoint, streamed):
+def test_packing_keeps_the_steps_of_another_sampler(tmp_path, checkpoint):
     data, ends = rows_of_different_lengths(checkpoint), []
-    options = OPTIONS if streamed else {**OPTIONS, "train_sampling_strategy": "group_by_length"}
+    options = {**OPTIONS, "train_sampling_strategy": "group_by_length"}
     for packing in (False, True):
-        rows = data.select(range(19)).to_iterable_dataset() if streamed else data  # they end within a step
-        trainer = training.trainer(tmp_path / str(packing), checkpoint, rows, packing=packing, **options)
+        trainer = training.trainer(tmp_path / str(packing), checkpoint, data, packing=packing, **options)
         trainer.train()
         ends.append(ended(trainer))
     assert_same(*reversed(ends))
 
 
-@pytest.mark.slow
-def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, checkpoint):
-    data = rows_of_different_lengths(checkpoint)
-    options = {**OPTIONS, "packing": True, "save_strategy": "steps", "save_steps": 3}
-    trainers = []
-    for resume in (None, str(tmp_path / "out" / "checkpoint-3")):
-        trainers.append(
-            training.trainer(tmp_path / "out", checkpoint, data.repeat(2).to_iterable_dataset(), **options)
-        )
-        trainers[-1].train(resume_from_checkpoint=resume)
-    whole, resumed = (training.weights(trainer.model) for trainer in trainers)
-    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
-
-
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"tokens_per_device": 512, "per_device_train_batch_size": None}, "Add packing"),
-        ({"tokens_per_device": 512, "packing": True}, "Set global_batch_size"),
         ({"padding_free": True, "neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"packing": True, "average_tokens_across_devices": False}, "average_tokens_across_devices"),
         ({"packing": True, "accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler"),
@@ -178,10 +108,3 @@ def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, chec
 def test_options_that_contradict_packing_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         training.arguments(tmp_path, **options)
-
-
-def test_the_rows_of_a_step_are_dealt_to_all_processes(tmp_path):
-    args = training.arguments(tmp_path, packing=True, tokens_per_device=512, global_batch_size=3)
-    assert accumulation_steps(args, world_size=3) == 1
-    with pytest.raises(ValueError, match="global_batch_size 3"):
-        accumulation_steps(args, world_size=2)

@@ -61,7 +61,6 @@ def result(output: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """What was logged at each step, and the weights at the end."""
     # Times differ, and the mean loss is of the steps since the run was resumed.
     timed = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
-    timed.add("time/data_share")
     state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     logged = [{key: value for key, value in entry.items() if key not in timed} for entry in state["log_history"]]
     return logged, stored.weights(output)

@@ -2,15 +2,11 @@
 
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 import training
 from paths import HELPERS
-from transformers import TrainerState
 
-from normalign_llava.train.callbacks import progress
-from normalign_llava.train.callbacks.progress import DataWait
 from normalign_llava.train.options.arguments import NormAlignConfig, default_workers
 
 
@@ -28,23 +24,6 @@ def test_there_is_one_for_each_other_core_and_none_on_a_cpu(tmp_path, monkeypatc
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         found.append(default_workers())
     assert found == [0, 1, 8, 3]
-
-
-def test_a_step_that_waits_longer_than_it_takes_says_so_once(monkeypatch, capsys):
-    now, wait = [0.0], DataWait()
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    args, state = SimpleNamespace(dataloader_num_workers=2), TrainerState(max_steps=9, is_world_process_zero=True)
-    for waited, worked in ((5.0, 1.0), (1.0, 2.0), (2.0, 1.0), (3.0, 1.0)):
-        state.global_step += 1
-        wait.seconds = waited
-        wait.on_step_begin(args, state, None)
-        now[0] += worked
-        wait.on_step_end(args, state, None)
-    said = capsys.readouterr().out
-    assert said.strip().splitlines() == [
-        "3/9 waited 2 s for its data and took 1 s. More processes read faster: --dataloader_num_workers, now 2."
-    ]
-    assert wait.collect() == {"time/data_share": 11 / 16} and wait.collect() == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])

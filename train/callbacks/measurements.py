@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is logged of the modules in training: token norms, gain, gradients, updates, clipping."""
+"""What is logged of the modules in training: token norms, gain, gradients, clipping."""
 
-import math
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,33 +14,21 @@ from transformers.trainer_utils import IntervalStrategy
 from ...diagnose.measure.families import decoder_layers
 from ...diagnose.measure.positions import token_positions
 from ...modeling_normalign_llava import _gathered, gain_magnitude
-from ..modules.model import base_model, module_of, projector_norm
+from ..modules.model import base_model, module_of, projector_norm, trained_parameters
 
 
 PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
-"""Parts whose gradients and updates are measured; the projector without its norm, whose gain and bias are apart."""
-
-SAMPLE = 2**16
-"""Most elements of a part whose update is measured, evenly spaced over its trained parameters."""
+"""Parts whose gradients are measured; the projector without its norm, whose gain and bias are apart."""
 
 
 class Measurements(TrainerCallback):
     """Measures the modules at the steps that are logged; at others it costs next to nothing.
 
-    The trainer passes in the norm that it clips by and adds what [`~Measurements.collect`] returns to its logs:
+    docs/options.md lists what is logged. The trainer passes in the norm that it clips by, and adds what
+    [`~Measurements.collect`] returns to its logs: sums over all micro-batches and processes of the step.
 
-    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the first decoder layer, at image tokens and at
-      the other attended positions, over all micro-batches and processes of the step.
-    - `gain/l2`, `gain/mean_abs`, `bias/mean_abs`: of the norm, after the step (table 5).
-    - `gwc/factor`: the factor on the gradient at the normalised tokens, 1 / s (eq. 12), or 1.
-    - `grad_norm/PART`: L2 norm of the gradients of one of `PARTS`, before clipping.
-    - `update_ratio/PART`: ||w after the step - w before|| / ||w before||, over a sample of at most `SAMPLE` elements.
-      Left out while all of them are zero, as the bias is at first.
-    - `clip/share`: share of the optimizer steps since the last log whose gradients global clipping cut.
-
-    A part that is frozen has no entry. DeepSpeed keeps the gradients to itself and steps before the Trainer does: with
-    it there are no gradient norms and update ratios. The steps measured are those of `logging_steps` and
-    `logging_first_step`; `logging_strategy="epoch"` has none.
+    A part that is frozen has no entry. DeepSpeed keeps the gradients to itself. The steps measured are those of
+    `logging_steps` and `logging_first_step`; `logging_strategy="epoch"` has none.
     """
 
     def __init__(self, args: TrainingArguments):
@@ -52,8 +38,7 @@ class Measurements(TrainerCallback):
         self._inputs: dict[str, Any] = {}  # of the forward pass, until its tokens are measured
         self._total_norm: Tensor | float | None = None  # of this step's gradients
         self._grad_norms: dict[str, Tensor] = {}
-        self._before: dict[str, Tensor] = {}
-        self._ratios: dict[str, Tensor] = {}  # two sums over all processes
+        self._norms: dict[str, Tensor] = {}  # the sum of norms, and their number, in all processes
         self._clipped: Tensor | int = 0
         self._clippings = 0
 
@@ -74,11 +59,10 @@ class Measurements(TrainerCallback):
             return {}
         self._measuring = False
         found = {name: value.item() for name, value in (norm_values(self._model) | self._grad_norms).items()}
-        sums = reduce(torch.stack(list(self._ratios.values())), "sum").double()
-        for name, (above, below) in zip(self._ratios, sums.tolist(), strict=True):
-            if below > 0:
-                ratio = above / below
-                found[name] = ratio**0.5 if name.startswith("update_ratio/") else ratio
+        sums = reduce(torch.stack(list(self._norms.values())), "sum").double()
+        for name, (total, count) in zip(self._norms, sums.tolist(), strict=True):
+            if count:
+                found[name] = total / count
         if self._clippings:
             found["clip/share"] = float(self._clipped) / self._clippings
         self._clipped, self._clippings = 0, 0
@@ -96,9 +80,8 @@ class Measurements(TrainerCallback):
         )
         if not self._measuring:
             return
-        self._grad_norms, self._before = {}, {}
-        ratios = ("norm/visual", "norm/text", *(f"update_ratio/{part}" for part in PARTS))
-        self._ratios = {name: torch.zeros(2, device=args.device) for name in ratios}
+        self._grad_norms = {}
+        self._norms = {name: torch.zeros(2, device=args.device) for name in ("norm/visual", "norm/text")}
         inner = self._model.model
         self._hooks = [
             inner.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
@@ -106,33 +89,26 @@ class Measurements(TrainerCallback):
         ]
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        """Measures gradient norms and copies a sample of the weights."""
+        """Measures gradient norms."""
         for hook in self._hooks:
             hook.remove()
         if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
             return
+        norms: dict[str, list[Tensor]] = {}
+        for name, parameter in trained_parameters(model).items():
+            if parameter.grad is not None:
+                norms.setdefault(f"grad_norm/{_part(name)}", []).append(_full_norm(parameter.grad).to(args.device))
+        # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
         factor = self._clip_factor()
-        for part, parameters in _trained_parts(model).items():
-            norms = [_full_norm(p.grad).to(args.device) for p in parameters if p.grad is not None]
-            if norms:
-                # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
-                self._grad_norms[f"grad_norm/{part}"] = torch.linalg.vector_norm(torch.stack(norms)) * factor
-            self._before[part] = _sample(parameters)
-
-    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
-        """Compares the sample of the weights with what it was."""
-        for part, parameters in (_trained_parts(model) if self._before else {}).items():
-            before, after = self._before.pop(part), _sample(parameters)
-            self._add(f"update_ratio/{part}", (after - before).square().sum(), before.square().sum())
+        self._grad_norms = {
+            name: torch.linalg.vector_norm(torch.stack(parts)) * factor for name, parts in norms.items()
+        }
 
     def _clip_factor(self):
         # The divisor of torch's clipping.
         if self._total_norm is None or not self.max_grad_norm:
             return 1.0
         return torch.as_tensor((self._total_norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)
-
-    def _add(self, name: str, above: Tensor, below: Tensor) -> None:
-        self._ratios[name] += torch.stack((above, below)).to(self._ratios[name])
 
     def _keep_inputs(self, module, args, kwargs):
         self._inputs = kwargs
@@ -146,7 +122,7 @@ class Measurements(TrainerCallback):
         ids, mask, self._inputs = self._inputs["input_ids"], self._inputs.get("attention_mask"), {}
         for name, positions in token_positions(ids, mask, self._model.config.image_token_id).items():
             at = positions.to(norms.device)
-            self._add(f"norm/{name}", torch.where(at, norms, 0).sum(), at.sum())
+            self._norms[f"norm/{name}"] += torch.stack([torch.where(at, norms, 0).sum(), at.sum()])
 
 
 @torch.no_grad()
@@ -166,26 +142,12 @@ def norm_values(model: nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def _trained_parts(model: nn.Module) -> dict[str, list[Tensor]]:
-    parts: dict[str, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            module = module_of(name)
-            part = {"vision": "vision_tower", "language": "language_model"}.get(module, module)
-            if module == "norm":
-                part = "gain" if name.endswith("weight") else "bias"
-            parts.setdefault(part, []).append(parameter)
-    return parts
-
-
-def _sample(tensors: list[Tensor]) -> Tensor:
-    # Of this process's shards: only ratios of sums over all processes are taken of it.
-    shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    flat = [shard.detach().reshape(-1) for shard in shards]
-    stride = math.ceil(sum(map(len, flat)) / SAMPLE) or 1
-    starts = accumulate(map(len, flat[:-1]), initial=0)
-    views = [values[-start % stride :: stride] for start, values in zip(starts, flat, strict=True)]
-    return torch.cat([view.to(views[0].device, torch.float32) for view in views])
+def _part(name: str) -> str:
+    """Which of `PARTS` a parameter belongs to."""
+    module = module_of(name)
+    if module == "norm":
+        return "gain" if name.endswith("weight") else "bias"
+    return {"vision": "vision_tower", "language": "language_model"}.get(module, module)
 
 
 def _full_norm(gradient: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run prints: a line of at most 80 columns for each logged step, and whether it waits for its data."""
+"""What a run prints: a line of at most 80 columns for each logged step."""
 
 import sys
 import time
@@ -72,39 +72,6 @@ class ProgressLines(TrainerCallback):
         else:
             steps, took = state.global_step - self._first_step, timedelta(seconds=round(logs["train_runtime"]))
             _print(state, f"{steps:,} steps in {took}, mean loss {logs['train_loss']:.4g}")
-
-
-class DataWait(TrainerCallback):
-    """Measures the time for which steps wait for their batches, and says once that it was longer than a step."""
-
-    def __init__(self):
-        self.seconds = 0.0  # for which this step has waited; the trainer adds them
-        self._waited = self._worked = 0.0
-        self._steps = 0
-        self._told = False
-
-    def collect(self) -> dict[str, float]:
-        """`time/data_share`: the share of the time since the last call in which steps waited for their batches."""
-        waited, total = self._waited, self._waited + self._worked
-        self._waited = self._worked = 0.0
-        return {"time/data_share": waited / total} if total else {}
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        """Starts the clock of a step that has its batches."""
-        self._began = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        """Compares it with the wait; at the first step, workers have only just started."""
-        worked, waited, self.seconds = time.perf_counter() - self._began, self.seconds, 0.0
-        self._waited, self._worked = self._waited + waited, self._worked + worked
-        self._steps += 1
-        if self._steps > 1 and waited > worked and not self._told:
-            self._told = True
-            print_at_step(
-                state,
-                f"waited {waited:.2g} s for its data and took {worked:.2g} s. More processes read faster: "
-                f"--dataloader_num_workers, now {args.dataloader_num_workers}.",
-            )
 
 
 def print_at_step(state, text: str) -> None:

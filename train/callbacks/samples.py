@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the model answers to a few held-out examples at each evaluation: in a file."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from PIL import Image
 from transformers import DataCollator, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
@@ -54,11 +53,13 @@ class SampleCallback(TrainerCallback):
         self.examples = []
         for row in rows:
             images = [decode_image(image, max_image_pixels) for image in row["images"]]
-            following = iter(images)
-            messages = [
-                {"role": message["role"], "content": [_with_image(part, following) for part in message["content"]]}
-                for message in row["messages"]
-            ]
+            following, messages = iter(images), []
+            for message in row["messages"]:
+                parts = [
+                    {**part, "image": next(following)} if part["type"] == "image" else part
+                    for part in message["content"]
+                ]
+                messages.append({"role": message["role"], "content": parts})
             last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
             self.examples.append((messages[:last], images, _text(messages[last])))
         self.max_new_tokens = max_new_tokens
@@ -87,10 +88,6 @@ class SampleCallback(TrainerCallback):
                         image.save(folder / name)
             write_json(folder / f"step-{state.global_step}.json", written)
         self._last_step = state.global_step
-
-
-def _with_image(part: dict[str, Any], images: Iterator[Image.Image]) -> dict[str, Any]:
-    return {"type": "image", "image": next(images)} if part["type"] == "image" else part
 
 
 def _question(prompt: list[dict[str, Any]]) -> str:

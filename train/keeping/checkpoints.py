@@ -15,7 +15,6 @@ from pathlib import Path
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from transformers import TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
 from ...checkpoint.files import json_or_none
@@ -193,19 +192,7 @@ def began_in(resume: str | bool | None, output_dir: str | os.PathLike | None) ->
     return None
 
 
-class StepCounter(TrainerCallback):
-    """Knows the last step that was done, in `step`; None before training."""
-
-    step: int | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Of a resumed run, the checkpoint's step."""
-        self.step = state.global_step
-
-    on_step_end = on_train_begin
-
-
-def after_stop(output_dir: str | os.PathLike, world_size: int, step: int | None) -> str:
+def after_stop(output_dir: str | os.PathLike, world_size: int, step: int) -> str:
     """What is lost of a run that was stopped after `step`, and how to resume it."""
     output = Path(output_dir)
     if not step:

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
@@ -35,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAY_CHANGE = (
     *("save_", "logging_", "log_", "eval_", "report_to", "sample_", "probe_", "max_steps", "num_train_epochs", "hub_"),
     *("push_to_hub", "dataloader_", "test_split", "dataset_test", "model_name", "dataset_name", "image_folder"),
-    *("learning_rate", "bad_steps", "tokens_per_device", "bad_rows", "check_images", "dataset_num_proc"),
+    *("learning_rate", "bad_steps", "bad_rows", "check_images", "dataset_num_proc"),
     *("dry_run", "device_memory"),
 )
 """Prefixes of options that may change when a run is resumed. Data are compared by their reports, learning rates by
@@ -148,15 +146,6 @@ def _fixed(record: dict[str, Any]) -> dict[str, Any]:
     fixed |= {name: record.get(name) for name in ("stage", "arm", "learning_rates", "quantization")}
     used = [(source["source"], source["used"]) for source in record["data"] if source["split"] == "train"]
     return {**fixed, "data": used}
-
-
-def render_options(record: dict[str, Any]) -> Table:
-    """Stage, arm and resolved options, for `rich.console.Console.print`."""
-    table = Table.grid(padding=(0, 2))
-    table.title, table.title_justify = "Options", "left"
-    for name, value in {"stage": record["stage"], "arm": record["arm"], **record["options"]}.items():
-        table.add_row(name, Text(str(value)))
-    return table
 
 
 def write_card_of(folder: Path, repo_id: str | None) -> None:

@@ -9,10 +9,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from peft import PeftModel
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -24,16 +24,15 @@ from ...checkpoint.weights import (
     free_space,
     module_of_file,
     shards_of,
-    size_of,
     stored_tensors,
     unchanged_files,
 )
 from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport, by_kind, counted, not_read
-from ..memory import gib, parameter_count, static_bytes
+from ..memory import gib, parameter_count, static_bytes, tensor_bytes, titled_table
 from ..modules.model import base_model, frozen_modules, module_of
 from ..options.arguments import NormAlignConfig, autocast_dtype
-from ..shapes import ACTIVATIONS, OPTIMIZER, PARTS
+from ..shapes import OPTIMIZER, PARTS
 from .checkpoints import checkpoints_in
 
 
@@ -50,19 +49,15 @@ ROWS = {
 def summary(
     model: nn.Module,
     args: NormAlignConfig,
-    learning_rates: dict[str, tuple[float, str]],
+    learning_rates: dict[str, float],
     report: DataReport,
     rows: int,
     steps: int,
 ) -> dict[str, Any]:
-    """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device.
-
-    Memory is that of weights, gradients and optimizer states; a run puts [`estimate_memory`] in its place.
-    """
+    """The facts of a run as JSON: modules, data, batch, steps, precision; a run adds [`estimate_memory`]."""
     batch = {
         "rows": rows,
-        "per_device": None if args.tokens_per_device else args.per_device_train_batch_size,
-        "tokens_per_device": args.tokens_per_device,
+        "per_device": args.per_device_train_batch_size,
         "processes": args.world_size,
         "accumulation": args.gradient_accumulation_steps,
         "packed": args.packing,
@@ -79,31 +74,27 @@ def summary(
         "optimizer": str(args.optim.value),
         "autocast": autocast_dtype(args),
         "precision_because": args.precision_because,
-        "memory": {**(found := static_bytes(model, args)), "total": sum(found.values())},
     }
 
 
-def modules(model: nn.Module, learning_rates: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
-    """Parameters of each module, how many are trained, their dtypes, the learning rate, and what set it.
+def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str, Any]]:
+    """Parameters of each module, how many are trained, their dtypes, and the learning rate.
 
     A 4-bit weight counts as the parameters it represents. PEFT's untrained copies of modules that are trained in full
     do not count.
     """
-    empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0, "set_by": ""}
+    empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
     found = {key: {"module": name, **empty, "dtypes": Counter()} for key, name in ROWS.items()}
     for name, parameter in model.named_parameters():
         if ".original_module." in name:
             continue
-        learning_rate, origin = learning_rates[module_of(name)]
         row = found["adapters" if ".lora_" in name else module_of(name)]
         count = parameter_count(parameter)
         row["parameters"] += count
         row["dtypes"][_dtype(parameter)] += count
         if parameter.requires_grad:
             row["trained"] += count
-            row["learning_rate"] = learning_rate
-        if parameter.requires_grad or not learning_rate:
-            row["set_by"] = origin
+            row["learning_rate"] = learning_rates[module_of(name)]
     for row in found.values():
         row["dtypes"] = [dtype for dtype, _ in row["dtypes"].most_common()]
     return [row for row in found.values() if row["parameters"]]
@@ -114,18 +105,23 @@ def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Se
 
     Files of frozen modules are written once, or not at all if they are in the folders `weights_in`.
     """
-    sharded = AcceleratorState().distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    kind = AcceleratorState().distributed_type
+    sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     optimizer = static_bytes(model, args)[OPTIMIZER] * (args.world_size if sharded else 1)
-    once = 0
-    if isinstance(model, PeftModel):
-        weights = sum(each.nbytes for each in model.parameters() if each.requires_grad)
-    else:
-        layout, frozen = stored_tensors(model), frozen_modules(model)
+    trained = sum(tensor_bytes(each) for each in model.parameters() if each.requires_grad)
+    if kind == DistributedType.DEEPSPEED or (sharded and isinstance(model, PeftModel)):
+        optimizer += trained  # which is saved again with these states
+    weights, once = trained, 0
+    if not isinstance(model, PeftModel):
+        whole = {  # ZeRO-3 leaves empty tensors behind, which know their shapes
+            name: torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
+        layout, frozen = stored_tensors(model, whole), frozen_modules(model)
         found, files = unchanged_files(layout, frozen, weights_in), shards_of(layout)
         sizes = {name: sum(layout[each].nbytes for each in files[name]) for name in files.keys() - found.keys()}
         once = sum(size for name, size in sizes.items() if module_of_file(files[name][0]) in frozen)
         weights = sum(sizes.values()) - once
-        optimizer += size_of(layout) if sharded else 0  # which is saved again with these states
     saves = {"no": 0, "epoch": ceil(args.num_train_epochs)}.get(args.save_strategy.value)
     if saves is None:
         every = args.save_steps if args.save_steps >= 1 else ceil(args.save_steps * steps)
@@ -147,10 +143,12 @@ def check_disk(output_dir: str | os.PathLike, size: int) -> None:
     check_space(Path(output_dir), size, remedy)
 
 
-def render(facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
-    """What [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
+def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
+    """Options, and what [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
+    options = {"stage": record["stage"], "arm": record["arm"], **record["options"]}
     tables = _modules_table(facts["modules"]), _data_table(facts["data"])
-    return Group(*tables, *_not_read(facts), _facts_table(facts, free_space(Path(output_dir))))
+    shown = _facts(facts, free_space(Path(output_dir)))
+    return Group("Options", _pairs(options), *tables, *_not_read(facts), _pairs(shown))
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
@@ -160,37 +158,27 @@ def render_dropped(dropped: DroppedRows) -> list[str]:
     return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)] if rows else []
 
 
-def _modules_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Modules", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("", "parameters", "trained", "share", "dtype", "learning rate", "set by"):
-        table.add_column(title, justify="left" if title in ("", "dtype", "set by") else "right")
-    total = {name: sum(row[name] for row in rows) for name in ("parameters", "trained")}
-    for row in rows:
-        learning_rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
-        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), learning_rate, row["set_by"])
-    table.add_section()
-    table.add_row("all", *_counts(total))
-    return table
-
-
-def _counts(row: dict[str, Any]) -> tuple[str, str, str]:
-    share = 100 * row["trained"] / row["parameters"]
-    return f"{row['parameters']:,}", f"{row['trained']:,}", f"{share:.3g} %"
+def _modules_table(modules: list[dict[str, Any]]) -> Table:
+    total = {name: sum(row[name] for row in modules) for name in ("parameters", "trained")}
+    rows = []
+    for row in [*modules, {"module": "all", **total}]:
+        counts = [f"{row['parameters']:,}", f"{row['trained']:,}", f"{100 * row['trained'] / row['parameters']:.3g} %"]
+        rate = f"{row.get('learning_rate', 0):g}" if row["trained"] else "frozen"
+        more = [" + ".join(row["dtypes"]), rate] if "dtypes" in row else []
+        rows.append([row["module"], *counts, *more])
+    return titled_table("Modules", ["", "parameters", "trained", "share", "dtype", "learning rate"], rows)
 
 
 def _data_table(sources: list[dict[str, Any]]) -> Table:
-    table = Table(title="Data", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", overflow="fold")
-    for title in ("", "rows", "bad", "too long", "used", "images", "tokens (median)"):
-        table.add_column(title, justify="right" if title else "left")
+    rows = []
     for source in sources:
         numbers = [source[name] for name in ("found", "bad", "too_long", "used", "images")]
-        shown = ["" if number is None else f"{number:,}" for number in numbers]
         tokens = "streamed"
         if source["longest"] is not None:
             tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
-        table.add_row(Text(Path(source["source"]).name), source["split"], *shown, tokens)
-    return table
+        counts = ["" if number is None else f"{number:,}" for number in numbers]
+        rows.append([Path(source["source"]).name, source["split"], *counts, tokens])
+    return titled_table("Data", ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"], rows)
 
 
 def _not_read(facts: dict[str, Any]) -> Iterator[Text]:
@@ -202,30 +190,31 @@ def _not_read(facts: dict[str, Any]) -> Iterator[Text]:
             yield Text(f"{Path(source['source']).name}, {title}: {text}")
 
 
-def _facts_table(facts: dict[str, Any], free: int) -> Table:
-    batch = facts["batch"]
+def _pairs(values: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
+    for name, value in values.items():
+        table.add_row(name, Text(str(value)))
+    return table
+
+
+def _facts(facts: dict[str, Any], free: int) -> dict[str, str]:
+    batch, disk = facts["batch"], facts["disk"]
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
     divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
-    if batch["tokens_per_device"]:
-        divided += f", each with at most {batch['tokens_per_device']:,} tokens"
-    for name, value in {
+    checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
+    shown = {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided}",
         "Reading": f"by {batch['workers']:,} process(es) for each" if batch["workers"] else "in the same process",
         "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
         "Optimizer": facts["optimizer"],
         "Precision": _precision(facts),
-    }.items():
-        table.add_row(name, Text(value))
-    if disk := facts.get("disk"):
-        checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
-        table.add_row("Disk", f"{gib(disk['total'])} ({checkpoints}); {gib(free)} are free")
+        "Disk": f"{gib(disk['total'])} ({checkpoints}); {gib(free)} are free",
+    }
     if used := facts.get("memory"):
         parts = ", ".join(f"{name} {gib(used[name])}" for name in PARTS if used.get(name))
-        more = "" if ACTIVATIONS in used else ", and activations"
-        table.add_row("Memory", f"{gib(used['total'])} on each device ({parts}){more}")
-    return table
+        shown["Memory"] = f"{gib(used['total'])} on each device ({parts})"
+    return shown
 
 
 def _precision(facts: dict[str, Any]) -> str:

@@ -23,10 +23,18 @@ ELSEWHERE = r"(?!model\.language_model\.|lm_head$).*"
 """Modules that get no adapters. The head is none of them, so that whoever names it is told."""
 
 OPTIONS = {
-    *("r", "lora_alpha", "lora_dropout", "bias", "lora_bias", "use_rslora", "use_dora", "fan_in_fan_out", "task_type"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    *("target_parameters", "modules_to_save", "trainable_token_indices", "ensure_weight_tying", "init_lora_weights"),
-    *("peft_version", "base_model_name_or_path", "revision", "runtime_config"),
+    *(
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "use_dora",
+        "fan_in_fan_out",
+        "task_type",
+        "layers_to_transform",
+    ),
+    *("target_modules", "exclude_modules", "modules_to_save", "trainable_token_indices", "ensure_weight_tying"),
+    *("init_lora_weights", "peft_version", "base_model_name_or_path", "revision", "runtime_config"),
 }
 """What may be set in a `LoraConfig`: what is trained as it says, and can be merged."""
 
@@ -63,7 +71,6 @@ def language_adapter(
     elif isinstance(own, str) and (given := names_in(own)):  # TRL makes text of a list of one name
         config.target_modules = set(given)
     config.modules_to_save = _modules_to_save(config, model, learning_rates)
-    config.target_parameters = _target_parameters(config, model)
     if own not in (None, "all-linear"):
         _check_targets(config, model)
     _check_layers(config, model, names)
@@ -82,10 +89,8 @@ def _check_options(config: LoraConfig) -> None:
         raise ValueError("lora_alpha 0 multiplies each adapter by 0, so none would be trained. Give another.")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(f"task_type is {config.task_type!r}. Answers are trained with 'CAUSAL_LM'.")
-    if config.bias == "all":
-        raise ValueError("bias 'all' is in vision tower and projector too. Use 'lora_only', the adapted layers' own.")
     patterns = [value for value in (config.target_modules, config.exclude_modules) if isinstance(value, str)]
-    for pattern in [*patterns, *(config.rank_pattern or ()), *(config.alpha_pattern or ())]:
+    for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
@@ -119,23 +124,6 @@ def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[
     return [*requested, *(name for name, learning_rate in in_full.items() if learning_rate > 0)] or None
 
 
-def _target_parameters(config: LoraConfig, model: nn.Module) -> list[str] | None:
-    """Those in the language model: by their paths, if the names are also of others, which PEFT cannot exclude."""
-    targets = []
-    for target in config.target_parameters or ():
-        found = [name for name, _ in model.named_parameters() if re.fullmatch(_ending(target), name)]
-        inside = [name for name in found if not re.fullmatch(ELSEWHERE, name)]
-        if not inside:
-            raise ValueError(f"target_parameters names {target}, and the language model has no such parameter.")
-        if {name.rpartition(".")[0] for name in inside} & {*_adapted(config, _modules(model))}:
-            raise ValueError(
-                f"target_parameters names {target}, of layers that target_modules adapts, by default all linear ones. "
-                "Name these layers in target_modules alone, or other layers there."
-            )
-        targets += [target] if inside == found else inside
-    return targets or None
-
-
 def _check_targets(config: LoraConfig, model: nn.Module) -> None:
     """Raises ValueError if a named target gets no adapter; of a pattern, the names of layers in it count."""
     names, targets = _modules(model), config.target_modules
@@ -159,27 +147,20 @@ def _check_targets(config: LoraConfig, model: nn.Module) -> None:
 
 
 def _check_layers(config: LoraConfig, model: nn.Module, excluded: dict[str, str]) -> None:
-    """Raises ValueError if a layer, an exclusion, a rank or an alpha applies to no adapter."""
-    names = _modules(model)
+    """Raises ValueError if a layer has no adapter, or an exclusion excludes none."""
+    names, layers = _modules(model), config.layers_to_transform
+    for layer in [layers] if isinstance(layers, int) else layers or ():
+        if not _adapted(config, names, layers_to_transform=[layer]):
+            last = model.config.text_config.num_hidden_layers - 1
+            raise ValueError(f"layers_to_transform names {layer}, where no adapter would be. Layers are 0 to {last}.")
     adapted = _adapted(config, names)
-    for option in ("layers_to_transform", "layers_pattern"):
-        values = getattr(config, option)
-        for value in [values] if isinstance(values, int | str) else values or ():
-            if not _adapted(config, names, **{option: [value]}):
-                count = model.config.text_config.num_hidden_layers
-                raise ValueError(f"{option} names {value}, where no adapter would be. Layers are 0 to {count - 1}.")
-    for given, pattern in excluded.items():
-        found = [name for name in names if re.fullmatch(pattern, name)]
-        if not found or any(name.startswith(f"{path}.") for path in found for name in adapted):
+    for name, pattern in excluded.items():
+        paths = [path for path in names if re.fullmatch(pattern, path)]
+        if not paths or any(place.startswith(f"{path}.") for path in paths for place in adapted):
             raise ValueError(
-                f"exclude_modules has {given}, which excludes no adapter. A module does not stand for the layers in "
+                f"exclude_modules has {name}, which excludes no adapter. A module does not stand for the layers in "
                 "it: name those, or give a regular expression."
             )
-    for option in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(config, option) or ():
-            places = [*adapted, *(config.target_parameters or ())]
-            if not any(re.match(rf"(.*\.)?({pattern})$", place) for place in places):
-                raise ValueError(f"{option} has {pattern}, which is the name of no layer with an adapter.")
 
 
 def _check_tokens(config: LoraConfig, model: NormAlignLlavaForConditionalGeneration) -> None:
@@ -221,9 +202,6 @@ def _check_merged(config: LoraConfig, model: NormAlignLlavaForConditionalGenerat
             "target_modules names lm_head, whose adapter would not be trained: the loss is computed from its weight "
             "alone. Leave it out, or train it in full: modules_to_save with lm_head."
         )
-    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
-    if config.bias == "lora_only" and not any(name.endswith(".base_layer.bias") for name in trained):
-        raise ValueError("bias is 'lora_only', but the layers with adapters have no bias. Leave it out.")
     try:
         adapted.merge_and_unload()
     except Exception as error:

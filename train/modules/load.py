@@ -3,6 +3,7 @@
 
 import copy
 import math
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ...checkpoint.untrusted import check_weights
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..options.arguments import NormAlignConfig, autocast_dtype
-from .model import MODULES, PLACES, module_of, projector_norm
+from .model import MODULES, PLACES, projector_norm, trained_parameters
 
 
 END = torch.finfo(torch.float16).max
@@ -138,31 +139,33 @@ def check_quantized(
     training: NormAlignConfig,
     peft_config: LoraConfig | None,
 ) -> None:
-    """Raises ValueError if a layer that would be quantized would also be trained, other than by adapters."""
-    use_peft = peft_config is not None
-    saved = [*(peft_config.modules_to_save or ())] if peft_config else []
+    """Raises ValueError if a linear layer of the language model, which is quantized, would be trained in full."""
+    if quantization.llm_int8_skip_modules is not None:
+        raise ValueError(
+            "llm_int8_skip_modules cannot be used: the language model's layers are quantized, and no others. "
+            "Leave it out."
+        )
     if peft_config and peft_config.use_dora and quantization.load_in_8bit and training.device.type == "cpu":
         raise ValueError("use_dora with load_in_8bit fails in PEFT on a CPU. Leave one of them out, or use 4 bits.")
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(config)
-    _quantizer(quantization).preprocess_model(model=model, device_map=None)
+    rate = training.learning_rates(use_peft=False)["language"] if peft_config is None else 0.0
     for name, layer in model.named_modules():
-        module, parts = module_of(f"{name}."), name.split(".")
-        paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-        own = next((each for each in saved if any(path.endswith(each) for path in paths)), None)  # as PEFT finds them
-        if own and module == "language" and type(layer).__name__ in ("Linear4bit", "Linear8bitLt"):
+        if not (isinstance(layer, nn.Linear) and name.startswith("model.language_model.")):
+            continue
+        if rate:
             raise ValueError(
-                f"modules_to_save names {own}, of which {name} would be quantized, and quantized weights cannot be "
-                "trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
+                f"{name} would be quantized, and quantized weights cannot be trained, as language_learning_rate "
+                f"{rate:g} asks for. Leave out the quantization, add --use_peft, or freeze the language model with "
+                "--language_learning_rate 0."
             )
-        rate, origin = training.learning_rates_with_origin(use_peft)[module]
-        if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") and rate and not (use_peft and module == "language"):
-            option = f"{module}_learning_rate"
-            adapters = " add --use_peft, or" if module == "language" else ""
-            raise ValueError(
-                f"{name} would be quantized, and quantized weights cannot be trained, as {option} {rate:g} ({origin}) "
-                f"asks for. Leave out the quantization,{adapters} freeze the module with --{option} 0."
-            )
+        paths = [*accumulate(name.split("."), "{}.{}".format)]
+        for own in (peft_config and peft_config.modules_to_save) or ():
+            if any(path.endswith(own) for path in paths):  # as PEFT finds them
+                raise ValueError(
+                    f"modules_to_save names {own}, of which {name} would be quantized, and quantized weights cannot "
+                    "be trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
+                )
 
 
 def without_weights(
@@ -216,8 +219,7 @@ def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> Non
     model.requires_grad_(False)
 
     def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
-        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        for name in state.keys() - trained:
+        for name in state.keys() - trained_parameters(module).keys():
             del state[name]
 
     model.register_load_state_dict_pre_hook(load_trained)

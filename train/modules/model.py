@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model to train: its parts by name, which are frozen, in which precision and mode they run, and sharded."""
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -14,14 +16,18 @@ import torch
 from accelerate import Accelerator
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import Tensor, distributed as dist, nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...checkpoint.names import INDEX
 from ...checkpoint.weights import module_of_file
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
@@ -67,11 +73,15 @@ def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
         parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def frozen_modules(model: nn.Module) -> set[str]:
     """The modules without a trained parameter, as their files of weights are called."""
-    named = list(model.named_parameters())
-    trained = {module_of_file(name) for name, parameter in named if parameter.requires_grad}
-    return {module_of_file(name) for name, _ in named} - trained
+    modules = {module_of_file(name) for name, _ in model.named_parameters()}
+    return modules - {module_of_file(name) for name in trained_parameters(model)}
 
 
 def train_in_float32(model: nn.Module) -> None:
@@ -202,6 +212,7 @@ def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForCondition
     bfloat16. So the norm is a unit of its own, with a policy of its own.
     """
     plugin, prepare, norm = accelerator.state.fsdp_plugin, accelerator.prepare, type(projector_norm(model))
+    plugin.set_state_dict_type("FULL_STATE_DICT")  # with another one, the Trainer saves no model
     layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
     plugin.transformer_cls_names_to_wrap = sorted({*(plugin.transformer_cls_names_to_wrap or layers), norm.__name__})
 
@@ -223,6 +234,18 @@ def name_as_unsharded(model: FSDPModule) -> None:
     """
     sharded, own = type(model), type(model).__bases__[-1]
     sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
+
+
+def load_sharded(model: FSDPModule, folder: Path) -> None:
+    """Loads a checkpoint's files of weights under FSDP2: the first process reads them, and each gets its part."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)  # file by file
+    for name in sorted({*json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}):
+        set_model_state_dict(model, load_file(folder / name) if dist.get_rank() == 0 else {}, options=options)
+
+
+def pass_over_frozen(model: nn.Module, keys: _IncompatibleKeys) -> None:
+    """Has a model load states that have the trained parameters alone."""
+    keys.missing_keys[:] = trained_parameters(model).keys() & keys.missing_keys
 
 
 def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:

@@ -70,7 +70,7 @@ REFUSED_SECTIONS = {
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 """Schedules of transformers that ignore `warmup_steps`."""
 
-LEAST = dict.fromkeys(("per_device_train_batch_size", "global_batch_size", "probe_rows", "tokens_per_device"), 1)
+LEAST = dict.fromkeys(("per_device_train_batch_size", "global_batch_size", "probe_rows"), 1)
 LEAST |= dict.fromkeys(("sample_count", "seed", "data_seed", "dataloader_num_workers", "max_grad_norm"), 0)
 LEAST |= {"dataset_num_proc": 1, "max_length": 1, "warmup_steps": 0}
 """The least value of options of numbers."""
@@ -103,8 +103,6 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
             raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {size}.")
         self.learning_rate_is_given = self.learning_rate is not None
-        if self.tokens_per_device:
-            self.per_device_train_batch_size = 1  # in whose place it is
         defaults = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
         if self.load_best_model_at_end:
             defaults.pop("save_steps", None)  # it must be a multiple of eval_steps
@@ -198,32 +196,19 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
                 "neftune_noise_alpha scales noise by the length of a sequence, which with packing or padding_free "
                 "holds several rows. Leave one out."
             )
-        if self.tokens_per_device and not self.packing:
-            raise ValueError("tokens_per_device is for packing. Add packing.")
-        if self.tokens_per_device and self.global_batch_size is None:
-            raise ValueError("tokens_per_device divides the rows of a step. Set global_batch_size, or a stage.")
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
         """The peak learning rate of each module; 0 if it is frozen, as by default the vision tower with adapters."""
-        return {module: value for module, (value, _) in self.learning_rates_with_origin(use_peft).items()}
-
-    def learning_rates_with_origin(self, use_peft: bool) -> dict[str, tuple[float, str]]:
-        """[`learning_rates`], each with its origin: `"given"`, or whose default it is, such as `"stage tune"`."""
-        defaults, origin = STAGES.get(self.stage or "", {}), f"stage {self.stage}" if self.stage else "TRL"
+        defaults = STAGES.get(self.stage or "", {})
         if use_peft and self.stage == "tune" and not self.learning_rate_is_given:
-            defaults, origin = ADAPTERS, "adapters"
-        rest = defaults.get("learning_rate", self.learning_rate), origin
-        if self.learning_rate_is_given:
-            rest = self.learning_rate, "given"
-        found = {}
+            defaults = ADAPTERS
+        rest = self.learning_rate if self.learning_rate_is_given else defaults.get("learning_rate", self.learning_rate)
+        rates = {}
         for module in ("vision", "projector", "norm", "language"):
             name = f"{module}_learning_rate"
-            found[module] = (defaults[name], origin) if name in defaults else rest
-            if use_peft and module == "vision":
-                found[module] = 0.0, "adapters"
-            if (given := getattr(self, name)) is not None:
-                found[module] = given, "given"
-        return found
+            default = 0.0 if use_peft and module == "vision" else defaults.get(name, rest)
+            rates[module] = default if getattr(self, name) is None else getattr(self, name)
+        return rates
 
 
 def check_numbers(args: NormAlignConfig) -> None:
@@ -249,8 +234,7 @@ class ModelArguments(ModelOptions, ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("lora_modules_to_save", "lora_target_parameters"):
-            setattr(self, name, _names(getattr(self, name)) or None)
+        self.lora_modules_to_save = _names(self.lora_modules_to_save) or None
         changed = [f.name for f in fields(self) if f.default is not MISSING and getattr(self, f.name) != f.default]
         adapters = [name for name in changed if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
         if adapters and not self.use_peft:

@@ -62,7 +62,6 @@ class TrainingOptions:
     dataloader_persistent_workers: bool | None = flag("Whether these live until the end of the run. Default: yes.")
     padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")
     packing: bool = option(False, "Divide a step's rows into passes of nearly equal tokens, without padding.")
-    tokens_per_device: int | None = option(None, "With packing: the most tokens in a pass, in place of rows.")
     sample_count: int | None = option(
         None, "Held-out examples to answer at each evaluation, in samples/. Default: 4, or 0 with FSDP and ZeRO-3."
     )
