@@ -123,7 +123,7 @@ class Checkpoint:
                     f"{AGAIN}"
                 )
         kwargs |= {"config": config, "revision": self.revision, "trust_remote_code": self.trust_remote_code}
-        with loading(f"The model {self.name}"), _reports_of_faults():
+        with loading(f"The model {self.name}"), _reports_of_faults(is_part=config is not None):
             model, info = cls.from_pretrained(self.name, dtype=dtype, output_loading_info=True, **kwargs)
         if missing := sorted(key for key in info["missing_keys"] if not key.startswith(_MAY_BE_ABSENT)):
             raise ValueError(f"{self.name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
@@ -140,20 +140,20 @@ class Checkpoint:
 
 
 @contextmanager
-def _reports_of_faults() -> Iterator[None]:
-    """Hides transformers' report of a load if it only has tensors that may be absent, or that are not read."""
+def _reports_of_faults(is_part: bool) -> Iterator[None]:
+    """Hides transformers' report of a load if only tensors that may be absent are, or, of a part, others are there."""
+
+    def is_no_report_or_has_faults(record: logging.LogRecord) -> bool:
+        rows = [line for line in record.getMessage().splitlines() if "| " in line][1:]  # without the header
+        expected = (row.startswith(_MAY_BE_ABSENT) or (is_part and "UNEXPECTED" in row) for row in rows)
+        return "LOAD REPORT" not in record.getMessage() or not all(expected)
+
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_is_no_report_or_has_faults)
+    logger.addFilter(is_no_report_or_has_faults)
     try:
         yield
     finally:
-        logger.removeFilter(_is_no_report_or_has_faults)
-
-
-def _is_no_report_or_has_faults(record: logging.LogRecord) -> bool:
-    rows = [line for line in record.getMessage().splitlines() if "| " in line][1:]  # without the header
-    expected = (row.startswith(_MAY_BE_ABSENT) or "UNEXPECTED" in row for row in rows)
-    return "LOAD REPORT" not in record.getMessage() or not all(expected)
+        logger.removeFilter(is_no_report_or_has_faults)
 
 
 def open_checkpoint(

@@ -18,10 +18,11 @@ from ...errors import Console, escaped
 from ..sources.arguments import DataArguments
 from ..sources.source import Source
 from .forms import PROMPT, image_name
-from .images import ImageRules, image_problem, printable
+from .images import ImageRules, image_problem
 from .parse import DroppedRow, DroppedRows, control_tokens, parse_row
 from .reports import by_kind, counted, warn_once
 from .unread import unread_image
+from .values import printable
 
 
 _CHUNK = 64  # rows whose images are checked together

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .choices import LETTERS, accepted_answers, commonest, read_question
-from .images import MAX_PATH, printable, short
+from .images import MAX_PATH, short
 from .turns import Turn, alternating, read_turns
-from .values import is_empty, leave_out, parsed
+from .values import is_empty, leave_out, parsed, printable
 
 
 MARKER = "<image>"

@@ -17,6 +17,7 @@ import numpy as np
 from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
+from .values import printable
 from .zips import MAX_IMAGE_BYTES, TOO_LARGE, check_entry, read_entry
 
 
@@ -181,10 +182,8 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
 
     White is the largest number of as many bits, an even number from 8 up, as the brightest grey needs: 12 bits in a
-    file of 16 keep their brightness. Of colours of 16 bits Pillow gives the higher byte alone.
-
-    Raises:
-        ValueError: Its pixels are negative or floating-point numbers, or colours that leave the higher byte empty.
+    file of 16 keep their brightness. Of colours of 16 bits Pillow gives the higher byte alone. Raises ValueError if
+    pixels are negative or floating-point numbers, or colours that leave the higher byte empty.
     """
     deep = ";16" in str(opened.tile)
     ImageOps.exif_transpose(opened, in_place=True)
@@ -243,11 +242,6 @@ def stored_bytes(image: dict[str, Any]) -> bytes:
     if len(content) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return content
-
-
-def printable(text: str) -> str:
-    """The text with question marks for half surrogate pairs, which JSON may have and UTF-8 may not."""
-    return text.encode(errors="replace").decode()
 
 
 def short(value: Any) -> str:

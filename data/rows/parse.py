@@ -23,8 +23,9 @@ from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from .forms import MARKER, columns as columns_of
-from .images import ImageRules, printable
+from .images import ImageRules
 from .unread import known_row, markers, proposal
+from .values import printable
 
 
 MESSAGES = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})

@@ -10,8 +10,9 @@ from PIL import Image
 
 from ..sources.arguments import DataArguments
 from .forms import columns, image_name
-from .images import ImageRules, decode_image, printable
+from .images import ImageRules, decode_image
 from .unread import known_row, unread_image
+from .values import printable
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .images import printable
-
 
 _MAX_LITERAL = 2**16  # characters of a list that is written as Python writes it
 _BETWEEN_TEXTS = re.compile(r"(['\"])\s+(['\"])")
@@ -67,3 +65,8 @@ def leave_out(left_out: list[str], values: Mapping, read: Collection[Any], place
     keys = (key for key in values if key not in read and not is_empty(values[key]))
     names = (printable(f"{place}{key}"[:80]) or "(no name)" for key in keys)
     left_out += [name for name in names if name not in left_out]
+
+
+def printable(text: str) -> str:
+    """The text with question marks for half surrogate pairs, which JSON may have and UTF-8 may not."""
+    return text.encode(errors="replace").decode()
