@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from plan import Plan, read_plan
 from report import read_result, write_report
 from rich.console import Console
+from runs import make_run, parts
 
 from normalign_llava.checkpoint.files import atomic_write
 
@@ -42,7 +43,11 @@ def run_plan(plan: Plan, work: Path, only: Sequence[str] = (), gpus: int = 1) ->
                 if read_result(plan, run) is not None:
                     continue
                 console.rule(f"{run.cell}, {number} of {len(runs)}", align="left")
-                result = run_commands(plan, run, *plan.parts(run), work, gpus)
+                vision, language = parts(plan, run.group)
+                if plan.commands:
+                    result = run_commands(plan, run, vision, language, work, gpus)
+                else:
+                    result = make_run(plan, run, Path(vision), Path(language), work)
                 with atomic_write(plan.results / f"{run.key}.json") as partial:
                     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in result.items())
                     partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
@@ -60,7 +65,7 @@ def print_commands(plan: Plan, given: argparse.Namespace) -> None:
     for run in plan.runs(given.only):
         if read_result(plan, run) is None:
             print(f"# {run.cell}")
-            for step in steps(plan, run, *plan.parts(run), given.work, given.gpus).values():
+            for step in steps(plan, run, *parts(plan, run.group), given.work, given.gpus).values():
                 if not step.done:
                     print(f"normalign {shlex.join(step.words)}")
             kept = ["--results", str(plan.results), "--work", str(given.work), "--only", run.cell]
@@ -85,8 +90,6 @@ def main(words: list[str] | None = None) -> None:
     given, failed = parser.parse_args(words), {}
     try:
         plan = read_plan(given.plan, given.results)
-        if given.action != "report" and not plan.commands:
-            raise ValueError(f"The runs of {plan.name} were made by earlier code: its page names the commit.")
         if given.action == "cost":
             from cost import print_cost
 

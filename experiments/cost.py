@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from accelerate.utils import convert_file_size_to_int
 from plan import Plan, Run
+from runs import parts
 from scores import markdown
 from torch import nn
 from transformers import PreTrainedConfig
@@ -131,7 +132,7 @@ def run_cost(plan: Plan, run: Run, device_memory: str) -> tuple[dict[str, StageC
         if shape:
             sparse_checkpoint(folder, shape)
         else:
-            build_checkpoint(*plan.parts(run), checkpoint, feature_layer=plan.feature_layer)
+            build_checkpoint(*parts(plan, run.group), checkpoint, feature_layer=plan.feature_layer)
         untrained = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
         for stage, options in zip(("stage1", "stage2"), plan.options(run), strict=True):
             rows = plan.rows[stage]

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from normalign_llava.fetched.convert import convert_language, convert_vision
 from normalign_llava.quickstart.train import stage
 
 
@@ -18,7 +17,7 @@ class Variant:
 
     Attributes:
         arm: One of the paper's arms.
-        text, features: Factors on the hidden states of language model and encoder.
+        text, features: Factors on the hidden states of language model and encoder, see [`rescale`].
         enters_at: Of arm `none`: visual tokens are multiplied by a fixed number, so that they enter at the start with
             this norm, in N_text. None leaves them as they are.
         gradient: Of the other arms: factor on the gradient at the normalised tokens, besides the arm's own.
@@ -68,7 +67,7 @@ class Plan:
             table 4; and `shape`, that of its parts in benchmarks/shapes.py, so that `cost` need not ask the Hub.
         tasks: What the models are evaluated on.
         commands: Whether a run is made by the package's commands, each a process of its own, on all GPUs; its report
-            is of the scores. Otherwise earlier code made the runs, and visual information is reported.
+            is of the scores. Otherwise visual information is measured while training, and reported.
         optional: Variants that are made if they are named alone.
         accelerate: Of a run by commands on several GPUs: `--accelerate_config` of `stage1` and `stage2`.
         evaluate, diagnose: Options of these two commands.
@@ -134,11 +133,6 @@ class Plan:
             merged = stage(base["recipe"], **{**changes, "seed": run.seed, **own})
             both.append({name: value for name, value in merged.items() if value is not None})
         return both[0], both[1]
-
-    def parts(self, run: Run) -> tuple[str, str]:
-        """Vision encoder and language model of a run: folders or Hub ids."""
-        language = self.groups[run.group].get("language", self.language)
-        return self.vision or str(convert_vision(56)), language or str(convert_language())
 
 
 def read_plan(file: Path, results: Path | None = None) -> Plan:

@@ -2,8 +2,11 @@
 """The quickstart's two training stages: the package's recipes, run as `normalign train` would."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from transformers import TrainerCallback
 
 from ..checkpoint.files import finished_folder
 from ..train.command import read_recipe, recipe_file
@@ -30,7 +33,15 @@ def rows_of(options: dict[str, Any]) -> int:
     return options["max_steps"] * options["global_batch_size"]
 
 
-def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: Path, *, bf16: bool = False) -> None:
+def train_stage(
+    options: dict[str, Any],
+    checkpoint: Path,
+    data: Path,
+    output: Path,
+    *,
+    bf16: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> None:
     """Trains `checkpoint` and writes the trained checkpoint, or the adapter, to `output`.
 
     Until it is finished the run is in the folder `OUTPUT-trainer`, from which a stopped run is resumed.
@@ -42,7 +53,7 @@ def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: P
         paths = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run, "bf16": bf16}
         if checkpoints_in(run):
             paths["resume_from_checkpoint"] = "last"
-        train(*parse(words({**options, **paths})))
+        train(*parse(words({**options, **paths})), callbacks)
         with finished_folder(output) as folder:
             for file in run.iterdir():
                 if file.is_file():  # folders are the trainer's checkpoints

@@ -1,17 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments: plans, and the statistics of the report of stored results."""
+"""Experiments: the plan, runs on tiny parts from plan to report, and the statistics of the report."""
 
+import importlib.util
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
+import tiny_parts
+import torch
+import yaml
+from datasets import load_from_disk
 from paths import ROOT
+from PIL import Image
 from plan import read_plan
 from report import difference, holm, read_result, write_report
+from runs import FixedFactors, data_hash, write_data
 from scipy import stats
+from transformers import TrainerControl, TrainerState
 
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.evaluate.engine import SUITES
+from normalign_llava.fetched.easy_vqa import training_data
+
+
+LORA = ("use_peft", "lora_r", "lora_dropout", "lora_target_modules")
+SHORT = {
+    "max_steps": 20,
+    "global_batch_size": 2,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 10,
+    "save_steps": 10,
+    "probe_steps": None,
+}
+PLAN = {
+    "tasks": ["offline_emoji"],
+    "feature_layer": -2,
+    "diagnosed": 2,
+    "stage1": {"recipe": "quickstart-align", **SHORT},
+    "stage2": {"recipe": "quickstart-tune", **SHORT, "lora_r": 2},
+    "decisions": {"H1": ["tiny/gwc", "tiny/none"]},
+    "groups": {
+        "tiny": {
+            "question": "Which?",
+            "seeds": [5],
+            "variants": {
+                "none": {"arm": "none", "enters_at": 1},
+                "gwc": {"gradient": 1.002, "stage2": dict.fromkeys(LORA)},
+                "wild": {"stage2": {"learning_rate": 1e39, "warmup_steps": 0}},
+            },
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def command():
+    spec = importlib.util.spec_from_file_location("experiments_main", ROOT / "experiments" / "__main__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.mark.nightly
+def test_an_experiment_from_plan_to_report(archives, tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parts = {"vision": tiny_parts.vision("vision", "dinov2"), "language": tiny_parts.language("language")}
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump({**PLAN, **parts}))
+    plan = read_plan(file)
+    command(["run", str(file)])
+    results = {run.name: json.loads((plan.results / f"{run.key}.json").read_text()) for run in plan.runs()}
+    assert "inite" in results["wild"]["failed"]
+    none, gwc = results["none"], results["gwc"]
+    assert none["data"] == gwc["data"] and len(none["curves"]["stage2"]["loss"]) == 2
+    for result in (none, gwc):
+        (measured,) = result["information"]
+        assert measured["all_steps"] == 40 and measured.keys() >= {"information/shape", "wrong_image"}
+    assert none["tokens"]["untrained"] == pytest.approx(none["tokens"]["trained"]["n_text"])  # of frozen embeddings
+    assert none["multiplier"] != 1 == gwc["multiplier"] and not list((tmp_path / "outputs").rglob("*-seed5"))
+    page = (plan.results / "report.md").read_text()
+    assert "3 of 3 runs are finished, 1 of them failed" in page and "| H1 | tiny/gwc - tiny/none | 1 |" in page
+    with Image.open(plan.results / "information.png") as figure:
+        assert figure.width > 300
+
+    written = {path: path.stat().st_mtime_ns for path in plan.results.glob("*.json")}
+    command(["run", str(file)])
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    PLAN["groups"]["tiny"]["variants"]["none"]["enters_at"] = 2
+    file.write_text(yaml.safe_dump({**PLAN, **parts}))
+    with pytest.raises(SystemExit), pytest.raises(ValueError, match="other settings"):
+        command(["report", str(file)])
+
+
+@pytest.mark.nightly
+def test_rows_are_of_images_on_which_no_recipe_was_chosen(archives, tmp_path):
+    write_data(tmp_path / "data", 4, 12, seed=200)
+    known = {
+        image["bytes"] for seed in (0, 2) for images in _images(training_data(1920, seed=seed)) for image in images
+    }
+    found = [load_from_disk(tmp_path / "data" / stage) for stage in ("stage1", "stage2")]
+    assert [len(rows) for rows in found] == [4, 12]
+    assert not known & {image["bytes"] for rows in found for (image,) in _images(rows)}
+    first = data_hash(tmp_path / "data")
+    shutil.rmtree(tmp_path / "data")
+    write_data(tmp_path / "data", 4, 12, seed=200)
+    assert data_hash(tmp_path / "data") == first
+
+
+def _images(rows):
+    return rows.with_format("arrow")[:]["images"].to_pylist()
+
+
+@pytest.mark.slow
+def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    projector, features = model.model.multi_modal_projector, torch.randn(3, 16)
+    before = projector(features)
+    before.square().sum().backward()
+    plain = projector.linear_2.weight.grad.clone()
+    callback = FixedFactors(2.0, 4.0)
+    callback.on_train_begin(None, TrainerState(), TrainerControl(), model=model)
+    model.zero_grad()
+    tokens = projector(features)
+    torch.testing.assert_close(tokens, 2 * before)
+    (tokens / 2).square().sum().backward()
+    torch.testing.assert_close(projector.linear_2.weight.grad, 4 * plain)
+    callback.on_train_end(None, TrainerState(), TrainerControl())
+    assert torch.equal(projector(features), before)
 
 
 def test_differences_are_paired_and_corrected_as_by_hand():
@@ -39,6 +156,8 @@ def test_differences_are_paired_and_corrected_as_by_hand():
 
 def test_stored_results_make_the_report_that_is_stored():
     plan = read_plan(ROOT / "experiments" / "regime.yaml")
+    if not list(plan.results.glob("*.json")):
+        pytest.skip("no run is finished yet")
     stored = (plan.results / "report.md").read_text()
     assert write_report(plan).read_text() == stored
 
@@ -50,18 +169,12 @@ def test_every_plan_can_be_read_and_names_tasks_that_there_are(file):
     assert all(plan.options(run) for run in plan.runs())
 
 
-def test_results_of_a_plan_that_has_changed_are_refused(tmp_path):
-    plan = (ROOT / "experiments" / "regime.yaml").read_text()
-    (tmp_path / "regime.yaml").write_text(plan.replace("max_steps: 140", "max_steps: 141", 1))
-    changed = read_plan(tmp_path / "regime.yaml", ROOT / "experiments" / "results" / "regime")
+def test_results_of_a_plan_that_has_changed_are_kept_and_their_figures_are_the_pages():
+    plan = read_plan(ROOT / "experiments" / "small.yaml")
     with pytest.raises(ValueError, match="keep the results of the changed plan in another folder with --results"):
-        [read_result(changed, run) for run in changed.runs()]
-
-
-def test_figures_of_the_first_experiment_are_those_of_its_stored_results():
-    folder = ROOT / "experiments" / "results" / "small"
-    page = (ROOT / "experiments" / "first.md").read_text()
+        [read_result(plan, run) for run in plan.runs()]
+    page = (plan.results.parent.parent / "first.md").read_text()
     for arm, name in {"none": "no norm", "unit": "gain 1", "aligned": "aligned", "gwc": "aligned, GWC"}.items():
-        stored = [json.loads((folder / f"arms-{arm}-seed{seed}.json").read_text()) for seed in range(5)]
+        stored = [json.loads((plan.results / f"arms-{arm}-seed{seed}.json").read_text()) for seed in range(5)]
         row = next(line for line in page.splitlines() if re.match(rf"\| {name} \| 0\.\d+, 0\.\d+ \|", line))
         assert ", ".join(f"{each['scores']['offline_easy_vqa acc']:.2f}" for each in stored) in row

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Visual information in nats an answer: I = H(answer | wording) - cross-entropy of the answers with the right image.
+
+H is the entropy of the true answers to each wording of a question, from their counts among the questions: the least
+cross-entropy that can be had without the image. So I is at most 0 without the image, and H if every answer is certain.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import LlavaProcessor, TrainerCallback
+
+from normalign_llava.data.rows.checks import Checks
+from normalign_llava.data.sources.mixtures import prepare_rows
+from normalign_llava.fetched.easy_vqa import FEATURES, Question, conversation, easy_vqa, load_image
+from normalign_llava.train.collator import ConversationCollator
+
+
+PER_KIND, KINDS, SCORED = 100, ("shape", "colour"), 100
+"""Questions of each kind; the first `SCORED` of each kind are the offline suite's, and are left out."""
+
+EVERY, BATCH_SIZE = 40, 25
+
+
+def held_out_questions() -> list[Question]:
+    """100 questions each of shape and colour about easy-VQA's test images, none of them in the offline suite.
+
+    Yes/no questions are left out: their taught answers describe the image, and few have the same wording.
+    """
+    questions = easy_vqa("test", seed=0)
+    of_kind = [[each for each in questions if each.kind == kind] for kind in KINDS]
+    return [each for asked in of_kind for each in asked[SCORED : SCORED + PER_KIND]]
+
+
+def entropies(questions: Sequence[Question]) -> list[float]:
+    """For each question -log p of its answer, in nats, where p is the share of that answer among those so worded.
+
+    Their mean is H(answer | wording).
+    """
+    answers: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in questions:
+        answers[each.text][each.answer] += 1
+    return [-math.log(answers[each.text][each.answer] / answers[each.text].total()) for each in questions]
+
+
+def other_images(questions: Sequence[Question]) -> list[Question]:
+    """The questions, each with the image of the next question so worded that has another answer."""
+    found = []
+    for number, each in enumerate(questions):
+        following = [*questions[number + 1 :], *questions[:number]]
+        other = [q for q in following if q.kind == each.kind and q.answer != each.answer]
+        same = [q for q in other if q.text == each.text]
+        found.append(each._replace(image=(same or other)[0].image))
+    return found
+
+
+class InformationCallback(TrainerCallback):
+    """Adds `information` to the log of training every `EVERY` steps, also by kind, and `wrong_image` at the last.
+
+    `wrong_image` is the cross-entropy with another question's image minus that with the right one.
+
+    Args:
+        questions: Held-out questions.
+        before: Steps of earlier stages, which count.
+        last: The last step of all stages.
+    """
+
+    def __init__(self, questions: Sequence[Question], before: int, last: int):
+        self.questions, self.before, self.last = questions, before, last
+
+    def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """Measures, at a step of its own."""
+        step = self.before + state.global_step
+        if step % EVERY:
+            return
+        right = cross_entropies(model, processing_class, self.questions)
+        known = [entropy - loss for entropy, loss in zip(entropies(self.questions), right, strict=True)]
+        found = {"all_steps": step, "information": fmean(known)}
+        for kind in KINDS:
+            of_kind = [nats for nats, each in zip(known, self.questions, strict=True) if each.kind == kind]
+            found[f"information/{kind}"] = fmean(of_kind)
+        if step == self.last:
+            wrong = cross_entropies(model, processing_class, other_images(self.questions))
+            found["wrong_image"] = fmean(wrong) - fmean(right)
+        state.log_history.append({"step": state.global_step, **found})
+
+
+@torch.no_grad()
+def cross_entropies(model: nn.Module, processor: LlavaProcessor, questions: Sequence[Question]) -> list[float]:
+    """Cross-entropy of each answer, in nats, summed over its tokens and the end of the turn, teacher-forced."""
+    rows = Dataset.from_list([conversation([each], [load_image(each.image)]) for each in questions], features=FEATURES)
+    rows, _ = prepare_rows(rows, Checks(processor), name="questions", split="eval")
+    collator, losses = ConversationCollator(processor), []
+    training = model.training
+    model.eval()
+    for start in range(0, len(rows), BATCH_SIZE):
+        batch = collator([rows[number] for number in range(start, min(start + BATCH_SIZE, len(rows)))])
+        batch = {name: value.to(model.device) for name, value in batch.items()}
+        labels = batch.pop("labels")[:, 1:]
+        logits = model(**batch).logits[:, :-1].float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        losses += loss.view(labels.shape).sum(-1).tolist()
+    model.train(training)
+    return losses

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes a scale of pre-trained parts that their function does not see, and by which their norms are compared.
+
+A pre-norm network reads its hidden states through norms alone. If everything that is added to the hidden states is
+multiplied by one factor, and the norms' epsilon by its square, all that the network computes from them stays the same,
+and the states are multiplied by that factor. With powers of two it is so bit for bit.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoImageProcessor, AutoTokenizer, Dinov2Model, LlamaForCausalLM
+
+from normalign_llava.checkpoint.files import finished_folder
+
+
+def rescale(vision: Path, language: Path, output: Path, *, text: float, features: float) -> tuple[Path, Path]:
+    """Writes the rescaled parts, unless they are there.
+
+    Args:
+        vision: Folder of a Dinov2Model with its image processor.
+        language: Folder of a LlamaForCausalLM with its tokenizer.
+        output: Folder of both results.
+        text: Factor on the language model's hidden states, its embeddings among them.
+        features: Factor on the encoder's hidden states.
+
+    Returns:
+        The folders of the encoder and the language model.
+    """
+    encoder, decoder = output / f"vision-{features:g}", output / f"language-{text:g}"
+    for target, source, factor, model_class, preprocessor, change in (
+        (encoder, vision, features, Dinov2Model, AutoImageProcessor, rescale_encoder),
+        (decoder, language, text, LlamaForCausalLM, AutoTokenizer, rescale_language_model),
+    ):
+        if not target.exists():
+            model = model_class.from_pretrained(source, dtype=torch.float32)
+            change(model, factor)
+            with finished_folder(target) as folder:
+                model.save_pretrained(folder)
+                preprocessor.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+    return encoder, decoder
+
+
+@torch.no_grad()
+def rescale_language_model(model: LlamaForCausalLM, factor: float) -> None:
+    """Multiplies the hidden states of a Llama by a factor, in place; logits stay the same."""
+    for layer in model.model.layers:
+        _multiply(layer.self_attn.o_proj, factor)
+        _multiply(layer.mlp.down_proj, factor)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon *= factor**2
+    model.config.rms_norm_eps *= factor**2
+    _multiply(model.model.embed_tokens, factor)
+    if model.config.tie_word_embeddings:  # the head has the embeddings' factor
+        _multiply(model.model.norm, 1 / factor)
+
+
+@torch.no_grad()
+def rescale_encoder(model: Dinov2Model, factor: float) -> None:
+    """Multiplies the hidden states of a DINOv2 by a factor, in place; what its last norm returns stays the same."""
+    _multiply(model.embeddings, factor)  # patches, positions and the class token
+    for layer in model.encoder.layer:
+        _multiply(layer.layer_scale1, factor)
+        _multiply(layer.layer_scale2, factor)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps *= factor**2
+    model.config.layer_norm_eps *= factor**2
+
+
+def _multiply(module: nn.Module, factor: float) -> None:
+    for parameter in module.parameters():
+        parameter.mul_(factor)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rescaled parts compute what they did, bit for bit, at another scale."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rescale import rescale, rescale_encoder, rescale_language_model
+from runs import measure_tokens
+from transformers import AutoImageProcessor, Dinov2Model, LlamaForCausalLM
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava.fetched.convert import convert_language, convert_vision
+from normalign_llava.fetched.easy_vqa import held_out, load_image
+
+
+pytestmark = pytest.mark.slow
+
+TEXT, FEATURES = 1 / 8, 16
+TOKENS = torch.tensor([[504, 2591, 314, 253, 8013, 30, 1812, 314, 357, 47]])
+
+
+@pytest.fixture(scope="module")
+def parts(archives):
+    return convert_vision(56), convert_language()
+
+
+@pytest.fixture(scope="module")
+def language(parts):
+    return LlamaForCausalLM.from_pretrained(parts[1], dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def rescaled_language(language):
+    model = copy.deepcopy(language)
+    rescale_language_model(model, TEXT)
+    return model
+
+
+@torch.no_grad()
+def test_logits_are_equal_bit_for_bit(language, rescaled_language):
+    before, after = (model(TOKENS, output_hidden_states=True) for model in (language, rescaled_language))
+    assert torch.equal(before.logits, after.logits)
+    for state, scaled in zip(before.hidden_states[:-1], after.hidden_states[:-1], strict=True):
+        assert torch.equal(state * TEXT, scaled)
+
+
+def test_gradients_of_adapters_are_unchanged(language, rescaled_language):
+    gradients = []
+    for model in (language, rescaled_language):
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        adapted = get_peft_model(copy.deepcopy(model), config)
+        adapted(TOKENS, labels=TOKENS).loss.backward()
+        gradients.append({name: p.grad for name, p in adapted.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0, msg=name)
+    assert len(gradients[0]) == 120 and all(gradient.norm() > 0 for gradient in gradients[0].values())
+
+
+@torch.no_grad()
+def test_hidden_states_of_the_encoder_are_multiples_bit_for_bit(parts):
+    before = Dinov2Model.from_pretrained(parts[0], dtype=torch.float32).eval()
+    after = copy.deepcopy(before)
+    rescale_encoder(after, FEATURES)
+    images = [load_image(question.image) for question in held_out(2, 1)[:3]]
+    pixels = AutoImageProcessor.from_pretrained(parts[0])(images, return_tensors="pt")["pixel_values"]
+    plain, scaled = (model(pixels, output_hidden_states=True) for model in (before, after))
+    assert len(plain.hidden_states) == 13
+    for state, other in zip(plain.hidden_states, scaled.hidden_states, strict=True):
+        assert torch.equal(state * FEATURES, other)
+    assert torch.equal(plain.last_hidden_state, scaled.last_hidden_state)
+
+
+@pytest.mark.nightly
+def test_visual_tokens_of_an_untrained_projector_enter_far_above_text(parts, tmp_path):
+    found = {}
+    for name, (text, features) in {"as they are": (1, 1), "rescaled": (TEXT, FEATURES)}.items():
+        vision, language = rescale(*parts, tmp_path, text=text, features=features)
+        for arm in ("none", "gwc"):
+            torch.manual_seed(0)
+            folder = tmp_path / f"{name} {arm}"
+            build_checkpoint(str(vision), str(language), folder, arm=arm, feature_layer=-4)
+            found[name, arm] = measure_tokens(folder, 16)
+    ratios = {key: each["norm"] / each["n_text"] for key, each in found.items()}
+    assert found["rescaled", "none"]["n_text"] == pytest.approx(0.400, abs=5e-4)
+    assert ratios["as they are", "none"] == pytest.approx(0.138, rel=0.1)
+    assert ratios["rescaled", "none"] == pytest.approx(23, rel=0.15)
+    assert ratios["rescaled", "gwc"] == pytest.approx(1, rel=0.01)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "rescaled gwc")
+    assert model.model.multi_modal_projector.norm.weight[0].item() == pytest.approx(0.0167, abs=5e-5)
+    first = {key: each["rotation"]["visual"][0] for key, each in found.items()}  # by the first layer, in radians
+    assert first["rescaled", "none"] < 0.5 < first["as they are", "none"]
