@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import rich.console
 import typer
@@ -86,16 +87,17 @@ def device_error(error: BaseException, remedy: str = "Use a machine with more.")
     if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
         return None
     text, where = first_cause(error)
-    line = text.partition("\n")[0].rstrip(".")
     of_torch = isinstance(error, RuntimeError | AssertionError)
     if isinstance(error, MemoryError) or of_torch and _FULL.search(text):
+        size = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.I)
         tried = "".join(f" in {note}" for note in getattr(error, "__notes__", ())[:1])  # where it was raised
-        asked = ". ".join(line.split(". ")[:3]) or "no reason is given"  # what was asked for, and how much there is
-        return f"Out of memory{tried}: {asked.rstrip('.')}. {remedy}"
+        asked = f"{size[1]} more were asked for, after a peak" if size else "The peak was"
+        return f"Out of memory{tried}: {asked} of {_peak()}. {remedy}"
+    text = text.partition("\n")[0].rstrip(".")
     if kernels := _KERNELS.findall(where):
-        return f"{kernels[-1]} failed: {line or type(error).__name__}. Does its version fit torch and this machine?"
-    if type(error).__name__ == "AcceleratorError" or of_torch and _DEVICE.search(line):
-        return f"The GPU failed: {line}. Does this build of torch fit the GPU and its driver?"
+        return f"{kernels[-1]} failed: {text or type(error).__name__}. Does its version fit torch and this machine?"
+    if type(error).__name__ == "AcceleratorError" or of_torch and _DEVICE.search(text):
+        return f"The GPU failed: {text}. Does this build of torch fit the GPU and its driver?"
     return None
 
 
@@ -110,6 +112,20 @@ def first_cause(error: BaseException) -> tuple[str, str]:
             said = [text for name, text in re.findall(r"^([\w.]+): (.+)$", where, re.M) if name != "Error"]
             return (said or [where])[0], where
     return str(error), "\n".join(frame.f_code.co_filename for frame in frames)
+
+
+def _peak() -> str:
+    """The most memory that this process has used: of the GPU, once it is used, or else of this machine."""
+    torch: Any = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        size, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+        return f"{size / 2**30:,.2f} of the {whole / 2**30:,.2f} GiB of {torch.cuda.get_device_name()}"
+    if sys.platform == "win32":
+        return "what this machine has"
+    import resource
+
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"{size / 2**30:,.2f} GiB"
 
 
 @contextmanager

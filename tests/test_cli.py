@@ -194,10 +194,10 @@ def raised(error):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda folder: torch.empty(2**50), "Out of memory in loading the model X: .* 4503599627370496 bytes"),
+        (lambda folder: torch.empty(2**50), r"Out of memory in loading the model X: \d+ bytes more were asked"),
         (
             raised(torch.OutOfMemoryError(OUT_OF_MEMORY)),
-            "Out of memory in .*: CUDA out .* 2.31 GiB. GPU 0 .* is free. Less!$",
+            "Out of memory in .*: 2.31 GiB more .* a peak of .* GiB. Less!",
         ),
         (lambda folder: torch.zeros(1, device="cuda"), "The GPU failed: .*(CUDA|NVIDIA).*build of torch"),
         (raised(NotImplementedError(NO_KERNEL)), "The GPU failed: Could not run 'bitsandbytes::gemm_4bit' with"),
@@ -219,5 +219,7 @@ def test_memory_that_a_training_step_lacks_is_a_sentence_with_its_size(capsys, c
     with pytest.raises(typer.Exit), errors_for_people(full="The same with --dry_run tells what fits."):
         trainer.train()
     line = capsys.readouterr().err.splitlines()[-1]
-    pattern = r"Error: Out of memory in a forward and backward pass of 2 x \d+ tokens: .* tells what fits\."
+    pattern = (
+        r"Error: Out of memory in a forward and backward pass of 2 x \d+ tokens: .* a peak of .* tells what fits\."
+    )
     assert re.match(pattern, line), line
