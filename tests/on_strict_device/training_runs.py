@@ -44,7 +44,7 @@ def written(trainer):
     return probed, samples
 
 
-TIMED = ("runtime", "per_second", "data_share")
+TIMED = ("runtime", "per_second")
 
 
 @pytest.mark.parametrize(

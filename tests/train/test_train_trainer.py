@@ -364,7 +364,7 @@ def test_without_bfloat16_float16_is_taken_only_if_hidden_states_stay_well_below
     def said(trainer):
         console = Console(width=200)
         with console.capture() as shown:
-            console.print(render(trainer.facts, tmp_path))
+            console.print(render(trainer.record, trainer.facts, tmp_path))
         return next(line for line in shown.get().splitlines() if line.startswith("Precision"))
 
     small = tried(1000.0)
