@@ -20,7 +20,6 @@ from transformers import TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, resolve_resume, writing_checkpoint
-from normalign_llava.train.options.arguments import NormAlignConfig
 from normalign_llava.train.run import main
 
 
@@ -391,21 +390,3 @@ def test_a_run_that_does_not_fit_the_disk_is_refused_before_its_first_step(check
     ):
         trainer.train()
     assert trainer.state.global_step == 0 and not list((tmp_path / "run").glob("*"))
-
-
-@pytest.mark.parametrize(
-    "stage, given, expected", [("align", {}, (0.1, 2)), ("tune", {"save_steps": 7}, (7, 2)), (None, {}, (500, None))]
-)
-def test_a_stage_saves_ten_times_and_keeps_two(tmp_path, stage, given, expected):
-    args = NormAlignConfig(output_dir=str(tmp_path), stage=stage, use_cpu=True, bf16=False, **given)
-    assert (args.save_steps, args.save_total_limit) == expected
-    best = NormAlignConfig(
-        output_dir=str(tmp_path),
-        stage="tune",
-        use_cpu=True,
-        bf16=False,
-        load_best_model_at_end=True,
-        eval_strategy="steps",
-        eval_steps=100,
-    )
-    assert best.save_steps == 500

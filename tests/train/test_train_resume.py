@@ -1,6 +1,7 @@
 """A run that is killed and started again ends as if it had never stopped: losses and weights are equal to the bit."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -107,6 +108,19 @@ def test_a_stopped_run_says_what_is_lost_and_how_to_resume(prepared, tmp_path, p
     assert advice.endswith(f"'{stopped / 'checkpoint-4'}'")
     main([file, "--output_dir", str(stopped), "--max_steps", "6", *shlex.split(advice)])
     assert json.loads((stopped / "trainer_state.json").read_text())["global_step"] == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+def test_a_stopped_run_leaves_no_process_behind(prepared, tmp_path, parts, number):
+    file = recipe(tmp_path / "run", parts)
+    done = prepared.run([*killed(f"{number.name}:3", file, tmp_path / "out"), "--dataloader_num_workers", "2"])
+    assert done.returncode == 128 + number and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Stopped. Step 3 was done")
+    (readers,) = (line.split()[1:] for line in done.stdout.splitlines() if line.startswith("readers"))
+    assert len(readers) == 2
+    for reader in readers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(reader), 0)
 
 
 def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, processor):
