@@ -78,15 +78,15 @@ def image(seed: int, size=(16, 16)) -> bytes:
 
 def row(number: int, images=1, turns=1) -> dict:
     """A conversation about `images` images, all in the first turn, with answers that differ from row to row."""
-    messages = []
+    messages, length = [], 4 * images
     for turn in range(turns):
         shown = [{"type": "image", "text": None}] * images if turn == 0 else []
-        question = {"type": "text", "text": f"what is {number * 7 % 13} plus {turn}?"}
-        messages.append({"role": "user", "content": [*shown, question]})
-        answer = {"type": "text", "text": f"it is {number * 7 % 13 + turn}"}
-        messages.append({"role": "assistant", "content": [answer]})
+        question, answer = f"what is {number * 7 % 13} plus {turn}?", f"it is {number * 7 % 13 + turn}"
+        messages.append({"role": "user", "content": [*shown, {"type": "text", "text": question}]})
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        length += len("user" + question + "assistant" + answer) + 8  # letters, marks and line breaks
     stored = [{"path": None, "bytes": image(1000 * number + i)} for i in range(images)]
-    about = {"learned": [True] * turns, "source": "tiny", "row": number, "image_count": images, "length": 60}
+    about = {"learned": [True] * turns, "source": "tiny", "row": number, "image_count": images, "length": length}
     return {"images": stored, "messages": messages, **about}
 
 

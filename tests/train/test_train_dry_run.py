@@ -117,20 +117,12 @@ def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
     assert eight.total - two.total == 6 * batch
 
 
-def with_lengths(trainer, rows):
-    """Rows with their true lengths, which those of `training.rows` lack."""
-    lengths = [len(trainer.data_collator([row])["input_ids"][0]) for row in rows]
-    return rows.remove_columns("length").add_column("length", lengths)
-
-
 @pytest.fixture(scope="module")
 def mixed(checkpoint, tmp_path_factory):
     """A trainer on shapes, and rows of several lengths."""
     data = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda number: 1 + number % 4)
     options = dict(dry_run=True, per_device_train_batch_size=8, global_batch_size=8, vision_learning_rate=0.0)
-    trainer = training.trainer(tmp_path_factory.mktemp("mixed"), checkpoint, data, **options)
-    trainer.train_dataset = with_lengths(trainer, data)
-    return trainer
+    return training.trainer(tmp_path_factory.mktemp("mixed"), checkpoint, data, **options)
 
 
 def batch_of(trainer, limit=None):
@@ -168,8 +160,7 @@ def test_with_packing_the_tokens_of_a_pass_are_named(checkpoint, tmp_path):
     data = training.rows(8, images=lambda number: 1, turns=lambda number: 1 + number % 2)
     options = dict(dry_run=True, packing=True, global_batch_size=8)
     trainer = training.trainer(tmp_path, checkpoint, data, tokens_per_device=1000, **options)
-    trainer.train_dataset = rows = with_lengths(trainer, data)
-    trainer.args.device_memory, longest = device(0), max(rows["length"])
+    trainer.args.device_memory, longest = device(0), max(data["length"])
     trainer.args.tokens_per_device = fitting = longest + 2 * 64
     assert len(batch_of(trainer)["input_ids"][0]) > longest
     size = trainer.estimate_memory().total
@@ -182,9 +173,7 @@ def test_if_no_batch_fits_the_smallest_change_is_named(checkpoint, tmp_path):
         given = dict(zip(words[::2], words[1::2], strict=True))
         options = {name.removeprefix("--"): yaml.safe_load(value) for name, value in given.items()}
         options = {"per_device_train_batch_size": 1, **options, "device_memory": device(size), "dry_run": True}
-        trainer = training.trainer(tmp_path, checkpoint, **options)
-        trainer.train_dataset = with_lengths(trainer, trainer.train_dataset)
-        return trainer
+        return training.trainer(tmp_path, checkpoint, **options)
 
     def answer(size, *words):
         return remedy(make(words, size), lambda more: make([*words, *more], size))

@@ -68,16 +68,10 @@ def test_damaged_weights_are_named_before_the_first_step(make, adapters):
 
 # ------------------------------------------------------------------------------------------------------ later, and why
 def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path):
-    said = stopped(make(learning_rate=1e30))
-    assert said.startswith("Step 2 has values that are not finite")
-    last = tmp_path / "out" / "checkpoint-1"
-    assert (
-        f"The last complete checkpoint is {last}." in said
-        and "lower learning rates" in said
-        and "--bad_steps skip" in said
-    )
-    assert missing_from(last, 1) == []
-    assert sorted(path.name for path in (tmp_path / "out").glob("*")) in (["checkpoint-1"], ["checkpoint-1", "runs"])
+    said, last = stopped(make(learning_rate=1e30)), tmp_path / "out" / "checkpoint-1"
+    assert said.startswith("Step 2 has values that are not finite") and "--bad_steps skip" in said
+    assert f"The last complete checkpoint is {last}." in said and missing_from(last, 1) == []
+    assert {path.name for path in (tmp_path / "out").glob("*")} <= {"checkpoint-1", "runs"}
 
 
 @pytest.mark.parametrize(
