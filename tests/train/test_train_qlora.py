@@ -1,17 +1,17 @@
 import json
+from functools import partial
 
 import pytest
 import stored
 import torch
 import training
 from peft import LoraConfig
-from safetensors import safe_open
 from transformers import BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train.modules.load import load_model
-from normalign_llava.train.modules.model import base_model, projector_norm
+from normalign_llava.train.modules.model import base_model
 from normalign_llava.train.run import main
 
 
@@ -19,11 +19,6 @@ pytestmark = pytest.mark.slow
 
 
 QLORA = dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", lora_dropout=0.0)
-
-
-def gain_and_bias(model):
-    norm = projector_norm(model)
-    return norm.weight.detach().clone(), norm.bias.detach().clone()
 
 
 def test_what_is_quantized_and_what_is_left_alone(tmp_path, checkpoint):
@@ -41,26 +36,6 @@ def test_a_device_map_of_one_s_own_is_kept(tmp_path, checkpoint):
     args.model_init_kwargs = {"device_map": {"model": "cpu", "lm_head": "disk"}}  # which bitsandbytes refuses
     with pytest.raises(ValueError, match="Some modules are dispatched on the CPU or the disk"):
         load_model(open_checkpoint(checkpoint), args, args.learning_rates(True), BitsAndBytesConfig(load_in_4bit=True))
-
-
-@pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True)])
-def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file(tmp_path, checkpoint, base):
-    options = {**QLORA, "load_in_4bit": False, **base}
-    trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=2, **options)
-    before = gain_and_bias(trainer.model)
-    stored = load_model(open_checkpoint(checkpoint), trainer.args, trainer.learning_rates)
-    assert all(torch.equal(ours, kept) for ours, kept in zip(before, gain_and_bias(stored), strict=True))
-    trainer.train()
-    norm = projector_norm(trainer.model)
-    for parameter in (norm.weight, norm.bias):
-        assert parameter.dtype == torch.float32
-        state = trainer.optimizer.state[parameter]
-        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
-    with safe_open(tmp_path / "checkpoint-2" / "adapter_model.safetensors", "pt") as file:
-        saved = {name: file.get_tensor(name) for name in file.keys() if ".norm." in name}  # noqa: SIM118
-    assert len(saved) == 2
-    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
-    assert any(torch.equal(tensor, norm.weight) for tensor in saved.values())
 
 
 def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp_path, checkpoint):
@@ -126,31 +101,28 @@ def test_the_gradient_through_frozen_4_bit_layers_is_that_of_what_they_stand_for
 @pytest.mark.parametrize(
     ("rates", "skipped", "adapters", "named"),
     [
-        ({}, None, False, r"layers\.0\.self_attn\.q_proj .* language_learning_rate 0\.001"),
-        (FROZEN, ["lm_head", "vision_tower"], False, r"projector\.linear_1 .* projector_learning_rate 0\.001"),
+        ({}, None, None, r"layers\.0\.self_attn\.q_proj .* language_learning_rate 0\.001"),
+        (FROZEN, ["lm_head", "vision_tower"], None, r"projector\.linear_1 .* projector_learning_rate 0\.001"),
         (
             {"vision_learning_rate": 1e-3},
             ["lm_head", "model.multi_modal_projector"],
-            True,
+            LoraConfig(),
             r"vision_tower\..*k_proj .*",
         ),
     ],
 )
 def test_what_would_train_a_quantized_weight_is_refused_by_name_before_it_is_loaded(
-    tmp_path, parts, checkpoint, rates, skipped, adapters, named, capfd
+    tmp_path, checkpoint, rates, skipped, adapters, named, capfd
 ):
     quantization = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
-    args = training.arguments(tmp_path / "out", **rates)
+    made = partial(NormAlignTrainer, args=training.arguments(tmp_path, **rates), train_dataset=training.rows(2))
     with pytest.raises(ValueError, match=f"{named}.*Leave out the quantization"):
-        NormAlignTrainer(
-            str(checkpoint), args, train_dataset=training.rows(2), quantization_config=quantization,
-            peft_config=LoraConfig() if adapters else None,
-        )  # fmt: skip
+        made(str(checkpoint), quantization_config=quantization, peft_config=adapters)
     assert "Loading weights" not in capfd.readouterr().err
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, quantization_config=quantization)
     if not adapters:
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, quantization_config=quantization)
         with pytest.raises(ValueError, match="Give that folder and quantization_config"):
-            NormAlignTrainer(model, args, train_dataset=training.rows(2))
+            made(model)
 
 
 def test_a_command_that_would_train_a_quantized_weight_reads_no_rows(tmp_path, parts):
