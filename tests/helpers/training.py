@@ -126,7 +126,9 @@ def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
     return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
 
 
-def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, held_out=None, **options) -> NormAlignTrainer:
+def trainer(
+    folder: Path, checkpoint: Path, dataset=None, model=None, held_out=None, cls=NormAlignTrainer, **options
+) -> NormAlignTrainer:
     """A trainer; options of `ModelArguments` are told from those of `NormAlignConfig` by their names."""
     names = set(ModelArguments.__dataclass_fields__)
     model_args = ModelArguments(
@@ -134,7 +136,7 @@ def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, held_out=N
     )
     args = arguments(folder, **{key: value for key, value in options.items() if key not in names})
     args.model_init_kwargs = {"dtype": model_args.dtype}
-    return NormAlignTrainer(
+    return cls(
         model or str(checkpoint),
         args,
         train_dataset=rows() if dataset is None else dataset,

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import training
-from measured import make_trainer
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -37,7 +36,7 @@ def elements(model, *pieces: str) -> int:
 
 
 def test_every_parameter_counts_in_its_module_at_its_learning_rate(checkpoint, tmp_path):
-    model = make_trainer(checkpoint, tmp_path, frozen=("vision",)).model
+    model = training.trainer(tmp_path, checkpoint, vision_learning_rate=0.0).model
     rows = table(model, {**RATES, "vision": (0.0, "stage align")})
     assert rows["vision tower"]["parameters"] == elements(model, "vision_tower")
     assert rows["projector"]["parameters"] == elements(model, "linear_1", "linear_2") == 16 * 32 + 32 + 32 * 32 + 32
@@ -51,7 +50,7 @@ def test_every_parameter_counts_in_its_module_at_its_learning_rate(checkpoint, t
     }  # fmt: skip
     assert {tuple(row["dtypes"]) for row in rows.values()} == {("float32",)}
 
-    model = make_trainer(checkpoint, tmp_path, rank=2).model
+    model = training.trainer(tmp_path, checkpoint, use_peft=True).model
     adapted = table(model)
     adapters = adapted.pop("adapters")
     assert {name: row["parameters"] for name, row in adapted.items()} == {
@@ -70,7 +69,7 @@ def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
     found, expected = table(model), table(plain)
     assert [row["parameters"] for row in found.values()] == [row["parameters"] for row in expected.values()]
     assert found["language model"]["dtypes"] == ["nf4", "bfloat16"] and found["norm"]["dtypes"] == ["float32"]
-    arguments = make_trainer(wide, tmp_path).args
+    arguments = training.trainer(tmp_path, wide).args
     linears = [p.numel() for n, p in plain.model.language_model.named_parameters() if n.endswith("_proj.weight")]
     # Half a byte each; a byte for every 64, whose constants are a float for every 256; two tables of floats.
     quantized = sum(n // 2 + n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 for n in linears)
@@ -86,13 +85,14 @@ class Bytes(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rank"),
-    [("adamw_torch_fused", 0), ("adamw_8bit", 0), ("adafactor", 0), ("paged_adamw_32bit", 8)],
+    ("optimizer", "use_peft"),
+    [("adamw_torch_fused", False), ("adamw_8bit", False), ("adafactor", False), ("paged_adamw_32bit", True)],
 )
-def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer, rank):
+def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer, use_peft):
     counted = Bytes()
-    steps = dict(optim=optimizer, rank=rank, max_steps=1, frozen=("vision",))
-    trainer = make_trainer(wide, tmp_path, callbacks=[counted], **steps)
+    options = dict(optim=optimizer, use_peft=use_peft, max_steps=1, vision_learning_rate=0.0)
+    trainer = training.trainer(tmp_path, wide, **options)
+    trainer.add_callback(counted)
     found = static_bytes(trainer.model, trainer.args)
     trainer.train()
     # Tables that all tensors share, and the step, aside.
