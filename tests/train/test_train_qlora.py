@@ -9,10 +9,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
-from normalign_llava.checkpoint.opening import open_checkpoint
-from normalign_llava.train.modules.load import load_model
 from normalign_llava.train.modules.model import base_model
-from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
@@ -29,13 +26,6 @@ def test_what_is_quantized_and_what_is_left_alone(tmp_path, checkpoint):
     assert quantized and all(".language_model.layers." in name for name in quantized)
     quantization = model.config.quantization_config
     assert (quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant) == ("nf4", True)
-
-
-def test_a_device_map_of_one_s_own_is_kept(tmp_path, checkpoint):
-    args = training.arguments(tmp_path)
-    args.model_init_kwargs = {"device_map": {"model": "cpu", "lm_head": "disk"}}  # which bitsandbytes refuses
-    with pytest.raises(ValueError, match="Some modules are dispatched on the CPU or the disk"):
-        load_model(open_checkpoint(checkpoint), args, args.learning_rates(True), BitsAndBytesConfig(load_in_4bit=True))
 
 
 def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp_path, checkpoint):
@@ -123,10 +113,3 @@ def test_what_would_train_a_quantized_weight_is_refused_by_name_before_it_is_loa
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, quantization_config=quantization)
         with pytest.raises(ValueError, match="Give that folder and quantization_config"):
             made(model)
-
-
-def test_a_command_that_would_train_a_quantized_weight_reads_no_rows(tmp_path, parts):
-    for name in ("load_in_4bit", "load_in_8bit"):
-        file = training.recipe(tmp_path, parts, dataset_name="no data", **{name: True})
-        with pytest.raises(ValueError, match="q_proj would be quantized.*language_learning_rate.* add --use_peft"):
-            main([file])

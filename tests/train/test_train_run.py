@@ -141,18 +141,3 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
     record = json.loads((output / "training.json").read_text())
     assert record["data"][0]["dropped"] == [bad] and record["options"]["dataset_name"] == "data:train"
     assert str(tmp_path) not in json.dumps(record)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(model_name_or_path="{parts}/language"), "is a 'llama' model. Build a NormAlign-LLaVA checkpoint"),
-        (dict(dataset_name="{parts}/nowhere.json"), "nowhere.json"),
-        (dict(eval_strategy="steps"), "eval_dataset_name or test_split_size"),
-    ],
-)
-def test_errors_come_before_anything_is_written(tmp_path, parts, change, message):
-    change = {key: value.format(parts=parts) for key, value in change.items()}
-    with pytest.raises(ValueError, match=message):
-        main([training.recipe(tmp_path, parts, **change)])
-    assert not (tmp_path / "out").exists()
