@@ -28,7 +28,9 @@ pytestmark = pytest.mark.slow
 
 LAYERS = "model.language_model.layers.*"
 LINEARS = {f"{LAYERS}{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-QUERIES = {f"{LAYERS}q_proj.weight"}
+Q, K, V, DOWN = (f"{LAYERS}{name}_proj.weight" for name in ("q", "k", "v", "down"))
+FIRST, SECOND = (f"*.language_model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+BLOCK = "language_model.layers.1.mlp"
 EMBEDDINGS, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
 TOKENS = [68, 87]  # a and t, which are in every row
 
@@ -63,41 +65,23 @@ def trained(adapters, base, folder, quantization=None):
 TRAINED = [
     (dict(lora_r=3, lora_alpha=5, lora_dropout=0.4, lora_task_type="CAUSAL_LM"), LINEARS),
     (dict(use_rslora=True, use_dora=True), LINEARS),
-    (dict(lora_target_modules=["q_proj"]), QUERIES),
-    (
-        dict(lora_target_parameters=["self_attn.k_proj.weight"], lora_target_modules=["q_proj", "v_proj"]),
-        {f"{LAYERS}.{name}_proj.weight" for name in "qkv"},
-    ),
-    (
-        dict(lora_modules_to_save=["lm_head", "input_layernorm"]),
-        {*LINEARS, HEAD, f"{LAYERS}.input_layernorm.weight"},
-    ),
-    (dict(target_modules="q_proj, v_proj"), {*QUERIES, f"{LAYERS}v_proj.weight"}),
-    (dict(target_modules=r".*\.language_model\..*\.(q|down)_proj"), {*QUERIES, f"{LAYERS}.down_proj.weight"}),
-    (dict(target_modules="all-linear", exclude_modules=["q_proj", "lm_head"]), LINEARS - QUERIES),
-    (dict(target_modules=["layers.1.self_attn.q_proj"]), {"*.language_model.layers.1.self_attn.q_proj.weight"}),
-    (
-        dict(target_modules=[], target_parameters=["layers.0.self_attn.q_proj.weight"]),
-        {"*.language_model.layers.0.self_attn.q_proj.weight"},
-    ),
-    (
-        dict(target_modules=["q_proj"], layers_to_transform=1, layers_pattern="layers", init_lora_weights="gaussian"),
-        {"*.language_model.layers.1.*.q_proj.weight"},
-    ),
-    (
-        dict(rank_pattern={"q_proj": 3}, alpha_pattern={"layers.1.mlp.up_proj": 32}, init_lora_weights=False),
-        LINEARS,
-    ),
-    (dict(target_modules=["q_proj"], bias="lora_only"), {*QUERIES, f"{LAYERS}.q_proj.bias"}),
-    (dict(target_modules=["q_proj"], lora_bias=True), {*QUERIES, f"{LAYERS}.q_proj.bias"}),
+    (dict(lora_target_modules=["q_proj"]), {Q}),
+    (dict(lora_target_parameters=["self_attn.k_proj.weight"], lora_target_modules=["q_proj", "v_proj"]), {Q, K, V}),
+    (dict(lora_modules_to_save=["lm_head", "input_layernorm"]), {*LINEARS, HEAD, f"{LAYERS}.input_layernorm.weight"}),
+    (dict(target_modules="q_proj, v_proj"), {Q, V}),
+    (dict(target_modules=r".*\.language_model\..*\.(q|down)_proj"), {Q, DOWN}),
+    (dict(target_modules="all-linear", exclude_modules=["q_proj", "lm_head"]), LINEARS - {Q}),
+    (dict(target_modules=["layers.1.self_attn.q_proj"], init_lora_weights="gaussian"), {SECOND}),
+    (dict(target_modules=[], target_parameters=["layers.0.self_attn.q_proj.weight"]), {FIRST}),
+    (dict(target_modules=["q_proj"], layers_to_transform=1, layers_pattern="layers"), {SECOND}),
+    (dict(rank_pattern={"q_proj": 3}, alpha_pattern={"layers.1.mlp.up_proj": 32}, init_lora_weights=False), LINEARS),
+    (dict(target_modules=["q_proj"], bias="lora_only"), {Q, f"{LAYERS}.q_proj.bias"}),
+    (dict(target_modules=["q_proj"], lora_bias=True), {Q, f"{LAYERS}.q_proj.bias"}),
     (dict(modules_to_save=["embed_tokens"]), {*LINEARS, EMBEDDINGS}),
-    (
-        dict(target_modules=["q_proj"], modules_to_save=["language_model.layers.1.mlp"]),
-        {*QUERIES, "*.language_model.layers.1.mlp.*"},
-    ),
+    (dict(target_modules=["q_proj"], modules_to_save=[BLOCK]), {Q, f"*.{BLOCK}.*"}),
     (dict(modules_to_save=["multi_modal_projector"], fan_in_fan_out=True), LINEARS),
-    (dict(target_modules=["q_proj", "embed_tokens"], use_dora=True), {*QUERIES, EMBEDDINGS}),
-    (dict(target_modules=["q_proj"], trainable_token_indices=TOKENS), {*QUERIES, EMBEDDINGS}),
+    (dict(target_modules=["q_proj", "embed_tokens"], use_dora=True), {Q, EMBEDDINGS}),
+    (dict(target_modules=["q_proj"], trainable_token_indices=TOKENS), {Q, EMBEDDINGS}),
 ]
 """Options of TRL or PEFT, and the tensors that change in a language model whose head is not its embeddings."""
 
@@ -178,26 +162,14 @@ REFUSED = [
     (dict(target_modules=["q_proj", "fc1"]), MODULES.format("fc1", ELSEWHERE)),
     (dict(target_modules=r".*\.(q_proj|fc1)"), MODULES.format("fc1", ELSEWHERE)),
     (dict(target_modules=r".*\.(q_proj|no_such)"), MODULES.format("no_such", MISSING)),
-    (
-        dict(target_modules=["q_proj", "v_proj"], exclude_modules=["v_proj"]),
-        MODULES.format("v_proj", "exclude_modules, .* leaves it out"),
-    ),
+    (dict(target_modules=["q_proj", "v_proj"], exclude_modules=["v_proj"]), MODULES.format("v_proj", "exclude_modul")),
     (dict(target_modules="*q_proj"), "is no regular expression: nothing to repeat"),
     (dict(target_modules=["q_proj", "lm_head"]), "names lm_head, whose adapter would not be trained"),
     (dict(target_modules=["self_attn"]), "PEFT cannot put .*self_attn|Target module Qwen2Attention"),
     (dict(target_parameters=["fc1.weight"]), "target_parameters names fc1.weight, and the language model has no"),
-    (
-        dict(lora_target_parameters=["k_proj.weight"], lora_target_modules=[], lora_dropout=0.1),
-        "PEFT cannot put .*lora_dropout",
-    ),
-    (
-        dict(target_modules=["q_proj"], layers_to_transform=[0, 7]),
-        "layers_to_transform names 7, where no adapter would be. Layers are 0 to 1",
-    ),
-    (
-        dict(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern=["layers", "h"]),
-        "layers_pattern names h",
-    ),
+    (dict(target_modules=[], target_parameters=["k_proj.weight"], lora_dropout=0.1), "PEFT cannot put .*lora_dropout"),
+    (dict(target_modules=["q_proj"], layers_to_transform=[0, 7]), "names 7, where no adapter would be. Layers are 0"),
+    (dict(layers_to_transform=[0], layers_pattern=["layers", "h"]), "layers_pattern names h"),
     (dict(exclude_modules=["w_proj"]), "exclude_modules has w_proj, which excludes no adapter"),
     (dict(exclude_modules=["layers.0"]), "excludes no adapter. A module does not stand for the layers in it"),
     (dict(rank_pattern={"w_proj": 2}), "rank_pattern has w_proj, which is the name of no layer with an adapter"),
@@ -250,10 +222,7 @@ def test_a_command_refuses_it_before_rows_are_read_and_a_trainer_for_a_model_too
     command += ["--model_name_or_path", str(unloadable[True]), "--use_peft", "--report_to", "none"]
     for words, message in (
         (["--lora_target_modules", "q_proj", "w_proj"], "target_modules names w_proj"),
-        (
-            ["--lora_target_parameters", "q_proj.weight,k_proj.weight"],
-            "target_parameters names q_proj.weight, of layers that target_modules adapts",
-        ),
+        (["--lora_target_parameters", "q_proj.weight,k_proj.weight"], "names q_proj.weight, of layers that target_mo"),
         (["--load_in_4bit", "--lora_modules_to_save", "gate_proj"], "gate_proj, of which model.*gate_proj would be"),
         (
             ["--use_peft", "false", "--load_in_4bit"],

@@ -281,6 +281,12 @@ def test_what_the_base_does_not_hold_is_written_once(checkpoint, tmp_path, how):
         assert linked(run, base) == {*FROZEN} and not any(weight_file(run, each).is_symlink() for each in FROZEN)
     elif how != "in one file":
         assert not linked(run, base)
+    else:  # a resumed run links to the checkpoint that it resumes from
+        shutil.rmtree(run / "checkpoint-2")
+        aligned(run, base, resume=str(run / "checkpoint-1"))
+        assert linked(run / "checkpoint-2", run / "checkpoint-1") == linked(run, run / "checkpoint-1") == {*FROZEN}
+        again = stored.weights(run)
+        assert again.keys() == saved.keys() and all(torch.equal(again[name], saved[name]) for name in saved)
 
 
 def test_only_what_was_not_trained_is_linked_and_copied_where_links_cannot_be(checkpoint, tmp_path):
@@ -297,18 +303,6 @@ def test_only_what_was_not_trained_is_linked_and_copied_where_links_cannot_be(ch
             assert weight_file(folder, module).read_bytes() == weight_file(checkpoint, module).read_bytes()
 
 
-def test_a_resumed_run_links_to_the_checkpoint_that_it_resumes_from(checkpoint, tmp_path):
-    base, run = shutil.copytree(checkpoint, tmp_path / "base"), tmp_path / "run"
-    stored.in_one_file(base)
-    aligned(run, base)
-    expected = stored.weights(run)
-    shutil.rmtree(run / "checkpoint-2")
-    aligned(run, base, resume=str(run / "checkpoint-1"))
-    assert linked(run / "checkpoint-2", run / "checkpoint-1") == linked(run, run / "checkpoint-1") == {*FROZEN}
-    found = stored.weights(run)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-
-
 def bytes_of(folder) -> int:
     """Bytes of weights and optimizer, without links."""
     files = [path.stat() for pattern in ("*.safetensors", "optimizer.pt") for path in folder.rglob(pattern)]
@@ -317,16 +311,13 @@ def bytes_of(folder) -> int:
 
 @pytest.mark.parametrize("how", ["align", "tune", "adapters", "one file"])
 def test_what_a_run_writes_is_known_before_it_starts(tmp_path, large, how):
-    options = {**SAVED, "max_steps": 5, "save_steps": 1, "save_total_limit": 2}
+    options = {"max_steps": 5, "save_total_limit": 2}
     options |= {"use_peft": True, "lora_r": 32} if how == "adapters" else {}
-    if how in ("align", "one file"):
-        options |= {"language_learning_rate": 0.0, "vision_learning_rate": 0.0}
+    options |= {"language_learning_rate": 1e-3, "vision_learning_rate": None} if how in ("tune", "adapters") else {}
     if how == "one file":
         large = shutil.copytree(large, tmp_path / "large")
         stored.in_one_file(large)
-    trainer = training.trainer(tmp_path / "run", large, **options)
-    trainer.train()
-    trainer.save_model()
+    trainer = aligned(tmp_path / "run", large, **options)
     disk, newest = trainer.facts["disk"], tmp_path / "run" / "checkpoint-5"
     assert disk["checkpoints"] == 3  # while the newest is written
     assert bytes_of(newest) == pytest.approx(disk["checkpoint"], rel=0.05)
