@@ -126,6 +126,11 @@ def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
     return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
 
 
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same tensors, to the bit."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def trainer(
     folder: Path, checkpoint: Path, dataset=None, model=None, held_out=None, cls=NormAlignTrainer, **options
 ) -> NormAlignTrainer:

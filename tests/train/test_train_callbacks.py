@@ -380,5 +380,5 @@ def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_p
         runs.append((trainer.model.state_dict(), [entry["loss"] for entry in logs(trainer)]))
     assert (tmp_path / "samples").exists() and (tmp_path / "dynamics.jsonl").exists()
     (plain, losses), (watched, same_losses) = runs
-    assert losses == same_losses and plain.keys() == watched.keys()
-    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+    assert losses == same_losses
+    training.assert_equal(watched, plain)

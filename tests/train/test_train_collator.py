@@ -7,6 +7,7 @@ import train_data
 from chat_families import END_OF_TURN, TEMPLATES, byte_tokenizer
 from PIL import Image
 from train_data import assistant, image_bytes, inside, llava, user
+from training import assert_equal
 from transformers import AutoProcessor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -108,13 +109,12 @@ def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
         processor, assistant_only_loss=True, pad_to_multiple_of=multiple
     )([{"messages": _messages(each), "images": [decode_image(i, 10**6) for i in each["images"]]} for each in rows])
     batch = ConversationCollator(processor, pad_to_multiple_of=multiple)(rows)
-    assert batch.keys() == reference.keys()
-    for name in ("input_ids", "attention_mask", "pixel_values"):
-        assert batch[name].dtype == reference[name].dtype and torch.equal(batch[name], reference[name]), name
-    differ = batch["labels"] != reference["labels"]
-    assert (batch["labels"][differ] == -100).all()  # TRL's also has the white space after the end of a turn
+    labels, theirs = batch.pop("labels"), reference.pop("labels")
+    assert_equal(dict(batch), dict(reference))
+    differ = labels != theirs
+    assert (labels[differ] == -100).all()  # TRL's also has the white space after the end of a turn
     assert family in TRLS or not differ.any()
-    assert not processor.tokenizer.decode(reference["labels"][differ]).strip()
+    assert not processor.tokenizer.decode(theirs[differ]).strip()
 
 
 def test_answers_of_the_prompt_are_not_learned(processor):

@@ -129,11 +129,10 @@ class Room:
             self.done[place] = folder
             words = {}
             for name in names:
-                begun = name.removesuffix(" resumed")
-                resumed = {"resume_from_checkpoint": folder / begun / f"checkpoint-{RESUMED.get(begun)}"}
-                words[name] = self.words(
-                    folder / name, **{**self.options[begun], **(resumed if name != begun else {})}
-                )
+                options, begun = {}, name.removesuffix(" resumed")
+                if name != begun:
+                    options = {"resume_from_checkpoint": folder / begun / f"checkpoint-{RESUMED[begun]}"}
+                words[name] = self.words(folder / name, **self.options[begun], **options)
             folder.mkdir(exist_ok=True)
             (folder / "runs.json").write_text(json.dumps(words))
             worker = [HELPERS / "train_worker.py", mode, folder / "runs.json", folder / "seen"]
@@ -176,11 +175,7 @@ def seen(folder: Path, name: str, rank: int) -> dict:
 def assert_same_run(ours: Path, reference: Path, weights: float, figures: float, check_dtype: bool = True) -> None:
     """Weights within an absolute tolerance, losses and the other figures of the log within a relative one."""
     found, expected = (stored.weights(folder) for folder in (ours, reference))
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(
-            found[name], weight, rtol=0, atol=weights, check_dtype=check_dtype, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    torch.testing.assert_close(found, expected, rtol=0, atol=weights, check_dtype=check_dtype)
     logs = (json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (ours, reference))
     for step, same_step in zip(*logs, strict=True):
         assert step.keys() & {"loss", "eval_loss", "train_loss"}
@@ -249,9 +244,7 @@ def test_what_was_saved_loads_and_is_complete(mode, mixed):
     folder = mixed(mode) / "mixed"
     loaded, report = NormAlignLlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    state = loaded.state_dict()
-    for name, weight in stored.weights(folder).items():
-        assert torch.equal(state[name], weight), name
+    training.assert_equal(training.weights(loaded), stored.weights(folder))
     auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
     assert auto_map["AutoModelForImageTextToText"] == f"modeling_normalign_llava.{type(loaded).__name__}"
     code = {"configuration_normalign_llava.py", "modeling_normalign_llava.py"}
@@ -259,10 +252,8 @@ def test_what_was_saved_loads_and_is_complete(mode, mixed):
         assert {path.name for path in saved.glob("*llava.py")} == code
     for step in (2, 4):
         assert missing_from(folder / f"checkpoint-{step}", world_size=2) == []
-        assert {path.name for path in (folder / f"checkpoint-{step}").glob("rng*")} == {
-            "rng_state_0.pth",
-            "rng_state_1.pth",
-        }
+        states = {path.name for path in (folder / f"checkpoint-{step}").glob("rng*")}
+        assert states == {"rng_state_0.pth", "rng_state_1.pth"}
 
 
 @pytest.mark.nightly
@@ -393,9 +384,8 @@ def test_what_is_not_finite_on_one_process_stops_both(mode, nightly):
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
     found, expected = (stored.weights(folder / "bad step") for folder in (nightly(mode), nightly("one")))
-    for name, weight in expected.items():
-        assert weight.isfinite().all()
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert all(weight.isfinite().all() for weight in expected.values())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

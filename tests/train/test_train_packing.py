@@ -242,8 +242,7 @@ def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, chec
         saved = dict(packing=True, save_strategy="steps", save_steps=3)
         trainers.append(made(tmp_path / "out", checkpoint, stream, **saved))
         trainers[-1].train(resume_from_checkpoint=resume)
-    whole, resumed = (training.weights(trainer.model) for trainer in trainers)
-    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+    training.assert_equal(*(training.weights(trainer.model) for trainer in trainers))
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -103,18 +103,18 @@ def test_a_run_that_could_not_publish_is_refused_before_it_trains(hub, run, tmp_
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
-def test_an_adapter_names_its_base_on_the_hub_by_its_commit(hub, run, tmp_path, parts):
-    token = hub.token("ann")
+def test_a_call_publishes_an_adapter_with_its_base_s_commit_as_private_as_it_asks(hub, run, tmp_path, parts):
     base = hub.serve("bea/base", parts / "model")
     red = {"bytes": train_data.image_bytes("red"), "path": "red.png"}
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", red) for i in range(8)]
     train_data.write_parquet(tmp_path / "data" / "train.parquet", rows)
     (tmp_path / "data" / "README.md").write_text("---\nlicense: cc-by-4.0\nlanguage: en\n---\n")
     data = hub.serve("cyd/data", tmp_path / "data", kind="dataset")
-    done = run(token, model_name_or_path="bea/base", dataset_name="cyd/data", use_peft=True)
+    named = dict(model_name_or_path="bea/base", dataset_name="cyd/data", use_peft=True, push_to_hub=False)
+    done = run(hub.token("ann"), script=CALL, **named)
     assert done.returncode == 0, done.stderr
     repository = hub.repository(REPO)
-    assert set(repository.head().files) == ADAPTER
+    assert repository.private and set(repository.head().files) == ADAPTER
     settings = json.loads(repository.read("adapter_config.json"))
     assert (settings["base_model_name_or_path"], settings["revision"]) == ("bea/base", base.commit)
     record = json.loads(repository.read("training.json"))
@@ -123,12 +123,3 @@ def test_an_adapter_names_its_base_on_the_hub_by_its_commit(hub, run, tmp_path, 
     assert record["data"][0]["dataset"] == expected
     card = ModelCard(repository.read("README.md").decode())
     assert "bea/base" in card.data.base_model and card.data.library_name == "peft"
-
-
-def test_an_adapter_of_a_local_folder_is_published_merged_and_as_private_as_a_call_asks(hub, run, parts):
-    done = run(hub.token("ann"), script=CALL, push_to_hub=False, use_peft=True)
-    assert done.returncode == 0, done.stderr
-    repository = hub.repository(REPO)
-    sent = set(repository.head().files)
-    assert repository.private and sent >= MODEL and not sent & ADAPTER - MODEL
-    assert not [blob for blob in repository.blobs.values() if str(parts).encode() in blob.read()]

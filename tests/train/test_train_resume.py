@@ -68,9 +68,7 @@ def assert_same(whole: Path, resumed: Path) -> None:
         key for first, second in zip(logged, logged_again, strict=True) for key in first if first[key] != second[key]
     }
     assert not differing
-    assert weights_again.keys() == weights.keys()
-    for name, value in weights.items():
-        assert torch.equal(weights_again[name], value), name
+    training.assert_equal(weights_again, weights)
 
 
 def test_killed_in_a_save_and_resumed_is_as_if_never_stopped(prepared, tmp_path, parts, capfd):
@@ -171,8 +169,7 @@ def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts):
     main([file, "--output_dir", str(output), "--resume_from_checkpoint"])
     assert {path.name for path in output.iterdir()} == names and "README.md" in names
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
-    weights, again = (stored.weights(path) for path in (output / "checkpoint-2", output))
-    assert weights.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in weights.items())
+    training.assert_equal(stored.weights(output), stored.weights(output / "checkpoint-2"))
 
 
 @pytest.fixture(scope="module")
