@@ -48,21 +48,10 @@ def _made(arm="gwc", vision="clip", norm="layer_norm", **kwargs) -> TemporaryDir
 
 def recipe(folder: Path, parts: Path, **options) -> str:
     """A recipe for a short run from `parts / "model"` on `parts / "data/data.json"` to `folder / "out"`."""
-    options = {
-        "stage": "tune",
-        "model_name_or_path": str(parts / "model"),
-        "dataset_name": str(parts / "data" / "data.json"),
-        "output_dir": str(folder / "out"),
-        "global_batch_size": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "max_steps": 2,
-        "bf16": False,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **options,
-    }
+    places = dict(model_name_or_path=str(parts / "model"), dataset_name=str(parts / "data" / "data.json"))
+    steps = dict(stage="tune", global_batch_size=4, per_device_train_batch_size=2, learning_rate=1e-3, max_steps=2)
+    shown = dict(output_dir=str(folder / "out"), logging_steps=1, report_to="none", disable_tqdm=True)
+    options = {**places, **steps, **shown, "bf16": False, **options}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(options))
     return str(file)
@@ -96,18 +85,8 @@ def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2)
     return Dataset.from_list(made, features=FEATURES)
 
 
-SHORT = dict(
-    bf16=False,
-    use_cpu=True,
-    gradient_checkpointing=False,
-    per_device_train_batch_size=2,
-    learning_rate=1e-3,
-    max_steps=2,
-    logging_steps=1,
-    save_strategy="no",
-    report_to="none",
-    disable_tqdm=True,
-)
+SHORT = dict(bf16=False, use_cpu=True, gradient_checkpointing=False, per_device_train_batch_size=2, max_steps=2)
+SHORT |= dict(learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
 """Options of a short float32 run on the CPU."""
 
 

@@ -37,10 +37,10 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     status, shown = dry_run(file, "--device_memory", "24GiB")
     assert status == 0 and "Without gradient checkpointing: " in shown and "logits and loss" in shown
     assert "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
-    status, shown = dry_run(file, "--device_memory", "1GiB", "--stage", "align")
+    least = ["--per_device_train_batch_size", "1", "--gradient_checkpointing", "--load_in_4bit", "--dtype", "bfloat16"]
+    status, shown = dry_run(file, "--device_memory", "1GiB", "--stage", "align", *least)
     assert status == 1 and "Does not fit" in shown
-    tried = "--load_in_4bit true --dtype bfloat16 --per_device_train_batch_size 1."
-    assert f"Nothing that was tried fits, not even fewer tokens with {tried}" in shown
+    assert "Nothing that was tried fits, not even fewer tokens with these options." in shown
     assert sorted(tmp_path.rglob("*")) == before
 
 
