@@ -94,10 +94,11 @@ def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tm
     ],
 )
 def test_a_run_that_could_not_publish_is_refused_before_it_trains(hub, run, tmp_path, account, role, card, reason):
-    before_anything_is_read = {"dataset_name": str(tmp_path / "none.json")}
+    options = {"dataset_name": str(tmp_path / "none.json")}  # who may not publish is told before it is looked for
     if card:
+        options = {}
         hub.create(REPO, files={"README.md": card})
-    done = run(token := hub.token(account, role), **({} if card else before_anything_is_read))
+    done = run(token := hub.token(account, role), **options)
     assert done.returncode == 1 and reason in " ".join(done.stderr.split())
     assert token not in done.stdout + done.stderr and len(hub.repositories) == bool(card)
     assert not list((tmp_path / "out").glob("checkpoint-*"))

@@ -87,8 +87,8 @@ def test_the_commands_named_next_lead_from_parts_to_report(tmp_path, parts, monk
         done = CliRunner().invoke(app, [*words, *extra])
         assert done.exit_code == 0, done.output
         ran.append(words[0])
-        next_ = done.output.strip().splitlines()[-1].removeprefix("Next: ")
-        command, *words = shlex.split(next_.replace("DATA", str(parts / "data" / "data.json")))
+        line = done.output.strip().splitlines()[-1].removeprefix("Next: ")
+        command, *words = shlex.split(line.replace("DATA", str(parts / "data" / "data.json")))
         assert command == "normalign"
     assert ran == ["build", "train", "train", "merge"] and words == ["diagnose", "a model-align-tune-merged"]
     assert (tmp_path / words[1] / "config.json").is_file()

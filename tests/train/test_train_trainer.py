@@ -175,12 +175,16 @@ def test_under_adapters_and_gradient_checkpointing_a_frozen_tower_carries_no_gra
     assert all("lora_" in name for name in trained if module_of(name) == "language")
 
 
-def test_the_card_is_ours_and_no_save_writes_trls(tmp_path, checkpoint):
+def test_the_card_is_ours_and_one_by_hand_stays(tmp_path, checkpoint, caplog):
     trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=1, max_steps=1)
     trainer.train()
-    assert not list(tmp_path.rglob("README.md"))
+    card = tmp_path / "README.md"
+    assert not list(tmp_path.rglob("README.md"))  # nor TRL's, which it writes at each save
     trainer.save_model()
-    assert is_ours((tmp_path / "README.md").read_text())
+    assert is_ours(card.read_text())
+    card.write_text("another card")
+    trainer.save_model()
+    assert card.read_text() == "another card" and "was not written by this package" in caplog.text
 
 
 @pytest.mark.parametrize("bits, bf16", [(4, True), (8, True), (16, True), (16, False)])
