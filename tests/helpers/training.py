@@ -48,21 +48,10 @@ def _made(arm="gwc", vision="clip", norm="layer_norm", **kwargs) -> TemporaryDir
 
 def recipe(folder: Path, parts: Path, **options) -> str:
     """A recipe for a short run from `parts / "model"` on `parts / "data/data.json"` to `folder / "out"`."""
-    options = {
-        "stage": "tune",
-        "model_name_or_path": str(parts / "model"),
-        "dataset_name": str(parts / "data" / "data.json"),
-        "output_dir": str(folder / "out"),
-        "global_batch_size": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "max_steps": 2,
-        "bf16": False,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **options,
-    }
+    places = dict(model_name_or_path=str(parts / "model"), dataset_name=str(parts / "data" / "data.json"))
+    steps = dict(stage="tune", global_batch_size=4, per_device_train_batch_size=2, learning_rate=1e-3, max_steps=2)
+    shown = dict(output_dir=str(folder / "out"), logging_steps=1, report_to="none", disable_tqdm=True)
+    options = {**places, **steps, **shown, "bf16": False, **options}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(options))
     return str(file)
@@ -78,15 +67,15 @@ def image(seed: int, size=(16, 16)) -> bytes:
 
 def row(number: int, images=1, turns=1) -> dict:
     """A conversation about `images` images, all in the first turn, with answers that differ from row to row."""
-    messages = []
+    messages, length = [], 4 * images
     for turn in range(turns):
         shown = [{"type": "image", "text": None}] * images if turn == 0 else []
-        question = {"type": "text", "text": f"what is {number * 7 % 13} plus {turn}?"}
-        messages.append({"role": "user", "content": [*shown, question]})
-        answer = {"type": "text", "text": f"it is {number * 7 % 13 + turn}"}
-        messages.append({"role": "assistant", "content": [answer]})
+        question, answer = f"what is {number * 7 % 13} plus {turn}?", f"it is {number * 7 % 13 + turn}"
+        messages.append({"role": "user", "content": [*shown, {"type": "text", "text": question}]})
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        length += len("user" + question + "assistant" + answer) + 8  # letters, marks and line breaks
     stored = [{"path": None, "bytes": image(1000 * number + i)} for i in range(images)]
-    about = {"learned": [True] * turns, "source": "tiny", "row": number, "image_count": images, "length": 60}
+    about = {"learned": [True] * turns, "source": "tiny", "row": number, "image_count": images, "length": length}
     return {"images": stored, "messages": messages, **about}
 
 
@@ -96,18 +85,8 @@ def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2)
     return Dataset.from_list(made, features=FEATURES)
 
 
-SHORT = dict(
-    bf16=False,
-    use_cpu=True,
-    gradient_checkpointing=False,
-    per_device_train_batch_size=2,
-    learning_rate=1e-3,
-    max_steps=2,
-    logging_steps=1,
-    save_strategy="no",
-    report_to="none",
-    disable_tqdm=True,
-)
+SHORT = dict(bf16=False, use_cpu=True, gradient_checkpointing=False, per_device_train_batch_size=2, max_steps=2)
+SHORT |= dict(learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
 """Options of a short float32 run on the CPU."""
 
 
@@ -126,7 +105,14 @@ def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
     return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
 
 
-def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, held_out=None, **options) -> NormAlignTrainer:
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same tensors, to the bit."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def trainer(
+    folder: Path, checkpoint: Path, dataset=None, model=None, held_out=None, cls=NormAlignTrainer, **options
+) -> NormAlignTrainer:
     """A trainer; options of `ModelArguments` are told from those of `NormAlignConfig` by their names."""
     names = set(ModelArguments.__dataclass_fields__)
     model_args = ModelArguments(
@@ -134,7 +120,7 @@ def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, held_out=N
     )
     args = arguments(folder, **{key: value for key, value in options.items() if key not in names})
     args.model_init_kwargs = {"dtype": model_args.dtype}
-    return NormAlignTrainer(
+    return cls(
         model or str(checkpoint),
         args,
         train_dataset=rows() if dataset is None else dataset,

@@ -10,7 +10,6 @@ import pytest
 import torch
 import training
 from peft import LoraConfig
-from peft.tuners.lora.config import ArrowConfig, KasaConfig, LoftQConfig, LoraGAConfig, MontecloraConfig
 from stored import assert_merged, store, weights
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, Qwen2Config
 from trl import ModelConfig, get_peft_config
@@ -29,7 +28,9 @@ pytestmark = pytest.mark.slow
 
 LAYERS = "model.language_model.layers.*"
 LINEARS = {f"{LAYERS}{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-QUERIES = {f"{LAYERS}q_proj.weight"}
+Q, K, V, DOWN = (f"{LAYERS}{name}_proj.weight" for name in ("q", "k", "v", "down"))
+FIRST, SECOND = (f"*.language_model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+BLOCK = "language_model.layers.1.mlp"
 EMBEDDINGS, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
 TOKENS = [68, 87]  # a and t, which are in every row
 
@@ -61,64 +62,36 @@ def trained(adapters, base, folder, quantization=None):
     return trainer
 
 
-MODEL_CONFIG = {
-    "lora_r": (dict(lora_r=3), LINEARS),
-    "lora_alpha": (dict(lora_alpha=5), LINEARS),
-    "lora_dropout": (dict(lora_dropout=0.4), LINEARS),
-    "lora_target_modules": (dict(lora_target_modules=["q_proj"]), QUERIES),
-    "lora_modules_to_save": (
-        dict(lora_modules_to_save=["lm_head", "input_layernorm"]),
-        {*LINEARS, HEAD, f"{LAYERS}.input_layernorm.weight"},
-    ),
-    "lora_task_type": (dict(lora_task_type="CAUSAL_LM"), LINEARS),
-    "use_rslora": (dict(use_rslora=True), LINEARS),
-    "use_dora": (dict(use_dora=True), LINEARS),
-}
-"""TRL's options -> values, and the tensors that change in the language model."""
-
-PEFT = {
-    "names in one text": (dict(target_modules="q_proj, v_proj"), {*QUERIES, f"{LAYERS}v_proj.weight"}),
-    "a pattern": (
-        dict(target_modules=r".*\.language_model\..*\.(q|down)_proj"),
-        {*QUERIES, f"{LAYERS}.down_proj.weight"},
-    ),
-    "all-linear but": (dict(target_modules="all-linear", exclude_modules=["q_proj", "lm_head"]), LINEARS - QUERIES),
-    "a path": (
-        dict(target_modules=["layers.1.self_attn.q_proj"]),
-        {"*.language_model.layers.1.self_attn.q_proj.weight"},
-    ),
-    "one layer": (
-        dict(target_modules=["q_proj"], layers_to_transform=1),
-        {"*.language_model.layers.1.*.q_proj.weight"},
-    ),
-    "gaussian": (dict(init_lora_weights="gaussian"), LINEARS),
-    "random": (dict(init_lora_weights=False), LINEARS),
-    "embeddings in full": (dict(modules_to_save=["embed_tokens"]), {*LINEARS, EMBEDDINGS}),
-    "a block in full": (
-        dict(target_modules=["q_proj"], modules_to_save=["language_model.layers.1.mlp"]),
-        {*QUERIES, "*.language_model.layers.1.mlp.*"},
-    ),
-    "named parts": (dict(modules_to_save=["multi_modal_projector"], fan_in_fan_out=True), LINEARS),
-}
-ALIKE = {
-    "embeddings": (dict(target_modules=["q_proj", "embed_tokens"]), {*QUERIES, EMBEDDINGS}),
-    "DoRA of embeddings": (dict(target_modules=["embed_tokens"], use_dora=True), {EMBEDDINGS}),
-    "tokens": (dict(target_modules=["q_proj"], trainable_token_indices=TOKENS), {*QUERIES, EMBEDDINGS}),
-    "tokens by name": (
-        dict(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": TOKENS}),
-        {*QUERIES, EMBEDDINGS},
-    ),
-}
-"""Refused where embeddings and head are one tensor."""
 TRAINED = [
-    *((tied, *case) for case in (MODEL_CONFIG | PEFT).items() for tied in (True, False)),
-    *((False, *case) for case in ALIKE.items()),
-    (
-        True,
-        "embeddings and head",
-        (dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True), {*LINEARS, EMBEDDINGS, HEAD}),
-    ),
+    (dict(lora_r=3, lora_alpha=5, lora_dropout=0.4, lora_task_type="CAUSAL_LM"), LINEARS),
+    (dict(use_rslora=True, use_dora=True), LINEARS),
+    (dict(lora_target_modules=["q_proj"]), {Q}),
+    (dict(lora_target_parameters=["self_attn.k_proj.weight"], lora_target_modules=["q_proj", "v_proj"]), {Q, K, V}),
+    (dict(lora_modules_to_save=["lm_head", "input_layernorm"]), {*LINEARS, HEAD, f"{LAYERS}.input_layernorm.weight"}),
+    (dict(target_modules="q_proj, v_proj"), {Q, V}),
+    (dict(target_modules=r".*\.language_model\..*\.(q|down)_proj"), {Q, DOWN}),
+    (dict(target_modules="all-linear", exclude_modules=["q_proj", "lm_head"]), LINEARS - {Q}),
+    (dict(target_modules=["layers.1.self_attn.q_proj"], init_lora_weights="gaussian"), {SECOND}),
+    (dict(target_modules=[], target_parameters=["layers.0.self_attn.q_proj.weight"]), {FIRST}),
+    (dict(target_modules=["q_proj"], layers_to_transform=1, layers_pattern="layers"), {SECOND}),
+    (dict(rank_pattern={"q_proj": 3}, alpha_pattern={"layers.1.mlp.up_proj": 32}, init_lora_weights=False), LINEARS),
+    (dict(target_modules=["q_proj"], bias="lora_only"), {Q, f"{LAYERS}.q_proj.bias"}),
+    (dict(target_modules=["q_proj"], lora_bias=True), {Q, f"{LAYERS}.q_proj.bias"}),
+    (dict(modules_to_save=["embed_tokens"]), {*LINEARS, EMBEDDINGS}),
+    (dict(target_modules=["q_proj"], modules_to_save=[BLOCK]), {Q, f"*.{BLOCK}.*"}),
+    (dict(modules_to_save=["multi_modal_projector"], fan_in_fan_out=True), LINEARS),
+    (dict(target_modules=["q_proj", "embed_tokens"], use_dora=True), {Q, EMBEDDINGS}),
+    (dict(target_modules=["q_proj"], trainable_token_indices=TOKENS), {Q, EMBEDDINGS}),
 ]
+"""Options of TRL or PEFT, and the tensors that change in a language model whose head is not its embeddings."""
+
+TIED = [
+    (dict(), LINEARS),
+    (dict(lora_modules_to_save=["lm_head"]), {*LINEARS, HEAD}),
+    (dict(modules_to_save=["embed_tokens"]), {*LINEARS, EMBEDDINGS}),
+    (dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True), {*LINEARS, EMBEDDINGS, HEAD}),
+]
+"""The same where embeddings and head are one tensor."""
 
 
 def assert_computes_the_same(trainer, folder):
@@ -140,10 +113,9 @@ def adapters_of(options):
 
 
 @pytest.mark.parametrize(
-    "tied, name, case", TRAINED, ids=[f"{name}-{'tied' if tied else 'untied'}" for tied, name, _ in TRAINED]
+    "tied, options, patterns", [*((False, *case) for case in TRAINED), *((True, *case) for case in TIED)]
 )
-def test_what_is_named_is_trained_and_merged_and_nothing_else(bases, tmp_path, tied, name, case):
-    options, patterns = case
+def test_what_is_named_is_trained_and_merged_and_nothing_else(bases, tmp_path, tied, options, patterns):
     adapters = adapters_of(options)
     given = copy.deepcopy(adapters)
     trainer = trained(adapters, bases[tied], tmp_path)
@@ -158,16 +130,14 @@ def test_what_is_named_is_trained_and_merged_and_nothing_else(bases, tmp_path, t
     assert changed == {name for name in before if any(fnmatch(name, pattern) for pattern in patterns)}
     assert all(any(fnmatch(name, pattern) for name in changed) for pattern in patterns)
     if "trainable_token_indices" in options:
-        rows = (before[EMBEDDINGS] != after[EMBEDDINGS]).any(-1).nonzero().flatten().tolist()
-        assert rows == TOKENS
-
+        assert (before[EMBEDDINGS] != after[EMBEDDINGS]).any(-1).nonzero().flatten().tolist() == TOKENS
     assert_computes_the_same(trainer, tmp_path)
     check_checkpoint(tmp_path / "merged")
 
 
 def test_what_is_trained_in_full_on_a_quantized_base_is_not_rounded(bases, tmp_path):
     # TRL rounds it to bfloat16, in which a head does not take the hidden states of a base in float32.
-    adapters = LoraConfig(r=4, modules_to_save=["lm_head"], trainable_token_indices=TOKENS)
+    adapters = LoraConfig(r=4, modules_to_save=["lm_head"], trainable_token_indices={"embed_tokens": TOKENS})
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
     trainer = trained(adapters, bases[False], tmp_path, quantization)
     merge_adapter(tmp_path, tmp_path / "merged")
@@ -180,127 +150,46 @@ def test_what_is_trained_in_full_on_a_quantized_base_is_not_rounded(bases, tmp_p
 
 def test_every_option_that_trl_has_is_in_the_table():
     names = {field.name for field in fields(ModelConfig) if field.name.startswith(("lora_", "use_"))}
-    assert names - {"use_peft", "use_bnb_nested_quant", "lora_target_parameters"} == MODEL_CONFIG.keys()
+    used = {name for options, _ in TRAINED for name in options}
+    assert names - {"use_peft", "use_bnb_nested_quant"} == {name for name in used if name in names}
 
 
 MODULES = "target_modules names {}, which would get no adapter: {}"
-NEITHER = {
-    "a typing error": (
-        dict(target_modules=["q_proj", "w_proj"]),
-        MODULES.format("w_proj", "there is no such module.*: down_proj, gate_proj"),
-    ),
-    "the tower": (dict(target_modules=["q_proj", "fc1"]), MODULES.format("fc1", "it is not in the language model")),
-    "the projector": (
-        dict(target_modules=["linear_1"]),
-        MODULES.format("linear_1", "it is not in the language model"),
-    ),
-    "the tower in a pattern": (
-        dict(target_modules=r".*\.(q_proj|fc1)"),
-        MODULES.format("fc1", "it is not in the language model"),
-    ),
-    "a pattern of nothing": (
-        dict(target_modules=r".*\.c_attn"),
-        MODULES.format("c_attn", "there is no such module"),
-    ),
-    "a typing error in a pattern": (
-        dict(target_modules=r".*\.(q_proj|no_such)"),
-        MODULES.format("no_such", "there is no such module"),
-    ),
-    "no effect": (dict(lora_alpha=0), "lora_alpha 0 multiplies each adapter by 0"),
-    "no pattern": (dict(target_modules="*q_proj"), "is no regular expression: nothing to repeat"),
-    "excluded too": (
-        dict(target_modules=["q_proj", "v_proj"], exclude_modules=["v_proj"]),
-        MODULES.format("v_proj", "exclude_modules, .* leaves it out"),
-    ),
-    "the head": (dict(target_modules=["q_proj", "lm_head"]), "names lm_head, whose adapter would not be trained"),
-    "the head in a pattern": (
-        dict(target_modules=r".*(\.q_proj|lm_head)"),
-        "names lm_head, whose adapter would not be trained",
-    ),
-    "a block": (dict(target_modules=["self_attn"]), "PEFT cannot put .*self_attn|Target module Qwen2Attention"),
-    "a layer": (
-        dict(target_modules=["q_proj"], layers_to_transform=[0, 7]),
-        "layers_to_transform names 7, where no adapter would be. Layers are 0 to 1",
-    ),
-    "an exclusion": (dict(exclude_modules=["w_proj"]), "exclude_modules has w_proj, which excludes no adapter"),
-    "an excluded block": (
-        dict(exclude_modules=["layers.0"]),
-        "which excludes no adapter. A module does not stand for the layers in it",
-    ),
-    "a rank": (dict(rank_pattern={"q_proj": 2}), "peft_config sets rank_pattern, with which"),
-    "a module to save": (
-        dict(modules_to_save=["lm_haed"]),
-        "modules_to_save names lm_haed, and the model has no module of that name",
-    ),
-    "a norm to save": (
-        dict(modules_to_save=["norm"]),
-        "modules_to_save names norm, .* have learning rates of their own",
-    ),
-    "everything": (
-        dict(modules_to_save=["model"]),
-        "modules_to_save names model, .* have learning rates of their own",
-    ),
-    "a frozen tower": (
-        dict(lora_modules_to_save=["vision_tower"]),
-        "modules_to_save names vision_tower, but its learning rate is 0",
-    ),
-    "tokens of the head": (
-        dict(trainable_token_indices={"lm_head": [5]}),
-        "tie_word_embeddings|names lm_head. Only the input embeddings can be: embed_tokens",
-    ),
-    "a sequence classifier": (dict(lora_task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'"),
-    "inference": (dict(inference_mode=True), "sets inference_mode, with which adapters would not be trained"),
-    "aLoRA": (dict(alora_invocation_tokens=[5], task_type="CAUSAL_LM"), "sets alora_invocation_tokens"),
-    "more layers": (dict(layer_replication=[(0, 2), (1, 2)]), "sets layer_replication"),
-    "QALoRA": (dict(use_qalora=True), "sets use_qalora"),
-    "Arrow": (dict(arrow_config=ArrowConfig()), "sets arrow_config"),
-    "KaSA": (dict(kasa_config=KasaConfig()), "sets kasa_config"),
-    "Monteclora": (dict(monteclora_config=MontecloraConfig()), "sets monteclora_config"),
-    **{
-        start: (
-            dict(init_lora_weights=start, **more),
-            f"init_lora_weights is '{start}'. Use True, False or 'gaussian'",
-        )
-        for start, more in {
-            "orthogonal": {},
-            "pissa": {},
-            "pissa_niter_4": {},
-            "olora": {},
-            "corda": {},
-            "eva": {},
-            "mica": {},
-            "loftq": {"loftq_config": LoftQConfig()},
-            "lora_ga": {"lora_ga_config": LoraGAConfig()},
-        }.items()
-    },
-}
-TIED = {
-    "embeddings": "The embeddings of this model are its head too",
-    "DoRA of embeddings": "The embeddings of this model are its head too",
-    "tokens": "trainable_token_indices needs embeddings of their own",
-    "tokens by name": "trainable_token_indices needs embeddings of their own",
-}
+ELSEWHERE, MISSING = "it is not in the language model", "there is no such module"
+TIES = "The embeddings of this model are its head too"
 REFUSED = [
-    *((tied, *case) for tied in (True, False) for case in NEITHER.items()),
-    *((True, name, (ALIKE[name][0], message)) for name, message in TIED.items()),
-    (
-        True,
-        "embeddings of both",
-        (dict(target_modules=["embed_tokens"], ensure_weight_tying=True), "are its head too"),
-    ),
-    *(
-        (
-            False,
-            "tokens",
-            (dict(trainable_token_indices=[5, index]), f"trainable_token_indices has {index}. The vocab"),
-        )
-        for index in (-1, 5000, 96)
-    ),
-    (
-        False,
-        "table",
-        (dict(trainable_token_indices={"position_embedding": [5]}), "names position_embedding. Only the input"),
-    ),
+    (dict(target_modules=["q_proj", "w_proj"]), MODULES.format("w_proj", f"{MISSING}.*: down_proj, gate_proj")),
+    (dict(target_modules=["q_proj", "fc1"]), MODULES.format("fc1", ELSEWHERE)),
+    (dict(target_modules=r".*\.(q_proj|fc1)"), MODULES.format("fc1", ELSEWHERE)),
+    (dict(target_modules=r".*\.(q_proj|no_such)"), MODULES.format("no_such", MISSING)),
+    (dict(target_modules=["q_proj", "v_proj"], exclude_modules=["v_proj"]), MODULES.format("v_proj", "exclude_modul")),
+    (dict(target_modules="*q_proj"), "is no regular expression: nothing to repeat"),
+    (dict(target_modules=["q_proj", "lm_head"]), "names lm_head, whose adapter would not be trained"),
+    (dict(target_modules=["self_attn"]), "PEFT cannot put .*self_attn|Target module Qwen2Attention"),
+    (dict(target_parameters=["fc1.weight"]), "target_parameters names fc1.weight, and the language model has no"),
+    (dict(target_modules=[], target_parameters=["k_proj.weight"], lora_dropout=0.1), "PEFT cannot put .*lora_dropout"),
+    (dict(target_modules=["q_proj"], layers_to_transform=[0, 7]), "names 7, where no adapter would be. Layers are 0"),
+    (dict(layers_to_transform=[0], layers_pattern=["layers", "h"]), "layers_pattern names h"),
+    (dict(exclude_modules=["w_proj"]), "exclude_modules has w_proj, which excludes no adapter"),
+    (dict(exclude_modules=["layers.0"]), "excludes no adapter. A module does not stand for the layers in it"),
+    (dict(rank_pattern={"w_proj": 2}), "rank_pattern has w_proj, which is the name of no layer with an adapter"),
+    (dict(modules_to_save=["lm_haed"]), "modules_to_save names lm_haed, and the model has no module of that name"),
+    (dict(modules_to_save=["norm"]), "modules_to_save names norm, .* have learning rates of their own"),
+    (dict(lora_modules_to_save=["vision_tower"]), "names vision_tower, but its learning rate is 0"),
+    (dict(trainable_token_indices={"lm_head": [5]}), "names lm_head. Only the input embeddings can be: embed_tokens"),
+    (dict(trainable_token_indices=[5, 5000]), "trainable_token_indices has 5000. The vocabulary has"),
+    (dict(trainable_token_indices=[5, 96]), "trainable_token_indices has 96. .* is never looked up"),
+    (dict(lora_task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'"),
+    (dict(lora_alpha=0), "lora_alpha 0 multiplies each adapter by 0"),
+    (dict(bias="all"), "bias 'all' is in vision tower and projector too"),
+    (dict(target_modules=["o_proj"], bias="lora_only"), "the layers with adapters have no bias"),
+    (dict(target_modules=["o_proj"], lora_bias=True), "could not be merged after training: .*no bias"),
+    (dict(layer_replication=[(0, 2), (1, 2)]), "sets layer_replication"),
+    (dict(init_lora_weights="pissa"), "init_lora_weights is 'pissa'. Use True, False or 'gaussian'"),
+]
+REFUSED_IF_TIED = [
+    (dict(target_modules=["embed_tokens"], use_dora=True), TIES),
+    (dict(trainable_token_indices=TOKENS), "trainable_token_indices needs embeddings of their own"),
 ]
 
 
@@ -317,12 +206,11 @@ def unloadable(bases, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "tied, name, case", REFUSED, ids=[f"{name}-{'tied' if tied else 'untied'}" for tied, name, _ in REFUSED]
+    "tied, options, message", [*((False, *case) for case in REFUSED), *((True, *case) for case in REFUSED_IF_TIED)]
 )
 def test_what_would_not_be_trained_or_merged_is_refused_before_weights_are_loaded(
-    unloadable, tmp_path, tied, name, case
+    unloadable, tmp_path, tied, options, message
 ):
-    options, message = case
     with pytest.raises(ValueError, match=message):
         trained(adapters_of(options), unloadable[tied], tmp_path)
 
@@ -332,18 +220,17 @@ def test_a_command_refuses_it_before_rows_are_read_and_a_trainer_for_a_model_too
         trained(LoraConfig(), unloadable[True], tmp_path)
     command = ["--stage", "tune", "--output_dir", str(tmp_path / "run"), "--dataset_name", str(tmp_path / "none.json")]
     command += ["--model_name_or_path", str(unloadable[True]), "--use_peft", "--report_to", "none"]
-    with pytest.raises(ValueError, match="target_modules names w_proj"):
-        main([*command, "--lora_target_modules", "q_proj", "w_proj"])
-    with pytest.raises(ValueError, match="modules_to_save names w_norm, and the model has no module of that name"):
-        main([*command, "--lora_modules_to_save", "input_layernorm,w_norm"])
-    with pytest.raises(ValueError, match="modules_to_save names gate_proj, of which model.*gate_proj would be"):
-        main([*command, "--load_in_4bit", "--lora_modules_to_save", "gate_proj"])
-    for words in (["--use_dora"], ["--use_rslora"], ["--bnb_4bit_quant_type", "fp4"]):
-        without = [word for word in command if word != "--use_peft"]
-        with pytest.raises(
-            ValueError, match=f"{words[0][2:]}: (adapters are trained with use_peft|nothing is quantized)"
-        ):
-            main([*without, *words])
+    for words, message in (
+        (["--lora_target_modules", "q_proj", "w_proj"], "target_modules names w_proj"),
+        (["--lora_target_parameters", "q_proj.weight,k_proj.weight"], "names q_proj.weight, of layers that target_mo"),
+        (["--load_in_4bit", "--lora_modules_to_save", "gate_proj"], "gate_proj, of which model.*gate_proj would be"),
+        (
+            ["--use_peft", "false", "--load_in_4bit"],
+            "q_proj would be quantized.*language_learning_rate.* add --use_peft",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            main([*command, *words])
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(bases[True])
-    with pytest.raises(ValueError, match="The embeddings of this model are its head too"):
+    with pytest.raises(ValueError, match=TIES):
         trained(LoraConfig(target_modules=["embed_tokens"]), model, tmp_path)

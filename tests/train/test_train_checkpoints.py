@@ -3,39 +3,23 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 import pytest
 import stored
 import torch
 import training
-from paths import HELPERS
-from transformers import TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, resolve_resume, writing_checkpoint
-from normalign_llava.train.options.arguments import NormAlignConfig
 from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
-
-
-class LimitFileSize(TrainerCallback):
-    """From the third step on, no file may grow beyond `limit` bytes."""
-
-    def __init__(self, limit):
-        self.limit = limit
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.RLIM_INFINITY))
 
 
 SAVED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -55,30 +39,19 @@ def run(written, tmp_path):
     return shutil.copytree(written, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("optimizer.pt", "optimizer"),
-        ("scheduler.pt", "scheduler"),
-        ("rng_state.pth", "random states"),
-        ("trainer_state.json", "trainer_state"),
-    ],
-)
-def test_a_file_that_the_trainer_would_not_miss_is_missed(run, name, said):
+def test_a_checkpoint_that_lacks_a_file_or_its_end_is_not_complete(run):
     folder = run / "checkpoint-4"
     assert missing_from(folder, 1) == []
-    (folder / name).unlink()
-    (missing,) = missing_from(folder, 1)
-    assert said in missing
-    assert newest_complete(run, 1) == run / "checkpoint-2"
-
-
-@pytest.mark.parametrize("length", [0, -1])
-def test_a_checkpoint_without_the_end_of_its_last_file_is_not_complete(run, length):
-    state = run / "checkpoint-4" / "trainer_state.json"
-    content = state.read_text().rstrip()
-    state.write_text(content[:length])
-    assert "trainer_state.json" in missing_from(state.parent, 1)[0]
+    contents = {"optimizer.pt": "optimizer", "scheduler.pt": "scheduler", "rng_state.pth": "random states"}
+    for name, said in {**contents, "trainer_state.json": "trainer_state"}.items():
+        kept = (folder / name).read_bytes()
+        (folder / name).unlink()
+        (missing,) = missing_from(folder, 1)
+        assert said in missing and newest_complete(run, 1) == run / "checkpoint-2"
+        (folder / name).write_bytes(kept)
+    for length in (0, -1):
+        (folder / "trainer_state.json").write_bytes(kept.rstrip()[:length])
+        assert "trainer_state.json" in missing_from(folder, 1)[0]
 
 
 def test_random_states_are_those_of_as_many_processes(run):
@@ -86,16 +59,13 @@ def test_random_states_are_those_of_as_many_processes(run):
     assert "random states of 2 process(es) (it has those of 1)" in missing_from(folder, 2)[0]
     shutil.copyfile(folder / "rng_state.pth", folder / "rng_state_1.pth")
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
-    assert missing_from(folder, 2) == []
-    assert "of 1 process(es) (it has those of 2)" in missing_from(folder, 1)[0]
-    assert "of 3 process(es) (it has those of 2)" in missing_from(folder, 3)[0]
+    assert missing_from(folder, 2) == [] and missing_from(folder, 1) and missing_from(folder, 3)
 
 
 @pytest.mark.parametrize("optimizer", ["optimizer.bin", "optimizer_0/.metadata", "latest"])
 def test_fsdps_and_deepspeeds_optimizers_count(run, optimizer):
     folder = run / "checkpoint-4"
     (folder / "optimizer.pt").unlink()
-    assert missing_from(folder, 1) == ["the optimizer's state"]
     (folder / optimizer).parent.mkdir(exist_ok=True)
     with (folder / optimizer).open("wb") as file:
         torch.save({}, file)
@@ -114,22 +84,18 @@ def test_the_newest_complete_one_is_found_by_number(run):
 
 
 def test_which_checkpoint_a_run_resumes_from(run, tmp_path, capsys):
-    assert resolve_resume(None, tmp_path / "none", 1) is None and resolve_resume(False, tmp_path, 1) is None
-    assert resolve_resume("last", tmp_path, 1) is None
-    assert f"from the beginning: {tmp_path} holds no complete checkpoint" in capsys.readouterr().err
-    for value in ("last", "true", "True", True):
+    for value in (None, False, "last"):
+        assert resolve_resume(value, tmp_path / "none", 1) is None
+    for value in ("last", "true", True):
         assert resolve_resume(value, run, 1) == run / "checkpoint-4"
     with pytest.raises(ValueError, match="checkpoint-2, checkpoint-4.*--resume_from_checkpoint.*--output_dir"):
         resolve_resume(None, run, 1)
     assert resolve_resume(str(run / "checkpoint-2"), tmp_path / "elsewhere", 1) == run / "checkpoint-2"
-
     (run / "checkpoint-4" / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match="checkpoint-4 is not complete.*trainer_state.json.*Name a complete one"):
         resolve_resume(str(run / "checkpoint-4"), run, 1)
-    capsys.readouterr()
     assert resolve_resume("last", run, 1) == run / "checkpoint-2"
-    said = capsys.readouterr().err
-    assert f"Skipped {run / 'checkpoint-4'}" in said and f"Resuming from {run / 'checkpoint-2'}." in said
+    assert f"Skipped {run / 'checkpoint-4'}" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_weights_alone_cannot_be_resumed_from(checkpoint, tmp_path):
@@ -141,12 +107,13 @@ def test_a_checkpoint_of_weights_alone_cannot_be_resumed_from(checkpoint, tmp_pa
 
 def test_an_earlier_run_is_not_written_over(written, run):
     (run / "checkpoint-4" / "optimizer.pt").unlink()
-    with pytest.raises(ValueError, match="from .*checkpoint-2 would write over .*checkpoint-4.*optimizer"):
-        resolve_resume("last", run, 1)
-    with pytest.raises(ValueError, match="from the beginning would write over.*as many processes as wrote it"):
-        resolve_resume("last", run, 2)
-    with pytest.raises(ValueError, match="holds checkpoints of another run"):
-        resolve_resume(str(written / "checkpoint-4"), run, 1)
+    for resume, processes, message in (
+        ("last", 1, "from .*checkpoint-2 would write over .*checkpoint-4.*optimizer"),
+        ("last", 2, "from the beginning would write over.*as many processes as wrote it"),
+        (str(written / "checkpoint-4"), 1, "holds checkpoints of another run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_resume(resume, run, processes)
     for step in (2, 4):
         shutil.rmtree(run / f"checkpoint-{step}")
     (run / "config.json").write_text("{}")
@@ -175,79 +142,66 @@ def test_a_disk_that_is_full_later_does_not_cost_a_checkpoint(run):
     assert missing_from(folder, 1) == []
 
 
-CHILD = """
-    import json, resource, sys
-    from pathlib import Path
-    sys.path[:0] = {tests!r}
-    import training
-    from test_train_checkpoints import SAVED, LimitFileSize
-    large, output = Path(sys.argv[1]), Path(sys.argv[2])
-    for number in map(int, sys.argv[3:]):
-        try:
-            trainer = training.trainer(output / str(number), large, save_total_limit=1, **SAVED)
-            trainer.add_callback(LimitFileSize(number))
-            trainer.train()
-        except OSError as error:
-            print(json.dumps(["limit", number, type(error).__name__, str(error), type(error.__cause__).__name__]))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+FULL_DISK = """
+import json, resource, sys
+from transformers import TrainerCallback
+from normalign_llava.train.options.arguments import parse
+from normalign_llava.train.run import train
+
+class Limit(TrainerCallback):
+    def limit(self):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if when == "step" and state.global_step == 2:
+            self.limit()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if when == "end":
+            self.limit()
+
+for folder in sys.argv[2:]:
+    when, limit = folder.split("-")
+    try:
+        train(*parse([sys.argv[1], "--output_dir", folder]), [Limit()])
+    except OSError as error:
+        print(json.dumps(["limit", folder, str(error), type(error.__cause__).__name__]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 """
+"""Trains to folders named WHEN-LIMIT: after two steps or the last one, no file may grow beyond so many bytes."""
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_names_a_remedy(tmp_path):
-    large = training.checkpoint(tmp_path / "large", hidden_size=256, intermediate_size=2048, head_dim=128)
-    weights = sum(file.stat().st_size for file in large.glob("*.safetensors"))
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint whose language model outweighs the rest."""
+    sizes = dict(hidden_size=256, intermediate_size=2048, head_dim=128)
+    return training.checkpoint(tmp_path_factory.mktemp("large"), **sizes)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_of_a_model(tmp_path, parts, large):
+    weights = max(file.stat().st_size for file in large.glob("*.safetensors"))
     # The first file that cannot be written is text, the weights, or the optimizer's, which is twice as large.
-    limits = {300: "OSError", weights // 2: "NotWritable", weights * 3 // 2: "RuntimeError"}
-    source = textwrap.dedent(CHILD).format(tests=[str(HELPERS), str(Path(__file__).parent)])
-    command = [sys.executable, "-c", source, str(large), str(tmp_path), *map(str, limits)]
-    done = subprocess.run(command, capture_output=True, text=True)  # to pipes, which have no limit
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["limit"')]
-    assert [(number, cause) for _, number, _, _, cause in reports] == list(limits.items()), done.stderr
-    for _, number, kind, said, _ in reports:
-        output = tmp_path / str(number)
-        assert kind == "OSError"
-        assert f"The checkpoint {output / 'checkpoint-4'} could not be written: " in said
+    causes = {"step-300": "OSError", f"step-{weights // 2}": "NotWritable", f"step-{weights * 3 // 2}": "RuntimeError"}
+    ends = ["end-300", f"end-{weights // 2}"]  # the trainer's state, and the weights
+    options = dict(model_name_or_path=str(large), max_steps=4, save_steps=2, save_total_limit=1, use_cpu=True)
+    file = training.recipe(tmp_path, parts, **options)
+    command = [sys.executable, "-c", FULL_DISK, file, *causes, *ends]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)  # to pipes, which have no limit
+    reports = [json.loads(line)[1:] for line in done.stdout.splitlines() if line.startswith('["limit"')]
+    assert [folder for folder, *_ in reports] == [*causes, *ends], done.stderr
+    for folder, said, cause in reports[:3]:
+        output = tmp_path / folder
+        assert cause == causes[folder] and f"{folder}/checkpoint-4 could not be written: " in said
         assert "MiB are free there" in said
-        for option in ("--save_total_limit", "--output_dir", f"--resume_from_checkpoint {output / 'checkpoint-2'}"):
+        for option in ("--save_total_limit", "--output_dir", f"--resume_from_checkpoint {folder}/checkpoint-2"):
             assert option in said
         assert [path.name for path in output.glob("*checkpoint*")] == ["checkpoint-2"]
         assert resolve_resume("last", output, 1) == output / "checkpoint-2"
-
-
-FINAL = """
-    import json, resource, sys
-    sys.path[:0] = {tests!r}
-    from transformers import TrainerCallback
-    from normalign_llava.train.options.arguments import parse
-    from normalign_llava.train.run import train
-
-    class LimitAtEnd(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
-
-    for limit in sys.argv[1].split():
-        try:
-            train(*parse([*sys.argv[2:], "--output_dir", limit]), [LimitAtEnd()])
-        except OSError as error:
-            print(json.dumps(["limit", str(error)]))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-"""
-
-
-def test_a_full_disk_at_the_end_leaves_no_model_and_the_same_command_goes_on(tmp_path, parts):
-    weights = max(file.stat().st_size for file in (parts / "model").glob("*.safetensors"))
-    limits = ["300", str(weights // 2)]  # of the trainer's state, and of the weights
-    source = textwrap.dedent(FINAL).format(tests=[str(HELPERS), str(Path(__file__).parent)])
-    words = [training.recipe(tmp_path, parts, save_steps=2), "--use_cpu"]
-    command = [sys.executable, "-c", source, " ".join(limits), *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    said = [json.loads(line)[1] for line in done.stdout.splitlines() if line.startswith('["limit"')]
-    assert len(said) == 2, done.stderr
-    for limit, error in zip(limits, said, strict=True):
-        assert f"The trained model could not be written to {limit}: File too large. Make room, and run the sa" in error
-        assert not {"config.json", "training.json"} & {path.name for path in (tmp_path / limit).iterdir()}
-        output = main([*words, "--resume_from_checkpoint", "--output_dir", str(tmp_path / limit)])
-        assert NormAlignLlavaForConditionalGeneration.from_pretrained(output)
+    for folder, said, _ in reports[3:]:
+        assert f"The trained model could not be written to {folder}: File too large. Make room, and run the sa" in said
+        assert not {"config.json", "training.json"} & {path.name for path in (tmp_path / folder).iterdir()}
+    output = main([file, "--resume_from_checkpoint", "--output_dir", str(tmp_path / folder)])
+    assert NormAlignLlavaForConditionalGeneration.from_pretrained(output)
 
 
 FROZEN = ("language_model", "vision_tower")
@@ -257,11 +211,11 @@ def weight_file(folder, module):
     return folder / f"model-{module}-00001-of-00001.safetensors"
 
 
-def aligned(folder, checkpoint, **options):
+def aligned(folder, checkpoint, resume=None, **options):
     """A run of stage 1 with two checkpoints."""
     rates = {"language_learning_rate": 0.0, "vision_learning_rate": 0.0}
     trainer = training.trainer(folder, checkpoint, **{**SAVED, **rates, "max_steps": 2, "save_steps": 1, **options})
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     return trainer
 
@@ -285,8 +239,7 @@ def test_frozen_modules_are_links_to_what_training_began_with_and_stay_whatever_
         assert linked(folder, base) == {*FROZEN}
         assert {path.name for path in folder.glob("model[.-]*")} == stored.FILES
         loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
-        assert training.weights(loaded).keys() == training.weights(trainer.model).keys()
-    assert not training.moved(training.weights(trainer.model), loaded)
+    training.assert_equal(training.weights(loaded), training.weights(trainer.model))
     before = stored.weights(base)
     changed = {name for name, value in stored.weights(run).items() if not torch.equal(value, before[name])}
     assert changed and all("multi_modal_projector" in name for name in changed)
@@ -327,6 +280,11 @@ def test_what_the_base_does_not_hold_is_written_once(checkpoint, tmp_path, how):
         assert linked(run, base) == {*FROZEN} and not any(weight_file(run, each).is_symlink() for each in FROZEN)
     elif how != "in one file":
         assert not linked(run, base)
+    else:  # a resumed run links to the checkpoint that it resumes from
+        shutil.rmtree(run / "checkpoint-2")
+        aligned(run, base, resume=str(run / "checkpoint-1"))
+        assert linked(run / "checkpoint-2", run / "checkpoint-1") == linked(run, run / "checkpoint-1") == {*FROZEN}
+        training.assert_equal(stored.weights(run), saved)
 
 
 def test_only_what_was_not_trained_is_linked_and_copied_where_links_cannot_be(checkpoint, tmp_path):
@@ -343,21 +301,6 @@ def test_only_what_was_not_trained_is_linked_and_copied_where_links_cannot_be(ch
             assert weight_file(folder, module).read_bytes() == weight_file(checkpoint, module).read_bytes()
 
 
-def test_a_resumed_run_links_to_the_checkpoint_that_it_resumes_from(checkpoint, tmp_path):
-    base, run = shutil.copytree(checkpoint, tmp_path / "base"), tmp_path / "run"
-    stored.in_one_file(base)
-    aligned(run, base)
-    expected = stored.weights(run)
-    shutil.rmtree(run / "checkpoint-2")
-    rates = {"language_learning_rate": 0.0, "vision_learning_rate": 0.0}
-    trainer = training.trainer(run, base, **{**SAVED, **rates, "max_steps": 2, "save_steps": 1})
-    trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
-    trainer.save_model()
-    assert linked(run / "checkpoint-2", run / "checkpoint-1") == linked(run, run / "checkpoint-1") == {*FROZEN}
-    found = stored.weights(run)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-
-
 def bytes_of(folder) -> int:
     """Bytes of weights and optimizer, without links."""
     files = [path.stat() for pattern in ("*.safetensors", "optimizer.pt") for path in folder.rglob(pattern)]
@@ -365,17 +308,14 @@ def bytes_of(folder) -> int:
 
 
 @pytest.mark.parametrize("how", ["align", "tune", "adapters", "one file"])
-def test_what_a_run_writes_is_known_before_it_starts(tmp_path, how):
-    large = training.checkpoint(tmp_path / "large", hidden_size=256, intermediate_size=2048, head_dim=128)
-    options = {**SAVED, "max_steps": 5, "save_steps": 1, "save_total_limit": 2}
+def test_what_a_run_writes_is_known_before_it_starts(tmp_path, large, how):
+    options = {"max_steps": 5, "save_total_limit": 2}
     options |= {"use_peft": True, "lora_r": 32} if how == "adapters" else {}
-    if how in ("align", "one file"):
-        options |= {"language_learning_rate": 0.0, "vision_learning_rate": 0.0}
+    options |= {"language_learning_rate": 1e-3, "vision_learning_rate": None} if how in ("tune", "adapters") else {}
     if how == "one file":
+        large = shutil.copytree(large, tmp_path / "large")
         stored.in_one_file(large)
-    trainer = training.trainer(tmp_path / "run", large, **options)
-    trainer.train()
-    trainer.save_model()
+    trainer = aligned(tmp_path / "run", large, **options)
     disk, newest = trainer.facts["disk"], tmp_path / "run" / "checkpoint-5"
     assert disk["checkpoints"] == 3  # while the newest is written
     assert bytes_of(newest) == pytest.approx(disk["checkpoint"], rel=0.05)
@@ -386,26 +326,6 @@ def test_what_a_run_writes_is_known_before_it_starts(tmp_path, how):
 def test_a_run_that_does_not_fit_the_disk_is_refused_before_its_first_step(checkpoint, tmp_path):
     trainer = training.trainer(tmp_path / "run", checkpoint, **SAVED)
     trainer.facts["disk"]["total"] = 10**15
-    with pytest.raises(
-        ValueError, match=f"1,000,000.0 GB are to be written to {tmp_path}/run, where .*--save_total_l"
-    ):
+    with pytest.raises(ValueError, match="1,000,000.0 GB are to be written to .*/run, where .*--save_total_limit"):
         trainer.train()
     assert trainer.state.global_step == 0 and not list((tmp_path / "run").glob("*"))
-
-
-@pytest.mark.parametrize(
-    "stage, given, expected", [("align", {}, (0.1, 2)), ("tune", {"save_steps": 7}, (7, 2)), (None, {}, (500, None))]
-)
-def test_a_stage_saves_ten_times_and_keeps_two(tmp_path, stage, given, expected):
-    args = NormAlignConfig(output_dir=str(tmp_path), stage=stage, use_cpu=True, bf16=False, **given)
-    assert (args.save_steps, args.save_total_limit) == expected
-    best = NormAlignConfig(
-        output_dir=str(tmp_path),
-        stage="tune",
-        use_cpu=True,
-        bf16=False,
-        load_best_model_at_end=True,
-        eval_strategy="steps",
-        eval_steps=100,
-    )
-    assert best.save_steps == 500

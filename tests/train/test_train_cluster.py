@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import stored
-import train_data
+import torch
 import training
 from paths import ROOT
 
@@ -15,12 +15,8 @@ JOB = ROOT / "examples" / "train.slurm"
 
 
 @pytest.mark.nightly
-def test_the_job_file_trains_on_one_node_with_two_processes_and_resumes(tmp_path):
-    training.checkpoint(tmp_path)
-    (tmp_path / "data").mkdir()
-    rows = [train_data.llava("<image>\nwhat is it?", f"it is {number}", "red.png") for number in range(8)]
-    train_data.write_json(tmp_path / "data", rows)
-    recipe = training.recipe(tmp_path, tmp_path, use_cpu=True, per_device_train_batch_size=1, save_steps=1)
+def test_the_job_file_trains_on_one_node_with_two_processes_and_resumes(tmp_path, parts):
+    recipe = training.recipe(tmp_path, parts, use_cpu=True, per_device_train_batch_size=1, save_steps=1)
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {
@@ -30,14 +26,9 @@ def test_the_job_file_trains_on_one_node_with_two_processes_and_resumes(tmp_path
     }.items():
         (commands / name).write_text(f"#!/bin/bash\n{text}\n")
         (commands / name).chmod(0o755)
-    slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": str(os.getpid())}
-    chosen = {
-        "ACCELERATE_CONFIG": "ddp",
-        "PROCESSES_PER_NODE": "2",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    environment = {**os.environ, **slurm, **chosen, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+    chosen = dict(SLURM_JOB_NODELIST="localhost", SLURM_JOB_NUM_NODES="1", SLURM_JOB_ID=str(os.getpid()))
+    chosen |= dict(ACCELERATE_CONFIG="ddp", PROCESSES_PER_NODE="2", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    environment = {**os.environ, **chosen, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
 
     def submit(*options: str) -> str:
         command = ["bash", str(JOB), recipe, *options]

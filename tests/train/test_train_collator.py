@@ -1,17 +1,17 @@
 """Batches: labels on exactly the answers, images in their places, bad images without effect."""
 
 import pytest
-import tiny
 import tiny_parts
 import torch
 import train_data
 from chat_families import END_OF_TURN, TEMPLATES, byte_tokenizer
 from PIL import Image
 from train_data import assistant, image_bytes, inside, llava, user
+from training import assert_equal
 from transformers import AutoProcessor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.rows.parse import DroppedRows, parse_row
 from normalign_llava.train.collator import ConversationCollator, _messages
@@ -45,16 +45,12 @@ TWO_TURNS = {
 
 
 @pytest.fixture(scope="module")
-def processor():
-    return train_data.processor()
+def processor(checkpoint):
+    return AutoProcessor.from_pretrained(checkpoint)
 
 
 # ------------------------------------------------------------------------------------------------------------- labels
-def test_labels_of_two_turns_and_two_images(tmp_path):
-    """The label test, on a checkpoint that `build` made."""
-    vision, language = tiny_parts.vision(tmp_path / "vision"), tiny_parts.language(tmp_path / "language")
-    build_checkpoint(vision, language, tmp_path / "built")
-    processor = AutoProcessor.from_pretrained(tmp_path / "built")
+def test_labels_of_two_turns_and_two_images(processor):
     assert processor.tokenizer.pad_token == processor.tokenizer.eos_token
     batch = ConversationCollator(processor)([row(TWO_TURNS)])
     ids, labels = batch["input_ids"][0], batch["labels"][0]
@@ -113,13 +109,12 @@ def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
         processor, assistant_only_loss=True, pad_to_multiple_of=multiple
     )([{"messages": _messages(each), "images": [decode_image(i, 10**6) for i in each["images"]]} for each in rows])
     batch = ConversationCollator(processor, pad_to_multiple_of=multiple)(rows)
-    assert batch.keys() == reference.keys()
-    for name in ("input_ids", "attention_mask", "pixel_values"):
-        assert batch[name].dtype == reference[name].dtype and torch.equal(batch[name], reference[name]), name
-    differ = batch["labels"] != reference["labels"]
-    assert (batch["labels"][differ] == -100).all()  # TRL's also has the white space after the end of a turn
+    labels, theirs = batch.pop("labels"), reference.pop("labels")
+    assert_equal(dict(batch), dict(reference))
+    differ = labels != theirs
+    assert (labels[differ] == -100).all()  # TRL's also has the white space after the end of a turn
     assert family in TRLS or not differ.any()
-    assert not processor.tokenizer.decode(reference["labels"][differ]).strip()
+    assert not processor.tokenizer.decode(theirs[differ]).strip()
 
 
 def test_answers_of_the_prompt_are_not_learned(processor):
@@ -130,16 +125,12 @@ def test_answers_of_the_prompt_are_not_learned(processor):
     assert labelled(processor, batch["labels"][1]) == ["A<|im_end|>"]
 
 
-def test_a_template_without_marks_is_refused(processor):
-    bare = train_data.processor()
+def test_a_template_without_marks_and_a_tokenizer_that_drops_letters_are_refused():
+    bare, tokenizer = train_data.processor(), tiny_parts.tokenizer()
     bare.chat_template = tiny_parts.CHATML.replace("message['content']", "message['content'][0]['text']")
     with pytest.raises(ValueError, match=r"marks no answer with {% generation %}.*normalign build.*--chat-template"):
         ConversationCollator(bare)
-
-
-def test_a_tokenizer_that_drops_letters_is_refused():
-    """Marks of answers are places in the text, and "\n" after an answer may be one of the letters."""
-    tokenizer = tiny_parts.tokenizer()
+    # Marks of answers are places in the text, and "\n" after an answer may be one of the letters.
     tokenizer.backend_tokenizer.model.unk_token = None
     assert tokenizer.encode("a\u03a9b") == tokenizer.encode("ab")
     with pytest.raises(ValueError, match="The tokenizer drops letters that it does not know.* Give it an unk_token"):
@@ -167,31 +158,23 @@ def test_a_share_of_a_long_stream_grows_with_its_rows(processor):
         collate([{**bad, "row": 5}])
 
 
-def test_a_skipped_row_stays_without_effect(processor, tmp_path):
+def test_a_skipped_row_stays_without_effect(processor, checkpoint, tmp_path):
     dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
     collate = ConversationCollator(processor, bad_rows="skip", dropped_rows=dropped)
-    good = row({**llava("<image>Q", "A"), "image": inside("red")}, 1)
-    bad = {"path": None, "bytes": TRUNCATED}
-    two = row({**TWO_TURNS, "images": [inside("red"), bad]}, 2)
+    good, white = (row({**llava("<image>Q", "A"), "image": inside(colour)}, 1) for colour in ("red", "white"))
+    two = row({**TWO_TURNS, "images": [inside("red"), {"path": None, "bytes": TRUNCATED}]}, 2)
     batch = collate([good, two])
     assert batch["pixel_values"].shape[0] == 3
-    white = collate([row({**llava("<image>Q", "A"), "image": inside("white")})])["pixel_values"][0]
-    assert torch.equal(batch["pixel_values"][2], white)
+    assert torch.equal(batch["pixel_values"][2], collate([white])["pixel_values"][0])
     assert (batch["labels"][1] == -100).all() and labelled(processor, batch["labels"][0]) == ["A<|im_end|>"]
     assert [(r.source, r.row) for r in dropped.read()] == [("data.json", 2)]
     assert (collate([two])["labels"] == -100).all() and len(dropped.read()) == 1
 
-    vocabulary = len(processor.tokenizer)
-    config = tiny.config(text=tiny.text_config(vocab_size=vocabulary))
-    config.image_token_id = config.image_token_index = processor.image_token_id
-    torch.manual_seed(0)
-    model = NormAlignLlavaForConditionalGeneration(config).double()
-    gradients = []
+    model, gradients = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).double(), []
     for rows in ([good, two], [good]):
         model.zero_grad()
         inputs = collate(rows)
-        inputs["pixel_values"] = inputs["pixel_values"].double()
-        model(**inputs).loss.backward()
+        model(**{**inputs, "pixel_values": inputs["pixel_values"].double()}).loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert gradients[1].abs().max() > 0
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)

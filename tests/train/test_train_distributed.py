@@ -18,7 +18,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from paths import HELPERS
 from prepared import Prepared
-from safetensors.torch import load_file
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.parse import DroppedRows
@@ -45,42 +44,24 @@ KINDS = {
 IMAGES = [1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "COLUMNS": "500"}  # messages on one line
 
-OPTIONS = {
-    "bf16": "false",
-    "per_device_train_batch_size": 1,
-    "global_batch_size": 4,
-    "learning_rate": 1e-3,
-    "vision_learning_rate": 2e-4,
-    "projector_learning_rate": 5e-4,
-    "norm_learning_rate": 3e-3,
-    # A larger epsilon shows gradients of a wrong scale, and hides the rounding errors of those that are truly zero.
-    "adam_epsilon": 1e-5,
-    "warmup_steps": 0,
-    "max_steps": 4,
-    "logging_steps": 1,
-    "train_sampling_strategy": "sequential",
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": "true",
-}
-EVALUATED = {
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "per_device_eval_batch_size": 1,
-    "sample_count": 2,
-    "sample_max_new_tokens": 5,
-}
-LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0.0, "vision_learning_rate": 0}
+OPTIONS = dict(bf16="false", per_device_train_batch_size=1, global_batch_size=4, warmup_steps=0, max_steps=4)
+OPTIONS |= dict(learning_rate=1e-3, vision_learning_rate=2e-4, projector_learning_rate=5e-4, norm_learning_rate=3e-3)
+OPTIONS |= dict(train_sampling_strategy="sequential", save_strategy="no", report_to="none", disable_tqdm="true")
+# A larger epsilon shows gradients of a wrong scale, and hides the rounding errors of those that are truly zero.
+OPTIONS |= dict(adam_epsilon=1e-5, logging_steps=1)
+EVALUATED = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1)
+EVALUATED |= dict(sample_count=2, sample_max_new_tokens=5, probe_steps=2)
+LORA = dict(use_peft="true", lora_r=4, lora_dropout=0.0, vision_learning_rate=0)
+SAVED = dict(save_strategy="steps", save_steps=2)
 # Two steps an epoch. The run is resumed in the third.
-EPOCHS = {"global_batch_size": 8, "per_device_train_batch_size": 2, "max_steps": 10, "save_strategy": "steps"}
-EPOCHS |= {"train_sampling_strategy": "random", "save_steps": 5}
+EPOCHS = dict(global_batch_size=8, per_device_train_batch_size=2, max_steps=10, save_strategy="steps", save_steps=5)
+EPOCHS |= dict(train_sampling_strategy="random")
 PACKED = {**EPOCHS, "packing": "true"}
+GROUPED = {**EPOCHS, "train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
 QLORA = {**LORA, "load_in_4bit": "true", "dtype": "bfloat16", "bf16": "true"}
-
-
-RESUMED = {"resumed": "mixed/checkpoint-2", "half resumed": "half/checkpoint-2"}
-RESUMED |= {"frozen resumed": "frozen/checkpoint-2"}
-RESUMED |= {f"{name} resumed": f"{name}/checkpoint-5" for name in ("grouped epochs", "packed")}
+FROZEN = dict(language_learning_rate=0, vision_learning_rate=0)
+RESUMED = {"mixed": 2, "half": 2, "frozen": 2, "grouped epochs": 5, "packed": 5}
+"""The steps from which the runs `NAME resumed` go on."""
 
 
 class Room:
@@ -97,39 +78,23 @@ class Room:
             "eval": self.write("eval", [1, 0, 0, 1, 0, 0]),
             "bad": self.write("bad", [1] * 108),
         }
-        for number in (
-            103,
-            104,
-        ):  # after those that are opened first; the one is met by process 1, the other by process 0
+        for number in (103, 104):  # after those that are opened first: one is met by process 1, the other by process 0
             (folder / "bad" / f"{number}.png").write_bytes(b"no image")
         untied = {"model_name_or_path": self.bare, "arm": "gwc"}
-        mixed = {**untied, "eval_dataset_name": self.data["eval"], **EVALUATED}
-        mixed["probe_steps"] = 2
-        half = {**untied, "bf16": "true", "save_strategy": "steps", "save_steps": 2}
-        frozen = {**half, "model_name_or_path": self.half, "language_learning_rate": 0, "vision_learning_rate": 0}
-        self.wide = training.checkpoint(folder / "wide", hidden_size=256, intermediate_size=4096, head_dim=128)
-        light = {**frozen, "model_name_or_path": self.wide, "arm": "aligned", "save_steps": 1, "max_steps": 1}
-        grouped = {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
+        half = {**untied, **SAVED, "bf16": "true"}
         self.options = {
-            "mixed": {**mixed, "save_strategy": "steps", "save_steps": 2},
+            "mixed": {**untied, **EVALUATED, **SAVED, "eval_dataset_name": self.data["eval"]},
             "lora": LORA,
             "qlora": QLORA,
             "bfloat16": {"dtype": "bfloat16"},
             "autocast": {"dtype": "bfloat16", "bf16": "true"},
             "half": half,
-            "half resumed": half,
-            "frozen": frozen,
-            "frozen resumed": frozen,
-            "light": light,
-            "frozen in 4 bits": {**frozen, "load_in_4bit": "true"},
+            "frozen": {**half, **FROZEN, "model_name_or_path": self.half},
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
-            "resumed": mixed,
             "epochs": {**untied, **EPOCHS},
-            "grouped epochs": {**untied, **EPOCHS, **grouped},
-            "grouped epochs resumed": {**untied, **EPOCHS, **grouped},
+            "grouped epochs": {**untied, **GROUPED},
             "epochs lora": {**EPOCHS, **LORA},
             "packed": {**untied, **PACKED},
-            "packed resumed": {**untied, **PACKED},
             "packed lora": {**PACKED, **LORA},
             "bad step": {"bad_steps": "skip"},
             "broken": {"save_strategy": "steps", "save_steps": 1},
@@ -164,10 +129,10 @@ class Room:
             self.done[place] = folder
             words = {}
             for name in names:
-                options = self.options[name]
-                if name in RESUMED:
-                    options = {**options, "resume_from_checkpoint": folder / RESUMED[name]}
-                words[name] = self.words(folder / name, **options)
+                options, begun = {}, name.removesuffix(" resumed")
+                if name != begun:
+                    options = {"resume_from_checkpoint": folder / begun / f"checkpoint-{RESUMED[begun]}"}
+                words[name] = self.words(folder / name, **self.options[begun], **options)
             folder.mkdir(exist_ok=True)
             (folder / "runs.json").write_text(json.dumps(words))
             worker = [HELPERS / "train_worker.py", mode, folder / "runs.json", folder / "seen"]
@@ -183,13 +148,17 @@ class Room:
         if mode == "one":
             return [self.prepared.run(worker, **ENVIRONMENT)]
         prepare = prepare_deepspeed_cmd_env if mode.startswith("zero") else prepare_multi_gpu_env
-        found = prepare(launch_arguments(mode))
-        accelerates = {
-            name: value
-            for name, value in (found[1] if isinstance(found, tuple) else found).items()
-            if os.environ.get(name) != value
-        }
+        made = prepare(launch_arguments(mode))
+        environment = made[1] if isinstance(made, tuple) else made
+        accelerates = {name: value for name, value in environment.items() if os.environ.get(name) != value}
         return self.prepared.run_ranks(worker, **{**accelerates, **ENVIRONMENT})
+
+    def launch(self, output: Path, **options) -> subprocess.Popen:
+        """`normalign train` with two processes of its own."""
+        words = ["train", "--accelerate_config", "ddp", "--num_processes", "2", *self.words(output, **options)]
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, "-m", "normalign_llava", *words], env=environment, **pipes)
 
 
 def launch_arguments(config: str):
@@ -206,11 +175,7 @@ def seen(folder: Path, name: str, rank: int) -> dict:
 def assert_same_run(ours: Path, reference: Path, weights: float, figures: float, check_dtype: bool = True) -> None:
     """Weights within an absolute tolerance, losses and the other figures of the log within a relative one."""
     found, expected = (stored.weights(folder) for folder in (ours, reference))
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(
-            found[name], weight, rtol=0, atol=weights, check_dtype=check_dtype, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    torch.testing.assert_close(found, expected, rtol=0, atol=weights, check_dtype=check_dtype)
     logs = (json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (ours, reference))
     for step, same_step in zip(*logs, strict=True):
         assert step.keys() & {"loss", "eval_loss", "train_loss"}
@@ -236,10 +201,10 @@ def mixed(room):
 
 PACKING = ("packed", "packed resumed", "packed lora")
 NIGHTLY = {
-    "one": ("lora", "qlora", "frozen in 4 bits", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
-    "ddp": ("resumed", "lora", "qlora", "frozen in 4 bits", "skipped", "bad step", "broken", "unasked")
+    "one": ("lora", "qlora", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
+    "ddp": ("mixed resumed", "lora", "qlora", "skipped", "bad step", "broken", "unasked")
     + ("grouped epochs", "grouped epochs resumed", *PACKING),
-    "fsdp2": ("resumed", "lora", "bfloat16", "autocast", "bad step", "broken", "unasked", *PACKING),
+    "fsdp2": ("mixed resumed", "lora", "bfloat16", "autocast", "bad step", "broken", "unasked", *PACKING),
 }
 
 
@@ -279,9 +244,7 @@ def test_what_was_saved_loads_and_is_complete(mode, mixed):
     folder = mixed(mode) / "mixed"
     loaded, report = NormAlignLlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    state = loaded.state_dict()
-    for name, weight in stored.weights(folder).items():
-        assert torch.equal(state[name], weight), name
+    training.assert_equal(training.weights(loaded), stored.weights(folder))
     auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
     assert auto_map["AutoModelForImageTextToText"] == f"modeling_normalign_llava.{type(loaded).__name__}"
     code = {"configuration_normalign_llava.py", "modeling_normalign_llava.py"}
@@ -289,10 +252,8 @@ def test_what_was_saved_loads_and_is_complete(mode, mixed):
         assert {path.name for path in saved.glob("*llava.py")} == code
     for step in (2, 4):
         assert missing_from(folder / f"checkpoint-{step}", world_size=2) == []
-        assert {path.name for path in (folder / f"checkpoint-{step}").glob("rng*")} == {
-            "rng_state_0.pth",
-            "rng_state_1.pth",
-        }
+        states = {path.name for path in (folder / f"checkpoint-{step}").glob("rng*")}
+        assert states == {"rng_state_0.pth", "rng_state_1.pth"}
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -310,8 +271,8 @@ def test_a_checkpoint_has_once_what_is_trained_and_what_is_frozen_never(mode, ro
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(mode, nightly):
     folder = nightly(mode)
-    assert seen(folder, "resumed", 0)["batches"] == seen(folder, "mixed", 0)["batches"][4:]
-    assert_same_run(folder / "resumed", folder / "mixed", weights=0, figures=0)
+    assert seen(folder, "mixed resumed", 0)["batches"] == seen(folder, "mixed", 0)["batches"][4:]
+    assert_same_run(folder / "mixed resumed", folder / "mixed", weights=0, figures=0)
     if mode == "ddp":  # in a later epoch, in the order of that epoch
         assert_same_run(folder / "grouped epochs resumed", folder / "grouped epochs", weights=0, figures=0)
 
@@ -327,21 +288,15 @@ def test_packing_changes_no_step(mode, nightly):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_adapters_end_as_in_one_process(mode, nightly):
+@pytest.mark.parametrize(
+    ("mode", "name", "weights", "figures"),
+    [("ddp", "lora", 1e-6, 1e-5), ("fsdp2", "lora", 1e-6, 1e-5), ("ddp", "qlora", 2e-3, 2e-2)],
+)
+def test_adapters_end_as_in_one_process_with_a_float32_gain(mode, name, weights, figures, nightly):
     folder, one = nightly(mode), nightly("one")
-    assert seen(folder, "lora", 1)["type"] == KINDS[mode][0]
-    assert_same_run(folder / "lora", one / "lora", weights=1e-6, figures=1e-5)
-
-
-@pytest.mark.nightly
-def test_beside_4_bits_two_processes_train_adapters_and_a_float32_gain(nightly):
-    folder, one = nightly("ddp"), nightly("one")
-    assert seen(folder, "qlora", 1)["processes"] == 2
-    assert_same_run(folder / "qlora", one / "qlora", weights=2e-3, figures=2e-2)  # bfloat16
-    assert_gain_moved(load_file(folder / "qlora" / "adapter_model.safetensors"))
-    assert_same_run(folder / "frozen in 4 bits", one / "frozen in 4 bits", weights=5e-4, figures=5e-3)
-    assert_gain_moved(stored.weights(folder / "frozen in 4 bits"))
+    assert seen(folder, name, 1)["type"] == KINDS[mode][0]
+    assert_same_run(folder / name, one / name, weights, figures)
+    assert_gain_moved(stored.weights(folder / name))
 
 
 @pytest.mark.nightly
@@ -440,9 +395,8 @@ def test_what_is_not_finite_on_one_process_stops_both(mode, nightly):
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
     found, expected = (stored.weights(folder / "bad step") for folder in (nightly(mode), nightly("one")))
-    for name, weight in expected.items():
-        assert weight.isfinite().all()
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert all(weight.isfinite().all() for weight in expected.values())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -455,50 +409,32 @@ def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
 )
 def test_a_launched_run_says_once_what_is_wrong(room, tmp_path, options, said):
     if "dataset_name" in options:
-        options = {"dataset_name": room.data["bad"], "dataset_streaming": "true", "shuffle_buffer_size": 1}
-        options["max_steps"] = 40
-    words = ["train", "--accelerate_config", "ddp", "--num_processes", "2", *room.words(tmp_path / "out", **options)]
-    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "normalign_llava", *words], env=environment, capture_output=True, text=True
-    )
-    lines = [line for line in done.stderr.splitlines() if re.match("Error|Then", line)]
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "elastic" not in done.stderr, done.stderr
+        streamed = dict(dataset_streaming="true", shuffle_buffer_size=1, max_steps=40)
+        options = {"dataset_name": room.data["bad"], **streamed}
+    process = room.launch(tmp_path / "out", **options)
+    errors = process.communicate()[1]
+    lines = [line for line in errors.splitlines() if re.match("Error|Then", line)]
+    assert process.returncode == 1 and "Traceback" not in errors and "elastic" not in errors, errors
     assert all(re.match("(Error|Then) in process [01]: ", line) for line in lines)
     assert any(part in lines[0] for part in said) and len(lines) <= len(said), lines
 
 
 @pytest.mark.nightly
-def test_a_launched_run_says_which_process_was_killed(room, tmp_path):
-    words = ["train", "--accelerate_config", "ddp", "--num_processes", "2"]
-    words += room.words(tmp_path / "out", max_steps=10**6)
-    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "normalign_llava", *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        while "2/1000000 " not in (line := process.stdout.readline()):
-            assert line, process.stderr.read()
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[1]), signal.SIGKILL)
-        said = process.communicate()[1]
-    assert process.returncode == 1 and "Error: Process 1 was ended by SIGKILL." in said and "elastic" not in said
-
-
-@pytest.mark.nightly
-def test_a_launcher_that_is_ended_takes_its_processes_with_it(room, tmp_path):
-    config = ["ddp", "--num_processes", "2"]
-    words = ["train", "--accelerate_config", *config, *room.words(tmp_path / "out", max_steps=10**6)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "normalign_llava", *map(str, words)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        said = b""
-        while b"2/1000000 " not in (line := process.stdout.readline()):
-            assert line, "it has ended"
-            said += line
-        assert b"2 process(es)" in said
-        process.terminate()
-        said = process.stdout.read().decode()  # to the end of the last process that writes there
-    assert process.returncode == 143
-    assert re.search(r"Stopped\. Step \d+ was done. .* holds no complete checkpoint, so it is lost", said), said
-    with only_run(tmp_path / "out"):
-        assert not list((tmp_path / "out").glob("*.safetensors"))
+@pytest.mark.parametrize("ended", ["process", "launcher"])
+def test_a_killed_process_is_named_and_an_ended_launcher_takes_its_processes_with_it(room, tmp_path, ended):
+    with room.launch(tmp_path / "out", max_steps=10**6) as launcher:
+        while "2/1000000 " not in (line := launcher.stdout.readline()):
+            assert line, launcher.stderr.read()
+        if ended == "process":
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            os.kill(int(children[1]), signal.SIGKILL)
+        else:
+            launcher.terminate()
+        said = launcher.communicate()[1]  # to the end of the last process that writes there
+    if ended == "process":
+        assert launcher.returncode == 1 and "Error: Process 1 was ended by SIGKILL." in said and "elastic" not in said
+    else:
+        assert launcher.returncode == 143
+        assert re.search(r"Stopped\. Step \d+ was done. .* holds no complete checkpoint, so it is lost", said), said
+        with only_run(tmp_path / "out"):
+            assert not list((tmp_path / "out").glob("*.safetensors"))

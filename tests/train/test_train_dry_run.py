@@ -23,52 +23,56 @@ def device(size: int) -> str:
     return f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"
 
 
+def dry_run(*words):
+    """The exit status of a dry run, and what it prints, on one line."""
+    done = CliRunner().invoke(app, ["train", *words, "--dry_run"])
+    return done.exit_code, " ".join(done.output.split())
+
+
 def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     checkpoint = tmp_path / "without-weights"
     shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors"))
     file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
     before = sorted(tmp_path.rglob("*"))
-    done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "24GiB"])
-    assert done.exit_code == 0, done.output
-    shown = " ".join(done.output.split())
-    assert "Without gradient checkpointing: " in shown
-    assert "activations" in shown and "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
-    done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "1GiB", "--stage", "align"])
-    assert done.exit_code == 1 and "Does not fit" in done.output
-    tried = "--load_in_4bit true --dtype bfloat16 --per_device_train_batch_size 1."
-    assert f"Nothing that was tried fits, not even {tried}" in " ".join(done.output.split())
+    status, shown = dry_run(file, "--device_memory", "24GiB")
+    assert status == 0 and "Without gradient checkpointing: " in shown and "logits and loss" in shown
+    assert "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
+    least = ["--per_device_train_batch_size", "1", "--gradient_checkpointing", "--load_in_4bit", "--dtype", "bfloat16"]
+    status, shown = dry_run(file, "--device_memory", "1GiB", "--stage", "align", *least)
+    assert status == 1 and "Does not fit" in shown
+    assert "Nothing that was tried fits, not even fewer tokens with these options." in shown
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_dry_run_finds_what_stops_training(tmp_path, parts):
+    pickled = tmp_path / "pickled"
+    shutil.copytree(parts / "model", pickled, ignore=shutil.ignore_patterns("*.safetensors*"))
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    file = training.recipe(tmp_path, parts)
+    for words, message in (
         (["--device_memory", "24"], "--device_memory must have a unit, as 24GiB has, got 24"),
-        (["--dry_run", "false", "--device_memory", "24GiB"], "--device_memory is for a dry run"),
         (["--global_batch_size", "3"], "3 is not a multiple"),
-    ],
-)
-def test_a_dry_run_finds_what_stops_training(tmp_path, parts, words, message):
-    done = CliRunner().invoke(app, ["train", training.recipe(tmp_path, parts), "--dry_run", *words])
-    assert done.exit_code == 1 and message in " ".join(done.output.split())
-
-
-def test_a_dry_run_refuses_pickled_weights(tmp_path, parts):
-    checkpoint = tmp_path / "pickled"
-    shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors*"))
-    (checkpoint / "pytorch_model.bin").write_bytes(b"")
-    file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
-    done = CliRunner().invoke(app, ["train", file, "--dry_run"])
-    assert done.exit_code == 1 and "has no weights in safetensors" in " ".join(done.output.split())
+        (["--model_name_or_path", str(pickled)], "has no weights in safetensors"),
+    ):
+        status, shown = dry_run(file, *words)
+        assert status == 1 and message in shown
 
 
 @pytest.mark.parametrize("options", [{}, dict(use_peft=True, load_in_4bit=True, dtype="bfloat16")])
-def test_shapes_alone_take_what_loaded_weights_take(checkpoint, tmp_path, options):
-    dry = training.trainer(tmp_path, checkpoint, dry_run=True, **options)
-    loaded = training.trainer(tmp_path, checkpoint, **options)  # later, so that nothing of the first remains
-    assert all(parameter.is_meta for name, parameter in dry.model.named_parameters() if ".norm." not in name)
-    assert dry.facts["modules"] == loaded.facts["modules"]
-    assert dry.estimate_memory() == loaded.estimate_memory()
+def test_shapes_alone_take_what_loaded_weights_take_and_checkpointing_is_asked_about(checkpoint, tmp_path, options):
+    without, checkpointed = (
+        training.trainer(tmp_path, checkpoint, dry_run=True, gradient_checkpointing=value, **options)
+        for value in (False, True)
+    )
+    assert all(parameter.is_meta for name, parameter in without.model.named_parameters() if ".norm." not in name)
+    more, less = without.estimate_memory(), checkpointed.estimate_memory()
+    assert less.total < more.total
+    for trainer in (without, checkpointed, without):
+        assert trainer.estimate_memory(True) == less
+        # Once enabled, the embeddings' output has a gradient.
+        assert trainer.estimate_memory(False).total == pytest.approx(more.total, rel=0.01)
+    loaded = training.trainer(tmp_path, checkpoint, **options)  # later, so that nothing of the others remains
+    assert without.facts["modules"] == loaded.facts["modules"] and loaded.estimate_memory() == more
 
 
 def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
@@ -80,22 +84,9 @@ def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
     for trainer in (plain, estimated):
         torch.manual_seed(0)
         trainer.train()
-    after = training.weights(plain.model)
-    assert all(torch.equal(after[name], each) for name, each in estimated.model.named_parameters())
+    training.assert_equal(training.weights(estimated.model), training.weights(plain.model))
     for name in ("num_tokens", "entropy", "mean_token_accuracy", "loss"):
         assert plain.state.log_history[0][name] == estimated.state.log_history[0][name]
-
-
-@pytest.mark.parametrize("options", [{}, dict(use_peft=True), dict(use_peft=True, load_in_4bit=True)])
-def test_checkpointing_that_is_asked_about_counts_as_if_it_were_set(checkpoint, tmp_path, options):
-    without, given = (
-        training.trainer(tmp_path, checkpoint, dry_run=True, gradient_checkpointing=value, **options)
-        for value in (False, True)
-    )
-    for trainer in (without, given, without):
-        assert trainer.estimate_memory(True) == given.estimate_memory()
-        assert trainer.estimate_memory(False) == without.estimate_memory()
-    assert given.estimate_memory().total < without.estimate_memory().total
 
 
 def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, tmp_path):
@@ -121,20 +112,12 @@ def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
     assert eight.total - two.total == 6 * batch
 
 
-def with_lengths(trainer, rows):
-    """Rows with their true lengths, which those of `training.rows` lack."""
-    lengths = [len(trainer.data_collator([row])["input_ids"][0]) for row in rows]
-    return rows.remove_columns("length").add_column("length", lengths)
-
-
 @pytest.fixture(scope="module")
 def mixed(checkpoint, tmp_path_factory):
     """A trainer on shapes, and rows of several lengths."""
     data = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda number: 1 + number % 4)
     options = dict(dry_run=True, per_device_train_batch_size=8, global_batch_size=8, vision_learning_rate=0.0)
-    trainer = training.trainer(tmp_path_factory.mktemp("mixed"), checkpoint, data, **options)
-    trainer.train_dataset = with_lengths(trainer, data)
-    return trainer
+    return training.trainer(tmp_path_factory.mktemp("mixed"), checkpoint, data, **options)
 
 
 def batch_of(trainer):
@@ -155,25 +138,46 @@ def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
     assert 2 < large.parts["activations"] / small.parts["activations"] < 5
 
 
-def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
+def test_the_batch_that_is_named_fits_and_the_next_does_not(mixed):
+    mixed.args.device_memory = device(0)  # on a GPU
+    mixed.args.gradient_accumulation_steps = 2  # gradients stay, as they do with fewer rows in a pass
+    sizes = [estimate_with(mixed, rows).total for rows in (2, 4, 8)]
+    mixed.args.gradient_accumulation_steps = 1
+    for size, named in [(sizes[1], "4"), (sizes[1] - 1000, "2")]:
+        mixed.args.device_memory = device(size)
+        answer = remedy(mixed, None)
+        assert answer.startswith(f"Would fit: --per_device_train_batch_size {named}, the largest that does.")
+    mixed.args.device_memory = None
+
+
+def test_with_packing_the_tokens_of_a_pass_are_named(checkpoint, tmp_path):
+    data = training.rows(8, images=lambda number: 1, turns=lambda number: 1 + number % 2)
+    options = dict(dry_run=True, packing=True, global_batch_size=8)
+    trainer = training.trainer(tmp_path, checkpoint, data, tokens_per_device=1000, **options)
+    trainer.args.device_memory, longest = device(0), max(data["length"])
+    trainer.args.tokens_per_device = fitting = longest + 2 * 64
+    assert len(batch_of(trainer)["input_ids"][0]) > longest
+    size = trainer.estimate_memory().total
+    trainer.args.tokens_per_device, trainer.args.device_memory = longest + 4 * 64, device(size)
+    assert remedy(trainer, None) == f"Would fit: --tokens_per_device {fitting}, the largest that does."
+
+
+def test_if_no_batch_fits_the_smallest_change_is_named(checkpoint, tmp_path):
     def make(words, size=2**30):
         given = dict(zip(words[::2], words[1::2], strict=True))
         options = {name.removeprefix("--"): yaml.safe_load(value) for name, value in given.items()}
-        options = {"per_device_train_batch_size": 4, "global_batch_size": 8, **options}
-        return training.trainer(tmp_path, checkpoint, device_memory=device(size), dry_run=True, **options)
+        options = {"per_device_train_batch_size": 1, **options, "device_memory": device(size), "dry_run": True}
+        return training.trainer(tmp_path, checkpoint, **options)
 
     def answer(size, *words):
         return remedy(make(words, size), lambda more: make([*words, *more], size))
 
-    def total(*words):
-        return make(words).estimate_memory().total
-
-    two, one = (["--per_device_train_batch_size", size] for size in "21")
     checkpointing, adapters = ["--gradient_checkpointing", "true"], ["--use_peft", "true"]
-    for words in (two, one):
-        assert answer(total(*words)).startswith(f"Would fit: {' '.join(words)}. Fits")
-    assert answer(total(*one, *checkpointing), *one).startswith("Would fit: --gradient_checkpointing true. Fits")
-    less = [*one, *checkpointing]
-    assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
-    tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
-    assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")
+    checkpointed, adapted = (
+        make(words).estimate_memory().total for words in (checkpointing, checkpointing + adapters)
+    )
+    assert answer(checkpointed).startswith("Would fit: --gradient_checkpointing true. Fits")
+    assert answer(adapted, *checkpointing).startswith("Would fit: --use_peft true. Fits")
+    least = [*checkpointing, *adapters, "--load_in_4bit", "true", "--dtype", "bfloat16"]
+    shortened = answer(checkpointed - 1000, *least)
+    assert shortened.startswith("Would fit: --max_length ") and "(drops 3 of 16 rows)" in shortened

@@ -68,16 +68,10 @@ def test_damaged_weights_are_named_before_the_first_step(make, adapters):
 
 # ------------------------------------------------------------------------------------------------------ later, and why
 def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path):
-    said = stopped(make(learning_rate=1e30))
-    assert said.startswith("Step 2 has values that are not finite")
-    last = tmp_path / "out" / "checkpoint-1"
-    assert (
-        f"The last complete checkpoint is {last}." in said
-        and "lower learning rates" in said
-        and "--bad_steps skip" in said
-    )
-    assert missing_from(last, 1) == []
-    assert sorted(path.name for path in (tmp_path / "out").glob("*")) in (["checkpoint-1"], ["checkpoint-1", "runs"])
+    said, last = stopped(make(learning_rate=1e30)), tmp_path / "out" / "checkpoint-1"
+    assert said.startswith("Step 2 has values that are not finite") and "--bad_steps skip" in said
+    assert f"The last complete checkpoint is {last}." in said and missing_from(last, 1) == []
+    assert {path.name for path in (tmp_path / "out").glob("*")} <= {"checkpoint-1", "runs"}
 
 
 @pytest.mark.parametrize(
@@ -95,15 +89,6 @@ def test_the_module_that_it_came_from_is_named(make, name):
     module.register_forward_pre_hook(break_)
     assert stopped(trainer).startswith(f"Step 2 has values that are not finite, first in the output of model.{name}. ")
     assert len(calls) == 6 and not module._forward_hooks  # two batches a step, and those of the bad one again
-
-
-def test_a_batch_whose_step_was_never_taken_is_not_looked_at(make):
-    trainer = make(max_steps=1)
-    trainer.train()
-    trainer.estimate_memory()  # of a batch without values
-    norm = projector_norm(trainer.model)
-    norm.register_forward_pre_hook(lambda module, given: (given[0] * math.nan,))
-    assert "first in the output of model.multi_modal_projector.norm. " in stopped(trainer)
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])

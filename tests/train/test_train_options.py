@@ -1,36 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options: what is refused and why, the page that is made from them, and that they arrive."""
+"""Options and recipes: what they stand for, what is refused and why, and the page that is made from them."""
 
 import dataclasses
 import importlib.util
 import os
 
 import pytest
+import torch
+import yaml
 from documented import PAGE, page_from_fields
+from transformers import get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import SFTConfig
 
-from normalign_llava.train.options.arguments import NormAlignConfig
+from normalign_llava.train.command import RECIPES, recipe_file
+from normalign_llava.train.options.arguments import WITHOUT_WARMUP, NormAlignConfig, default_workers, parse
 from normalign_llava.train.options.fields import REFUSED, TrainingOptions
 from normalign_llava.train.prepare import accumulation_steps
 
 
-def config(folder, **options) -> NormAlignConfig:
-    return NormAlignConfig(output_dir=str(folder), bf16=False, use_cpu=True, **options)
+BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
 
 
+def options(tmp_path, *words, **recipe):
+    """What a run with this recipe file and these words on the command line is told."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), **recipe}))
+    return parse([str(file), *BASE, *words])[1]
+
+
+def config(folder, **given) -> NormAlignConfig:
+    return NormAlignConfig(**{"output_dir": str(folder), "bf16": False, "use_cpu": True, **given})
+
+
+# -------------------------------------------------------------------------------------------------- stages and recipes
+def test_the_stages_are_the_papers(tmp_path):
+    align, tune = (options(tmp_path, stage=stage) for stage in ("align", "tune"))
+    assert align.learning_rates(use_peft=False) == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
+    assert tune.learning_rates(use_peft=False) == {"vision": 2e-6, "projector": 1e-5, "norm": 1e-5, "language": 1e-5}
+    assert [(args.global_batch_size, args.per_device_train_batch_size) for args in (align, tune)] == [
+        (256, 2),
+        (128, 1),
+    ]
+    assert (align.lr_scheduler_type, align.warmup_steps, align.weight_decay) == ("cosine", 0.03, 0.0)
+    assert (align.seed, align.num_train_epochs, align.max_length) == (42, 1.0, 2048)
+    python, stock = config(tmp_path, stage="align"), SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
+    assert (python.global_batch_size, python.learning_rates(False)) == (256, align.learning_rates(False))
+    for name in ("learning_rate", "per_device_train_batch_size", "warmup_steps", "seed", "lr_scheduler_type"):
+        assert getattr(config(tmp_path), name) == getattr(stock, name)
+
+
+def test_a_stage_saves_ten_times_and_keeps_two(tmp_path):
+    cases = (("align", {}, (0.1, 2)), ("tune", {"save_steps": 7}, (7, 2)), (None, {}, (500, None)))
+    for stage, given, expected in cases:
+        args = config(tmp_path, stage=stage, **given)
+        assert (args.save_steps, args.save_total_limit) == expected
+    best = dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=100)
+    assert config(tmp_path, stage="tune", **best).save_steps == 500  # a multiple of eval_steps
+
+
+@pytest.mark.parametrize("words", [[], ["--stage", "align"]])
+def test_a_recipe_overrides_the_stage_and_the_command_line_the_recipe(tmp_path, words):
+    recipe = dict(stage="tune", seed=3, vision_learning_rate="3e-6", max_steps=5)
+    args = options(tmp_path, "--seed", "7", *words, **recipe)
+    assert (args.seed, args.vision_learning_rate, args.max_steps) == (7, 3e-6, 5)
+    assert args.learning_rate == (1e-3 if words else 1e-5)
+
+
+def test_under_tune_adapters_have_learning_rates_of_their_own(tmp_path):
+    args = options(tmp_path, stage="tune", use_peft=True)
+    assert args.learning_rates(use_peft=True) == {"vision": 0.0, "projector": 2e-5, "norm": 2e-5, "language": 2e-4}
+    assert {origin for _, origin in args.learning_rates_with_origin(use_peft=True).values()} == {"adapters"}
+    args = options(tmp_path, stage="tune", use_peft=True, learning_rate=1e-3, norm_learning_rate=1e-4)
+    assert args.learning_rates_with_origin(use_peft=True) == {
+        "vision": (0.0, "adapters"), "projector": (1e-3, "given"), "norm": (1e-4, "given"), "language": (1e-3, "given")
+    }  # fmt: skip
+    args = options(tmp_path, use_peft=True)
+    assert args.learning_rates_with_origin(use_peft=True)["language"] == (2e-5, "TRL")
+
+
+@pytest.mark.parametrize("name", sorted(entry.name for entry in RECIPES.iterdir()))
+def test_recipes_are_read_and_say_nothing_that_is_the_default(name):
+    file = recipe_file(name.removesuffix(".yaml"))
+    recipe = yaml.safe_load(file.read_text())
+    complete = [] if "model_name_or_path" in recipe else BASE[:4]
+    parsed = parse([str(file), *complete, "--bf16", "false"])
+    stage = parse(["--stage", recipe["stage"], *BASE, *(["--use_peft"] if recipe.get("use_peft") else [])])
+    for key, value in recipe.items():
+        given = next(getattr(part, key) for part in parsed if key in vars(part))
+        default = next(getattr(part, key) for part in stage if key in vars(part))
+        assert given == pytest.approx(value) if isinstance(value, float) else given == value, key
+        assert given != default or key in ("stage", "use_peft"), f"{key} is the default"
+
+
+# ------------------------------------------------------------------------------------------ what follows from the rest
+@pytest.mark.parametrize(
+    ("total", "rows", "world", "accumulation", "expected"),
+    [(256, 2, 64, 1, 2), (128, 1, 32, 1, 4), (256, 2, 1, 1, 128), (16, 8, 1, 2, 2), (None, 8, 2, 3, 3)],
+)
+def test_accumulation_keeps_the_global_batch(tmp_path, total, rows, world, accumulation, expected):
+    sizes = dict(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
+    args = config(tmp_path, global_batch_size=total, **sizes)
+    assert args.world_size == 1 and accumulation_steps(args, world_size=world) == expected
+
+
+def test_a_global_batch_that_does_not_divide_is_refused(tmp_path):
+    args = config(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, global_batch_size=16)
+    with pytest.raises(ValueError, match=r"16 is not a multiple of .* 2 x 3 process\(es\) = 6"):
+        accumulation_steps(args, world_size=3)
+    with pytest.raises(ValueError, match="Leave gradient_accumulation_steps out: it is derived, and would be 8"):
+        accumulation_steps(args)
+    num_steps = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    for change in ({"split_batches": True}, {"dispatch_batches": True}, num_steps):
+        with pytest.raises(ValueError, match="accelerator_config's .* would change the rows in an optimizer step"):
+            accumulation_steps(config(tmp_path, global_batch_size=8, accelerator_config=change))
+
+
+@pytest.mark.parametrize(("ratio", "pays"), [(0.3, True), (5.0, False)])
+def test_precision_follows_the_machine_unless_it_is_given(tmp_path, monkeypatch, processor, ratio, pays):
+    processor(ratio)
+    words = [*BASE[:4], "--output_dir", str(tmp_path), "--use_cpu"]
+    args = parse(words)[1]
+    assert (args.bf16, args.fp16, args.mixed_precision) == (pays, False, "bf16" if pays else "no")
+    for given in (True, False):
+        python = config(tmp_path, bf16=given)
+        assert parse([*words, "--bf16", str(given)])[1].bf16 is python.bf16 is given
+    assert not config(tmp_path, bf16=None, fp16=True).bf16
+    for name in ("bf16", "fp16"):  # in a configuration of accelerate
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
+        args = parse(words)[1]
+        assert (args.bf16, args.fp16, args.mixed_precision) == (name == "bf16", name == "fp16", name)
+
+
+@pytest.mark.parametrize("schedule", WITHOUT_WARMUP)
+def test_a_schedule_without_warm_up_has_none(tmp_path, schedule):
+    more = {"eval_strategy": "steps", "eval_steps": 5}  # for those that follow the loss on held-out rows
+    assert config(tmp_path, stage="tune", lr_scheduler_type=schedule, **more).get_warmup_steps(120) == 0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    get_scheduler(schedule, optimizer, num_warmup_steps=4, num_training_steps=120)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    with pytest.raises(ValueError, match=f"warmup_steps is 4, but lr_scheduler_type {schedule} has no warm-up"):
+        config(tmp_path, lr_scheduler_type=schedule, warmup_steps=4, **more)
+    assert config(tmp_path, stage="tune", lr_scheduler_type="constant_with_warmup").get_warmup_steps(120) == 4
+
+
+def test_batches_are_read_by_a_process_for_each_other_core_and_by_none_on_a_cpu(tmp_path, monkeypatch):
+    for given, expected in (({}, (0, False)), ({"dataloader_num_workers": 2}, (2, True))):
+        args = config(tmp_path, **given)
+        assert (args.dataloader_num_workers, args.dataloader_persistent_workers) == expected
+    for cores, processes, expected in ((1, 1, 0), (2, 1, 1), (64, 1, 8), (64, 16, 3)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        assert default_workers() == expected
+    for before, after in ((None, "false"), ("true", "true")):  # threads of their tokenizers
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        if before:
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+        config(tmp_path)
+        assert os.environ["TOKENIZERS_PARALLELISM"] == after
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
 def test_the_page_has_the_help_and_the_refusals_of_the_fields():
     assert page_from_fields(PAGE.read_text()) == PAGE.read_text(), "run tests/helpers/documented.py"
 
 
-def test_tokenizers_of_workers_have_one_thread_each_unless_one_says_otherwise(tmp_path, monkeypatch):
-    for before, after in ((None, "false"), ("true", "true")):
-        monkeypatch.delenv("TOKENIZERS_PARALLELISM") if before is None else monkeypatch.setenv(
-            "TOKENIZERS_PARALLELISM", before
-        )
-        config(tmp_path, learning_rate=1e-3)
-        assert os.environ["TOKENIZERS_PARALLELISM"] == after
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (dict(stage="pretrain"), "stage must be one of 'align', 'tune', got 'pretrain'"),
+        (dict(bad_rows="STOP"), "bad_rows must be 'stop', 'skip' or a share between 0 and 1, such as 0.01; got"),
+        (dict(stage="align", learning_rate=0), "nothing would be trained"),
+        (dict(norm_learning_rate=-1), "norm_learning_rate must be at least 0, got -1"),
+        (dict(learning_rate=float("nan")), "learning_rate must be a finite number, got nan"),
+        (dict(num_train_epochs=0), "num_train_epochs must be above 0, got 0"),
+        (dict(save_steps=0), "save_steps must be above 0, got 0. For no checkpoints, save_strategy: no"),
+        (dict(push_to_hub=True, hub_model_id="a/b/c"), "hub_model_id 'a/b/c' cannot be a name on the Hub"),
+        (dict(max_steps=0), "max_steps is 0, which would train for all epochs. Give 1 or more, or leave it out"),
+        (dict(test_split_size=2), "between 0 and 1, got 2"),
+        (dict(test_split_size=0.1), "test_split_size needs eval_strategy steps or epoch. Set that, or leave"),
+        (dict(do_eval=True), "do_eval alone evaluates nothing. Set eval_strategy"),
+        (dict(lora_r=4), "lora_r: adapters are trained with use_peft alone"),
+        (dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type: nothing is quantized without load_in_4bit"),
+        (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used here: .*global batch"),
+        (dict(dataset_name=None, datasets=[{"path": "a", "folder": "b"}]), "is a mapping with path"),
+        (dict(learing_rate=1), "no option --learing_rate 1. Did you mean --learning_rate?"),
+        (dict(lora_rank=2), "no option --lora_rank 2. Did you mean --lora_r[?]"),
+    ],
+)
+def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"model_name_or_path": "model", "dataset_name": "data", "bf16": False, **recipe}))
+    with pytest.raises(ValueError, match=message):
+        parse([str(file)])
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainingOptions)}
@@ -53,46 +216,31 @@ def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
             config(tmp_path, **{name: other})
 
 
-@pytest.mark.parametrize("name", INTEGRATION_TO_CALLBACK)
-def test_a_tracker_that_cannot_be_used_is_an_error_at_once(tmp_path, name):
-    usable = {*get_available_reporting_integrations()}
-    assert config(tmp_path, report_to="all").report_to == [*get_available_reporting_integrations()]
-    for given in (name, [*usable, name], ",".join([*usable, name])):
-        if name in usable:
-            assert name in config(tmp_path, report_to=given).report_to
-        else:
-            with pytest.raises(ValueError, match=f"^report_to '{name}' cannot be used: .*(pip install|variable)"):
-                config(tmp_path, report_to=given)
+def test_a_tracker_that_cannot_be_used_is_an_error_at_once(tmp_path):
+    usable = [*get_available_reporting_integrations()]
+    for given in ("all", ",".join(usable)):
+        assert config(tmp_path, report_to=given).report_to == usable
+    for name in {*INTEGRATION_TO_CALLBACK, "nothing"} - {*usable}:
+        with pytest.raises(ValueError, match=f"^report_to '{name}' cannot be used: .*(pip install|variable|only)"):
+            config(tmp_path, report_to=[*usable, name])
 
 
-DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 ONE_LEARNING_RATE = "would train every module at one learning rate. Remove it: "
 
 
-@DEEPSPEED
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize(
-    ("section", "error"),
+    ("section", "given", "error"),
     [
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, f"'optimizer'.*{ONE_LEARNING_RATE}optim"),
-        ({"scheduler": {"type": "WarmupLR"}}, f"'scheduler'.*{ONE_LEARNING_RATE}lr_scheduler_type"),
-        ({"torch_autocast": {"enabled": True}}, "'torch_autocast'.*option bf16 sets it. Remove it"),
-        ({"bf16": {"enabled": True}}, "bf16 is True in the configuration .* option bf16 is False. Remove it there"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {}, f"'optimizer'.*{ONE_LEARNING_RATE}optim"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, f"'scheduler'.*{ONE_LEARNING_RATE}lr_scheduler_type"),
+        ({"torch_autocast": {"enabled": True}}, {}, "'torch_autocast'.*option bf16 sets it. Remove it"),
+        ({"bf16": {"enabled": True}}, {}, "bf16 is True in the configuration .* option bf16 is False. Remove it"),
+        ({}, {"fp16": True}, "fp16 would round the gain under DeepSpeed. Use bf16"),
+        ({}, {"bad_steps": "skip"}, "bad_steps cannot be 'skip' with DeepSpeed"),
     ],
 )
-def test_a_deepspeed_configuration_that_contradicts_options_is_refused(tmp_path, section, error):
+def test_a_deepspeed_configuration_that_contradicts_options_is_refused(tmp_path, section, given, error):
     zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", **section}
     with pytest.raises(ValueError, match=error):
-        config(tmp_path, deepspeed=zero)
-    with pytest.raises(ValueError, match="fp16 would round the gain under DeepSpeed. Use bf16"):
-        config(tmp_path, deepspeed=zero, fp16=True)
-    with pytest.raises(ValueError, match="bad_steps cannot be 'skip' with DeepSpeed"):
-        config(tmp_path, deepspeed=zero, bad_steps="skip")
-
-
-def test_other_options_that_would_do_nothing_are_refused_where_they_are_read(tmp_path):
-    with pytest.raises(ValueError, match="do_eval alone evaluates nothing. Set eval_strategy"):
-        config(tmp_path, do_eval=True)
-    num_steps = {"gradient_accumulation_kwargs": {"num_steps": 2}}
-    for change in ({"split_batches": True}, {"dispatch_batches": True}, num_steps):
-        with pytest.raises(ValueError, match="accelerator_config's .* would change the rows in an optimizer step"):
-            accumulation_steps(config(tmp_path, global_batch_size=8, accelerator_config=change))
+        config(tmp_path, deepspeed=zero, **given)

@@ -1,15 +1,87 @@
-"""Packing: forward passes of nearly equal numbers of tokens, of the rows that each step has without it."""
+"""Batches without padding: the same losses and gradients, and passes of nearly equal numbers of tokens."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
+import tiny
+import torch
 import training
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from datasets import Dataset
+from torch.nn import functional
 from torch.utils.data import BatchSampler
+from transformers import AutoProcessor, Gemma2Config, Lfm2Config, OPTConfig
 
-from normalign_llava.train.packing import BalancedSampler, balanced
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.packing import BalancedSampler, PackedAttentionCheck, balanced, packed_stream
+from normalign_llava.train.prepare import accumulation_steps
 
 
+# ------------------------------------------------------------------------------------------------------------- batches
+IMAGES = [1, 0, 2, 1]
+"""Images in each row of the batch."""
+
+
+def batches(checkpoint, images=IMAGES):
+    """The same rows padded, and without padding."""
+    processor, rows = AutoProcessor.from_pretrained(checkpoint), training.rows(len(images), images.__getitem__)
+    return [ConversationCollator(processor, padding_free=free)(list(rows)) for free in (False, True)]
+
+
+def losses(model, batch):
+    """The sum of the loss over each row, `(rows,)`."""
+    labels, positions = batch.pop("labels"), batch.get("position_ids")
+    logits = model(**batch, use_cache=False).logits
+    each = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    if positions is None:
+        return each.view(len(labels), -1).sum(1)
+    rows = (positions[0] == 0).cumsum(0) - 1  # of each token
+    return torch.zeros(rows[-1] + 1).index_add(0, rows, functional.pad(each, (1, 0)))
+
+
+def assert_same_gradients(model, padded, free):
+    results = []
+    for batch in (padded, free):
+        model.zero_grad()
+        sums = losses(model, batch)
+        sums.sum().backward()
+        results.append((sums, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    (expected, wanted), (found, got) = results
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert got.keys() == wanted.keys()
+    least = 1e-3 * max(gradient.norm() for gradient in wanted.values())  # of a key's bias it is 0 but for rounding
+    for name, gradient in wanted.items():
+        assert (got[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), least), name
+
+
+def loaded(checkpoint, attention="sdpa"):
+    torch.manual_seed(0)
+    return NormAlignLlavaForConditionalGeneration.from_pretrained(
+        checkpoint, attn_implementation={"text_config": attention}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention, images", [("sdpa", IMAGES), ("eager", IMAGES), ("sdpa", [0, 0, 0])])
+def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, attention, images):
+    assert_same_gradients(loaded(checkpoint, attention), *batches(checkpoint, images))
+
+
+@pytest.mark.slow
+def test_flex_attention_keeps_rows_apart(checkpoint):
+    padded, free = batches(checkpoint)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # on a CPU it has no backward
+        expected = losses(loaded(checkpoint), padded)
+        found = losses(loaded(checkpoint, "flex_attention"), dict(free))
+        free["position_ids"] = torch.arange(free["input_ids"].shape[1])[None]
+        mixed = losses(loaded(checkpoint, "flex_attention"), free)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (mixed - expected).abs().max() > 1e-2
+
+
+# -------------------------------------------------------------------------------------------------------------- passes
 LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
 
 
@@ -65,34 +137,127 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, pro
             assert found == expected
 
 
-OPTIONS = {"global_batch_size": 6, "max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "logging_steps": 1}
+def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
+    def largest(accumulation, epochs):
+        sizes = []
+        for epoch in range(epochs):
+            order = SeedableRandomSampler(range(43), data_seed=5)
+            order.set_epoch(epoch)
+            rows = list(order)
+            for start in range(0, 43, 8):
+                step = [LENGTHS[row] for row in rows[start : start + 8]]
+                sizes += [sum(step[i] for i in part) for part in balanced(step, min(accumulation, len(step)))]
+        return max(sizes)
+
+    balanced_sampler = sampler(rows_per_pass=1, accumulation=8)
+    balanced_sampler.grad_accum = 1
+    found = balanced_sampler.fit(1500, epochs=3)
+    assert found > 1 and largest(found, 3) <= 1500 < largest(found - 1, 3)
+    with pytest.raises(ValueError, match="the longest row has 900 tokens, more than tokens_per_device 899"):
+        balanced_sampler.fit(899, epochs=1)
 
 
-def rows_of_different_lengths(checkpoint):
-    data = training.rows(20, images=lambda number: number % 3, turns=lambda number: 1 + number % 4)
-    return data.select_columns(["images", "messages"])  # of which the trainer counts the tokens
+def test_a_stream_is_packed_in_a_buffer_of_one_step():
+    rows = Dataset.from_dict({"length": LENGTHS, "row": list(range(43))}).to_iterable_dataset()
+    passes = [each["packed"] for each in packed_stream(rows, rows_per_pass=3, accumulation=2, processes=2)]
+    assert len(passes) == 16  # three whole steps, and seven rows in the last, where a pass may have three
+    for step in range(4):
+        found = [[row["row"] for row in rows] for rows in passes[4 * step : 4 * step + 4]]
+        lengths = LENGTHS[12 * step : 12 * step + 12]
+        assert found == [[12 * step + i for i in part] for part in balanced(lengths, 4, 2)]
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+OPTIONS = dict(global_batch_size=6, max_steps=5, eval_strategy="steps", eval_steps=5, probe_steps=[0])
+# AdamW would divide gradients that are 0 but for rounding by their own size.
+OPTIONS |= dict(optim="sgd", learning_rate=0.1)
+
+
+@pytest.fixture(scope="module")
+def data():
+    rows = training.rows(20, images=lambda number: number % 3, turns=lambda number: 1 + number % 4)
+    return rows.select_columns(["images", "messages"])  # of which the trainer counts the tokens
+
+
+def made(folder, checkpoint, rows, **options):
+    torch.manual_seed(0)  # for adapters
+    held_out = training.rows(5, images=lambda number: number % 2)
+    return training.trainer(folder, checkpoint, rows, held_out=held_out, **{**OPTIONS, **options})
 
 
 def ended(trainer):
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    return losses, training.weights(trainer.model)
+    trainer.train()
+    logs = {key: [line[key] for line in trainer.state.log_history if key in line] for key in ("loss", "eval_loss")}
+    return logs, training.weights(trainer.model)
 
 
-def assert_same(found, expected, tolerance=1e-5):
-    assert found[0] == pytest.approx(expected[0], rel=tolerance) and len(found[0]) == 5
+def assert_same_end(found, expected):
+    for key, values in expected[0].items():
+        assert values and found[0][key] == pytest.approx(values, rel=1e-5), key
     for name, weight in expected[1].items():
-        assert (found[1][name] - weight).norm() <= tolerance * weight.norm() + 1e-7, name
+        off = (found[1][name].double() - weight.double()).norm()  # of 4-bit layers, bytes
+        assert off <= 1e-5 * weight.double().norm() + 1e-7, name
 
 
 @pytest.mark.slow
-def test_packing_keeps_the_steps_of_another_sampler(tmp_path, checkpoint):
-    data, ends = rows_of_different_lengths(checkpoint), []
-    options = {**OPTIONS, "train_sampling_strategy": "group_by_length"}
-    for packing in (False, True):
-        trainer = training.trainer(tmp_path / str(packing), checkpoint, data, packing=packing, **options)
-        trainer.train()
-        ends.append(ended(trainer))
-    assert_same(*reversed(ends))
+@pytest.mark.parametrize(
+    "how, options",
+    [
+        ("padding_free", dict(gradient_checkpointing=True, train_sampling_strategy="group_by_length")),
+        ("padding_free", dict(use_peft=True, lora_r=2, lora_dropout=0.0, load_in_4bit=True)),
+        ("packing", dict(train_sampling_strategy="group_by_length")),
+        ("packing", dict(streamed=True)),
+    ],
+)
+def test_a_run_ends_as_with_padding(tmp_path, checkpoint, data, how, options):
+    options = dict(options)
+    if options.pop("streamed", False):
+        data = data.select(range(19)).to_iterable_dataset()  # it ends within a step
+    padded = ended(made(tmp_path / "padded", checkpoint, data, **options))
+    assert_same_end(ended(made(tmp_path / "free", checkpoint, data, **options, **{how: True})), padded)
+
+
+@pytest.mark.slow
+def test_tokens_per_device_changes_no_step(tmp_path, checkpoint, data):
+    unpacked = made(tmp_path / "unpacked", checkpoint, data)
+    tokens = 2 * max(unpacked.train_dataset.with_format(None)["length"])
+    options = dict(packing=True, tokens_per_device=tokens, per_device_train_batch_size=None)
+    packed = made(tmp_path / "packed", checkpoint, data, **options)
+    assert packed.facts["batch"]["rows"] == 6 and packed.facts["steps"] == 5
+    assert packed.args.gradient_accumulation_steps > 1
+    sizes = []
+    packed.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]) if module.training else None,
+        with_kwargs=True,
+    )
+    assert_same_end(ended(packed), ended(unpacked))
+    assert max(sizes) <= tokens < sum(sizes) / 5
+
+
+@pytest.mark.slow
+def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, checkpoint, data):
+    trainers = []
+    for resume in (None, str(tmp_path / "out" / "checkpoint-3")):
+        stream = data.repeat(2).to_iterable_dataset()
+        saved = dict(packing=True, save_strategy="steps", save_steps=3)
+        trainers.append(made(tmp_path / "out", checkpoint, stream, **saved))
+        trainers[-1].train(resume_from_checkpoint=resume)
+    training.assert_equal(*(training.weights(trainer.model) for trainer in trainers))
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(
+    "cls, settings, apart",
+    [
+        (Gemma2Config, {"sliding_window": 4}, True),
+        (Lfm2Config, {"layer_types": ["conv", "full_attention"]}, False),
+        (OPTConfig, {"word_embed_proj_dim": 32, "ffn_dim": 64}, False),
+    ],
+)
+def test_a_language_model_that_mixes_rows_is_refused_by_its_name(tmp_path, cls, settings, apart):
+    model, args = tiny.model(text=tiny.text_config(cls=cls, **settings)), training.arguments(tmp_path)
+    with nullcontext() if apart else pytest.raises(ValueError, match=rf"padding_free .* \({cls.model_type}\)"):
+        PackedAttentionCheck().on_train_begin(args, None, None, model=model)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import stored
 import train_data
+import training
 from huggingface_hub import ModelCard
 
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
@@ -45,28 +46,9 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hub.url)  # of clean processes
 
     def run(token, script=RUN, **options):
-        given = {
-            "stage": "tune",
-            "model_name_or_path": parts / "model",
-            "dataset_name": parts / "data" / "data.json",
-            "output_dir": tmp_path / "out",
-            "global_batch_size": 2,
-            "per_device_train_batch_size": 2,
-            "learning_rate": 1e-2,
-            "max_steps": 2,
-            "bf16": False,
-            "use_cpu": True,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "push_to_hub": True,
-            "hub_model_id": REPO,
-            "hub_token": token,
-            "save_strategy": "steps",
-            "save_steps": 1,
-            **options,
-        }
-        words = (word for name, value in given.items() for word in (f"--{name}", value))
-        return prepared.run(["-c", script, *words])
+        published = dict(push_to_hub=True, hub_model_id=REPO, save_strategy="steps", save_steps=1, use_cpu=True)
+        file = training.recipe(tmp_path, parts, **{"learning_rate": 1e-2, **published, **options})
+        return prepared.run(["-c", script, file, "--hub_token", token])
 
     return run
 
@@ -103,54 +85,37 @@ def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tm
     assert stored.weights(tmp_path / "out")
 
 
-def test_a_repository_that_a_call_creates_is_as_private_as_it_asks(hub, run):
-    done = run(hub.token("ann"), script=CALL, push_to_hub=False)
-    assert done.returncode == 0, done.stderr
-    assert hub.repository(REPO).private and set(hub.repository(REPO).head().files) >= MODEL
-
-
 @pytest.mark.parametrize(
-    ("account", "role", "reason"),
+    ("account", "role", "card", "reason"),
     [
-        ("ann", "read", "The token of ann may only read"),
-        ("bob", "write", f"bob may publish as bob/..., not as {REPO}"),
-    ],
-)
-def test_who_may_not_publish_is_refused_before_anything_is_read(hub, run, tmp_path, account, role, reason):
-    done = run(token := hub.token(account, role), dataset_name=tmp_path / "none.json")
-    assert done.returncode == 1 and reason in done.stderr and token not in done.stdout + done.stderr
-    assert not (tmp_path / "out" / "trainer_state.json").exists() and not hub.repositories
-
-
-@pytest.mark.parametrize(
-    ("account", "role", "card", "said"),
-    [
-        ("ann", "read", None, "may only read"),
-        ("bob", "write", None, "bob may publish as"),
+        ("ann", "read", None, "The token of ann may only read"),
+        ("bob", "write", None, f"bob may publish as bob/..., not as {REPO}"),
         ("ann", "write", b"# By hand", "not written by this package"),
     ],
 )
-def test_a_repository_that_would_refuse_the_result_is_refused_before_training(
-    hub, run, tmp_path, account, role, card, said
-):
-    hub.create(REPO, files={"README.md": card} if card else {})
-    done = run(hub.token(account, role))
-    assert done.returncode == 1 and said in " ".join(done.stderr.split())
+def test_a_run_that_could_not_publish_is_refused_before_it_trains(hub, run, tmp_path, account, role, card, reason):
+    options = {"dataset_name": str(tmp_path / "none.json")}  # who may not publish is told before it is looked for
+    if card:
+        options = {}
+        hub.create(REPO, files={"README.md": card})
+    done = run(token := hub.token(account, role), **options)
+    assert done.returncode == 1 and reason in " ".join(done.stderr.split())
+    assert token not in done.stdout + done.stderr and len(hub.repositories) == bool(card)
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
-def test_an_adapter_names_its_base_on_the_hub_by_its_commit(hub, run, tmp_path, parts):
-    token = hub.token("ann")
+def test_a_call_publishes_an_adapter_with_its_base_s_commit_as_private_as_it_asks(hub, run, tmp_path, parts):
     base = hub.serve("bea/base", parts / "model")
     red = {"bytes": train_data.image_bytes("red"), "path": "red.png"}
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", red) for i in range(8)]
     train_data.write_parquet(tmp_path / "data" / "train.parquet", rows)
     (tmp_path / "data" / "README.md").write_text("---\nlicense: cc-by-4.0\nlanguage: en\n---\n")
     data = hub.serve("cyd/data", tmp_path / "data", kind="dataset")
-    done = run(token, model_name_or_path="bea/base", dataset_name="cyd/data", use_peft=True)
+    named = dict(model_name_or_path="bea/base", dataset_name="cyd/data", use_peft=True, push_to_hub=False)
+    done = run(hub.token("ann"), script=CALL, **named)
     assert done.returncode == 0, done.stderr
     repository = hub.repository(REPO)
-    assert set(repository.head().files) == ADAPTER
+    assert repository.private and set(repository.head().files) == ADAPTER
     settings = json.loads(repository.read("adapter_config.json"))
     assert (settings["base_model_name_or_path"], settings["revision"]) == ("bea/base", base.commit)
     record = json.loads(repository.read("training.json"))
@@ -159,12 +124,3 @@ def test_an_adapter_names_its_base_on_the_hub_by_its_commit(hub, run, tmp_path, 
     assert record["data"][0]["dataset"] == expected
     card = ModelCard(repository.read("README.md").decode())
     assert "bea/base" in card.data.base_model and card.data.library_name == "peft"
-
-
-def test_an_adapter_of_a_local_folder_is_published_merged(hub, run, parts):
-    done = run(hub.token("ann"), use_peft=True)
-    assert done.returncode == 0, done.stderr
-    repository = hub.repository(REPO)
-    sent = set(repository.head().files)
-    assert sent >= MODEL and not sent & ADAPTER - MODEL
-    assert not [blob for blob in repository.blobs.values() if str(parts).encode() in blob]

@@ -1,28 +1,21 @@
 import json
+from functools import partial
 
 import pytest
 import stored
 import torch
 import training
-from safetensors import safe_open
+from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
-from normalign_llava.checkpoint.opening import open_checkpoint
-from normalign_llava.train.modules.load import load_model
-from normalign_llava.train.modules.model import base_model, projector_norm
-from normalign_llava.train.run import main
+from normalign_llava.train.modules.model import base_model
 
 
 pytestmark = pytest.mark.slow
 
 
 QLORA = dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", lora_dropout=0.0)
-
-
-def gain_and_bias(model):
-    norm = projector_norm(model)
-    return norm.weight.detach().clone(), norm.bias.detach().clone()
 
 
 def test_what_is_quantized_and_what_is_left_alone(tmp_path, checkpoint):
@@ -33,33 +26,6 @@ def test_what_is_quantized_and_what_is_left_alone(tmp_path, checkpoint):
     assert quantized and all(".language_model.layers." in name for name in quantized)
     quantization = model.config.quantization_config
     assert (quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant) == ("nf4", True)
-
-
-def test_a_device_map_of_one_s_own_is_kept(tmp_path, checkpoint):
-    args = training.arguments(tmp_path)
-    args.model_init_kwargs = {"device_map": {"model": "cpu", "lm_head": "disk"}}  # which bitsandbytes refuses
-    with pytest.raises(ValueError, match="Some modules are dispatched on the CPU or the disk"):
-        load_model(open_checkpoint(checkpoint), args, args.learning_rates(True), BitsAndBytesConfig(load_in_4bit=True))
-
-
-@pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True)])
-def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file(tmp_path, checkpoint, base):
-    options = {**QLORA, "load_in_4bit": False, **base}
-    trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=2, **options)
-    before = gain_and_bias(trainer.model)
-    stored = load_model(open_checkpoint(checkpoint), trainer.args, trainer.learning_rates)
-    assert all(torch.equal(ours, kept) for ours, kept in zip(before, gain_and_bias(stored), strict=True))
-    trainer.train()
-    norm = projector_norm(trainer.model)
-    for parameter in (norm.weight, norm.bias):
-        assert parameter.dtype == torch.float32
-        state = trainer.optimizer.state[parameter]
-        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
-    with safe_open(tmp_path / "checkpoint-2" / "adapter_model.safetensors", "pt") as file:
-        saved = {name: file.get_tensor(name) for name in file.keys() if ".norm." in name}  # noqa: SIM118
-    assert len(saved) == 2
-    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
-    assert any(torch.equal(tensor, norm.weight) for tensor in saved.values())
 
 
 def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp_path, checkpoint):
@@ -74,9 +40,7 @@ def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp
         trainer.model.train()
         trainer.compute_loss(trainer.model, dict(inputs)).backward()
         gradients.append({n: p.grad for n, p in trainer.model.named_parameters() if p.requires_grad})
-    assert all(gradient is not None for gradient in gradients[1].values())
-    for name, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][name]), name
+    training.assert_equal(*gradients)
 
 
 FROZEN = dict(vision_learning_rate=0.0, language_learning_rate=0.0)
@@ -95,11 +59,8 @@ def test_beside_a_frozen_quantized_model_the_projector_is_trained_and_all_is_wri
     assert training.moved(before, trainer.model) == projector
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         trainer.save_model() if folder == tmp_path else None
-        written = stored.weights(folder)
-        assert written.keys() == built.keys()
-        for name, tensor in written.items():
-            expected = trainer.model.get_parameter(name) if name in projector else built[name]
-            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
+        trained = {name: trainer.model.get_parameter(name).detach() for name in projector}
+        training.assert_equal(stored.weights(folder), {**built, **trained})
         config = json.loads((folder / "config.json").read_text())
         assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     assert trainer.record["quantization"][f"load_in_{bits}bit"]
@@ -125,25 +86,25 @@ def test_the_gradient_through_frozen_4_bit_layers_is_that_of_what_they_stand_for
 @pytest.mark.parametrize(
     ("skipped", "named"),
     [
-        (None, r"layers\.0\.self_attn\.q_proj .* language_learning_rate 0\.001.*Leave out the quantization"),
-        (["lm_head", "vision_tower"], "llm_int8_skip_modules cannot be used"),
+        ({}, None, None, r"layers\.0\.self_attn\.q_proj .* language_learning_rate 0\.001"),
+        (FROZEN, ["lm_head", "vision_tower"], None, r"projector\.linear_1 .* projector_learning_rate 0\.001"),
+        (
+            {"vision_learning_rate": 1e-3},
+            ["lm_head", "model.multi_modal_projector"],
+            LoraConfig(),
+            r"vision_tower\..*k_proj .*",
+        ),
     ],
 )
 def test_what_would_train_a_quantized_weight_is_refused_by_name_before_it_is_loaded(
-    tmp_path, checkpoint, skipped, named, capfd
+    tmp_path, checkpoint, rates, skipped, adapters, named, capfd
 ):
     quantization = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
-    args = training.arguments(tmp_path / "out")
-    with pytest.raises(ValueError, match=named):
-        NormAlignTrainer(str(checkpoint), args, train_dataset=training.rows(2), quantization_config=quantization)
+    made = partial(NormAlignTrainer, args=training.arguments(tmp_path, **rates), train_dataset=training.rows(2))
+    with pytest.raises(ValueError, match=f"{named}.*Leave out the quantization"):
+        made(str(checkpoint), quantization_config=quantization, peft_config=adapters)
     assert "Loading weights" not in capfd.readouterr().err
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, quantization_config=quantization)
-    with pytest.raises(ValueError, match="Give that folder and quantization_config"):
-        NormAlignTrainer(model, args, train_dataset=training.rows(2))
-
-
-def test_a_command_that_would_train_a_quantized_weight_reads_no_rows(tmp_path, parts):
-    for name in ("load_in_4bit", "load_in_8bit"):
-        file = training.recipe(tmp_path, parts, dataset_name="no data", **{name: True})
-        with pytest.raises(ValueError, match="q_proj would be quantized.*language_learning_rate.* add --use_peft"):
-            main([file])
+    if not adapters:
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, quantization_config=quantization)
+        with pytest.raises(ValueError, match="Give that folder and quantization_config"):
+            made(model)

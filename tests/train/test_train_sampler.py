@@ -61,14 +61,12 @@ def test_lengths_in_a_batch_are_alike_and_batches_come_in_random_order():
 
 
 def test_the_order_follows_from_seed_and_epoch():
-    one = sampler(seed=3)
-    first = list(one)
-    assert list(one) == first == list(sampler(seed=3))
-    one.set_epoch(1)
-    second = list(one)
-    assert second != first and second != list(sampler(seed=4))
-    one.set_epoch(0)
-    assert list(one) == first != list(sampler(seed=4))
+    one, orders = sampler(seed=3), []
+    for epoch in (0, 1, 0):
+        one.set_epoch(epoch)
+        orders.append(list(one))
+    first, second, again = orders
+    assert first == again == list(sampler(seed=3)) and first != second != list(sampler(seed=4)) != first
 
 
 def prepared(index):
@@ -94,15 +92,11 @@ def test_two_processes_share_an_optimizer_step(index):
 # ----------------------------------------------------------------------------------------------------------- mixtures
 def sources(folder, counts, **fractions) -> list[dict]:
     """Sources whose answers are `a0`, `a1`, ..., `b0`, ...; those of `a` come with images."""
-    made = []
-    for name, count in counts.items():
-        rows = [
-            llava("<image>Q", f"a{n}", "red.png") if name == "a" else llava("Q", f"{name}{n}") for n in range(count)
-        ]
-        made.append(
-            {"path": str(write_json(folder / name, rows)), **({"fraction": fractions[name]} if fractions else {})}
-        )
-    return made
+    rows = {name: [llava("Q", f"{name}{n}") for n in range(count)] for name, count in counts.items()}
+    rows["a"] = [llava("<image>Q", f"a{n}", "red.png") for n in range(counts["a"])]
+    return [
+        {"path": str(write_json(folder / name, rows[name])), "fraction": fractions.get(name, 1)} for name in counts
+    ]
 
 
 def mixture(processor, listed, seed=0, **kwargs):
@@ -117,67 +111,59 @@ def mixture(processor, listed, seed=0, **kwargs):
         ({"a": 0.9, "b": 0.05, "c": 0.05}, {"a": 50, "b": 3, "c": 3}),
     ],
 )
-def test_shares_are_exact_and_no_row_comes_twice(processor, tmp_path, fractions, expected):
-    data = mixture(processor, sources(tmp_path, {"a": 50, "b": 30, "c": 20}, **fractions))
-    found = answers(data.train)
-    assert Counter(answer[0] for answer in found) == expected and len(set(found)) == len(found)
-    assert [(source.valid, source.used) for source in data.report.sources] == [
-        (count, expected[name]) for name, count in {"a": 50, "b": 30, "c": 20}.items()
-    ]
-
-
-def test_a_mixture_follows_from_its_seed(processor, tmp_path):
-    listed = sources(tmp_path, {"a": 50, "b": 30}, a=1, b=4)
-    one, again, other = (answers(mixture(processor, listed, seed).train) for seed in (0, 0, 1))
-    assert one == again != other and Counter(a[0] for a in one) == Counter(a[0] for a in other) == {"a": 8, "b": 30}
+def test_shares_are_exact_and_rows_follow_from_the_seed_and_come_once(processor, tmp_path, fractions, expected):
+    counts = {"a": 50, "b": 30, "c": 20}
+    listed = sources(tmp_path, counts, **fractions)
+    data, again, other = (mixture(processor, listed, seed) for seed in (0, 0, 1))
+    rows = answers(data.train)
+    assert rows == answers(again.train) != answers(other.train) and len(set(rows)) == len(rows)
+    for mixed in (data, other):
+        assert Counter(answer[0] for answer in answers(mixed.train)) == expected
+    used = [(source.valid, source.used) for source in data.report.sources]
+    assert used == [(count, expected[name]) for name, count in counts.items()]
 
 
 # ----------------------------------------------------------------------------------------------------------- held out
 def test_held_out_rows(processor, tmp_path):
-    path = sources(tmp_path, {"a": 20})[0]["path"]
+    ours = sources(tmp_path, {"a": 20, "b": 3})
+    path, held = (source["path"] for source in ours)
 
     def load(with_eval=True, **options):
         return read(path, processor, with_eval=with_eval, **options)
 
     assert load(with_eval=False).eval is None
-    parted, again, other = load(test_split_size=0.2), load(test_split_size=0.2), load(test_split_size=0.2, seed=1)
+    parted, again, other = (load(test_split_size=0.2, seed=seed) for seed in (0, 0, 1))
     assert len(parted.train) == 16 and len(parted.eval) == 4
     assert sorted(answers(parted.train) + answers(parted.eval)) == sorted(f"a{n}" for n in range(20))
     assert answers(parted.eval) == answers(again.eval) != answers(other.eval)
-    held = sources(tmp_path, {"b": 3})[0]["path"]
-    for streaming in (False, True):
-        given = load(eval_dataset_name=held, dataset_streaming=streaming)
+    for options in ({}, {"dataset_streaming": True}, {"test_split_size": 0.2}):
+        given = load(eval_dataset_name=held, **options)
         assert answers(given.eval) == ["b0", "b1", "b2"] and len(list(islice(given.train, 20))) == 20
         assert [(source.source, source.split) for source in given.report.sources] == [(path, "train"), (held, "eval")]
-    assert answers(load(eval_dataset_name=held, test_split_size=0.2).eval) == ["b0", "b1", "b2"]
     remedy = "eval_dataset_name or test_split_size, or leave eval_strategy at 'no'"
-    with pytest.raises(
-        ValueError, match=f"no held-out data. .*a/data.json is one file, and has no split 'test'.*{remedy}"
+    for options, message in (
+        ({}, f"no held-out data. .*a/data.json is one file, and has no split 'test'.*{remedy}"),
+        ({"test_split_size": 0.2, "dataset_streaming": True}, "test_split_size needs data in memory.* Give eval_da"),
     ):
-        load()
-    with pytest.raises(ValueError, match="test_split_size needs data in memory.* Give eval_dataset_name"):
-        load(test_split_size=0.2, dataset_streaming=True)
+        with pytest.raises(ValueError, match=message):
+            load(**options)
     with pytest.raises(ValueError, match=f"A mixture has no test split. .*{remedy}"):
-        read(None, processor, datasets=[{"path": path}], with_eval=True)
+        mixture(processor, ours, with_eval=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ streams
-def stream(processor, folder, seed=0, **fractions):
-    listed = sources(folder, {"a": 60, "b": 40}, **fractions)
-    return mixture(processor, listed, seed, dataset_streaming=True, shuffle_buffer_size=16).train
-
-
-def batches_of(loader, count) -> list:
-    return [{name: value.tolist() for name, value in batch.items()} for batch in islice(loader, count)]
-
-
 def test_a_resumed_stream_continues_with_the_next_batches(processor, tmp_path):
+    listed = sources(tmp_path, {"a": 60, "b": 40})
+
     def prepared(workers=0):
-        rows = stream(processor, tmp_path, a=1, b=1)
+        rows = mixture(processor, listed, dataset_streaming=True, shuffle_buffer_size=16).train
         loader = DataLoader(rows, 4, num_workers=workers, collate_fn=ConversationCollator(processor))
         return Accelerator(cpu=True).prepare(loader)
 
-    whole = batches_of(prepared(), 40)  # both sources begin again on the way
-    assert batches_of(skip_first_batches(prepared(), 33), 7) == whole[33:]
+    def first(loader, count) -> list:
+        return [{name: value.tolist() for name, value in batch.items()} for batch in islice(loader, count)]
+
+    whole = first(prepared(), 40)  # both sources begin again on the way
+    assert first(skip_first_batches(prepared(), 33), 7) == whole[33:]
     # `datasets` seeds its buffer anew in a worker. One is all that a single shard can use.
-    assert batches_of(prepared(workers=2), 5) == batches_of(prepared(workers=1), 5)
+    assert first(prepared(workers=2), 5) == first(prepared(workers=1), 5)

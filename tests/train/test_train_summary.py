@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table before training: counts against the tensors themselves, in training and in four bits; memory; width."""
+"""The table before training: counts against the tensors themselves, in training and in four bits; memory."""
+
+from functools import partial
 
 import pytest
 import torch
 import training
-from measured import make_trainer
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -32,91 +33,73 @@ def elements(model, *pieces: str) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if any(piece in name for piece in pieces))
 
 
-def test_full_tuning_trains_every_parameter_at_its_modules_learning_rate(checkpoint, tmp_path):
-    model = make_trainer(checkpoint, tmp_path, frozen=("vision",)).model
-    rows = table(model, {**RATES, "vision": 0.0})
-    assert list(rows) == ["vision tower", "projector", "norm", "language model"]
+def test_every_parameter_counts_in_its_module_at_its_learning_rate(checkpoint, tmp_path):
+    model = training.trainer(tmp_path, checkpoint, vision_learning_rate=0.0).model
+    rows = table(model, {**RATES, "vision": (0.0, "stage align")})
     assert rows["vision tower"]["parameters"] == elements(model, "vision_tower")
     assert rows["projector"]["parameters"] == elements(model, "linear_1", "linear_2") == 16 * 32 + 32 + 32 * 32 + 32
     assert rows["norm"]["parameters"] == 2 * 32
     assert sum(row["parameters"] for row in rows.values()) == model.num_parameters()
     assert sum(row["trained"] for row in rows.values()) == model.num_parameters(only_trainable=True)
-    assert rows["vision tower"]["trained"] == 0 and rows["vision tower"]["learning_rate"] == 0.0
-    assert [rows[name]["learning_rate"] for name in ("projector", "norm", "language model")] == [1e-3, 3e-4, 2e-5]
+    assert rows["vision tower"]["trained"] == 0
+    assert {name: (row["learning_rate"], row["set_by"]) for name, row in rows.items()} == {
+        "vision tower": (0.0, "stage align"), "projector": (1e-3, "given"), "norm": (3e-4, "given"),
+        "language model": (2e-5, "given"),
+    }  # fmt: skip
     assert {tuple(row["dtypes"]) for row in rows.values()} == {("float32",)}
 
-
-def test_adapters_have_a_row_and_untrained_copies_none(checkpoint, tmp_path):
-    plain = table(make_trainer(checkpoint, tmp_path).model)
-    model = make_trainer(checkpoint, tmp_path, rank=2).model
-    rows = table(model)
-    for name in ("vision tower", "projector", "norm", "language model"):
-        assert rows[name]["parameters"] == plain[name]["parameters"]
-    assert rows["adapters"]["parameters"] == rows["adapters"]["trained"] == elements(model, "lora_")
-    assert rows["adapters"]["learning_rate"] == 2e-5
-    assert rows["language model"]["trained"] == 0 and rows["projector"]["trained"] == plain["projector"]["parameters"]
-    assert sum(row["trained"] for row in rows.values()) == model.get_nb_trainable_parameters()[0]
-
-
-def quantized(checkpoint, **kwargs):
-    config = BitsAndBytesConfig(**kwargs)
-    return NormAlignLlavaForConditionalGeneration.from_pretrained(
-        checkpoint, dtype=torch.bfloat16, quantization_config=config
-    )
+    model = training.trainer(tmp_path, checkpoint, use_peft=True).model
+    adapted = table(model)
+    adapters = adapted.pop("adapters")
+    assert {name: row["parameters"] for name, row in adapted.items()} == {
+        name: row["parameters"] for name, row in rows.items()
+    }
+    assert adapters["parameters"] == adapters["trained"] == elements(model, "lora_")
+    assert (adapters["learning_rate"], adapters["set_by"]) == (2e-5, "given")
+    trained = sum(row["trained"] for row in (*adapted.values(), adapters))
+    assert adapted["language model"]["trained"] == 0 and trained == model.get_nb_trainable_parameters()[0]
 
 
 def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    plain = NormAlignLlavaForConditionalGeneration.from_pretrained(wide, dtype=torch.bfloat16)
-    model = quantized(
-        wide, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
+    load = partial(NormAlignLlavaForConditionalGeneration.from_pretrained, wide, dtype=torch.bfloat16)
+    nf4 = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    plain, model = load(), load(quantization_config=BitsAndBytesConfig(load_in_4bit=True, **nf4))
     found, expected = table(model), table(plain)
-    assert {name: row["parameters"] for name, row in found.items()} == {
-        name: row["parameters"] for name, row in expected.items()
-    }
-    assert found["language model"]["dtypes"] == ["nf4", "bfloat16"]
-    assert found["norm"]["dtypes"] == ["float32"]
-    arguments = make_trainer(wide, tmp_path).args
+    assert [row["parameters"] for row in found.values()] == [row["parameters"] for row in expected.values()]
+    assert found["language model"]["dtypes"] == ["nf4", "bfloat16"] and found["norm"]["dtypes"] == ["float32"]
+    arguments = training.trainer(tmp_path, wide).args
     linears = [p.numel() for n, p in plain.model.language_model.named_parameters() if n.endswith("_proj.weight")]
     # Half a byte each; a byte for every 64, whose constants are a float for every 256; two tables of floats.
-    quantized_bytes = sum(n // 2 + n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 for n in linears)
-    expected_bytes = static_bytes(plain, arguments)["weights"] - 2 * sum(linears) + quantized_bytes
+    quantized = sum(n // 2 + n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 for n in linears)
+    expected_bytes = static_bytes(plain, arguments)["weights"] - 2 * sum(linears) + quantized
     assert static_bytes(model, arguments)["weights"] == expected_bytes
 
 
 class Bytes(TrainerCallback):
     """Bytes of gradients when all are there."""
 
-    gradients = 0
-
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rank"),
-    [("adamw_torch_fused", 0), ("adamw_8bit", 0), ("adafactor", 0), ("paged_adamw_32bit", 8)],
+    ("optimizer", "use_peft"),
+    [("adamw_torch_fused", False), ("adamw_8bit", False), ("adafactor", False), ("paged_adamw_32bit", True)],
 )
-def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer, rank):
+def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer, use_peft):
     counted = Bytes()
-    trainer = make_trainer(
-        wide, tmp_path, optim=optimizer, rank=rank, max_steps=1, callbacks=[counted],
-        frozen=("vision",),
-    )  # fmt: skip
+    options = dict(optim=optimizer, use_peft=use_peft, max_steps=1, vision_learning_rate=0.0)
+    trainer = training.trainer(tmp_path, wide, **options)
+    trainer.add_callback(counted)
     found = static_bytes(trainer.model, trainer.args)
     trainer.train()
-    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
-    states = 0
-    for state in trainer.optimizer.state.values():
-        # Tables that all tensors share, and the step, aside.
-        states += sum(
-            value.nbytes
-            for name, value in state.items()
-            if torch.is_tensor(value) and value.dim() and not name.startswith("qmap")
-        )
-    weights = found["weights"] + found["adapters"]
-    assert weights == sum(tensor.nbytes for tensor in tensors)
-    assert found["gradients"] == counted.gradients
-    assert found["optimizer"] == states
+    # Tables that all tensors share, and the step, aside.
+    states = sum(
+        value.nbytes
+        for state in trainer.optimizer.state.values()
+        for name, value in state.items()
+        if torch.is_tensor(value) and value.dim() and not name.startswith("qmap")
+    )
+    weights = sum(tensor.nbytes for tensor in [*trainer.model.parameters(), *trainer.model.buffers()])
+    assert found["weights"] + found["adapters"] + found["vision tower"] == weights
+    assert (found["gradients"], found["optimizer"]) == (counted.gradients, states)

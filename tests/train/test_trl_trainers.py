@@ -14,7 +14,7 @@ import training
 from datasets import Dataset
 from paths import ROOT
 from PIL import Image
-from training import moved, weights
+from training import assert_equal, moved, weights
 from transformers import AutoProcessor, LlavaConfig, LlavaForConditionalGeneration
 from trl import (
     DPOConfig,
@@ -52,26 +52,22 @@ def turn(role: str, text: str, images=()) -> list[dict]:
     return [{"role": role, "content": [*images, {"type": "text", "text": text}]}]
 
 
-def asked(number: int) -> list[dict]:
-    return turn("user", f"what is {number}?", [{"type": "image"}])
+def columns(*names: str):
+    """A function that makes rows with these columns."""
+
+    def row(number: int) -> dict:
+        question, right = (
+            turn("user", f"what is {number}?", [{"type": "image"}]),
+            turn("assistant", COLOURS[number % 4]),
+        )
+        values = {"images": [image(number)], "prompt": question, "messages": question + right, "completion": right}
+        values |= {"chosen": right, "rejected": turn("assistant", "no idea"), "label": number % 2 == 0}
+        return {name: values[name] for name in ("images", *names)}
+
+    return row
 
 
-def conversation(number: int) -> dict:
-    return {"images": [image(number)], "messages": asked(number) + turn("assistant", COLOURS[number % 4])}
-
-
-def pair(number: int) -> dict:
-    right, wrong = (turn("assistant", text) for text in (COLOURS[number % 4], "no idea"))
-    return {"images": [image(number)], "prompt": asked(number), "chosen": right, "rejected": wrong}
-
-
-def judged(number: int) -> dict:
-    answer = turn("assistant", COLOURS[number % 4])
-    return {"images": [image(number)], "prompt": asked(number), "completion": answer, "label": number % 2 == 0}
-
-
-def question(number: int) -> dict:
-    return {"images": [image(number)], "prompt": asked(number)}
+conversation, pair = columns("messages"), columns("prompt", "chosen", "rejected")
 
 
 def rows(kind, count=8) -> Dataset:
@@ -86,9 +82,9 @@ SAMPLED = dict(num_generations=4, max_completion_length=8)
 TRAINERS = {
     "sft": (SFTTrainer, SFTConfig, conversation, dict(max_length=None, assistant_only_loss=True), {}),
     "dpo": (DPOTrainer, DPOConfig, pair, dict(max_length=None), {}),
-    "kto": (KTOTrainer, KTOConfig, judged, dict(max_length=None), {}),
-    "grpo": (GRPOTrainer, GRPOConfig, question, SAMPLED, dict(reward_funcs=length)),
-    "rloo": (RLOOTrainer, RLOOConfig, question, SAMPLED, dict(reward_funcs=length)),
+    "kto": (KTOTrainer, KTOConfig, columns("prompt", "completion", "label"), dict(max_length=None), {}),
+    "grpo": (GRPOTrainer, GRPOConfig, columns("prompt"), SAMPLED, dict(reward_funcs=length)),
+    "rloo": (RLOOTrainer, RLOOConfig, columns("prompt"), SAMPLED, dict(reward_funcs=length)),
 }
 
 
@@ -121,23 +117,20 @@ def test_each_trainer_trains_every_module(tmp_path, checkpoint, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_norm_each_trainer_ends_as_stock_llava(tmp_path, kind):
     folder = training.checkpoint(tmp_path, arm="none")
-    ours = NormAlignLlavaForConditionalGeneration.from_pretrained(folder, dtype="float32")
+    ours, reference = (
+        NormAlignLlavaForConditionalGeneration.from_pretrained(folder, dtype="float32") for _ in range(2)
+    )
     config = {key: value for key, value in ours.config.to_dict().items() if key in LlavaConfig().to_dict()}
     stock = LlavaForConditionalGeneration(LlavaConfig(**{**config, "model_type": "llava"}))
-    start = {name: value.clone() for name, value in ours.state_dict().items()}
-    stock.load_state_dict(start)
+    start = weights(ours)
+    stock.load_state_dict(ours.state_dict())
     stock.generation_config = ours.generation_config
-    processor = AutoProcessor.from_pretrained(folder)
-    ends = []
+    given = {"processing_class": AutoProcessor.from_pretrained(folder)}
+    given |= {"ref_model": reference} if kind in ("dpo", "kto") else {}
     for model in (ours, stock):
-        reference = {}
-        if kind in ("dpo", "kto"):
-            reference = {"ref_model": NormAlignLlavaForConditionalGeneration.from_pretrained(folder, dtype="float32")}
-        make(kind, model, tmp_path / "out", processing_class=processor, **reference).train()
-        ends.append(model.state_dict())
-    assert ends[0].keys() == ends[1].keys() and any(not torch.equal(ends[0][name], start[name]) for name in start)
-    for name, value in ends[0].items():
-        assert torch.equal(value, ends[1][name]), name
+        make(kind, model, tmp_path / "out", **given).train()
+    assert moved(start, ours)
+    assert_equal(weights(ours), weights(stock))
 
 
 def blocks(language: str) -> list[str]:
@@ -152,11 +145,16 @@ def test_the_page_s_first_example_runs_as_printed(tmp_path, checkpoint, monkeypa
     assert len(example.splitlines()) <= 15
     exec(compile(example, "docs/trl.md", "exec"), {})
     merge_adapter("my-model-lora", "merged")
-    base = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).state_dict()
-    merged = NormAlignLlavaForConditionalGeneration.from_pretrained("merged").state_dict()
-    names = {name for name, value in merged.items() if not torch.equal(value, base[name])}
-    assert {module_of(name) for name in names} == {"projector", "norm", "language"}
+    assert changed("merged", checkpoint) == {"projector", "norm", "language"}
     assert "my-model" in (tmp_path / "my-model-lora" / "README.md").read_text()
+
+
+def changed(folder, base) -> set[str]:
+    """The modules that are not those of the base."""
+    ours, theirs = (
+        NormAlignLlavaForConditionalGeneration.from_pretrained(each).state_dict() for each in (folder, base)
+    )
+    return {module_of(name) for name, value in ours.items() if not torch.equal(value, theirs[name])}
 
 
 def command(name: str) -> list[str]:
@@ -189,8 +187,6 @@ def test_dpo_and_grpo_by_their_recipes_and_sft_by_trl_s_command(tmp_path, checkp
         (tmp_path / name).mkdir()
         data = Dataset.from_list(data) if isinstance(data, list) else data
         data.to_parquet(str(tmp_path / name / "train.parquet"))
-    base = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).state_dict()
-
     run([*command("examples/dpo.yaml"), *ON_TINY], tmp_path)
     assert history(tmp_path / "my-model-dpo")[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)  # logged in 4 digits
     run([*command("examples/grpo.py"), *ON_TINY, "--num_generations=4", "--max_completion_length=8"], tmp_path)
@@ -198,14 +194,10 @@ def test_dpo_and_grpo_by_their_recipes_and_sft_by_trl_s_command(tmp_path, checkp
     assert {"rewards/correct/mean", "rewards/short/mean"} <= logged.keys() and logged["reward_std"] > 0
     for name in ("my-model-dpo", "my-model-grpo"):
         merge_adapter(tmp_path / name, tmp_path / f"{name}-merged", base_quantization="none")
-        merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / f"{name}-merged").state_dict()
-        names = {name for name, value in merged.items() if not torch.equal(value, base[name])}
-        assert {module_of(name) for name in names} == {"projector", "norm", "language"}, name
+        assert changed(tmp_path / f"{name}-merged", checkpoint) == {"projector", "norm", "language"}, name
 
     run([*command("trl sft"), *ON_TINY, f"--output_dir={tmp_path / 'sft'}"], tmp_path)
-    full = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "sft").state_dict()
-    names = {name for name, value in full.items() if not torch.equal(value, base[name])}
-    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
+    assert changed(tmp_path / "sft", checkpoint) == {"vision", "projector", "norm", "language"}
 
     assert "normalign merge my-model-dpo --output my-model-merged --base-quantization none" in PAGE
     done = subprocess.run([sys.executable, "-c", blocks("python")[1]], cwd=tmp_path, capture_output=True, text=True)
