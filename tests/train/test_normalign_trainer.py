@@ -13,7 +13,7 @@ import train_data
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from PIL import Image
-from training import SHORT, assert_equal, moved, weights
+from training import SHORT, assert_equal, weights
 from transformers import (
     AutoProcessor,
     BitsAndBytesConfig,
@@ -143,7 +143,7 @@ def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_pa
         assert (python / name).read_bytes() == (command / name).read_bytes()
     records = [json.loads((folder / "training.json").read_text()) for folder in (command, python)]
     for record in records:
-        del record["run"]["memory"]  # which the command also estimates and measures
+        record["run"].pop("memory", None)  # which the command also estimates
         assert record["data"][0]["used"] == 8
     for key in ("stage", "arm", "learning_rates", "quantization", "config_changes", "steps_done", "run", "before"):
         assert records[0][key] == records[1][key], key
@@ -232,29 +232,6 @@ def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):
     assert others == pytest.approx([hard, easy], rel=1e-5)
 
 
-class Counted(TrainerCallback):
-    steps = 0
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps += 1
-
-
-def test_callbacks_and_an_optimizer_of_ones_own_and_what_is_set_later(tmp_path, model):
-    projector = model.model.multi_modal_projector
-    groups = [{"params": list(projector.norm.parameters()), "lr": 1e-2}, {"params": [projector.linear_1.weight]}]
-    optimizer = torch.optim.SGD(groups, lr=1e-1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step))  # nothing in the first step
-    counted, sizes, given = Counted(), [], dict(optimizers=(optimizer, schedule))
-    trainer = NormAlignTrainer(model, options(tmp_path), train_dataset=rows(), callbacks=[counted], **given)
-    assert trainer.learning_rates == {"norm": 1e-2, "projector": 1e-1, "vision": 0.0, "language": 0.0}
-    before, collator = weights(trainer.model), trainer.data_collator
-    trainer.data_collator = lambda batch: sizes.append(len(batch)) or collator(batch)
-    trainer.train()
-    assert counted.steps == 2 and {*sizes} == {2}
-    names = ("norm.weight", "norm.bias", "linear_1.weight")
-    assert moved(before, trainer.model) == {f"model.multi_modal_projector.{name}" for name in names}
-
-
 def test_an_optimizer_class_gets_the_learning_rates_by_module(tmp_path, checkpoint):
     sgd, args = (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.5}), options(tmp_path, norm_learning_rate=1e-4)
     trainer = NormAlignTrainer(str(checkpoint), args, train_dataset=rows(), optimizer_cls_and_kwargs=sgd)
@@ -283,8 +260,6 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     unnamed, four_bits = copy.deepcopy(model), BitsAndBytesConfig(load_in_4bit=True)
     unnamed.name_or_path = ""
     stream = IterableDataset.from_generator(lambda: map(messages, range(8)))
-    sgd = torch.optim.SGD(model.parameters(), lr=1e-2), None
-    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None
     for message, args, given in (
         ("is a 'llava' model. Build a NormAlign-LLaVA checkpoint", {}, dict(model=stock)),
         ("is of arm 'gwc'. To train it as arm 'unit', give its path", dict(arm="unit"), {}),
@@ -294,12 +269,10 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
         ("padding_free needs a Conv", dict(padding_free=True), dict(data_collator=list)),
         ("train_dataset is a list. Give a Dataset, as Dataset.from_list", {}, dict(train_dataset=[messages(1)])),
         ("no length. Set max_steps", dict(max_steps=-1), dict(train_dataset=stream)),
-        ("needs data in memory", dict(train_sampling_strategy="group_by_length"), dict(train_dataset=stream)),
+        ("needs the lengths of all rows", dict(train_sampling_strategy="group_by_length"), dict(train_dataset=stream)),
         ("PrefixTuningConfig. Give a LoraConfig", {}, dict(peft_config=PrefixTuningConfig(num_virtual_tokens=2))),
         ("but its learning rate is 0", dict(language_learning_rate=0.0), dict(peft_config=ALL_LINEAR)),
-        ("norm_learning_rate cannot be used with optimizers", dict(norm_learning_rate=1e-3), dict(optimizers=sgd)),
-        ("Give optimizer_cls_and_kwargs", {}, dict(optimizers=sgd, peft_config=ALL_LINEAR)),
-        ("parameters of another model", {}, dict(optimizers=other)),
+        ("Give optimizer_cls_and_kwargs", {}, dict(optimizers=(torch.optim.SGD(model.parameters()), None))),
         ("has adapters. .* merge them first", {}, dict(model=get_peft_model(copy.deepcopy(model), ALL_LINEAR))),
     ):
         with pytest.raises((ValueError, TypeError), match=message):

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import stored
-import torch
 import training
 from paths import ROOT
 

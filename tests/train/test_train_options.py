@@ -71,13 +71,9 @@ def test_a_recipe_overrides_the_stage_and_the_command_line_the_recipe(tmp_path, 
 def test_under_tune_adapters_have_learning_rates_of_their_own(tmp_path):
     args = options(tmp_path, stage="tune", use_peft=True)
     assert args.learning_rates(use_peft=True) == {"vision": 0.0, "projector": 2e-5, "norm": 2e-5, "language": 2e-4}
-    assert {origin for _, origin in args.learning_rates_with_origin(use_peft=True).values()} == {"adapters"}
     args = options(tmp_path, stage="tune", use_peft=True, learning_rate=1e-3, norm_learning_rate=1e-4)
-    assert args.learning_rates_with_origin(use_peft=True) == {
-        "vision": (0.0, "adapters"), "projector": (1e-3, "given"), "norm": (1e-4, "given"), "language": (1e-3, "given")
-    }  # fmt: skip
-    args = options(tmp_path, use_peft=True)
-    assert args.learning_rates_with_origin(use_peft=True)["language"] == (2e-5, "TRL")
+    assert args.learning_rates(use_peft=True) == {"vision": 0.0, "projector": 1e-3, "norm": 1e-4, "language": 1e-3}
+    assert options(tmp_path, use_peft=True).learning_rates(use_peft=True)["language"] == 2e-5  # TRL's
 
 
 @pytest.mark.parametrize("name", sorted(entry.name for entry in RECIPES.iterdir()))

@@ -8,15 +8,13 @@ import tiny
 import torch
 import training
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
-from datasets import Dataset
 from torch.nn import functional
 from torch.utils.data import BatchSampler
 from transformers import AutoProcessor, Gemma2Config, Lfm2Config, OPTConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.packing import BalancedSampler, PackedAttentionCheck, balanced, packed_stream
-from normalign_llava.train.prepare import accumulation_steps
+from normalign_llava.train.packing import BalancedSampler, PackedAttentionCheck, balanced
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -137,36 +135,6 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, pro
             assert found == expected
 
 
-def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
-    def largest(accumulation, epochs):
-        sizes = []
-        for epoch in range(epochs):
-            order = SeedableRandomSampler(range(43), data_seed=5)
-            order.set_epoch(epoch)
-            rows = list(order)
-            for start in range(0, 43, 8):
-                step = [LENGTHS[row] for row in rows[start : start + 8]]
-                sizes += [sum(step[i] for i in part) for part in balanced(step, min(accumulation, len(step)))]
-        return max(sizes)
-
-    balanced_sampler = sampler(rows_per_pass=1, accumulation=8)
-    balanced_sampler.grad_accum = 1
-    found = balanced_sampler.fit(1500, epochs=3)
-    assert found > 1 and largest(found, 3) <= 1500 < largest(found - 1, 3)
-    with pytest.raises(ValueError, match="the longest row has 900 tokens, more than tokens_per_device 899"):
-        balanced_sampler.fit(899, epochs=1)
-
-
-def test_a_stream_is_packed_in_a_buffer_of_one_step():
-    rows = Dataset.from_dict({"length": LENGTHS, "row": list(range(43))}).to_iterable_dataset()
-    passes = [each["packed"] for each in packed_stream(rows, rows_per_pass=3, accumulation=2, processes=2)]
-    assert len(passes) == 16  # three whole steps, and seven rows in the last, where a pass may have three
-    for step in range(4):
-        found = [[row["row"] for row in rows] for rows in passes[4 * step : 4 * step + 4]]
-        lengths = LENGTHS[12 * step : 12 * step + 12]
-        assert found == [[12 * step + i for i in part] for part in balanced(lengths, 4, 2)]
-
-
 # ------------------------------------------------------------------------------------------------------------ training
 OPTIONS = dict(global_batch_size=6, max_steps=5, eval_strategy="steps", eval_steps=5, probe_steps=[0])
 # AdamW would divide gradients that are 0 but for rounding by their own size.
@@ -206,43 +174,11 @@ def assert_same_end(found, expected):
         ("padding_free", dict(gradient_checkpointing=True, train_sampling_strategy="group_by_length")),
         ("padding_free", dict(use_peft=True, lora_r=2, lora_dropout=0.0, load_in_4bit=True)),
         ("packing", dict(train_sampling_strategy="group_by_length")),
-        ("packing", dict(streamed=True)),
     ],
 )
 def test_a_run_ends_as_with_padding(tmp_path, checkpoint, data, how, options):
-    options = dict(options)
-    if options.pop("streamed", False):
-        data = data.select(range(19)).to_iterable_dataset()  # it ends within a step
     padded = ended(made(tmp_path / "padded", checkpoint, data, **options))
     assert_same_end(ended(made(tmp_path / "free", checkpoint, data, **options, **{how: True})), padded)
-
-
-@pytest.mark.slow
-def test_tokens_per_device_changes_no_step(tmp_path, checkpoint, data):
-    unpacked = made(tmp_path / "unpacked", checkpoint, data)
-    tokens = 2 * max(unpacked.train_dataset.with_format(None)["length"])
-    options = dict(packing=True, tokens_per_device=tokens, per_device_train_batch_size=None)
-    packed = made(tmp_path / "packed", checkpoint, data, **options)
-    assert packed.facts["batch"]["rows"] == 6 and packed.facts["steps"] == 5
-    assert packed.args.gradient_accumulation_steps > 1
-    sizes = []
-    packed.model.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]) if module.training else None,
-        with_kwargs=True,
-    )
-    assert_same_end(ended(packed), ended(unpacked))
-    assert max(sizes) <= tokens < sum(sizes) / 5
-
-
-@pytest.mark.slow
-def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, checkpoint, data):
-    trainers = []
-    for resume in (None, str(tmp_path / "out" / "checkpoint-3")):
-        stream = data.repeat(2).to_iterable_dataset()
-        saved = dict(packing=True, save_strategy="steps", save_steps=3)
-        trainers.append(made(tmp_path / "out", checkpoint, stream, **saved))
-        trainers[-1].train(resume_from_checkpoint=resume)
-    training.assert_equal(*(training.weights(trainer.model) for trainer in trainers))
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

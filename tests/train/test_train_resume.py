@@ -50,7 +50,7 @@ def recipe(folder: Path, parts: Path, **options) -> str:
 def result(output: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """What was logged at each step, and the weights at the end."""
     # Times differ, and the mean loss is of the steps since the run was resumed.
-    differ = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "time/data_share"}
+    differ = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
     state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     logged = [{key: value for key, value in entry.items() if key not in differ} for entry in state["log_history"]]
     return logged, stored.weights(output)
