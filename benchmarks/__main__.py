@@ -26,6 +26,7 @@ START, END = "<!-- written by `make benchmark` -->", "<!-- to here -->"
 OPTIONS: dict[str, list[str]] = {
     "norm": ["--tokens", "23328", "--rounds", "6"],
     "step": ["--steps", "18", "--batch", "3"],
+    "frozen": ["--steps", "18"],
     "packing": ["--steps", "3", "--rows_per_step", "12", "--rows_per_pass", "4"],
     "feed": ["--images", "64", "--rounds", "3"],
     "memory": [],

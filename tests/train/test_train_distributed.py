@@ -80,6 +80,7 @@ class Room:
         }
         for number in (103, 104):  # after those that are opened first: one is met by process 1, the other by process 0
             (folder / "bad" / f"{number}.png").write_bytes(b"no image")
+        self.wide = training.checkpoint(folder / "wide", hidden_size=256, intermediate_size=4096, head_dim=128)
         untied = {"model_name_or_path": self.bare, "arm": "gwc"}
         half = {**untied, **SAVED, "bf16": "true"}
         self.options = {
@@ -90,6 +91,15 @@ class Room:
             "autocast": {"dtype": "bfloat16", "bf16": "true"},
             "half": half,
             "frozen": {**half, **FROZEN, "model_name_or_path": self.half},
+            "frozen in 4 bits": {**half, **FROZEN, "model_name_or_path": self.half, "load_in_4bit": "true"},
+            "light": {
+                **half,
+                **FROZEN,
+                "model_name_or_path": self.wide,
+                "arm": "aligned",
+                "save_steps": 1,
+                "max_steps": 1,
+            },
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
             "epochs": {**untied, **EPOCHS},
             "grouped epochs": {**untied, **GROUPED},
@@ -201,8 +211,8 @@ def mixed(room):
 
 PACKING = ("packed", "packed resumed", "packed lora")
 NIGHTLY = {
-    "one": ("lora", "qlora", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
-    "ddp": ("mixed resumed", "lora", "qlora", "skipped", "bad step", "broken", "unasked")
+    "one": ("lora", "qlora", "frozen in 4 bits", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
+    "ddp": ("mixed resumed", "lora", "qlora", "frozen in 4 bits", "skipped", "bad step", "broken", "unasked")
     + ("grouped epochs", "grouped epochs resumed", *PACKING),
     "fsdp2": ("mixed resumed", "lora", "bfloat16", "autocast", "bad step", "broken", "unasked", *PACKING),
 }
@@ -290,9 +300,14 @@ def test_packing_changes_no_step(mode, nightly):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mode", "name", "weights", "figures"),
-    [("ddp", "lora", 1e-6, 1e-5), ("fsdp2", "lora", 1e-6, 1e-5), ("ddp", "qlora", 2e-3, 2e-2)],
+    [
+        ("ddp", "lora", 1e-6, 1e-5),
+        ("fsdp2", "lora", 1e-6, 1e-5),
+        ("ddp", "qlora", 2e-3, 2e-2),
+        ("ddp", "frozen in 4 bits", 5e-4, 5e-3),
+    ],
 )
-def test_adapters_end_as_in_one_process_with_a_float32_gain(mode, name, weights, figures, nightly):
+def test_beside_frozen_layers_a_run_ends_as_in_one_process_with_a_float32_gain(mode, name, weights, figures, nightly):
     folder, one = nightly(mode), nightly("one")
     assert seen(folder, name, 1)["type"] == KINDS[mode][0]
     assert_same_run(folder / name, one / name, weights, figures)
