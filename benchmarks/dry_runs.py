@@ -57,6 +57,7 @@ def sparse_checkpoint(folder: Path, shape: str) -> None:
 
 def main() -> None:
     """Prints the verdict of each recipe."""
+    from normalign_llava.train.command import read_command
     from normalign_llava.train.run import dry_run
 
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,7 +75,8 @@ def main() -> None:
                 "output_dir": Path(name, "run"), "dry_run": True, "device_memory": options.device_memory,
             }  # fmt: skip
             print(f"\n== {' '.join([recipe, *words])}", flush=True)
-            dry_run([recipe, *(word for key, value in own.items() for word in (f"--{key}", str(value))), *words])
+            given = [word for key, value in own.items() for word in (f"--{key}", str(value))]
+            dry_run(*read_command([recipe, *given, *words]))
 
 
 if __name__ == "__main__":
