@@ -103,8 +103,9 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    output = folder / ("adapter" if words == ["qlora"] else "run")  # only the former is saved
     own = dict(
-        model_name_or_path=folder / "checkpoint", dataset_name=folder / "data", output_dir=folder / "run", max_steps=2,
+        model_name_or_path=folder / "checkpoint", dataset_name=folder / "data", output_dir=output, max_steps=2,
         global_batch_size=4, per_device_train_batch_size=2, warmup_steps=0, logging_steps=1, save_strategy="no",
         disable_tqdm=True, use_cpu=device == "cpu",
     )  # fmt: skip
@@ -141,7 +142,7 @@ def merge(folder: Path) -> str:
     """Merges an adapter that was trained here, and says by how much outputs differ."""
     from normalign_llava.assembly.merge import merge_adapter
 
-    report = merge_adapter(folder / "run", folder / "merged")
+    report = merge_adapter(folder / "adapter", folder / "merged")
     return f"base in {report.quantization}, outputs differ by {report.difference:.0e}"
 
 
