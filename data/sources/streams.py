@@ -32,6 +32,7 @@ _FIRST = 100  # rows whose images are opened before training
 
 
 def stream(rows: Callable[..., Iterator[dict[str, Any]]], arguments: dict[str, Any]) -> IterableDataset:
+    """The data set of what `rows` gives when it is called with `arguments`."""
     # One generator without lists among its arguments is one shard. Several would be split between workers and
     # processes, each of which would then see other sources, number rows differently and end at another time.
     return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=arguments)
@@ -40,6 +41,10 @@ def stream(rows: Callable[..., Iterator[dict[str, Any]]], arguments: dict[str, A
 def endless_rows(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, buffer_size: int
 ) -> Iterator[dict[str, Any]]:
+    """The valid rows of all sources without end, through a shuffle buffer of `buffer_size` rows.
+
+    Sources follow each other, or are drawn row by row with the probabilities `fractions`.
+    """
     # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
     rows, random = _drawn_rows(sources, checks, fractions, seed), np.random.default_rng(seed)
     buffer = list(islice(rows, buffer_size))
