@@ -115,7 +115,7 @@ def evaluate(
         dtype = str(decided).removeprefix("torch.")
         settings |= {"dtype": dtype, "load_in_4bit": load_in_4bit}
         if quantization:
-            settings["quantization"] = json.loads(quantization.to_json_string())
+            settings["quantization"] = json.loads(quantization.to_json_string(use_diff=False))  # float32 is a default
     with only_writer(output):
         (output / FOLDER).mkdir(exist_ok=True)
     evaluated = Evaluated(output / FOLDER / SUMMARY)
