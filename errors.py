@@ -75,7 +75,9 @@ _DEVICE = re.compile(
 )
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
-_KERNELS = re.compile(r"-packages[\\/](bitsandbytes|triton|flash_attn|kernels)[\\/]")
+_KERNELS = re.compile(
+    r"(?:-packages[\\/]|[\\/](?=bitsandbytes|flash_attn))(bitsandbytes|triton|flash_attn|kernels)[\\/]"
+)
 
 
 def device_error(error: BaseException, remedy: str = "Use a machine with more.") -> str | None:

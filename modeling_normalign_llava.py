@@ -36,13 +36,14 @@ def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
 class _CompensatedLayerNorm(torch.autograd.Function):
     # LayerNorm's backward is linear in the gradient at the normalised tokens: divided by s, it is that backward with
     # gain/s as gain. The gradients of gain and bias do not depend on the gain, so one fused kernel gives all three.
+    # The caller casts what comes out: compiled by torch 2.11, a cast in here that changes nothing has gradients of 0.
     @staticmethod
     def forward(ctx, x, eps, gain_floor, gain, bias):
         dtype = torch.promote_types(x.dtype, gain.dtype)
         out, mean, rstd = torch.native_layer_norm(x.to(dtype), gain.shape, gain.to(dtype), bias.to(dtype), eps)
         ctx.save_for_backward(x, gain, bias, mean, rstd)
         ctx.gain_floor = gain_floor
-        return out.to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
@@ -50,7 +51,7 @@ class _CompensatedLayerNorm(torch.autograd.Function):
         dtype = torch.promote_types(x.dtype, gain.dtype)
         scaled = (gain / gain_magnitude(gain, ctx.gain_floor)).to(dtype)
         grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward.default(
-            grad.to(dtype), x.to(dtype), gain.shape, mean, rstd, scaled, bias.to(dtype), [True, True, True]
+            grad, x.to(dtype), gain.shape, mean, rstd, scaled, bias.to(dtype), [True, True, True]
         )
         return grad_x.to(x.dtype), None, None, grad_gain.to(gain.dtype), grad_bias.to(bias.dtype)
 
@@ -61,7 +62,7 @@ class _CompensatedRMSNorm(torch.autograd.Function):
         dtype = torch.promote_types(x.dtype, gain.dtype)
         ctx.save_for_backward(x, gain)
         ctx.eps, ctx.gain_floor = eps, gain_floor
-        return F.rms_norm(x.to(dtype), gain.shape, gain.to(dtype), eps).to(x.dtype)
+        return F.rms_norm(x.to(dtype), gain.shape, gain.to(dtype), eps)
 
     @staticmethod
     def backward(ctx, grad):
@@ -107,7 +108,7 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.compensate and x.requires_grad and torch.is_grad_enabled():
-            return _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, self.weight, self.bias)
+            return _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, self.weight, self.bias).to(x.dtype)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         gain, bias = self.weight.to(dtype), self.bias.to(dtype)
         return F.layer_norm(x.to(dtype), self.normalized_shape, gain, bias, self.eps).to(x.dtype)
@@ -118,7 +119,7 @@ class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.compensate and x.requires_grad and torch.is_grad_enabled():
-            return _CompensatedRMSNorm.apply(x, self.eps, self.gain_floor, self.weight)
+            return _CompensatedRMSNorm.apply(x, self.eps, self.gain_floor, self.weight).to(x.dtype)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps).to(x.dtype)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GPU changes, checked without a network in less than nine minutes: `make check-gpu`.
 
-    python benchmarks/check_gpu.py [--device cuda] [--minutes 9] [--output check-gpu.json]
+    python benchmarks/check_gpu.py [--device cuda] [--minutes 9] [--only PATTERN] [--output check-gpu.json]
 
 The norm against float64; two steps with the options of each recipe, and with others, on a model of 135M in size; the
-merged adapter; answers in 4 bits; predicted against measured memory at 1B and, in 4 bits, at 7B; then the tests in
-which a GPU is used. Weights are random and made here: 45 GB of disk, in the folder for temporary files.
+merged adapter; answers in 4 bits; predicted against measured memory at 1B, and at 7B of what fits on 24 GB; then the
+tests in which a GPU is used. Weights are random and made here: 45 GB of disk, in the folder for temporary files.
 
 It needs torch for CUDA and this package with its extra `dev`, for some rows a C compiler and flash-attn: carry wheels
 (`pip wheel -w wheels '.[dev]'`) for `pip install --no-index --find-links wheels`. What a machine lacks is a row that
@@ -64,6 +64,8 @@ OPTIONS: dict[str, tuple[list[str], list[str]]] = {
 MEMORY = {
     "full, 1b": ("1b", TUNE, ["cuda"]),
     "qlora, 1b": ("1b", ["qlora"], ["cuda", "bitsandbytes"]),
+    "align, 7b": ("7b", ALIGN, ["cuda"]),
+    "align in 4 bits, 7b": ("7b", [*ALIGN, "--load_in_4bit", "true"], ["cuda", "bitsandbytes"]),
     "qlora, 7b": ("7b", ["qlora"], ["cuda", "bitsandbytes"]),
 }
 """Model, options and needs of the runs whose memory is predicted."""
@@ -157,11 +159,12 @@ def answer(folder: Path) -> str:
     return "answered"
 
 
-def run_tests(seconds: float) -> str:
-    """Runs `TESTS` for at most so many seconds, and gives the last line of pytest."""
+def run_tests(seconds: float, log: Path) -> str:
+    """Runs `TESTS` for at most so many seconds, writes what pytest says to `log`, and gives the last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in TESTS)]
     command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"] if find_spec("xdist") else []
     run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=seconds)
+    log.write_text(run.stdout + run.stderr, encoding="utf-8")
     last = (run.stderr + run.stdout).strip().splitlines()[-1].strip("= ")
     if run.returncode:
         raise ValueError(", ".join([last, *re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.M)]))
@@ -183,9 +186,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=9.0, help="what has not begun by then is left out")
+    parser.add_argument("--only", default="", help="pattern of the checks to run; weights are made for all")
     parser.add_argument("--output", type=Path, default=Path("check-gpu.json"))
     options = parser.parse_args()
-    FORKS.set_forkserver_preload(["normalign_llava.train.run", "normalign_llava.assembly.merge"])  # imported once
+    FORKS.set_forkserver_preload(["torch", "transformers.modeling_utils", "datasets"])  # bitsandbytes begins with CUDA
     wanted = ("bitsandbytes", "triton", "flash_attn", "pytest", "cc")
     lacking = {name for name in wanted if find_spec(name) is None and shutil.which(name) is None}
     lacking |= {"cuda"} - {device := options.device}
@@ -194,6 +198,8 @@ def main() -> None:
     end = time.monotonic() + 60 * options.minutes
 
     def check(name: str, needs: list[str], function: Callable[..., str], *arguments: Any) -> bool:
+        if function is not made and not re.search(options.only, name):
+            return False
         began = time.monotonic()
         absent = ", ".join(sorted(lacking & {*needs}))
         status, text = "left out", f"needs {absent}" if absent else f"{options.minutes:g} minutes are over"
@@ -218,10 +224,12 @@ def main() -> None:
                     check("merge", needs, merge, small)
             check("ask in 4 bits", ["bitsandbytes"], answer, small)
         for run, (size, words, needs) in MEMORY.items():
-            ready = (folder := Path(name, size)).exists() or bool(lacking & {*needs})
-            if ready or check(f"random weights, {size}", needs, made, folder, size, device):
-                check(f"memory: {run}", needs, train, folder, words, device, True)
-    check("tests", ["pytest"], run_tests, end - time.monotonic() - 5)
+            folder, line = Path(name, size), f"memory: {run}"
+            wanted_here = re.search(options.only, line) and not lacking & {*needs} and not folder.exists()
+            if wanted_here and not check(f"random weights, {size}", needs, made, folder, size, device):
+                continue
+            check(line, needs, train, folder, words, device, True)
+    check("tests", ["pytest"], run_tests, end - time.monotonic() - 5, options.output.with_suffix(".log"))
     table = Table("", "", "found", "s", title=here["accelerator"] or "No GPU: on the CPU, without what needs CUDA")
     for row in rows:
         table.add_row(*map(str, row.values()))

@@ -9,6 +9,7 @@ import platform
 import random
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -106,6 +107,7 @@ def _send(pipe, function: Callable[..., object], arguments: tuple) -> None:
     try:
         pipe.send((function(*arguments), None))
     except Exception as error:  # of any library
+        traceback.print_exc()
         said = device_error(error) or f"{type(error).__name__}: {error}"
         pipe.send((None, " ".join(said.split())[:400]))
 

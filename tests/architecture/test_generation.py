@@ -53,7 +53,7 @@ def test_quantized_models_train_rightly_after_a_generate(tmp_path):
         return NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32, **kwargs)
 
     quantized = load(quantization_config=quantization)
-    batch = tiny.inputs()
+    batch = {name: tensor.to(quantized.device) for name, tensor in tiny.inputs().items()}
     assert generate(quantized, batch).shape == (1, 6)
     quantized.train()
     loss = quantized(**batch, labels=batch["input_ids"]).loss
@@ -61,7 +61,7 @@ def test_quantized_models_train_rightly_after_a_generate(tmp_path):
 
     # The reference holds the same quantized values as ordinary float32 matrices.
     fresh = load(quantization_config=quantization)
-    reference = load().train()
+    reference = load().to(quantized.device).train()
     with torch.no_grad():
         for name, module in fresh.named_modules():
             if type(module).__name__ == "Linear4bit":

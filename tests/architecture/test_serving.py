@@ -8,7 +8,6 @@ import sys
 import time
 
 import httpx
-import openai
 import pytest
 import tiny
 import tiny_parts as parts
@@ -23,6 +22,7 @@ from normalign_llava.data.rows.parse import parse_row
 from normalign_llava.train.collator import ConversationCollator
 
 
+openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.slow
 
 

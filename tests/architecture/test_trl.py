@@ -128,9 +128,9 @@ def test_a_gain_that_trl_casts_is_told_of_once_with_a_remedy(tmp_path, caplog):
         return [record.getMessage() for record in caplog.records if "The gain is trained in" in record.getMessage()]
 
     def moved(trainer):
-        before = gain(trainer).detach().clone()
+        before = gain(trainer).detach().cpu().clone()
         trainer.train()
-        return int((gain(trainer) != before).sum())
+        return int((gain(trainer).cpu() != before).sum())
 
     cast = trainer()
     assert gain(cast).dtype == torch.bfloat16

@@ -29,10 +29,12 @@ embeddings = model.get_input_embeddings()
 norm = model.model.multi_modal_projector.norm
 found = {"world": dist.get_world_size(), "loaded": model.config.text_embedding_norm}
 if mode == "dtensor":
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(embeddings)
-    fully_shard(norm)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(embeddings, mesh=mesh)
+    fully_shard(norm, mesh=mesh)
     found["kind"] = type(embeddings.weight).__name__
     found["rows here"] = len(embeddings.weight.to_local())
 else:
