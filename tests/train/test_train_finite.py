@@ -8,8 +8,10 @@ import torch
 import training
 from accelerate.state import AcceleratorState
 from torch.amp import GradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.train.callbacks.finite import weights_not_finite
 from normalign_llava.train.keeping.checkpoints import missing_from
 from normalign_llava.train.modules.model import projector_norm
 
@@ -64,6 +66,27 @@ def test_damaged_weights_are_named_before_the_first_step(make, adapters):
     trainer = make("model.multi_modal_projector.norm.weight", use_peft=adapters)
     said = stopped(trainer)
     assert "tensors of the model are not finite, first" in said and "norm" in said and trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_are_checked_without_a_copy_of_them(dtype, value):
+    class Largest(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            self.made = max(self.made, result.numel() if isinstance(result, torch.Tensor) else 0)
+            return result
+
+    model = torch.nn.ModuleDict({"sound": torch.nn.Linear(9, 7), "bad": torch.nn.Linear(9, 7, bias=False)}).to(dtype)
+    model["empty"] = torch.nn.Linear(0, 7, bias=False)  # as a process's shard can be
+    with Largest() as largest:
+        assert weights_not_finite(model) == []
+    assert largest.made == 3  # one number of each that is not empty
+    with torch.no_grad():
+        model["bad"].weight[3, 2] = value
+    assert weights_not_finite(model) == ["bad.weight"]
 
 
 # ------------------------------------------------------------------------------------------------------ later, and why

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops a run at the first step whose loss or gradients are not finite, and names the module they came from."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -148,14 +149,15 @@ def weights_not_finite(model: nn.Module) -> list[str]:
 
     Only sharded weights are compared with other processes: the first process alone may save weights that all have.
     """
-    names, finite, sharded = [], [], is_deepspeed_zero3_enabled()
+    names, largest, sharded = [], [], is_deepspeed_zero3_enabled()
     for name, parameter in model.named_parameters():
         shard = parameter.ds_tensor if is_deepspeed_zero3_enabled() else parameter
         if isinstance(shard, DTensor):
             shard, sharded = shard.to_local(), True
-        if shard.is_floating_point():  # 4-bit weights are packed
+        if shard.is_floating_point() and shard.numel():  # 4-bit weights are packed
             names.append(name)
-            finite.append(shard.isfinite().all())
-    on_host = torch.stack([each.to(finite[0].device) for each in finite]).tolist()  # waits for the device once
-    damaged = [name for name, is_finite in zip(names, on_host, strict=True) if not is_finite]
+            # `isfinite` makes copies: of an embedding matrix, they are more than stage 1 takes besides weights.
+            largest.append(torch.linalg.vector_norm(shard, torch.inf))
+    on_host = torch.stack([value.float().to(largest[0].device) for value in largest]).tolist() if largest else []
+    damaged = [name for name, value in zip(names, on_host, strict=True) if not math.isfinite(value)]
     return list(dict.fromkeys(gather_object(damaged))) if sharded else damaged
