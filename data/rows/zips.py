@@ -19,9 +19,6 @@ import numpy as np
 MAX_IMAGE_BYTES = 256 * 2**20
 """Bytes of one encoded image."""
 
-MAX_TABLE_BYTES = 2**30
-"""Bytes that the rows of parquet files may take, unless the size of the files explains them."""
-
 TOO_LARGE = f"the file has more than {MAX_IMAGE_BYTES >> 20} MiB. Save it smaller"
 
 _END, _LOCATOR, _END_64 = struct.Struct("<4s4HIIH"), struct.Struct("<4sIQI"), struct.Struct("<4sQHHIIQQQQ")
@@ -29,6 +26,7 @@ _ENTRY, _LENGTHS, _LOCAL = struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s24x3H
 _LARGE = 0xFFFFFFFF  # the number is in another field, of 64 bits
 _SHOWN = 3  # names in an error
 _COMMENT = 0xFFFF  # bytes of the longest comment, which ends the file
+_LARGEST_DIRECTORY = 2**30  # bytes
 
 
 def check_entry(address: str) -> None:
@@ -121,7 +119,7 @@ class ZipImages:
             if record.startswith(b"PK\6\6") and record[_END_64.size :].startswith(b"PK\6\7"):
                 *_, count, size, place = _END_64.unpack_from(record)
                 end -= wide
-        if not count * _ENTRY.size <= size <= min(end, MAX_TABLE_BYTES):
+        if not count * _ENTRY.size <= size <= min(end, _LARGEST_DIRECTORY):
             raise ValueError(f"its directory of {count:,} entries in {size:,} bytes is broken")
         return os.pread(self._file, size, end - size), end - size - place, count
 

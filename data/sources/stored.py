@@ -5,11 +5,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar
 
-import pyarrow
 from datasets import Dataset, DatasetDict, DatasetInfo, IterableDataset, load_dataset_builder, load_from_disk
 from datasets.fingerprint import Hasher
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -18,13 +17,10 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 from ...checkpoint.untrusted import is_inside
 from ..rows.forms import COLUMNS
 from ..rows.images import SUFFIXES
-from ..rows.zips import MAX_IMAGE_BYTES, MAX_TABLE_BYTES
+from ..rows.zips import MAX_IMAGE_BYTES
 from .arguments import DataSource, cores
 from .files import ROWS, loaded
 
-
-MAX_EXPANSION = 100
-"""How many times the bytes of parquet files their rows may take, beyond `MAX_TABLE_BYTES`."""
 
 _PARQUET_ROWS = 100  # read together; a row group, as by default, may become any size in memory
 _TEXTS = (".json", ".txt")
@@ -49,8 +45,6 @@ def load(source: DataSource, streaming: bool, num_proc: int | None) -> Dataset |
         builder.config.batch_size = _PARQUET_ROWS
     if streaming:
         return builder.as_streaming_dataset(source.split)
-    if isinstance(builder, Parquet):
-        builder._generate_tables = _limited(builder._generate_tables)
     # Cards are often wrong about the number of rows; they are counted here.
     files_of_split = max(map(len, (builder.config.data_files or {}).values()), default=1)
     processes = min(num_proc or cores(), files_of_split)
@@ -73,26 +67,6 @@ def check_inside(folder: Path, files: Iterable[str]) -> None:
     for file in files:
         if "://" in file or not is_inside(Path(file), folder.resolve()):
             raise ValueError(f"it would have {file} read, which is not in the folder. Put the data there")
-
-
-def _limited(tables: Callable[..., Iterator[tuple[Any, pyarrow.Table]]]) -> Callable:
-    """The tables of parquet files, which `datasets` writes to its cache, up to a limit.
-
-    A file says nothing of the size of its rows that could be trusted: one long value may be repeated a million times.
-    """
-
-    def limited(files: list[str], **options: Any) -> Iterator[tuple[Any, pyarrow.Table]]:
-        size, taken = sum(os.path.getsize(file.rpartition("::")[2]) for file in files), 0
-        for key, table in tables(files, **options):
-            taken += table.nbytes
-            if taken > max(MAX_TABLE_BYTES, MAX_EXPANSION * size):
-                raise ValueError(
-                    f"its rows take more than {taken / 2**30:.1f} GiB of {size:,} bytes in parquet files. If that is "
-                    "meant, save the data with save_to_disk of `datasets`"
-                )
-            yield key, table
-
-    return limited
 
 
 class Shards(WebDataset):

@@ -3,14 +3,10 @@
 import json
 import shutil
 
-import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 import train_data
 from train_data import llava, write_json
 
-from normalign_llava.data.sources import stored
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.source import open_source
 
@@ -41,19 +37,6 @@ def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
     files = {"config_name": "default", "data_files": [{"split": "train", "path": path.format(private=private)}]}
     (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {json.dumps([files])}\n---\n")
     assert "private/rows.parquet read, which is not in the folder" in refused(tmp_path / "data")
-
-
-def test_a_value_that_parquet_repeats_does_not_fill_the_disk(tmp_path, monkeypatch):
-    """4 kB of file, and 400 MB of rows."""
-    monkeypatch.setattr(stored, "MAX_TABLE_BYTES", 2**20)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    values = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000, pyarrow.int32()), ["x" * 40_000])
-    (tmp_path / "data").mkdir()
-    pyarrow.parquet.write_table(pyarrow.table({"question": values}), tmp_path / "data" / "rows.parquet")
-    assert (tmp_path / "data" / "rows.parquet").stat().st_size < 10_000
-    with pytest.raises(ValueError, match=r"its rows take more than 0\.0 GiB of [\d,]+ bytes in parquet files"):
-        open_source(DataSource(str(tmp_path / "data")), False)
-    assert list((tmp_path / "cache").iterdir()) and not list((tmp_path / "cache").rglob("*.arrow"))
 
 
 @pytest.mark.parametrize("how", ["relative", "absolute", "link"])
