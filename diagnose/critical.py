@@ -119,8 +119,9 @@ def measure_updates(
 def updates_of(model: str, revision: str | None = None) -> Updates:
     """Measures a language model, or the decoder of a vision-language model."""
     handle = resolve_model(model, revision)
-    n_text = embedding_statistics(handle.source, top=0, revision=handle.revision).n_text
-    loaded = handle.load()
-    if handle.processor is not None:
-        return measure_updates(loaded.get_decoder(), text_tokenizer(handle.processor.tokenizer), n_text)
-    return measure_updates(loaded.get_decoder(), handle.checkpoint.preprocessor(AutoTokenizer), n_text)
+    checkpoint = handle.checkpoint
+    n_text = embedding_statistics(checkpoint.name, top=0, revision=checkpoint.revision).n_text
+    decoder = handle.load().get_decoder()
+    if handle.processor:
+        return measure_updates(decoder, text_tokenizer(handle.processor.tokenizer), n_text)
+    return measure_updates(decoder, checkpoint.preprocessor(AutoTokenizer), n_text)

@@ -39,32 +39,20 @@ class ModelHandle:
 
     Attributes:
         name: Folder or Hub id, without the folders above it.
-        source: Folder or Hub id to load it from.
+        checkpoint: The folder or Hub id to load it from; of an adapter, its folder alone.
         config: Its configuration.
         processor: The processor of a vision-language model; None for a language model.
-        model_class: The class that loads the weights.
-        opened: The checkpoint; None for an adapter.
-        adapter: An adapter's folder, which is put on its base as in training, whatever the arguments of `load` say.
+        model_class: The class that loads the weights; None for an adapter.
+        adapter: An adapter, which is put on its base as in training, whatever the arguments of
+            `load` say.
     """
 
     name: str
-    source: str
+    checkpoint: Checkpoint
     config: PreTrainedConfig
-    processor: ProcessorMixin | None = None
+    processor: ProcessorMixin | None
     model_class: Any = None
-    opened: Checkpoint | None = None
     adapter: Adapter | None = None
-
-    @property
-    def revision(self) -> str | None:
-        """The commit of a Hub id; all its files are read at this one."""
-        return None if self.opened is None else self.opened.revision
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint, of what is no adapter."""
-        assert self.opened is not None
-        return self.opened
 
     def load(self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
         """Loads the weights, in eval mode, on a GPU if there is one.
@@ -114,8 +102,8 @@ def resolve_model(model: str, revision: str | None = None, *, trust_remote_code:
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
     if (path / ADAPTER_CONFIG).is_file():
-        adapter = open_adapter(path)
-        return ModelHandle(name, str(path), adapter.config, adapter.processor, adapter=adapter)
+        adapter, folder = open_adapter(path), Checkpoint(str(path), None, {})
+        return ModelHandle(name, folder, adapter.config, adapter.processor, adapter=adapter)
     opened = open_checkpoint(model, revision)
     remote = {} if opened.model_type in CONFIG_MAPPING else opened.stored.get("auto_map", {})
     if remote and not trust_remote_code:
@@ -131,7 +119,7 @@ def resolve_model(model: str, revision: str | None = None, *, trust_remote_code:
         processor = opened.processor
     elif cls is AutoModelForImageTextToText or remote and "vision_config" in opened.stored:
         processor = opened.preprocessor(_processor_class(config))
-    return ModelHandle(name, opened.name, config, processor, cls, opened)
+    return ModelHandle(name, opened, config, processor, cls)
 
 
 def _processor_class(config: PreTrainedConfig) -> Any:

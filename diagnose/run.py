@@ -106,8 +106,8 @@ def diagnose(
     for handle in handles:
         if handle.processor is None:
             raise ValueError(
-                f"{handle.name} is a language model, which has no visual tokens. `normalign gain {handle.source}` "
-                "measures its embeddings."
+                f"{handle.name} is a language model, which has no visual tokens. "
+                f"`normalign gain {handle.checkpoint.name}` measures its embeddings."
             )
         if load_in_4bit and handle.adapter is None:
             handle.precision(dtype, load_in_4bit)  # for its errors
@@ -134,7 +134,7 @@ def diagnose(
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "Python": platform.python_version(),
             **{name: version(name) for name in ("normalign-llava", "torch", "transformers", "datasets", "pillow")},
-            **{f"revision of {handle.name}": handle.revision for handle in handles if handle.revision},
+            **{f"revision of {handle.name}": commit for handle in handles if (commit := handle.checkpoint.revision)},
             "first question": drawn.samples[0].question,
         }
         diagnosis = Diagnosis(report, baseline, verdict(report, baseline), findings(report, baseline), folder)
@@ -156,9 +156,10 @@ def _measure(
     handle: ModelHandle, name: str, prefix: str, *, drawn: Samples, folder: Path, batch_size: int, **loading: Any
 ) -> Report:
     """The report of one model; the images that attention is drawn on are written into `folder`."""
-    checkpoint, processor = Path(handle.source), handle.processor
+    source, processor = Path(handle.checkpoint.name), handle.processor
     assert processor is not None
-    dynamics, training = read_dynamics(checkpoint), read_training_log(checkpoint)  # both for their errors, too
+    # Before the model is loaded, for their errors.
+    dynamics, training = read_dynamics(source), read_training_log(source)
     model = handle.load(**loading)
     inputs = track(
         batches(processor, drawn.samples, batch_size),

@@ -101,9 +101,10 @@ def evaluate(
     if not chosen:
         raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
     handle = resolve_model(model, trust_remote_code=trust_remote_code)
-    folder = Path(handle.source) if Path(handle.source).is_dir() else None
+    checkpoint = handle.checkpoint
+    folder = Path(checkpoint.name) if Path(checkpoint.name).is_dir() else None
     output = output or folder or Path("evaluations", handle.name.replace("/", "--"))
-    weights = files_hash(folder, WEIGHT_FILES) if folder else f"{handle.source}@{handle.revision}"
+    weights = files_hash(folder, WEIGHT_FILES) if folder else f"{checkpoint.name}@{checkpoint.revision}"
     settings: dict[str, Any] = {"batch_size": batch_size, "limit": limit, "seed": SEED}
     settings["files"] = files_hash(folder, *SETTINGS) if folder else None
     settings["tasks"] = files_hash(include_path, *TASKS) if include_path else None

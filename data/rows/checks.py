@@ -225,8 +225,3 @@ def warn_of_captions(name: str, forms: Iterable[str]) -> None:
         warn_once(
             f"{name}: captions are trained as answers to {PROMPT!r}. For other questions, give question and answer."
         )
-
-
-def image_files(paths: list[str]) -> list[dict[str, Any]]:
-    """Images of a parsed row by their paths."""
-    return [{"path": path, "bytes": None} for path in paths]

@@ -34,7 +34,6 @@ ABSENT = "there is no such image"
 
 _IN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*|....ftypavi", re.S)
-MAX_SCANS = 50  # in a progressive JPEG; programs write 20 at most
 
 
 @dataclass(frozen=True)
@@ -157,17 +156,13 @@ def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_S
         ValueError: The image cannot be read, or its brightness is not known ([`_upright_rgb`]); the file is named.
     """
     try:
-        content = stored_bytes(image)
-        with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
+        with Image.open(io.BytesIO(stored_bytes(image)), formats=FORMATS) as opened:
             width, height = opened.size
             if not 0 < width * height <= max_pixels:
                 raise ValueError(f"{width} x {height} pixels; from 1 to {max_pixels:,} are allowed")
             # Image processors that resize the shorter side would make a narrow strip huge.
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise ValueError(f"{width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
-            # Each scan of a progressive JPEG is a pass over the whole image, and may take only ten bytes.
-            if opened.info.get("progressive") and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
-                raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
             opened.draft(None, (kept_side, kept_side))  # which does nothing to formats other than JPEG
             rgb = _upright_rgb(opened)
             return rgb.reduce(factor) if (factor := min(rgb.size) // kept_side) > 1 else rgb

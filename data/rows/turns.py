@@ -11,9 +11,6 @@ from .images import short
 from .values import as_text, is_empty, leave_out, parsed, transposed
 
 
-MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
-"""Limits of a text and of a conversation, beyond what any model takes, so that no row fills the memory."""
-
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 ROLES |= {"model": "assistant", "bot": "assistant", "chatgpt": "assistant", "developer": "system"}
 PAIRS = (("user", "assistant"), ("human", "gpt"), ("human", "assistant"), ("question", "answer"), ("input", "output"))
@@ -53,8 +50,6 @@ def read_turns(value: Any, column: str, text_role: str | None, left_out: list[st
     if not isinstance(value, (list, tuple)):
         remedy = "; write it as text, such as yes or no" if isinstance(value, bool) else ""
         raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}{remedy}")
-    if len(value) > MAX_TURNS:
-        raise ValueError(f"{column} has {len(value):,} turns; {MAX_TURNS:,} are allowed")
     if not text_role and all(isinstance(element, str) for element in value) and column != "texts":  # PixMo's
         value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
     return [turn for number, element in enumerate(value) for turn in _element(left_out, number, element, column)]
@@ -115,11 +110,6 @@ def _content(left_out: list[str], number: int, role: str, content: Any, column: 
     content = as_text(content)
     if isinstance(content, str) and content.startswith("[{") and _are_parts(listed := parsed(content)):
         content = listed
-    parts = content if isinstance(content, (list, tuple)) else [{"text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
-    length = sum(len(text) for text in texts if isinstance(text, str))
-    if length > MAX_CHARACTERS or len(parts) > MAX_TURNS:
-        raise ValueError(f"turn {number} has {length:,} characters in {len(parts):,} parts, more than any model takes")
     if isinstance(content, str):
         return _split(content) if role == "user" else [{"type": "text", "text": content}]
     if not isinstance(content, (list, tuple)):

@@ -27,6 +27,8 @@ from .table import RowReader, measure, only_valid, rows_on_access, valid_table
 
 logger = logging.getLogger(__name__)
 
+_HELD_OUT = "held out of training"  # name of rows that are split from the training rows
+
 
 @dataclass
 class TrainingData:
@@ -50,24 +52,22 @@ def load_data(
 ) -> TrainingData:
     """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
 
-    In memory, all rows are checked here, and images are decoded as [`check_rows`] says: all of held-out
-    data, since a held-out row that loses its labels later makes the loss too low. The processes share
-    this work, so all must call this at the same time. With fractions, the mixture is the largest one
-    with these shares in which no row comes twice.
+    In memory, all rows are checked here, and images are decoded as [`check_rows`] says. The processes
+    share this work, so all must call this at the same time. With fractions, the mixture is the largest
+    one with these shares in which no row comes twice.
 
-    A stream is checked while it is read, and its first rows here. For training it is shuffled in a buffer
-    and endless: with fractions, the source of each row is drawn at random, and one that ends starts again;
-    without, the sources come one after the other. It has a single shard: each process reads all of it,
-    in one worker at most, and takes its part.
+    A stream is checked while it is read, and its first rows here. For training it is shuffled in a
+    buffer and endless, see [`endless_rows`]. It has a single shard: each process reads all of it, in
+    one worker at most, and takes its part.
 
     Args:
         arguments: Data sets, and what to do with bad rows.
         processor: Determines the length of a row.
-        max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
+        max_length, dropped_rows: As of [`Checks`].
         seed: Of the mixture, the shuffle buffer and the held-out split.
         with_eval: Whether to load held-out data.
-        need_images: Whether it is an error if no training row has an image; of a stream, if none of the first has.
-        dropped_rows: Records dropped rows.
+        need_images: Whether it is an error if no training row has an image; of a stream, if none of
+            the first has.
         num_proc: Processes that read files and check rows in memory; by default one for each core.
 
     Raises:
@@ -85,9 +85,8 @@ def load_data(
     options = (arguments.bad_rows, arguments.check_images, arguments.max_image_pixels)
     checks = Checks(processor, max_length, *options, dropped_rows, num_proc)
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
-    held_report = SourceReport("held out of training", "eval")
-    if held_out:
-        held_report = SourceReport(held_out.name, "eval", dataset=held_out.dataset)
+    held_name, held_id = (held_out.name, held_out.dataset) if held_out else (_HELD_OUT, None)
+    held_report = SourceReport(held_name, "eval", dataset=held_id)
     train: Dataset | IterableDataset
     held: Dataset | IterableDataset | None = None
     if streaming:
@@ -104,7 +103,7 @@ def load_data(
         if splitting:
             table, out = _split(table, arguments.test_split_size, seed, reports)
             # With any file allowed: links that leave the image folder were checked with all rows.
-            mixed = Source("held out of training", ImageRules(), out)
+            mixed = Source(_HELD_OUT, ImageRules(), out)
             held = rows_on_access(only_valid(out, reader, mixed, checks, held_report), reader)
         train = rows_on_access(table, reader)
         with_images = any(report.images for report in reports)

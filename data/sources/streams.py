@@ -14,7 +14,6 @@ from ..rows.checks import (
     Checks,
     bad_rows_message,
     check_images_are_read,
-    image_files,
     image_problem,
     likely_counts,
     parse_rows,
@@ -106,8 +105,8 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
     for number, row in enumerate(chain.from_iterable(rows), 1):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None
-        images, pixels = (row["images"], checks.max_image_pixels) if first else (image_files(row["paths"]), None)
-        if problem := problem or image_problem(images, source.rules, pixels):
+        pixels = checks.max_image_pixels if first else None
+        if problem := problem or image_problem(row["images"], source.rules, pixels):
             dropped = DroppedRow(row["source"], row["row"], *problem)
             bad += [dropped] if share < 1 or first else []
             if len(bad) > share * max(number, MANY_ROWS):

@@ -16,13 +16,11 @@ from filelock import FileLock
 from transformers import LlavaProcessor
 
 from ...assembly import chat_template
-from ..rows import checks, choices, forms, images, parse, turns, unread, values
 from ..rows.checks import (
     MANY_ROWS,
     Checks,
     bad_rows_message,
     check_images_are_read,
-    image_files,
     image_problems,
     likely_counts,
     parse_rows,
@@ -55,7 +53,7 @@ COLUMNS = Features(
 )
 """Columns of the cached table. `index` is the number of a row in its source, `row` that in its file."""
 
-_MODULES = (chat_template, checks, choices, forms, images, parse, source_module, turns, unread, values)
+_ROWS = Path(__file__).parents[1] / "rows"
 _CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
 
 
@@ -129,9 +127,14 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         opened = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
 
     def image_faults(numbers: np.ndarray, pixels: int | None) -> dict[int, tuple[str | None, str]]:
-        rows = rows_on_access(table.select(numbers), reader)
-        paths = _column(table.select(numbers), "paths").combine_chunks()
-        images = (lambda n: rows[n]["images"]) if pixels else (lambda n: image_files(paths[n].as_py()))
+        chosen = table.select(numbers)
+        rows, paths = rows_on_access(chosen, reader), _column(chosen, "paths").combine_chunks()
+
+        def images(number: int) -> list[dict[str, Any]]:
+            if pixels:
+                return rows[number]["images"]
+            return [{"path": path, "bytes": None} for path in paths[number].as_py()]
+
         faults = image_problems(images, len(numbers), report.source, source.rules, pixels)
         return {int(numbers[number]): fault for number, fault in faults.items()}
 
@@ -204,7 +207,8 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
         tokenizer = processor.tokenizer
         known = [processor.chat_template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
         known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
-    code = [Path(str(module.__file__)).read_bytes() for module in _MODULES]
+    modules = [chat_template.__file__, source_module.__file__, *_ROWS.glob("*.py")]
+    code = [Path(module).read_bytes() for module in sorted(map(str, modules))]
     rows = [source.name, source.data._fingerprint, source.columns]
     facts = Hasher.hash([rows, source.rules, os.path.abspath(source.rules.folder or ""), known, code])
     assert isinstance(source.data, Dataset)

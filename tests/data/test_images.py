@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from train_data import deep_png, gigantic_png, image_bytes, jpeg_of_scans
+from train_data import deep_png, gigantic_png, image_bytes
 
 import normalign_llava
 from normalign_llava.data.rows.images import ImageRules, decode_image
@@ -102,7 +102,6 @@ BAD = {
     "broken PNG": (WHOLE[:60] + bytes(100) + WHOLE[160:], "broken|decoder|CRC|truncated|error"),
     "gigantic": (gigantic_png(), "4225000000 pixels"),
     "over our limit": (gigantic_png(1001, 1000), r"1001 x 1000 pixels; from 1 to 1,000,000 are allowed"),
-    "of many scans": (jpeg_of_scans(51), "a JPEG of 51 scans; 50 are allowed"),
     "floats": (saved(Image.new("F", (2, 2), 0.5), "TIFF")["bytes"], "floating-point .* save it with 8 bits"),
     "negative": (saved(Image.new("I", (2, 2), -5), "TIFF")["bytes"], "down to -5; save it with 8 bits"),
     "12 bits of 16 in colour": (deep_png([4095, 4095, 4095]), "16 bits, and use 14 at most; save it with 8 bits"),
@@ -122,11 +121,6 @@ def test_a_bad_image_has_a_reason_with_the_file(kind, tmp_path):
         decode_image({"path": str(path), "bytes": None}, LIMIT)
     with pytest.raises(ValueError, match=f"an image inside the data: .*({reason})"):
         decode_image({"path": None, "bytes": content}, LIMIT)
-
-
-def test_bytes_like_a_scan_in_the_metadata_are_none():
-    comment = saved(NOISE, "JPEG", comment=b"\xff\xda" * 60)
-    assert decode_image(comment, LIMIT).size == NOISE.size
 
 
 def test_no_image_is_opened_but_in_the_formats_of_a_list():

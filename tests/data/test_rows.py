@@ -137,8 +137,6 @@ BAD = {
     "nothing to complete": ({"prompt": [user("Q"), assistant("A")], "completion": []}, "no assistant turn is learned"),
     "unknown format": ({"text": "T", "label": 1, "messages": None}, "columns: label, text; known are conversations"),
     "line that is no JSON": (b"[[[", r"the line is not valid JSON, or nested too deeply: b'\[\[\['"),
-    "text of 5 MB": (llava("Q", "A" * 5_000_000), "turn 1 has 5,000,000 characters in 1 parts, more than any model"),
-    "turns without end": ({"conversations": TURNS * 6_000}, "conversations has 12,000 turns; 10,000 are allowed"),
     "no row": ("{broken", "a row must be a mapping .* got '{broken'"),
 }
 

@@ -82,15 +82,6 @@ def deep_png(colour: list[int]) -> bytes:
     return _png(header, struct.pack(">B3H", 0, *colour))
 
 
-def jpeg_of_scans(count: int) -> bytes:
-    """A progressive JPEG whose last scan comes again and again."""
-    buffer = io.BytesIO()
-    PILImage.new("L", (64, 64)).save(buffer, "JPEG", progressive=True)
-    whole, start = buffer.getvalue(), b"\xff\xda"
-    last = whole[whole.rindex(start) : -2]
-    return whole[:-2] + last * (count - whole.count(start)) + whole[-2:]
-
-
 def llava(question: str, answer: str, image=None, **more) -> dict:
     row = {"id": "000", "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
     return {**row, **({"image": image} if image is not None else {}), **more}
