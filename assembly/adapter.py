@@ -65,14 +65,14 @@ class Adapter:
         with loading(f"The adapter {self.folder}"):
             return PeftModel.from_pretrained(model, self.folder, torch_device=str(model.device))
 
-    def on_meta(self, model: NormAlignLlavaForConditionalGeneration) -> PeftModel:
-        """The base without weights, on meta, with the adapter on it, whose tensors are read where they are used."""
+    def on_meta(self) -> PeftModel:
+        """The base on meta, without weights, and on it the adapter, with its weights."""
         with loading(f"The adapter {self.folder}"):
-            adapted, tensors = put_on_meta(model, self.peft_config), load_file(self.folder / ADAPTER_WEIGHTS)
+            adapted = put_on_meta(on_meta(self.config), self.peft_config)
+            tensors = load_file(self.folder / ADAPTER_WEIGHTS)
             places = _saved_tensors(adapted, tensors)
-            adapted.load_state_dict(
-                {places[name]: value for name, value in tensors.items()}, strict=False, assign=True
-            )
+            values = {places[name]: value for name, value in tensors.items()}
+            adapted.load_state_dict(values, strict=False, assign=True)
         return adapted
 
     def load(self) -> PeftModel:
@@ -111,6 +111,12 @@ def open_adapter(adapter: Path, base: str | None = None, base_quantization: str 
     return Adapter(adapter, peft_config, opened, config, quantization, dtype, realigned, processor)
 
 
+def on_meta(config: NormAlignLlavaConfig) -> NormAlignLlavaForConditionalGeneration:
+    """The model of a configuration without weights, in evaluation mode."""
+    with torch.device("meta"):
+        return NormAlignLlavaForConditionalGeneration(config).eval()
+
+
 def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfig) -> PeftModel:
     """A model on meta with an adapter on it: names and shapes alone, without values that are computed from weights."""
     config = copy.deepcopy(config)
@@ -124,8 +130,8 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
 
     PEFT only warns of a missing tensor, and ignores one that it does not know.
     """
-    with loading(f"The model {base}"), torch.device("meta"):
-        model = NormAlignLlavaForConditionalGeneration(config)
+    with loading(f"The model {base}"):
+        model = on_meta(config)
     with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
         adapted = put_on_meta(model, peft_config)
     with loading(f"{adapter / ADAPTER_WEIGHTS}"), safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:

@@ -15,7 +15,7 @@ from ..checkpoint.loading import AGAIN
 from ..checkpoint.untrusted import check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter import IN_PRECISION, Adapter
+from .adapter import IN_PRECISION, Adapter, on_meta
 from .build import torch_dtype
 
 
@@ -113,12 +113,6 @@ class BaseTensors:
         for faults, what in ((missing, "lacks"), (other, "has other shapes than config.json for")):
             if faults:
                 raise ValueError(f"{self._base} {what} {len(faults)} tensors: {', '.join(faults[:5])}. {AGAIN}")
-
-
-def on_meta(config: NormAlignLlavaConfig) -> NormAlignLlavaForConditionalGeneration:
-    """The model of a configuration without weights, in evaluation mode."""
-    with torch.device("meta"):
-        return NormAlignLlavaForConditionalGeneration(config).eval()
 
 
 def _quantized_layers(config: NormAlignLlavaConfig, settings: dict[str, Any]) -> tuple[dict[str, Any], str | None]:

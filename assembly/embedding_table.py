@@ -6,14 +6,15 @@ files only, and `huggingface_hub` does not tell how long the header is, from whi
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
 from huggingface_hub import HfApi, HfFileSystem
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from ..checkpoint.find import find_model
@@ -29,20 +30,18 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _CHUNK_BYTES = 32 * 2**20
 _LARGEST_HEADER = 100 * 2**20  # the format's own limit
 
-TokenText = Callable[[int], str | None]  # row of the embedding matrix -> text of the token
-
 
 class EmbeddingRows(NamedTuple):
     """What is read of an embedding matrix `(V, d)`: its name, L2 norms of its rows `(V,)` in float64, and d.
 
-    `config` is None if transformers does not know the model; `text_of` gives the text of a row's token.
+    `config` is None if transformers does not know the model, `tokenizer` if there is none.
     """
 
     tensor: str
     norms: Tensor
     hidden_size: int
     config: PreTrainedConfig | None
-    text_of: TokenText
+    tokenizer: PreTrainedTokenizerBase | None
 
 
 def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
@@ -58,8 +57,10 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
             check_inside(folder / name)
     weights = _weight_file(model, files)
     source = str(folder) if path.exists() else model
-    opened, text_of = Checkpoint(source, commit, check_files(source, commit)), _token_text(source, commit)
-    config = opened.config if opened.model_type in CONFIG_MAPPING else None  # None: transformers does not know it
+    opened, tokenizer = Checkpoint(source, commit, check_files(source, commit)), None
+    with suppress(Exception), loading(f"The tokenizer of {source}"):  # few texts depend on it
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=commit, trust_remote_code=False)
+    config = opened.config if opened.model_type in CONFIG_MAPPING else None
     if weights == INDEX:
         index = json_object(Path(cached_file(source, INDEX, revision=commit)).read_bytes(), f"{INDEX} of {model}")
         shards(index, f"{INDEX} of {model}")
@@ -68,7 +69,7 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
     # Without read-ahead only the requested bytes are fetched.
     hub = None if path.exists() else HfFileSystem().open(f"{model}/{weights}", revision=commit, cache_type="none")
     with loading(where), hub or (folder / weights).open("rb") as file:
-        return EmbeddingRows(*_safetensors(model, file, where), config, text_of)
+        return EmbeddingRows(*_safetensors(model, file, where), config, tokenizer)
 
 
 def _weight_file(model: str, files: list[str]) -> str:
@@ -121,12 +122,3 @@ def _safetensors(model: str, file: BinaryIO, where: str) -> tuple[str, Tensor, i
         content = bytearray(file.read(min(step, rows - first) * width * dtype.itemsize))
         norms.append(embedding_row_norms(torch.frombuffer(content, dtype=dtype).view(-1, width)))
     return name, torch.cat(norms), width
-
-
-def _token_text(source: str, revision: str | None) -> TokenText:
-    try:
-        with loading(f"The tokenizer of {source}"):
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except Exception:  # loading fails in many ways, and only the texts of a few tokens depend on it
-        return lambda row: None
-    return lambda row: str(tokenizer.decode([row])) if row < len(tokenizer) else None

@@ -104,19 +104,22 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
 
 def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatistics:
     """[`embedding_statistics`] of embeddings that were read, or are in memory."""
-    tensor, norms, hidden_size, config, text_of = read
+    tensor, norms, hidden_size, config, tokenizer = read
     text_config = None if config is None else config.get_text_config()
     scale_text, scale_all = (1.0, 1.0) if text_config is None else embedding_scales(text_config)
     counts = counted_rows(norms, getattr(config, "image_token_id", None))
     mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
     largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))
-    top_rows = zip(*(column.tolist() for column in largest), strict=True)
+
+    def text(row: int) -> str | None:
+        return str(tokenizer.decode([row])) if tokenizer and row < len(tokenizer) else None
+
     return EmbeddingStatistics(
         model=model,
         mean=mean,
         std=norms[counts].std(correction=0).item(),
         rows=int(counts.sum()),
-        top=[TopToken(row, text_of(row), norm) for norm, row in top_rows],
+        top=[TopToken(row, text(row), norm) for norm, row in zip(*map(Tensor.tolist, largest), strict=True)],
         tensor=tensor,
         model_type=None if text_config is None else text_config.model_type,
         n_text=mean * scale_text * scale_all,

@@ -123,8 +123,8 @@ def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Ite
     """File name, number and content of the rows, in random order; of a stream, of its first `limit` rows."""
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
         order = rng.sample(range(len(source.data)), len(source.data))
-        found = chain.from_iterable(source.rows(row, 1) for row in order)
-        return ((label if name == source.name else Path(name).name, row, raw) for name, row, raw in found)
+        stored = chain.from_iterable(source.rows(row, 1) for row in order)
+        return ((label if name == source.name else Path(name).name, row, raw) for name, row, raw in stored)
     rows = [(label, row, raw) for _, row, raw in track(islice(source, limit), f"reading {label}", total=limit)]
     rng.shuffle(rows)
     return rows

@@ -145,8 +145,6 @@ class Report:
     gain: Gain | None = None
     dynamics: list[DynamicsStep] = field(default_factory=list)  # recorded by `normalign train --probe_steps`
     attention: list[Attention] = field(default_factory=list)  # of the first questions
-    # What training logged, by the keys in docs/options.md: (step, value).
-    training: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)  # what was not measured and why
     norm: str | None = None  # "layer_norm", "rms_norm" or "none" for models of this package
 

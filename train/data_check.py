@@ -94,10 +94,10 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
     count_contents(rows, valid, report)
     check = DataCheck(report, collator is not None)
     share = share_of_bad_rows(None, opened, len(rows))
-    check.stops = report.expected_bad > share * len(rows)
+    check.stops = len(report.dropped) > share * len(rows)
     if report.bad:
-        passed, likely = share if check.stops else 0.0, report.expected_bad
-        message = bad_rows_message(opened, report.dropped, len(rows), shown=None, share=passed, expected=likely)
+        passed = share if check.stops else 0.0
+        message = bad_rows_message(opened, report.dropped, len(rows), shown=None, share=passed)
         check.faults.append(message)
     try:
         check_images_are_read(opened.name, len(valid), report.images or 0, report.unread)

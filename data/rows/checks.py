@@ -71,17 +71,18 @@ def share_of_bad_rows(option: str | float | None, source: Source, rows: int | No
 
 
 def parse_rows(
-    found: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
+    stored: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
 ) -> list[dict]:
-    """Rows in parsed form, each as stored (`raw`) and with its facts; one that cannot be trained on has a `reason`.
+    """Parses rows, and adds what is known of them; rows that cannot be trained on have a `reason`.
 
-    `found` has source, number and row as stored. Without a processor, lengths are 0.
+    `stored` has source, number and content of rows; the content is also in the result, as `raw`.
+    Without a processor, lengths are 0.
     """
     tokens: dict[str, Any] = {}
     if processor:
         tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
     rows = []
-    for name, number, raw in found:
+    for name, number, raw in stored:
         row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
         row |= {"form": None, "images": [], "messages": [], "learned": [], "left_out": [], "changed": []}
         row |= {"length": 0, "image_count": 0, "paths": []}
@@ -101,11 +102,6 @@ def parse_rows(
         row["image_count"] = len(row["images"])
         row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
     return rows
-
-
-def likely_counts(count: int) -> tuple[float, float]:
-    """The fewest and the most that such samples have on average if one has `count`: three standard deviations off."""
-    return count - 3 * count**0.5, (count**0.5 + 1.5) ** 2
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
@@ -178,28 +174,31 @@ def image_problems(
 def bad_rows_message(
     source: Source,
     bad: list[DroppedRow],
-    found: int | None = None,
+    total: int | None = None,
     shown: int | None = _SHOWN,
     use: str = "trained on",
     share: float = 0.0,
-    expected: int = 0,
 ) -> str:
-    """The message of a run that stops at bad rows: `shown` kinds of reason, or all, with the first row of each.
+    """The message of a run that stops at bad rows.
 
-    `found` is the number of all rows, if it is known, `share` that of rows that could have been skipped, and
-    `expected` the bad rows that are likely in all.
+    Args:
+        source: Their data set.
+        bad: Bad rows, of which the message has the kinds of reason.
+        total: Number of all rows, if it is known.
+        shown: Most kinds in the message; None for all.
+        use: What the rows are read for.
+        share: Share of bad rows that is skipped at most.
     """
-    lines = by_kind(bad, shown, found)
+    lines = by_kind(bad, shown, total)
     skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
     if 0 < share < 1:
-        likely = f", and {expected:,} or more are likely in all," if expected > len(bad) else ","
-        lines.append(f"These are {len(bad):,} rows{likely} and a share of {share:g} is skipped at most.")
+        lines.append(f"These are {len(bad):,} rows, and a share of {share:g} is skipped at most.")
     options = {"data": "--dataset_name", "images": "--image_folder"}
     if use != "trained on":
         options = {"data": "--data", "images": "--image-folder"}
     if remedy := " ".join(f"{options[name]} {value}" for name, value in source.remedy(bad).items()):
         lines.append(f"Other rows or images are there: try {remedy}.")
-    lines.append("Fix them." if len(bad) == found else f"Fix them, or {skip}.")
+    lines.append("Fix them." if len(bad) == total else f"Fix them, or {skip}.")
     return "\n".join([f"Rows that cannot be {use}:", *lines])
 
 

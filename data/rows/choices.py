@@ -118,9 +118,9 @@ def options_of(raw: Mapping) -> dict[str, str]:
         raise ValueError(f"its options are images, {short([*options.values()])}, and only the question's are read")
     if len({*map(plain, options.values())}) < len(options):
         raise ValueError(f"two of its options are alike: {short([*options.values()])}")
-    bare = {letter: re.sub(rf"^\(?{letter}[.):]\s*(?=\S)", "", text) for letter, text in options.items()}
-    named = all(bare[letter] != options[letter] for letter in options)  # they have their letters already
-    return bare if named else options
+    bare = {letter: _without_letter(letter, text) for letter, text in options.items()}
+    have_letters = all(bare[letter] != options[letter] for letter in options)
+    return bare if have_letters else options
 
 
 def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
@@ -133,7 +133,7 @@ def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
     text = as_text(answer)
     bare = plain(text)
     for letter in options:  # "B. dog"
-        if plain(re.sub(rf"^\(?{letter}[.):]\s*(?=\S)", "", text)) == plain(options[letter]) != bare:
+        if plain(_without_letter(letter, text)) == plain(options[letter]) != bare:
             return letter
     by_text = [letter for letter in options if plain(options[letter]) == bare]
     by_name = [bare.upper()] if bare.upper() in options else []
@@ -155,6 +155,11 @@ def letter_of_index(index: Any, options: Mapping[str, str]) -> str:
             f"answer_index must be a number from 0 of one of the {len(options)} choices, got {short(index)}"
         )
     return [*options][int(float(text))]
+
+
+def _without_letter(letter: str, text: Any) -> str:
+    """A text without its letter before it: "(B) dog" or "B. dog" is "dog"."""
+    return re.sub(rf"^\(?{letter}[.):]\s*(?=\S)", "", text)
 
 
 def plain(text: str) -> str:

@@ -36,7 +36,6 @@ class SourceReport:
         left_out, changed: Valid rows by the column, or key of a turn, that is not read, and by what was changed.
         files: All rows of each file, if there are several.
         skippable: How many more rows may turn out bad while training, by `bad_rows`.
-        expected_bad: The fewest bad rows that are likely, if the images of some were not opened.
     """
 
     source: str
@@ -59,7 +58,6 @@ class SourceReport:
     changed: dict[str, int] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     skippable: int = 0
-    expected_bad: int = 0
 
 
 @dataclass
@@ -83,13 +81,11 @@ def counted(rows: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in ordered)
 
 
-def by_kind(rows: Sequence[DroppedRow], shown: int | None = None, found: int | None = None) -> list[str]:
-    """A line for each kind of reason, with its first row and their number.
+def by_kind(rows: Sequence[DroppedRow], shown: int | None = None, total: int | None = None) -> list[str]:
+    """A line for each kind of reason: the first row of that kind, and how many there are.
 
-    Args:
-        rows: The dropped rows.
-        shown: Most kinds; None for all. The last line has the number of rows of others.
-        found: Number of all rows, if it is known.
+    At most `shown` kinds have a line; the last line counts the rows of others. `total` is the
+    number of all rows, if it is known.
     """
     kinds: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in rows:
@@ -98,7 +94,7 @@ def by_kind(rows: Sequence[DroppedRow], shown: int | None = None, found: int | N
     listed = list(kinds.values())[:shown]
     lines = []
     for alike in listed:
-        count = f" ({'all ' if len(alike) == found else ''}{len(alike):,} rows)" if len(alike) > 1 else ""
+        count = f" ({'all ' if len(alike) == total else ''}{len(alike):,} rows)" if len(alike) > 1 else ""
         lines.append(f"  {alike[0]}{count}")
     more = len(rows) - sum(map(len, listed))
     return lines + ([f"  and {more:,} more"] if more else [])

@@ -71,9 +71,8 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
 def markers(messages: list[dict[str, Any]]) -> Iterator[str]:
     """Texts such as `<image_1>`, which are learned as text."""
     texts = (part.get("text") or "" for message in messages for part in message["content"])
-    return (
-        found[0] for found in (_LIKE_A_MARKER.search(text) for text in texts if "<" in text or "[" in text) if found
-    )
+    matches = (_LIKE_A_MARKER.search(text) for text in texts if "<" in text or "[" in text)
+    return (match[0] for match in matches if match)
 
 
 def proposal(raw: Any) -> str:

@@ -22,7 +22,6 @@ from ..rows.checks import (
     bad_rows_message,
     check_images_are_read,
     image_problems,
-    likely_counts,
     parse_rows,
     share_of_bad_rows,
     tokens_per_image,
@@ -104,8 +103,8 @@ def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks
     valid = check_rows(table, reader, source, checks, report)
     share = share_of_bad_rows(checks.bad_rows, source, len(table))
     bad = [row for row in report.dropped if row.tokens is None]
-    if report.expected_bad > share * len(table):
-        raise ValueError(bad_rows_message(source, bad, len(table), share=share, expected=report.expected_bad))
+    if len(bad) > share * len(table):
+        raise ValueError(bad_rows_message(source, bad, len(table), share=share))
     report.skippable = max(0, int(share * len(table)) - len(bad))
     if not len(valid):
         counts = f"{len(table)} found, {len(bad)} bad, {report.too_long} longer than max_length {checks.max_length}."
@@ -116,15 +115,17 @@ def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks
 def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport) -> Dataset:
     """The valid rows of a table of a source, which may be none; fills in the report.
 
-    Images are opened if there are few. Of more than `MANY_ROWS` rows with images, those of as many rows drawn at
-    random are, and all if these cannot tell whether too many are bad, `check_images` is set or the rows are held out.
+    All images are opened if no bad row is allowed, `check_images` is set, the rows are held out, or
+    there are few. Otherwise those of `MANY_ROWS` rows drawn at random are, and the others if one of
+    these is bad.
     """
     refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
     shows = np.flatnonzero(pc.greater(_column(table, "image_count"), 0))
     shows = np.setdiff1d(shows, refused)
-    opened = shows
-    if len(shows) > MANY_ROWS and not (checks.check_images or report.split == "eval"):
-        opened = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
+    sample = shows
+    allowed = share_of_bad_rows(checks.bad_rows, source, len(table))
+    if len(shows) > MANY_ROWS and allowed and not checks.check_images and report.split == "train":
+        sample = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
 
     def image_faults(numbers: np.ndarray, pixels: int | None) -> dict[int, tuple[str | None, str]]:
         chosen = table.select(numbers)
@@ -138,15 +139,8 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         faults = image_problems(images, len(numbers), report.source, source.rules, pixels)
         return {int(numbers[number]): fault for number, fault in faults.items()}
 
-    problems = image_faults(opened, checks.max_image_pixels)
-    broken, rest, scale = len(problems), np.setdiff1d(shows, opened), len(shows) / max(1, len(opened))
-    problems |= image_faults(rest, None)
-    fewest, most = (count * scale for count in likely_counts(broken))
-    share = share_of_bad_rows(checks.bad_rows, source, len(table))
-    allowed = share * len(table) - len(refused) - (len(problems) - broken)
-    if len(rest) and (fewest <= allowed < most or broken == len(opened)):
-        problems |= image_faults(rest, checks.max_image_pixels)
-        fewest = broken
+    problems = image_faults(sample, checks.max_image_pixels)
+    problems |= image_faults(np.setdiff1d(shows, sample), checks.max_image_pixels if problems else None)
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
     if checks.max_length is not None:
@@ -159,7 +153,6 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         elif too_long := checks.too_long(row):
             long.append(too_long)
     report.found, report.bad, report.too_long, report.dropped = len(table), len(bad), len(long), bad + long
-    report.expected_bad = len(bad) + (max(0, int(fewest) - broken) if len(rest) else 0)
     if dropped:
         table = table.select(np.delete(np.arange(len(table)), list(dropped)))
     if len(table):

@@ -25,13 +25,8 @@ def embedding_table_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str
 ) -> EmbeddingStatistics:
     """The table of a model in memory, which may be sharded or offloaded, without the image token's row."""
-    norms = row_norms(model.get_input_embeddings())
-
-    def text(row: int) -> str | None:
-        return None if tokenizer is None or row >= len(tokenizer) else str(tokenizer.decode([row]))
-
-    rows = EmbeddingRows("", norms, model.config.get_text_config().hidden_size, model.config, text)
-    return statistics_of(rows, name, top=10)
+    norms, width = row_norms(model.get_input_embeddings()), model.config.get_text_config().hidden_size
+    return statistics_of(EmbeddingRows("", norms, width, model.config, tokenizer), name, top=10)
 
 
 @torch.no_grad()
