@@ -180,7 +180,7 @@ def _adapter_config(adapter: Path) -> LoraConfig:
 def _training_settings(
     adapter: Path, base_quantization: str | None
 ) -> tuple[dict[str, Any] | None, str | None, dict[str, Any]]:
-    """How the base was quantized in training, from which dtype, and what was changed in its configuration."""
+    """The base's quantization in training, the dtype before it, and changes of its configuration."""
     file = adapter / TRAINING_RECORD
     record = json_object(file.read_bytes(), str(file)) if file.is_file() else {}
     changes, quantization = record.get("config_changes", {}), record.get("quantization")

@@ -27,7 +27,7 @@ class BaseTensors:
 
     Attributes:
         dtype: The dtype in which training loaded them.
-        quantization: How they were quantized in training, as in [`MergeReport`].
+        quantization: Their quantization in training, as in [`MergeReport`].
     """
 
     def __init__(self, adapter: Adapter):

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuildReport(Printed):
-    """What `normalign build` prints, and writes into `build.json`.
+    """The report that `normalign build` prints, and writes into `build.json`.
 
     Attributes:
         n_text: The mean norm with which text embeddings enter the decoder.
@@ -114,7 +114,7 @@ def build_checkpoint(
             encoder has a class token, the second for SigLIP, which has none.
         chat_template: File with a Jinja template to use in place of the language model's own.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the language model's. The norm is always float32.
-        seed: Of the projector's random weights; by default torch's generator is used as it is.
+        seed: Seed of the projector's random weights; by default torch's generator is used as it is.
 
     Raises:
         ValueError: A part or an option does not fit; nothing is written.

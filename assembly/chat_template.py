@@ -194,7 +194,7 @@ def _marks_hold(template: str, special_tokens: dict[str, Any]) -> bool:
 
 
 def _answers_in(text: str, render: Renderer, messages: Messages, tools: list | None) -> list[str]:
-    """What the model has to generate of a rendered conversation: each answer, through its end-of-turn token.
+    """The texts that the model has to generate: each answer, through its end-of-turn token.
 
     Empty if the conversation does not start with a generation prompt, or nothing ends an answer.
     """

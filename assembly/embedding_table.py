@@ -32,7 +32,7 @@ _LARGEST_HEADER = 100 * 2**20  # the format's own limit
 
 
 class EmbeddingRows(NamedTuple):
-    """What is read of an embedding matrix `(V, d)`: its name, L2 norms of its rows `(V,)` in float64, and d.
+    """An embedding matrix `(V, d)`: its name, L2 norms of its rows `(V,)` in float64, and d.
 
     `config` is None if transformers does not know the model, `tokenizer` if there is none.
     """

@@ -29,7 +29,7 @@ class EmbeddingStatistics:
 
     Attributes:
         mean, std: Mean and standard deviation of the L2 norms of the rows as stored.
-        rows: How many rows count.
+        rows: Number of rows that count.
         top: The rows of largest norm, largest first.
         tensor: Name of the embedding tensor; empty for a model in memory.
         model_type: The language model's; None without a configuration that transformers knows (`scale` is then 1).
@@ -37,7 +37,7 @@ class EmbeddingStatistics:
         gain: The start of the projector's gain: N_text / sqrt(d), without a factor that the language model applies to
             visual tokens too (Granite).
         scale: The factor on text embeddings on their way into the decoder: `n_text = scale * mean`.
-        zero_rows, excluded_rows: How many rows are all zero, and how many belong to the image token.
+        zero_rows, excluded_rows: Number of rows that are all zero, and of those of the image token.
         hidden_size: d.
     """
 
@@ -77,7 +77,7 @@ class EmbeddingStatistics:
 
 
 def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
-    """Which rows of an embedding matrix count, given their norms `(V,)`: boolean `(V,)`.
+    """A mask `(V,)` of the rows of an embedding matrix that count, from their norms `(V,)`.
 
     Rows that are all zero do not count, nor the image token's row and padding that repeats it, which has the same norm
     to the last bit: as in `align_projector_norm`.
@@ -92,7 +92,7 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
     Args:
         model: Folder with safetensors, sharded or not; the path of such a file; or a Hub repository, of whose weights
             only the embeddings are fetched.
-        top: How many tokens with the largest norms to name.
+        top: Number of tokens of largest norm to name.
         revision: Branch, tag or commit of the Hub repository.
 
     Raises:
@@ -111,6 +111,8 @@ def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatist
     mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
     largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))
 
+    top_rows = zip(*map(Tensor.tolist, largest), strict=True)
+
     def text(row: int) -> str | None:
         return str(tokenizer.decode([row])) if tokenizer and row < len(tokenizer) else None
 
@@ -119,7 +121,7 @@ def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatist
         mean=mean,
         std=norms[counts].std(correction=0).item(),
         rows=int(counts.sum()),
-        top=[TopToken(row, text(row), norm) for norm, row in zip(*map(Tensor.tolist, largest), strict=True)],
+        top=[TopToken(row, text(row), norm) for norm, row in top_rows],
         tensor=tensor,
         model_type=None if text_config is None else text_config.model_type,
         n_text=mean * scale_text * scale_all,

@@ -48,7 +48,7 @@ CARRIED = (CARD, TRAINING_RECORD, BUILD_RECORD)
 
 @dataclass(frozen=True)
 class MergeReport(Printed):
-    """What `normalign merge` prints.
+    """The report that `normalign merge` prints.
 
     Attributes:
         quantization: The base's in training, `"4-bit nf4"` or `"8-bit"`; None if there was none.

@@ -47,7 +47,7 @@ def rotation_angle(norm: float, update: float, angle: float) -> float:
 
 @dataclass(frozen=True)
 class Updates:
-    """What a decoder's layers do to text, which enters with the mean norm N_text.
+    """Updates of a decoder's layers on text, which enters with the mean norm N_text.
 
     By layer: the norm of the update, its geometric mean over tokens, and its mean angle to the state, in radians.
     """

@@ -47,7 +47,7 @@ def load_samples(
         data: None for the built-in images; or data in any form that can be trained on, or without answers: see
             docs/data.md. `DATA:SPLIT` or `DATA:CONFIG:SPLIT` names a split other than `train`. Of a row, the first
             image and the first user turn are used. Rows without an image are skipped.
-        count: How many samples, drawn by `seed`; if there are fewer, all, with a warning.
+        count: Number of samples, drawn by `seed`; if there are fewer, all, with a warning.
         image_folder: Folder that image paths start from and may not leave; by default that of the data.
         columns: Names of its columns, such as `"image=image_path,question=asked"`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, in words: the main numbers, and whether they agree with each of the paper's claims.
+"""The measurement in words: the main numbers, and whether they agree with the paper's claims.
 
 It is never about how good answers are.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of model a folder or Hub id is, told from its configuration; and loading it."""
+"""The kind of model that a folder or Hub id is, by its configuration; and loading it."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -35,12 +35,12 @@ from ..errors import check_installed
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """What is known of a folder or Hub id before its weights are loaded.
+    """A model before its weights are loaded.
 
     Attributes:
         name: Folder or Hub id, without the folders above it.
         checkpoint: The folder or Hub id to load it from; of an adapter, its folder alone.
-        config: Its configuration.
+        config: The model's configuration.
         processor: The processor of a vision-language model; None for a language model.
         model_class: The class that loads the weights; None for an adapter.
         adapter: An adapter, which is put on its base as in training, whatever the arguments of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the paper measured (tables 1 to 8), for comparison."""
+"""The paper's measurements (tables 1 to 8), for comparison."""
 
 import json
 from importlib.resources import files

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a diagnosis found: the dataclasses that `report.json` is made of, and how their numbers are written.
+"""The results of a diagnosis: the dataclasses of `report.json`, and the text of their numbers.
 
 docs/report.md defines states and layers.
 
@@ -72,7 +72,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Depth:
-    """What the decoder's L layers do to tokens, by kind (figures 1b to 4); kinds that the data lack are no keys.
+    """Measures of tokens in the decoder's L layers, by the kinds in the data (figures 1b to 4).
 
     `norm` and `log_norm` have a value for each of L + 1 states, the others one for each layer. An update is a layer's
     output minus its input. Angles are in radians; that of an update of size 0 is NaN. `cosine` is that of two states
@@ -160,7 +160,7 @@ class Report:
 
     @property
     def layers(self) -> int:
-        """How many layers the decoder has."""
+        """The number of the decoder's layers."""
         return len(self.depth.rotation["visual"].mean)
 
 

@@ -89,7 +89,7 @@ def diagnose(
         data, samples, seed, image_folder, columns: See [`~normalign_llava.diagnose.data.load_samples`].
         output: Folder to write; by default `diagnostics` in the folder of `model`, or `diagnostics/ID` in the working
             directory for a Hub id. An earlier diagnosis in it is replaced once this one is complete.
-        batch_size: How many images at a time.
+        batch_size: Number of images at a time.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
         load_in_4bit: Quantize the layers of both decoders: [`~normalign_llava.checkpoint.precision.four_bits`].
         trust_remote_code: Run code that comes with a checkpoint of an architecture that transformers does not have.
@@ -134,7 +134,11 @@ def diagnose(
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "Python": platform.python_version(),
             **{name: version(name) for name in ("normalign-llava", "torch", "transformers", "datasets", "pillow")},
-            **{f"revision of {handle.name}": commit for handle in handles if (commit := handle.checkpoint.revision)},
+            **{
+                f"revision of {handle.name}": handle.checkpoint.revision
+                for handle in handles
+                if handle.checkpoint.revision
+            },
             "first question": drawn.samples[0].question,
         }
         diagnosis = Diagnosis(report, baseline, verdict(report, baseline), findings(report, baseline), folder)

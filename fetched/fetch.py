@@ -61,7 +61,7 @@ def unpack(archive: Archive) -> Path:
 
 @contextmanager
 def alone(target: Path) -> Iterator[None]:
-    """Has processes that put the same thing into the cache wait for each other."""
+    """Makes processes that put the same thing into the cache wait for each other."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):
         yield

@@ -44,7 +44,7 @@ class Checks:
         processor: Determines the length of a row and the tokens that no text may contain; None to count no tokens.
         max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
         dropped_rows: Records dropped rows.
-        processes: How many check rows in memory; by default one for each core.
+        processes: Number of processes that check rows in memory; by default one for each core.
     """
 
     processor: LlavaProcessor | None

@@ -63,7 +63,8 @@ class Row:
         messages: Turns with content parts, `{"type": "image"}` or `{"type": "text", "text": str}`.
         images: The image of each image part, in order, in any form that [`ImageRules.image`] takes.
         learned: For each assistant turn, whether it is learned; those of a prompt, or of `weight` 0, are not.
-        options, accepted: Of a question, the options by letter, and the right answers if there are several.
+        options: Options of a question by letter.
+        accepted: Right answers to a question, if there are several.
         left_out: Names of what is not read: columns, and keys of turns such as `messages.tool_calls`.
         changed: What was changed, in words.
     """

@@ -38,7 +38,7 @@ _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Which files the images of a data set may be.
+    """Rules for the files that images of a data set may be.
 
     With neither argument, the rows were created in Python, and any local file is allowed.
 

@@ -53,8 +53,8 @@ class DroppedRow:
     Attributes:
         source: File or data set.
         row: Number in it, from 0.
-        file: Its first image, or the one that is the reason.
-        tokens: Its length, if that is the reason.
+        file: The row's first image, or the one that is the reason.
+        tokens: The row's length, if that is the reason.
     """
 
     source: str
@@ -125,7 +125,7 @@ def parse_row(
 
     Args:
         raw: The row as stored, in one of [`FORMS`].
-        rules: Which files its images may be; by default any.
+        rules: Rules for its images; by default any file may be one.
         image_token: The tokenizer's image token, which no text may contain.
         control_tokens: Matches other tokens that no text may contain; see [`control_tokens`].
 

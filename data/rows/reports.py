@@ -35,7 +35,7 @@ class SourceReport:
         unread: Valid rows in which a column or text looks like an image: see [`unread_image`].
         left_out, changed: Valid rows by the column, or key of a turn, that is not read, and by what was changed.
         files: All rows of each file, if there are several.
-        skippable: How many more rows may turn out bad while training, by `bad_rows`.
+        skippable: Number of rows that may still turn out bad while training, by `bad_rows`.
     """
 
     source: str
@@ -68,7 +68,7 @@ class DataReport:
 
 
 def not_read(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
-    """What is not read and what was changed, and at the end the columns that tell about rows, such as ids."""
+    """Texts by title: what is left out, what was changed, and columns about rows, such as ids."""
     news = {name: count for name, count in left_out.items() if not is_about(name)}
     lines = {"left out": counted(news), "changed": counted(changed)}
     lines[ABOUT] = ", ".join(name for name in left_out if name not in news)
@@ -81,7 +81,9 @@ def counted(rows: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in ordered)
 
 
-def by_kind(rows: Sequence[DroppedRow], shown: int | None = None, total: int | None = None) -> list[str]:
+def by_kind(
+    rows: Sequence[DroppedRow], shown: int | None = None, total: int | None = None
+) -> list[str]:
     """A line for each kind of reason: the first row of that kind, and how many there are.
 
     At most `shown` kinds have a line; the last line counts the rows of others. `total` is the

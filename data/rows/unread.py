@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a row is not read: which of it is news, what looks like an image, and which `columns` would read it."""
+"""Parts of a row that are not read: what looks like an image, `columns` that would read them."""
 
 import re
 import shlex
@@ -57,7 +57,7 @@ def is_about(name: str) -> bool:
 
 
 def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
-    """What looks like an image in a row without images, such as `column img` or `text <image_1>`, or None."""
+    """What looks like an image in a row without any, `column img` or `text <image_1>`; or None."""
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
     for column, value in raw.items():

@@ -27,7 +27,7 @@ class DataSource:
     Args:
         path: Hub id, folder, or file of rows with one of the suffixes `FILES`.
         name: Configuration of a Hub data set.
-        data_dir, data_files: As in `datasets.load_dataset`.
+        data_dir, data_files: Options of `datasets.load_dataset`.
         split: Split to read.
         columns: Columns to read, by default all; or, by the column of [`FORMS`], the data's column it is read from.
         fraction: Share of the mixture.
@@ -93,7 +93,7 @@ class DataSource:
 
 @dataclass
 class DataArguments:
-    """What to train on: the options of TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, ...) and more.
+    """Options of the data, those of TRL's `ScriptArguments` (`dataset_name`, ...) among them.
 
     Raises:
         ValueError: A data set is missing or named twice, or a number is out of range.

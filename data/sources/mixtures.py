@@ -63,8 +63,8 @@ def load_data(
     Args:
         arguments: Data sets, and what to do with bad rows.
         processor: Determines the length of a row.
-        max_length, dropped_rows: As of [`Checks`].
-        seed: Of the mixture, the shuffle buffer and the held-out split.
+        max_length, dropped_rows: Attributes of [`Checks`].
+        seed: Seed of the mixture, the shuffle buffer and the held-out split.
         with_eval: Whether to load held-out data.
         need_images: Whether it is an error if no training row has an image; of a stream, if none of
             the first has.
@@ -132,13 +132,14 @@ def prepare_rows(
 
     Args:
         data: Rows, in memory or streamed.
-        checks: How they are checked.
+        checks: Options of the checks.
         name: Name of the data in errors.
-        split: Its use. Every image of held-out data is decoded now.
-        need_images: As of `load_data`.
+        split: Use of the data. Every image of held-out data is decoded now.
+        need_images: Argument of [`load_data`].
 
     Raises:
-        ValueError: As of `load_data`.
+        ValueError: The data set has more bad rows than `bad_rows` allows, no row left, or no images
+            although they are needed.
     """
     if not isinstance(data, (Dataset, IterableDataset)):
         raise TypeError(f"{name} is a {type(data).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream.")

@@ -38,10 +38,10 @@ class Source:
     """An opened data set. Iterating gives the name of the file or data set, the row's number, and the row as stored.
 
     Attributes:
-        name: Its name in errors and reports.
-        rules: Which files its images may be.
+        name: Name in errors and reports.
+        rules: Rules for the files of its images.
         data: Rows in memory, with images not decoded, or a stream.
-        columns: As of [`DataSource`].
+        columns: Attribute of [`DataSource`].
         files: The files of rows that `data` are from.
         dataset: A Hub data set's id, commit and licence: see [`hub_dataset`].
     """
@@ -102,7 +102,7 @@ class Source:
         return name, number, raw
 
     def remedy(self, bad: list[DroppedRow]) -> dict[str, str]:
-        """What would read some bad rows: the one file of a folder whose rows are known, and where images are."""
+        """Options that would read bad rows: a folder's one file of known rows, the place of images."""
         unknown = {row.source for row in bad if row.reason.startswith(UNKNOWN)}
         files = [file for file in self.files if file not in unknown]
         options = {"data": files[0]} if unknown and len(files) == 1 else {}

@@ -112,12 +112,12 @@ class Shards(WebDataset):
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """By which files of a row are sorted: 2 comes before 10."""
+    """A key that sorts the files of a row, 2 before 10."""
     return [(int(piece), "") if piece.isdigit() else (0, piece) for piece in re.split(r"(\d+)", name)]
 
 
 def _bytes_to_read(name: str) -> int:
-    """How much of a file is read, at most: it may be sparse, or packed."""
+    """Most bytes that are read of a file, which may be sparse or packed."""
     suffix = PurePosixPath(name).suffix.lower()
     return MAX_IMAGE_BYTES + 1 if suffix in (*SUFFIXES, *_TEXTS) or suffix[1:] in COLUMNS else 0
 

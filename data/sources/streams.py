@@ -116,7 +116,7 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
     is_sample, likely = number == first, float(len(bad))
-    if is_sample:  # of many samples with so many bad rows, few are from a stream with fewer than these
+    if is_sample:  # three standard deviations less
         likely -= 3 * likely**0.5
     if len(bad) == number > 0 or likely > share * number:
         shown = f"\nThese are the first {number:,} rows of the stream." if is_sample else ""

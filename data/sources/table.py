@@ -140,7 +140,8 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         return {int(numbers[number]): fault for number, fault in faults.items()}
 
     problems = image_faults(sample, checks.max_image_pixels)
-    problems |= image_faults(np.setdiff1d(shows, sample), checks.max_image_pixels if problems else None)
+    pixels = checks.max_image_pixels if problems else None
+    problems |= image_faults(np.setdiff1d(shows, sample), pixels)
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
     if checks.max_length is not None:
@@ -180,7 +181,7 @@ def measure(rows: Dataset, report: SourceReport) -> None:
 
 
 def _counts(values: pa.ChunkedArray) -> dict[str, int]:
-    """How often each value comes, without nulls."""
+    """Counts of the values, without nulls."""
     counts = pc.value_counts(values.drop_null())
     return dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the text tokens after an image look (appendix G), with one layer's attention map in memory at a time."""
+"""Attention from the text after an image to the image (appendix G), one layer's map at a time."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder's layers do to visual and to text tokens, measured while it runs (figures 1b, 2, 3, 4)."""
+"""Norm, rotation and updates of tokens in depth, measured while a decoder runs (figures 1b to 4)."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weights alone show: norms of token embeddings (tables 6 to 8), and gain and bias of the norm (table 5)."""
+"""Norms of token embeddings (tables 6 to 8), and gain and bias of the norm (table 5)."""
 
 import math
 

@@ -35,7 +35,7 @@ class Parts:
 
     Attributes:
         model: The model, without adapters around it.
-        inner: Its base model, whose forward merges image features and text embeddings.
+        inner: The base model, whose forward merges image features and text embeddings.
         decoder: The language model without its head; it has `layers` and `norm`.
         projector_name, projector: Name in `model` and module of the projector; None if not known for this family.
         norm: The norm at the end of the projector of this package's models; None for others.

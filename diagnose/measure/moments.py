@@ -28,8 +28,8 @@ class RunningMoments:
 
         Args:
             values: Numbers of shape `(n,)`, or one that broadcasts with that of the masks.
-            masks: Which values belong to each group: boolean, `(groups, ..., n)`; default all, in one group. Values
-                outside every group may be NaN.
+            masks: Masks of the groups, boolean, `(groups, ..., n)`; by default all values are one
+                group. Values outside every group may be NaN.
         """
         values = values.detach().to(widest(values.device))
         masks = torch.ones_like(values) > 0 if masks is None else masks.to(values.device)

@@ -100,7 +100,7 @@ def gain_tables(models: Sequence[Report]) -> list[dict[str, Any]]:
 
 
 def model_table(models: Sequence[Report]) -> dict[str, Any]:
-    """What was measured, and on what."""
+    """The table of models and data."""
     labels = {
         "model_type": "Family",
         "dtype": "Precision of the decoder",

@@ -35,7 +35,6 @@ from normalign_llava.diagnose.data import batches
 from normalign_llava.train.collator import ConversationCollator
 
 
-# -------------------------------------------------------------------------------------------------------------- text
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_only_conversations_render_as_under_the_models_own_template(name):
     template = multimodal_chat_template(TEMPLATES[name])[0]
@@ -57,7 +56,6 @@ def test_white_space_before_the_first_statement_is_kept(head):
         assert render(printing_first(each, "<s> ", "<image>"), chat("Hi")) == "<s> " + render(template, chat("Hi"))
 
 
-# ------------------------------------------------------------------------------------------------------------ images
 @pytest.mark.parametrize("name", [*END_OF_TURN, "cohere", "lfm2", "glm4moe", "deepseekv3", "gptoss", "gemma4"])
 def test_image_parts_become_the_image_token_in_every_family(name):
     template = multimodal_chat_template(TEMPLATES[name], image_token="<|image's|>")[0]
@@ -78,7 +76,6 @@ def test_templates_that_print_the_image_token_keep_their_own_layout(name):
     assert "multimodal" not in new  # as the preamble has it
 
 
-# --------------------------------------------------------------------------------------------------------------- ids
 def built(folder, tokenizer, template):
     """The processor that `build` writes, loaded again."""
     tokenizer.chat_template = template

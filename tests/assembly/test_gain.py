@@ -57,7 +57,6 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(embedding_table, "_CHUNK_BYTES", 7 * 24 * 4)
 
 
-# ------------------------------------------------------------------------------------------------------- safetensors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_every_floating_dtype(tmp_path, dtype, small_chunks):
     weight = table().to(dtype)
@@ -128,7 +127,6 @@ def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, text, sc
     torch.testing.assert_close(model.model.multi_modal_projector.norm.weight[0].item(), statistics.gain)
 
 
-# ------------------------------------------------------------------------------------------------------------ errors
 @pytest.mark.parametrize("other", ["model.vision.word_embeddings.weight", "model.layers.61.embed_tokens.weight"])
 def test_the_language_models_table_is_preferred(tmp_path, other):
     weight = table()
@@ -159,7 +157,6 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         embedding_statistics(str(tmp_path))
 
 
-# --------------------------------------------------------------------------------------------------------------- Hub
 CLIENT = """
 import json, sys
 from dataclasses import asdict

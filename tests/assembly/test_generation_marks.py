@@ -1,6 +1,5 @@
-"""Generation marks: exactly what the model has to generate, in every family, with real tokenizers."""
+"""Generation marks: exactly what the model has to generate, in every family."""
 
-import numpy as np
 import pytest
 from chat_families import (
     END_OF_TURN,
@@ -11,20 +10,15 @@ from chat_families import (
     TOOL_CALL,
     TRIMS,
     WEATHER,
-    byte_tokenizer,
     chat,
     marked,
     parts,
     render,
 )
-from PIL import Image
-from transformers import LlavaProcessor
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 
 
-# ------------------------------------------------------------------------------------------------------------- marks
 @pytest.mark.parametrize("name", END_OF_TURN)
 def test_marks_hold_each_answer_and_its_end_of_turn_and_nothing_else(name):
     new, has_marks = multimodal_chat_template(TEMPLATES[name])
@@ -50,12 +44,9 @@ def test_marks_hold_tool_calls_but_not_what_tools_say(name):
         call = '{"name": "tide", "parameters": {"port": "Brest"}}<|eot_id|>'
     answer = "<think>\n\n</think>\n\nLow tide." if name == "qwen3" else "Low tide."
     assert marked(new, TOOL_CALL, tools=[WEATHER]) == [call, answer + END_OF_TURN[name]]
-
-
-def test_text_before_a_tool_call_is_marked_too():
-    messages = [TOOL_CALL[0], {**TOOL_CALL[1], "content": "Let me look."}, *TOOL_CALL[2:]]
-    (first, _) = marked(multimodal_chat_template(SHIPPED["qwen2_5"])[0], messages)
-    assert first.startswith("Let me look.\n<tool_call>") and first.endswith("</tool_call><|im_end|>")
+    if name == "qwen2_5":  # text before the call is marked too
+        messages = [TOOL_CALL[0], {**TOOL_CALL[1], "content": "Let me look."}, *TOOL_CALL[2:]]
+        assert marked(new, messages)[0] == "Let me look.\n" + call
 
 
 @pytest.mark.parametrize("name", ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"])
@@ -96,7 +87,6 @@ def test_marks_need_an_end_of_turn():
     assert not multimodal_chat_template(None, special_tokens={"bos_token": "<s>"})[1]
 
 
-# ------------------------------------------------------------------------------------------------------------ Vicuna
 def test_vicuna_written_out():
     system = (
         "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
@@ -113,30 +103,3 @@ def test_vicuna_written_out():
     assert marked(new, chat("What?", "A kite.", "And?", "Two.")) == [" A kite.</s>", " Two.</s>"]
     with pytest.raises(Exception, match="'tool'"):
         render(new, TOOL_CALL)
-
-
-# ---------------------------------------------------------------------------------------------------- real tokenizers
-@pytest.mark.parametrize("name", ["smollm2", "qwen3", "gemma3"])
-def test_the_processor_masks_the_same_answers_around_expanded_images(name):
-    tokenizer = byte_tokenizer("<image>", END_OF_TURN[name])
-    template = multimodal_chat_template(TEMPLATES[name])[0]
-    processor = LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
-        tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=template,
-    )
-    image = Image.new("RGB", (20, 30))
-    encoded = processor.apply_chat_template(
-        parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image", "image": image}),
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    ids, masks = np.array(encoded["input_ids"]).ravel(), np.array(encoded["assistant_masks"]).ravel()
-    assert (ids == tokenizer.convert_tokens_to_ids("<image>")).sum() == 16
-    thought = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
-    end = END_OF_TURN[name]
-    assert tokenizer.decode(ids[masks.astype(bool)]) == f"A kite.{end}{thought}Two.{end}"

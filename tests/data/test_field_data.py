@@ -272,7 +272,6 @@ def test_a_row_that_would_be_learned_wrongly_is_bad(name, processor, tmp_path):
             list(islice(read(path, processor, dataset_streaming=streaming).train, 1))
 
 
-# ---------------------------------------------------------------------------------- proposals, tried as they are told
 QUERY = {"query": "Q", "response": "A"}
 PROPOSED = {
     "question=instruction,answer=output": {"instruction": "Q", "input": "", "output": "A"},
@@ -377,7 +376,6 @@ def test_shards_of_texts_under_other_names(processor, tmp_path):
     assert decode_image(data.train[1]["images"][1], 10**6).getpixel((3, 3))[2] > 200
 
 
-# ------------------------------------------------------------------------------------------------ what is told, shares
 def test_what_is_not_read_is_told_by_the_command_and_in_python(processor, tmp_path, caplog):
     rows = [{**llava("Q", "A"), "tools": "x"}, {**llava("Q", "A"), "tools": "y", "history": ["z"], "similarity": 0.3}]
     shown = CliRunner().invoke(app, ["data", str(write_json(tmp_path, rows))], env={"COLUMNS": "200"})

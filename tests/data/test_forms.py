@@ -30,7 +30,6 @@ def said(row) -> list[tuple[str, str]]:
     return [(message["role"], text) for message, text in zip(row["messages"], texts, strict=True)]
 
 
-# ------------------------------------------------------------------------------------------------ what the page shows
 def test_every_form_has_an_example():
     shown = [json.loads(text).keys() for kind, _, text in EXAMPLES if kind == "json"]
     for asks, answers in FORMS[:-1]:  # the last is an image alone, which cannot be trained on
@@ -72,7 +71,6 @@ def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, pr
         assert [{**made, "source": row["source"]} for made in prepared] == [row]
 
 
-# -------------------------------------------------------------------------------------------------------------- files
 def test_csv_with_quotes_and_a_comma_that_is_not_quoted(processor, tmp_path):
     images(tmp_path, "red.png")
     lines = '\ufeffimage,question,answer,note\nred.png,"a, or\nb?","A, ""so""",\n,Q,none,x\nred.png,Q,Yes, it, is'
@@ -163,7 +161,6 @@ def test_columns_that_name_nothing_are_refused(tmp_path, columns):
         arguments(tmp_path, columns=columns).sources  # noqa: B018
 
 
-# ------------------------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize("streaming", [False, True])
 def test_align_without_an_image_is_an_error(processor, tmp_path, streaming):
     options = {"dataset_streaming": streaming}

@@ -32,7 +32,6 @@ def pixels(image: dict) -> np.ndarray:
     return np.asarray(opened)
 
 
-# ------------------------------------------------------------------------------------------------------------- modes
 def test_what_is_transparent_becomes_white():
     for layer in ([255, 0, 0, 0], [0, 0, 255, 255], [255, 0, 0, 51]):
         expected = [round(c * layer[3] / 255 + 255 - layer[3]) for c in layer[:3]]
@@ -93,7 +92,6 @@ def test_exif_turns_the_image():
     assert pixels(saved(image, exif=exif)).tolist() == [[[255, 0, 0]], [[0, 0, 255]]]
 
 
-# ---------------------------------------------------------------------------------------------------------- bad ones
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
 WHOLE = saved(NOISE)["bytes"]
 BAD = {

@@ -25,11 +25,8 @@ def test_a_list_is_what_json_reads(tmp_path, encoding):
     [
         ("", "is not valid JSON: Expecting value: line 1 column 1"),
         ('[{"a": 1}', r"is not valid JSON: Expecting ',' delimiter: line 1 column 10 \(char 9\)"),
-        ("[1 2]", r"is not valid JSON: Expecting ',' delimiter: line 1 column 4 \(char 3\)"),
-        ("[1,]", "is not valid JSON: "),
         ("[1] 2", r"is not valid JSON: Extra data: line 1 column 5 \(char 4\)"),
         ('{"a": 1}', "must be a JSON list of rows, or have one row a line, got one object with a"),
-        ("7", "must be a JSON list of rows, or have one row a line, got 7"),
         ("[" * 100_000, "is nested too deeply to be rows of data"),
     ],
 )
@@ -71,21 +68,11 @@ def test_tables_of_text_are_separated_as_their_suffix_says(tmp_path, name, separ
     ]
 
 
-@pytest.mark.parametrize(
-    "name, separator, seems",
-    [
-        ("data.csv", ";", "';'"),
-        ("data.csv", "\t", r"'\\t'"),
-        ("data.csv", "|", r"'\|'"),
-        ("data.tsv", ",", "','"),
-    ],
-)
+@pytest.mark.parametrize("name, separator, seems", [("data.csv", ";", "';'"), ("data.tsv", ",", "','")])
 def test_other_separators_are_named(tmp_path, name, separator, seems):
     file = tmp_path / name
     file.write_text(separator.join(["image", "question", "answer"]) + "\n")
-    with pytest.raises(
-        ValueError, match=f"^{file} has one column, .* seems to be {seems}. Save it with commas as .csv"
-    ):
+    with pytest.raises(ValueError, match=f"^{file} has one column, .* seems to be {seems}. Save it with"):
         rows(file)
     file.write_text("caption\na; b | c\n")
     assert rows(file) == [{"caption": "a; b | c"}]

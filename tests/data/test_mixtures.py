@@ -39,7 +39,6 @@ def both(load, path, **kwargs) -> list[dict]:
 MIXED = ["green", "Hello!", "blue", "blue", "One two three four five six seven."]
 
 
-# ------------------------------------------------------------------------------------------------------------- forms
 def test_llava_json_with_mixed_ids_and_rows_without_images(load, tmp_path):
     path = write_json(tmp_path / "llava", mixed_rows(), "data.JSONL")
     rows = both(load, path)
@@ -68,7 +67,6 @@ def test_an_image_inside_is_not_taken_from_a_file_of_its_name(load, tmp_path, mo
     assert both(load, file)[0]["images"][0]["bytes"] == inside("red")["bytes"]
 
 
-# ----------------------------------------------------------------------------------------------------------- lengths
 def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_path, processor):
     path = write_json(tmp_path, mixed_rows())
     data = load(path)
@@ -99,7 +97,6 @@ def test_a_row_that_the_template_refuses_is_bad(tmp_path):
         read(write_json(tmp_path, mixed_rows()), processor)
 
 
-# ---------------------------------------------------------------------------------------------------------- bad rows
 REASONS = {
     1: "1 places for images",
     2: "none.png: there is no such image in image_folder",
@@ -217,7 +214,6 @@ def test_a_share_of_a_short_stream_is_of_its_own_rows(load, tmp_path):
         list(rows)
 
 
-# ------------------------------------------------------------------------------------------------ mixed and held out
 def sources(folder, fraction=None, **counts) -> list[dict]:
     """Sources whose answers are `a0`, `a1`, ..., `b0`, ..., each with the same fraction."""
     rows = {name: [llava("Q", f"{name}{n}") for n in range(count)] for name, count in counts.items()}

@@ -26,7 +26,6 @@ def paths(raw) -> list:
     return [image["path"] for image in parse_row(raw, RULES)["images"]]
 
 
-# ------------------------------------------------------------------------------------------------------------ formats
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -108,7 +107,6 @@ def test_addresses_are_refused_as_strings_and_as_structs(address, rules):
             parse_row({**llava("<image>Q", "A"), "image": image}, rules)
 
 
-# ----------------------------------------------------------------------------------------------------------- bad rows
 TURNS = llava("Q", "A")["conversations"]
 BAD = {
     "more markers than images": (llava("<image><image>Q", "A", "a.png"), "2 places for images .* and 1 images"),

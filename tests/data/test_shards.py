@@ -1,6 +1,5 @@
 """WebDataset's shards become the rows of other files, in memory and streamed; nothing outside of them is read."""
 
-import gzip
 import io
 import json
 import tarfile
@@ -113,18 +112,3 @@ def test_a_file_in_a_shard_fills_no_memory(tmp_path, monkeypatch):
     assert len(row["caption"]) == 1001
     with pytest.raises(ValueError, match="the file has more than"):
         decode_image(row["images"][0], 10**6)
-
-
-def test_images_beside_a_shard_are_read(tmp_path):
-    files = {"0.png": image_bytes("red"), "0.txt": "A", "1.json": llava("<image>Q", "B", "blue.png")}
-    path = shard(tmp_path / "data" / "rows.tar", files)
-    train_data.images(tmp_path / "images", "blue.png")
-    rows = both(path, image_folder=str(tmp_path / "images"))
-    colours = [decode_image(row["images"][0], 10**6).getpixel((0, 0)) for row in rows]
-    assert colours == [(255, 0, 0), (0, 0, 255)]
-
-
-def test_a_packed_shard_is_read_from_its_start(tmp_path):
-    path = shard(tmp_path / "rows.tar", {"0.png": image_bytes("red"), "0.txt": "A"})
-    path.write_bytes(gzip.compress(path.read_bytes()))
-    assert both(path)[0]["images"] == [{"path": None, "bytes": image_bytes("red")}]

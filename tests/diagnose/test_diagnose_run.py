@@ -195,7 +195,6 @@ def test_what_is_no_vision_language_model_is_refused_before_images_are_read(root
         assert done.exit_code == 1 and words in done.output, done.output
 
 
-# ---------------------------------------------------------------------------------------------------- docs/report.md
 def test_the_documentation_names_the_keys_and_the_kinds_of_token(compared):
     sections = re.split(r"^## ", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     keys, kinds = (re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) for section in sections[1:])
