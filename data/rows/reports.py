@@ -81,9 +81,7 @@ def counted(rows: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in ordered)
 
 
-def by_kind(
-    rows: Sequence[DroppedRow], shown: int | None = None, total: int | None = None
-) -> list[str]:
+def by_kind(rows: Sequence[DroppedRow], shown: int | None = None, total: int | None = None) -> list[str]:
     """A line for each kind of reason: the first row of that kind, and how many there are.
 
     At most `shown` kinds have a line; the last line counts the rows of others. `total` is the

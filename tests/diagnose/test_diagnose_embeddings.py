@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables 6 to 8: norms of embedding rows in memory, against those on disk, which tests/assembly checks with numpy."""
+"""Norms of embedding rows in memory, against those on disk, which tests/assembly checks with numpy (tables 6 to 8);
+gain and bias against hand computation, where they start, and how far training took them (table 5)."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,10 +10,18 @@ import tiny
 import tiny_parts as parts
 import torch
 import vlm_families
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, BitsAndBytesConfig
+from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GraniteConfig,
+)
 
 from normalign_llava.assembly.gain import embedding_statistics
-from normalign_llava.diagnose.measure.embeddings import embedding_table_of
+from normalign_llava.diagnose.measure.embeddings import embedding_table_of, gain_of
 
 
 def stretch(model):
@@ -51,3 +61,86 @@ def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
         model.get_input_embeddings().weight[[30, 115]] *= torch.tensor([[80.0], [90.0]])
     top = embedding_table_of(model, tokenizer, name="language").top
     assert [(token.id, token.text) for token in top[:2]] == [(115, None), (30, tokenizer.decode([30]))]
+
+
+def norm_of(model):
+    return model.model.multi_modal_projector.norm
+
+
+def moved(model):
+    """The model, its gain and bias away from their start."""
+    model.align_projector_norm()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in norm_of(model).parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def l2(values):
+    return math.sqrt(math.fsum(value * value for value in values))
+
+
+def expected_start(model):
+    return tiny.reference_n_text(model.get_input_embeddings().weight) / math.sqrt(tiny.WIDTH)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_against_hand_computation(kind):
+    """Sums of Python floats."""
+    model = moved(tiny.model(projector_norm=kind))
+    values = {name: parameter.detach().double().tolist() for name, parameter in norm_of(model).named_parameters()}
+    gain, bias, start = values["weight"], values.get("bias"), expected_start(model)
+    stored, measured = torch.tensor(start, dtype=torch.float32).item(), gain_of(model)
+    mean_abs = math.fsum(map(abs, gain)) / len(gain)
+    assert (measured.l2, measured.mean_abs) == pytest.approx((l2(gain), mean_abs), rel=1e-12)
+    assert (measured.start, measured.distance) == pytest.approx((start, l2(g - stored for g in gain)), rel=1e-9)
+    expected = (None, None) if bias is None else pytest.approx((math.fsum(map(abs, bias)) / len(bias), l2(bias)))
+    assert (measured.bias_mean_abs, measured.bias_distance) == expected
+
+
+@pytest.mark.parametrize(
+    "kwargs, start",
+    [
+        ({}, None),
+        ({"projector_gain_init": "one"}, 1.0),
+        # Granite multiplies visual tokens too, so that the gain is smaller than N_text / sqrt(d).
+        ({"text": tiny.text_config(cls=GraniteConfig, embedding_multiplier=12.0)}, None),
+    ],
+)
+def test_what_never_moved_is_at_its_start(tmp_path, kwargs, start):
+    model = tiny.model(**kwargs)
+    model.align_projector_norm()
+    model.save_pretrained(tmp_path)
+    start = start or expected_start(model)
+    for loaded in (model, AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.bfloat16)):
+        measured = gain_of(loaded)
+        assert measured.distance == measured.bias_distance == measured.bias_mean_abs == 0.0
+        assert (measured.start, measured.mean_abs) == pytest.approx((start, start), rel=1e-6)
+    with torch.no_grad():  # the start is the configuration's
+        model.get_input_embeddings().weight *= 3
+    assert gain_of(model).start == pytest.approx(start, rel=1e-9) and gain_of(model).distance == 0.0
+
+
+def test_none_without_a_norm_of_this_package():
+    assert gain_of(tiny.model(projector_norm="none")) is None and gain_of(tiny.llava()) is None
+
+
+def test_offloaded_quantized_and_with_adapters(tmp_path):
+    model = moved(tiny.model())
+    expected = gain_of(model)
+    model.save_pretrained(tmp_path)
+    quantized = AutoModelForImageTextToText.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+    )
+    assert gain_of(quantized) == expected
+    targets = r".*\.language_model\..*\.q_proj"
+    lora = LoraConfig(target_modules=targets, modules_to_save=["multi_modal_projector"])
+    adapted = get_peft_model(AutoModelForImageTextToText.from_pretrained(tmp_path), lora)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "modules_to_save" in name and name.endswith("norm.weight"):
+                parameter += 0.5  # the copy that is trained counts
+    assert gain_of(adapted.get_base_model()).mean_abs > expected.mean_abs + 0.3
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert norm_of(model).weight.is_meta and gain_of(model) == expected

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every figure is drawn from what the reports hold, and shows their numbers."""
+"""Figures show the numbers of the reports, and images as the model received them."""
 
 import math
 import warnings
 
 import numpy as np
 import pytest
+import tiny_parts
 from diagnosed import attention_of, diagnosed
 from PIL import Image
+from transformers import LlavaProcessor
 
 from normalign_llava.diagnose.figures import draw
 from normalign_llava.diagnose.figures.attention import attention_figures
 from normalign_llava.diagnose.figures.depth import cosine, norms, rotation
 from normalign_llava.diagnose.figures.interface import interface
 from normalign_llava.diagnose.figures.style import shown
+from normalign_llava.diagnose.run import shown_image
 
 
 pytestmark = pytest.mark.slow
@@ -78,3 +81,28 @@ def test_attention_maps_are_means_over_layers_on_one_scale(images):
         mean = 100 * np.mean(report.attention[0].maps, axis=0)
         np.testing.assert_allclose(axes.images[-1].get_array(), mean)
     assert len({(axes.images[-1].norm.vmin, axes.images[-1].norm.vmax) for axes in maps}) == 1
+
+
+IMAGE = Image.linear_gradient("L").rotate(90).resize((32, 16)).convert("RGB")  # black at the left, white at the right
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("clip", {}, IMAGE.crop((8, 0, 24, 16))),
+        ("dinov2", {}, IMAGE.crop((8, 0, 24, 16))),
+        ("siglip", {}, IMAGE.resize((16, 16), Image.Resampling.BICUBIC)),
+        ("clip", {"do_normalize": False}, IMAGE),  # it cannot be told
+        ("clip", {"do_rescale": False}, IMAGE),
+    ],
+)
+def test_the_image_is_shown_as_the_model_received_it(kind, changes, expected):
+    image_processor = tiny_parts.image_processor(kind)
+    for name, value in changes.items():
+        setattr(image_processor, name, value)
+    processor = LlavaProcessor(image_processor, tiny_parts.tokenizer(extra=("<image>",)), image_token="<image>")
+    inputs = {"pixel_values": image_processor(images=[IMAGE], return_tensors="pt")["pixel_values"]}
+    images = (shown_image(processor, inputs, IMAGE), expected)
+    seen, expected = (np.asarray(image).astype(int) for image in images)
+    assert seen.shape == expected.shape and np.abs(seen - expected).max() <= 3
+    assert shown_image(processor, {}, IMAGE) is IMAGE
