@@ -60,36 +60,34 @@ class ImageRules:
             value = datasets.Image().encode_example(value.copy())  # a copy has no file, which may have changed since
         fields = value if isinstance(value, Mapping) else {"bytes" if isinstance(value, bytes) else "path": value}
         path, content = fields.get("path"), fields.get("bytes")
+        if content is None and isinstance(path, str):
+            content = _from_base64(path)
         if isinstance(content, bytes):
             # Without its name: `datasets` would read a file of that name in the working directory instead.
             return {"path": None, "bytes": content}
         if not isinstance(path, str) or not path or content is not None:
             raise ValueError(f"an image must be a path, bytes, or a mapping with either, got {short(value)}")
-        if path.startswith("data:"):
-            try:
-                _, encoded = path.split(";base64,")
-                return {"path": None, "bytes": base64.b64decode(encoded, validate=True)}
-            except ValueError as error:
-                raise ValueError(f"the data URI {short(path)} is not one of an image in base64") from error
-        if (content := _from_base64(path)) is not None:
-            return {"path": None, "bytes": content}
         if len(path) > MAX_PATH or printable(path) != path:
             raise ValueError(
-                f"the path {short(path)} is not valid Unicode, or too long; base64 that does not begin as an image "
-                "file does needs data:image/...;base64, before it"
+                f"the path {short(path)} is not valid Unicode, or too long; base64 that does not begin "
+                "as an image file does needs data:image/...;base64, before it"
             )
-        # `datasets` writes a file in an archive as zip://a.png::b.zip, where b.zip is a path or an address of the Hub.
+        return {"path": self._address(path, by_datasets=fields is value), "bytes": None}
+
+    def _address(self, path: str, by_datasets: bool) -> str:
+        """The address of an image by its path, which `datasets` may have written itself."""
+        # It writes a file in an archive as zip://a.png::b.zip; b.zip is a path or an address of the Hub.
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file
         if streamed or separator:
-            known = fields is value and re.fullmatch(r"(?s)(zip://((?!::).)*)?", archive)
+            known = by_datasets and re.fullmatch(r"(?s)(zip://((?!::).)*)?", archive)
             allowed = file.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
             if not known or streamed and not (allowed and (self.hub or not self.folder)):
                 local = path.startswith("file://")
                 remedy = "write its path, without file://" if local else "download it and set image_folder"
                 raise ValueError(f"{short(path)} is an address, and nothing is fetched: {remedy}")
             if streamed:
-                return {"path": path, "bytes": None}
+                return path
         if self.hub and not self.folder and not os.path.isabs(file):
             raise ValueError(f"the image {path} is a path, and its folder is not known: set image_folder")
         if self.archive and not separator and not os.path.isabs(file):
@@ -100,7 +98,7 @@ class ImageRules:
             leaves, address = not self._allow(full, os.path.abspath), archive + separator + full
         if leaves:
             raise ValueError(f"the image {path} leaves {self._place}")
-        return {"path": address, "bytes": None}
+        return address
 
     def check_file(self, path: str) -> None:
         """Raises ValueError if a path of [`image`] does not exist, or is a link to a place that is not allowed.
@@ -218,7 +216,13 @@ def image_problem(
 
 
 def _from_base64(text: str) -> bytes | None:
-    """The bytes of an image file in base64, or None if the text is something else, such as a path."""
+    """The bytes of a data URI or of an image file in base64; None if the text is another, such as a path."""
+    if text.startswith("data:"):
+        try:
+            _, encoded = text.split(";base64,")
+            return base64.b64decode(encoded, validate=True)
+        except ValueError as error:
+            raise ValueError(f"the data URI {short(text)} is not one of an image in base64") from error
     try:
         start = base64.b64decode("".join(text[:100].split())[:64])
         return base64.b64decode(text) if _STARTS.match(start) and _IN_BASE64.fullmatch(text) else None
