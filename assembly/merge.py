@@ -132,7 +132,11 @@ def merge_adapter(
     )
 
 
-def _merged_tensors(adapter: Adapter, base: BaseTensors, layout: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _merged_tensors(
+    adapter: Adapter,
+    base: BaseTensors,
+    layout: dict[str, Tensor],
+) -> Iterator[tuple[str, Tensor]]:
     """Names and values of the tensors of `layout`."""
     rest, adapted = set(layout), adapter.on_meta().get_base_model()
     wrapped: list[str] = []
