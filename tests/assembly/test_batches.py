@@ -44,9 +44,9 @@ def adapter_of(base, folder):
 def train(folder, checkpoint, output):
     rows = [train_data.llava("<image>\nwhat?", f"it is {i}", "red.png") for i in range(4)]
     file = train_data.write_json(folder, rows)
-    given = {"stage": "tune", "model_name_or_path": checkpoint, "dataset_name": file, "output_dir": output}
-    given |= {"max_steps": 1, "save_steps": 1, "bf16": False, "use_cpu": True, "report_to": "none"}
-    return main([word for name, value in given.items() for word in (f"--{name}", str(value))])
+    options = {"stage": "tune", "model_name_or_path": checkpoint, "dataset_name": file, "output_dir": output}
+    options |= {"max_steps": 1, "save_steps": 1, "bf16": False, "use_cpu": True, "report_to": "none"}
+    return main([word for name, value in options.items() for word in (f"--{name}", str(value))])
 
 
 def unsettled(folder):
@@ -123,9 +123,9 @@ def test_an_unsettled_checkpoint_is_asked_with_one_first_token(tmp_path, prints)
         stored.chat_template = stored.tokenizer.chat_template = "{{ bos_token }}" + stored.chat_template
         stored.save_pretrained(folder)
         assert stored.tokenizer.encode(prompt(stored, "a"))[:3] == [BOS, BOS, 1]
-    found = resolve_model(str(folder))
-    (asked,) = batches(found.processor, [Sample("a", "what", {"bytes": image_bytes(), "path": None})], 1)
-    lm, texts = as_lm(found, batch_size=1), [prompt(found.processor, "a")]
+    handle = resolve_model(str(folder))
+    (asked,) = batches(handle.processor, [Sample("a", "what", {"bytes": image_bytes(), "path": None})], 1)
+    lm, texts = as_lm(handle, batch_size=1), [prompt(handle.processor, "a")]
     shown = lm.tok_batch_multimodal_encode(texts, [IMAGES[:1]])
     alone = lm.tok_batch_multimodal_encode([text.replace("<image>", "") for text in texts], [[]])
     assert [inputs["input_ids"][0].tolist()[:2] for inputs in (asked, shown, alone)] == [[BOS, 1]] * 3

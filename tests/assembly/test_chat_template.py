@@ -57,8 +57,8 @@ def test_white_space_before_the_first_statement_is_kept(head):
     template = head + SMOLLM2
     new = multimodal_chat_template(template)[0]
     assert render(new, chat("Hi")) == render(template, chat("Hi"))
-    for each in (new, template):
-        assert render(printing_first(each, "<s> ", "<image>"), chat("Hi")) == "<s> " + render(template, chat("Hi"))
+    for text in (new, template):
+        assert render(printing_first(text, "<s> ", "<image>"), chat("Hi")) == "<s> " + render(template, chat("Hi"))
 
 
 @pytest.mark.parametrize("name", [*END_OF_TURN, "cohere", "lfm2", "glm4moe", "deepseekv3", "gptoss", "gemma4"])
@@ -117,7 +117,7 @@ def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
             expected = expected[: len(expected) - len(end)]
         rendered = processor.apply_chat_template(messages, **prompt)
         ways = {
-            "processor(text)": processor(text=rendered, images=[each["image"] for each in images] or None),
+            "processor(text)": processor(text=rendered, images=[part["image"] for part in images] or None),
             "the processor's template": processor.apply_chat_template(
                 messages, tokenize=True, return_dict=True, **prompt
             ),
@@ -131,8 +131,8 @@ def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
             row = parse_row(train_data.llava("<image>Why?", "So.", image))
             ways["training"] = ConversationCollator(processor)([row])
             assert token_lengths(processor, [row]) == [len(expected)]
-        for way, found in ways.items():
-            assert [*map(int, found["input_ids"][0])] == expected, way
+        for way, encoded in ways.items():
+            assert [*map(int, encoded["input_ids"][0])] == expected, way
     plain = own.encode("Plain text.")
     assert text_tokenizer(processor.tokenizer).encode("Plain text.") == plain[: len(plain) - len(end)]
     assert processor.tokenizer.encode("Plain text.") == own.encode("Plain text.", add_special_tokens=False)

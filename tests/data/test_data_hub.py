@@ -23,26 +23,26 @@ import train_data
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.diagnose.data import load_samples
-found = {}
+results = {}
 for name in json.loads(sys.argv[2]):
-    found[name] = []
+    results[name] = []
     for streaming in (False, True):
-        given = train_data.arguments(name, dataset_streaming=streaming, shuffle_buffer_size=1)
+        options = train_data.arguments(name, dataset_streaming=streaming, shuffle_buffer_size=1)
         try:
-            data = load_data(given, train_data.processor(), max_length=None, seed=0, with_eval=False)
+            data = load_data(options, train_data.processor(), max_length=None, seed=0, with_eval=False)
             images = [decode_image(row["images"][0], 10**6) for row in islice(data.train, 2)]
-            found[name].append([image.getpixel((1, 1)) for image in images])
+            results[name].append([image.getpixel((1, 1)) for image in images])
         except ValueError as error:
-            found[name].append(str(error))
+            results[name].append(str(error))
     try:
-        found[name].append(sorted(sample.image.getpixel((1, 1)) for sample in load_samples(name, 2).samples))
+        results[name].append(sorted(sample.image.getpixel((1, 1)) for sample in load_samples(name, 2).samples))
     except ValueError as error:
-        found[name].append(str(error))
-given = train_data.arguments("user/tiny.data")
-data = load_data(given, train_data.processor(), max_length=None, seed=0, with_eval=True)
-found["rows"] = [[row["messages"][-1]["content"][0]["text"], row["image_count"], row["source"], row["row"]]
+        results[name].append(str(error))
+options = train_data.arguments("user/tiny.data")
+data = load_data(options, train_data.processor(), max_length=None, seed=0, with_eval=True)
+results["rows"] = [[row["messages"][-1]["content"][0]["text"], row["image_count"], row["source"], row["row"]]
                  for rows in (data.train, data.eval) for row in rows]
-print(json.dumps(found))
+print(json.dumps(results))
 """
 
 
@@ -81,13 +81,13 @@ def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_pat
         hub.serve(f"user/{name}", base / name, kind="dataset")
     client = prepared.run(["-c", CLIENT, HELPERS, json.dumps([f"user/{name}" for name in names])])
     assert client.returncode == 0, client.stderr
-    found = json.loads(client.stdout.splitlines()[-1])
+    results = json.loads(client.stdout.splitlines()[-1])
     name = "user/tiny.data"
     train = [["zero", 1, name, 0], ["one", 0, name, 1], ["two", 0, name, 2]]
-    assert found["rows"] == [*train, ["one", 0, name, 0], ["two", 0, name, 1]]
+    assert results["rows"] == [*train, ["one", 0, name, 0], ["two", 0, name, 1]]
     for name in ("folder", "zipped"):
-        assert found[f"user/{name}"] == [[[255, 0, 0], [0, 0, 255]]] * 2 + [[[0, 0, 255], [255, 0, 0]]], name
+        assert results[f"user/{name}"] == [[[255, 0, 0], [0, 0, 255]]] * 2 + [[[0, 0, 255], [255, 0, 0]]], name
     reasons = {"absolute": "leaves the cache of the Hub", "relative": "set image_folder"}
     for name in hostile:
-        for told in found[f"user/{name}"]:
+        for told in results[f"user/{name}"]:
             assert reasons.get(name, "is an address, and nothing is fetched") in told, (name, told)

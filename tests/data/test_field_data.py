@@ -193,7 +193,7 @@ def test_a_form_is_read_in_memory_as_a_stream_and_in_a_mixture(name, processor, 
     assert {key: told.pop(key) for key in (others[0] if others else ())} == (others[0] if others else {})
     assert told.keys() <= {"id", "messages.content.detail"}
     check(processor, path, marked, marked, streamed=True)
-    sources = [{"path": str(each)} for each in (path, write_json(tmp_path / "b", [llava("Q", "A")]))]
+    sources = [{"path": str(file)} for file in (path, write_json(tmp_path / "b", [llava("Q", "A")]))]
     check(processor, None, marked, chat("Q", "[[A]]"), datasets=sources)
 
 

@@ -133,10 +133,10 @@ def test_columns_have_names_of_ones_own(processor, tmp_path, form, streaming):
     def rows(**columns):
         return list(islice(read(path, processor, **columns, **options).train, 2))
 
-    found = rows(columns="image=path,question=asked,answer=caption")
-    assert [said(row) for row in found] == [[("user", q), ("assistant", a)] for q, a in (("Q", "one"), ("Q2", "two"))]
-    assert [[image["path"] for image in row["images"]] for row in found] == [[str(tmp_path / "sub/red.png")], []]
-    assert rows(columns=RENAMED) == found
+    named = rows(columns="image=path,question=asked,answer=caption")
+    assert [said(row) for row in named] == [[("user", q), ("assistant", a)] for q, a in (("Q", "one"), ("Q2", "two"))]
+    assert [[image["path"] for image in row["images"]] for row in named] == [[str(tmp_path / "sub/red.png")], []]
+    assert rows(columns=RENAMED) == named
     assert [said(row)[1][1] for row in rows(columns={**RENAMED, "answer": "asked"})] == ["Q", "Q2"]  # nothing cached
     with pytest.raises(ValueError, match="columns names 'paht', which no row has. The data's columns are: .*asked"):
         rows(columns={"image": "paht"})

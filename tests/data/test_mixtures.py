@@ -227,10 +227,10 @@ def test_a_streamed_mixture_never_ends_and_keeps_its_shares(load, tmp_path):
     assert answers(islice(plain, 205)) == ["a0", "a1", *(f"b{n}" for n in range(200)), "a0", "a1", "b0"]
     shares = [{**small, "fraction": 1}, {**large, "fraction": 3}]
     stream, again, other = (load(None, seed=seed, datasets=shares, **streamed).train for seed in (0, 0, 1))
-    found = answers(islice(stream, 800))
-    assert found == answers(islice(again, 800)) != answers(islice(other, 800))
+    drawn = answers(islice(stream, 800))
+    assert drawn == answers(islice(again, 800)) != answers(islice(other, 800))
     for name, count, expected in (("a", 2, 200), ("b", 200, 600)):
-        rows = [answer for answer in found if answer[0] == name]
+        rows = [answer for answer in drawn if answer[0] == name]
         assert rows == [f"{name}{n % count}" for n in range(len(rows))]
         assert abs(len(rows) - expected) < 49  # four standard deviations
 

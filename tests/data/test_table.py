@@ -111,8 +111,8 @@ def test_a_second_start_reads_the_cache(processor, tmp_path, cache):
     paths = os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "PYTHONPATH": paths, "PYTHONHASHSEED": "7"}
     words = [sys.executable, "-c", SECOND_START, str(path)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["9"], done.stderr
+    process = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert process.stdout.split() == ["9"], process.stderr
     assert len(written) == 2 and {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
 
 
@@ -123,5 +123,5 @@ def test_a_transform_of_the_data_set_is_kept(processor):
 
         return prepare_rows(Dataset.from_dict({"q": ["Q"]}).with_transform(transform), Checks(processor))[0][0]
 
-    found = [answered(answer)["messages"][1]["content"][0]["text"] for answer in ("yes", "no")]
-    assert found == ["yes", "no"] and answered("no")["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]
+    texts = [answered(answer)["messages"][1]["content"][0]["text"] for answer in ("yes", "no")]
+    assert texts == ["yes", "no"] and answered("no")["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]

@@ -48,16 +48,16 @@ def entry(archive, name: str, field: int, value: bytes) -> None:
 def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, processor, streaming):
     rows = [llava("<image>Q", "A", name) for name in ("sub/red.png", "./sub/../blue.png")]
     path = write_json(tmp_path / "rows", rows)
-    given = {"streamed": streaming, "image_folder": str(archive)}
-    found = list(islice(read(path, processor, **given).train, 2))
-    colours = [decode_image(row["images"][0], 10**6).getpixel((3, 3)) for row in found]
+    options = {"streamed": streaming, "image_folder": str(archive)}
+    parsed = list(islice(read(path, processor, **options).train, 2))
+    colours = [decode_image(row["images"][0], 10**6).getpixel((3, 3)) for row in parsed]
     assert colours == [(255, 0, 0), (0, 0, 255)]
     assert len(load_samples(str(path), 2, image_folder=str(archive)).samples) == 2
     write_json(tmp_path / "rows", [*rows, llava("<image>Q", "A", "red.png")])
     with pytest.raises(
         ValueError, match=r"row 2 \(zip://red.png::.*\): there is no such image in .*images.zip, whose"
     ):
-        list(read(path, processor, **given).train)
+        list(read(path, processor, **options).train)
 
 
 @pytest.mark.parametrize(

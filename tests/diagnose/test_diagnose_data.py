@@ -30,20 +30,20 @@ def image_folder(folder: Path) -> Path:
     return folder
 
 
-def drawn(found: Samples) -> dict[str, str]:
-    assert all(sample.image.mode == "RGB" for sample in found.samples)
-    return {sample.name: sample.question for sample in found.samples}
+def drawn(loaded: Samples) -> dict[str, str]:
+    assert all(sample.image.mode == "RGB" for sample in loaded.samples)
+    return {sample.name: sample.question for sample in loaded.samples}
 
 
 def test_a_folder_of_images_with_questions(tmp_path, caplog):
     folder = image_folder(tmp_path / "mine")
-    found = load_samples(str(folder), 3)
-    assert found.name == "mine"
-    assert drawn(found) == {
+    loaded = load_samples(str(folder), 3)
+    assert loaded.name == "mine"
+    assert drawn(loaded) == {
         f"metadata.jsonl, row {row} ({file})": f"Is it {file}?"
         for row, file in enumerate(("test_red.png", "train/green.png", "train/blue.png"))
     }
-    red = next(sample for sample in found.samples if "red" in sample.name)
+    red = next(sample for sample in loaded.samples if "red" in sample.name)
     assert red.image.getpixel((0, 0)) == (255, 0, 0)
     assert not caplog.records
     (folder / "metadata.jsonl").unlink()
@@ -87,9 +87,9 @@ def test_bad_data_are_named_before_any_work(tmp_path):
 
 @pytest.mark.usefixtures("archives")
 def test_the_built_in_images(caplog):
-    found = load_samples(None, 40)
-    names = list(drawn(found))
-    assert found.name == "easy-VQA and emoji" and len(set(sample.question for sample in found.samples)) > 5
+    loaded = load_samples(None, 40)
+    names = list(drawn(loaded))
+    assert loaded.name == "easy-VQA and emoji" and len(set(sample.question for sample in loaded.samples)) > 5
     assert names == list(drawn(load_samples(None, 40))) != list(drawn(load_samples(None, 40, seed=1)))
     assert {name.split(" (")[0] for name in names} == {"shape", "colour", "yes/no", "emoji"}
     assert not any("/" in name.split(" (")[1] for name in names)

@@ -51,7 +51,7 @@ def test_every_number_equals_the_reference(family):
         assert close(getattr(report.interface, kind), [token["norm"][0] for token in tokens]), kind
     visual, text = (sum(report.depth.rotation[kind].mean[:-1]) for kind in ("visual", "text"))
     assert report.depth.asymmetry == pytest.approx(visual / text, rel=1e-12)
-    alone = [probe(model, [each], tokenizer=tokenizer()).depth for each in (batch, other)]
+    alone = [probe(model, [one], tokenizer=tokenizer()).depth for one in (batch, other)]
     assert report.depth.asymmetry_error == pytest.approx(abs(alone[0].asymmetry - alone[1].asymmetry) / 2, rel=1e-6)
     assert alone[0].asymmetry_error is None
 
@@ -60,49 +60,49 @@ def test_every_number_equals_the_reference(family):
 def test_interface_equals_what_the_family_itself_returns(family):
     model, batch = vlm_families.make(family)
     report = probe(model, [batch], tokenizer=tokenizer())
-    found = report.interface
-    assert report.projector in dict(model.named_modules()) and found.projector_output is not None
+    norms = report.interface
+    assert report.projector in dict(model.named_modules()) and norms.projector_output is not None
     takes = {name: value for name, value in batch.items() if name.startswith(("pixel", "image_"))}
     with torch.no_grad():
         features = model.get_image_features(**takes, return_dict=True)
     rows = features.last_hidden_state.double()
     rows = rows.permute(0, 2, 3, 1) if family == "fast_vlm" else rows  # of a convolutional encoder
-    assert close(found.encoder_output, rows.norm(dim=-1).flatten().tolist())
+    assert close(norms.encoder_output, rows.norm(dim=-1).flatten().tolist())
     weight = model.get_input_embeddings().weight.detach().double()
     words = [row for row in batch["input_ids"].flatten().tolist() if row in WORDS]
-    assert close(found.text_raw, weight[words].norm(dim=-1).tolist())
+    assert close(norms.text_raw, weight[words].norm(dim=-1).tolist())
     image = model.config.image_token_id
     stored = [weight[row].norm().item() for row in range(len(weight)) if row != image and weight[row].any()]
-    assert close(found.vocabulary_raw, stored)
+    assert close(norms.vocabulary_raw, stored)
     width = model.config.get_text_config().hidden_size
     scale = {"paligemma": width**0.5, "gemma3": width**0.5, "llava_next_granite": 3.0}.get(family, 1.0)
-    assert found.scale == pytest.approx(scale, rel=1e-5)
-    assert close(found.vocabulary, [scale * norm for norm in stored], rel=1e-5)
-    assert found.ratio == pytest.approx(found.visual.mean / (scale * moments(stored)[0]), rel=1e-5)
-    assert found.ratio_data == pytest.approx(found.visual.mean / found.text.mean)
+    assert norms.scale == pytest.approx(scale, rel=1e-5)
+    assert close(norms.vocabulary, [scale * norm for norm in stored], rel=1e-5)
+    assert norms.ratio == pytest.approx(norms.visual.mean / (scale * moments(stored)[0]), rel=1e-5)
+    assert norms.ratio_data == pytest.approx(norms.visual.mean / norms.text.mean)
 
 
 def test_projector_is_measured_on_both_sides_and_the_norm_before_it():
     model, batch = vlm_families.make("normalign_llava")
-    found = probe(model, [batch]).interface
+    norms = probe(model, [batch]).interface
     projector = model.model.multi_modal_projector
     with torch.no_grad():
         hidden = model.model.vision_tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-2][:, 1:]
         before = projector.linear_2(projector.act(projector.linear_1(hidden)))
         after = projector.norm(before)
-    for moment, rows in ((found.projector_input, hidden), (found.norm_input, before), (found.projector_output, after)):
+    for moment, rows in ((norms.projector_input, hidden), (norms.norm_input, before), (norms.projector_output, after)):
         assert close(moment, rows.double().norm(dim=-1).flatten().tolist())
-    assert found.ratio == pytest.approx(1.0, abs=0.02)
+    assert norms.ratio == pytest.approx(1.0, abs=0.02)
 
 
 def test_visual_vocabulary_takes_the_place_of_the_projectors_input():
     model, batch = vlm_families.make("ovis2")
-    found = probe(model, [batch]).interface
+    interface = probe(model, [batch]).interface
     norms = model.model.visual_embeddings_table.weight.detach().double().norm(dim=-1).tolist()
-    assert found.projector_input is None
-    assert close(found.visual_table, norms[: -len(INDICATORS)])
-    assert close(found.indicator_table, norms[-len(INDICATORS) :])
-    assert found.projector_output.count == found.visual.count
+    assert interface.projector_input is None
+    assert close(interface.visual_table, norms[: -len(INDICATORS)])
+    assert close(interface.indicator_table, norms[-len(INDICATORS) :])
+    assert interface.projector_output.count == interface.visual.count
 
 
 def test_the_model_is_left_as_it_was_found():
@@ -175,9 +175,9 @@ def test_rows_that_are_more_than_scaled_have_no_n_text():
     model, batch = vlm_families.make("llava")
     adapter = LoraConfig(target_modules=["embed_tokens"], r=4, lora_alpha=64, init_lora_weights=False)
     report = probe(get_peft_model(model, adapter), [batch])
-    found = report.interface
-    assert found.scale is found.vocabulary is found.ratio is None and found.vocabulary_raw is not None
-    assert found.ratio_data == pytest.approx(found.visual.mean / found.text.mean)
+    norms = report.interface
+    assert norms.scale is norms.vocabulary is norms.ratio is None and norms.vocabulary_raw is not None
+    assert norms.ratio_data == pytest.approx(norms.visual.mean / norms.text.mean)
     assert "N_text" in report.left_out[0]
 
 
@@ -241,12 +241,12 @@ def moments(values):
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
-def close(found: Moments, values, rel=1e-6):
+def close(measured: Moments, values, rel=1e-6):
     mean, std = moments(values)
     return (
-        found.count == len(values)
-        and found.mean == pytest.approx(mean, rel=rel)
-        and found.std == pytest.approx(std, rel=rel, abs=1e-7 * mean)
+        measured.count == len(values)
+        and measured.mean == pytest.approx(mean, rel=rel)
+        and measured.std == pytest.approx(std, rel=rel, abs=1e-7 * mean)
     )
 
 

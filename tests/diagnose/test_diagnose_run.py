@@ -91,10 +91,10 @@ def listed(content):
 
 
 def cli(*arguments):
-    done = CliRunner().invoke(app, ["diagnose", *map(str, arguments)], env={"COLUMNS": "1000"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    assert "Traceback" not in done.output
-    return done
+    result = CliRunner().invoke(app, ["diagnose", *map(str, arguments)], env={"COLUMNS": "1000"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert "Traceback" not in result.output
+    return result
 
 
 def test_the_report_holds_what_the_api_returned(compared):
@@ -144,15 +144,15 @@ print("TRL" if "trl" in sys.modules else "no TRL", "was imported")
 def test_the_command_in_another_process_writes_the_same_bytes_without_trl(alone, root, tmp_path):
     """Nothing depends on the process, on the order of a set, or on where the report goes."""
     arguments = [root / "llava", "--data", root / "images", "--samples", 2, "--output", tmp_path / "a" / "b"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", COMMAND, "diagnose", *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "1000", "PYTHONHASHSEED": "7"},
     )
-    assert done.returncode == 0, done.stderr
-    assert all(sentence in done.stdout for sentence in alone.verdict)
-    assert done.stdout.endswith(f"Report: {tmp_path / 'a' / 'b' / 'report.html'}\nno TRL was imported\n")
+    assert result.returncode == 0, result.stderr
+    assert all(sentence in result.stdout for sentence in alone.verdict)
+    assert result.stdout.endswith(f"Report: {tmp_path / 'a' / 'b' / 'report.html'}\nno TRL was imported\n")
     assert (tmp_path / "a/b/report.json").read_bytes() == (alone.folder / "report.json").read_bytes()
     assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", *listed(stored(alone.folder))}
 
@@ -169,8 +169,8 @@ def test_another_run_replaces_the_first_whole_and_a_failing_one_leaves_it(alone,
     assert hashes(folder) == first and {path.name for path in tmp_path.iterdir()} == {"diagnostics", "bad"}
 
     assert (folder / "attention_2.png").exists()
-    done = cli(root / "llava", "--data", root / "images", "--samples", 1, "--output", folder)
-    assert done.exit_code == 0, done.output
+    result = cli(root / "llava", "--data", root / "images", "--samples", 1, "--output", folder)
+    assert result.exit_code == 0, result.output
     content = stored(folder)
     assert content["report"]["samples"] == 1 and {path.name for path in folder.iterdir()} == listed(content)
     assert "attention_1.png" in listed(content) and "attention_2.png" not in listed(content)
@@ -184,15 +184,15 @@ def test_a_folder_with_anything_else_is_refused_before_weights_are_read(alone, r
     (notes / "thoughts.txt").write_text("mine")
     before = hashes(tmp_path)
     for output, name in ((notes, "thoughts.txt"), (empty, "chat_template.jinja")):
-        done = cli(empty, "--data", root / "images", "--output", output)
-        assert done.exit_code == 1 and f"holds {name}, which no earlier run" in done.output, done.output
+        result = cli(empty, "--data", root / "images", "--output", output)
+        assert result.exit_code == 1 and f"holds {name}, which no earlier run" in result.output, result.output
     assert hashes(tmp_path) == before
 
 
 def test_what_is_no_vision_language_model_is_refused_before_images_are_read(root):
     for part, words in (("language", "`normalign gain "), ("vision", "Give a vision-language model")):
-        done = cli(root / "ours" / part)
-        assert done.exit_code == 1 and words in done.output, done.output
+        result = cli(root / "ours" / part)
+        assert result.exit_code == 1 and words in result.output, result.output
 
 
 def test_the_documentation_names_the_keys_and_the_kinds_of_token(compared):
