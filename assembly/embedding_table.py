@@ -58,7 +58,8 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
     weights = _weight_file(model, files)
     source = str(folder) if path.exists() else model
     opened, tokenizer = Checkpoint(source, commit, check_files(source, commit)), None
-    with suppress(Exception), loading(f"The tokenizer of {source}"):  # few texts depend on it
+    # Only the texts of tokens depend on it.
+    with suppress(Exception), loading(f"The tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source, revision=commit, trust_remote_code=False)
     config = opened.config if opened.model_type in CONFIG_MAPPING else None
     if weights == INDEX:
