@@ -2,24 +2,27 @@
 """Images with questions, and the model inputs made of them."""
 
 import logging
+import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from PIL import Image
 from rich.progress import track
 from torch import Tensor
 from transformers import ProcessorMixin
 
 from ..data.rows.checks import check_images_are_read
-from ..data.rows.images import ImageRules
-from ..data.rows.questions import Sample, sample_of_row
-from ..data.rows.unread import unread_image
-from ..data.sources.arguments import DataSource
+from ..data.rows.forms import columns as columns_of, image_name
+from ..data.rows.images import ImageRules, decode_image
+from ..data.rows.unread import known_row, unread_image
+from ..data.rows.values import printable
+from ..data.sources.arguments import DataArguments, DataSource
 from ..data.sources.source import Source, open_source
 from ..fetched.easy_vqa import held_out
 
@@ -28,6 +31,33 @@ logger = logging.getLogger(__name__)
 
 STREAMED_ROWS = 1_000
 """Samples are drawn from the first so many rows of a data set on the Hub."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question about an image.
+
+    Attributes:
+        name: Data set, row and image file, without the folders above the data.
+        question: The question.
+        stored: The image's `path` or its `bytes`, as in `datasets`.
+    """
+
+    name: str
+    question: str
+    stored: Mapping[str, Any]
+
+    @property
+    def image(self) -> Image.Image:
+        """The image, upright and in RGB; decoded at each access.
+
+        Raises:
+            ValueError: It cannot be decoded; the message names the sample.
+        """
+        try:
+            return decode_image(dict(self.stored), DataArguments.max_image_pixels)
+        except ValueError as error:
+            raise ValueError(f"The image of {self.name} cannot be used: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -133,13 +163,41 @@ def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Ite
 def _samples(rows: Iterable[tuple[str, int, Any]], label: str, rules: ImageRules) -> Iterator[Sample]:
     with_image, without, unread = 0, 0, Counter[str]()
     for name, row, raw in rows:
-        if sample := sample_of_row(raw, f"{name}, row {row}", rules):
+        if sample := _sample_of_row(raw, f"{name}, row {row}", rules):
             with_image += 1
             yield sample
         else:
             without += 1
             unread.update(filter(None, [unread_image(raw, [])]))
     check_images_are_read(label, without, with_image, unread)
+
+
+def _sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
+    """The first image of a row and the question about it; None if the row has no image.
+
+    The row needs no answer; `name` has its data set and number.
+
+    Raises:
+        ValueError: The row is of no known form, its image is not valid or may not be read, or it has no question.
+    """
+    if file := image_name(raw):
+        name += f" ({file.rpartition('/')[2] if '://' in file or os.path.isabs(file) else file})"
+    try:
+        row = known_row(raw)
+        if not row.images:
+            return None
+        image = rules.image(row.images[0])
+        if image["bytes"] is None:
+            rules.check_file(image["path"])
+    except ValueError as error:
+        if isinstance(raw, Mapping) and not (raw.get("image") or raw.get("images") or unread_image(raw, [])):
+            return None
+        raise ValueError(f"{name} cannot be used: {error}.") from error
+    asked = [message["content"] for message in row.messages if message["role"] == "user"]
+    question = printable("".join(part.get("text", "") for part in (asked[0] if asked else []))).strip()
+    if not question:
+        raise ValueError(f"{name} has no question. It has the columns {columns_of(raw)}.")
+    return Sample(name, question, image)
 
 
 def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:

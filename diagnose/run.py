@@ -21,9 +21,8 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from ..assembly.build import torch_dtype
 from ..checkpoint.files import replaced_folder
-from ..data.rows.questions import Sample
 from ..errors import Console, Printed, escaped
-from .data import Samples, batches, load_samples
+from .data import Sample, Samples, batches, load_samples
 from .figures import draw
 from .findings import Finding, findings, verdict
 from .load import ModelHandle, resolve_model

@@ -8,8 +8,7 @@ from rich.status import Status
 from rich.text import Text
 from transformers import BatchFeature, PreTrainedTokenizerBase, TextStreamer
 
-from ..data.rows.questions import Sample
-from ..diagnose.data import batches
+from ..diagnose.data import Sample, batches
 from ..diagnose.load import resolve_model
 from ..errors import Console, escaped
 

@@ -14,8 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationC
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.data.rows.questions import Sample
-from normalign_llava.diagnose.data import batches
+from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluate.engine import as_lm
 from normalign_llava.train.run import main

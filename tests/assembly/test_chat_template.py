@@ -35,8 +35,7 @@ from normalign_llava.assembly.parts import set_chat_template
 from normalign_llava.assembly.processing import make_processor, text_tokenizer
 from normalign_llava.data.rows.checks import token_lengths
 from normalign_llava.data.rows.parse import parse_row
-from normalign_llava.data.rows.questions import Sample
-from normalign_llava.diagnose.data import batches
+from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.train.collator import ConversationCollator
 
 

@@ -12,8 +12,7 @@ from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.forms import PROMPT
-from normalign_llava.data.rows.questions import Sample
-from normalign_llava.diagnose.data import Samples, batches, load_samples
+from normalign_llava.diagnose.data import Sample, Samples, batches, load_samples
 
 
 COLOURS = ("red", "green", "blue", "white", "black", "gray")

@@ -15,9 +15,8 @@ from transformers.utils import is_torchvision_available
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint.precision import compute_dtype, four_bits
-from normalign_llava.data.rows.questions import Sample
 from normalign_llava.diagnose import probe
-from normalign_llava.diagnose.data import batches
+from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluate.engine import as_lm
 
