@@ -20,6 +20,7 @@ from rich.table import Table
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
 from ..checkpoint.files import check_new, finished_folder
@@ -45,6 +46,9 @@ from .build import torch_dtype
 CARRIED = (CARD, TRAINING_RECORD, BUILD_RECORD)
 """Card and records, copied from the adapter's folder, or else from the base."""
 
+TOLERANCE = 1e-3
+"""Largest allowed difference of a layer's outputs after merging in float32, as a share of the largest output."""
+
 
 @dataclass(frozen=True)
 class MergeReport(Printed):
@@ -52,6 +56,9 @@ class MergeReport(Printed):
 
     Attributes:
         quantization: The base's in training, `"4-bit nf4"` or `"8-bit"`; None if there was none.
+        difference: Largest difference between the outputs of a layer with its adapter and of the merged layer, of all
+            linear layers and embeddings, for random inputs, in float32 before casting to `dtype`; as a share of the
+            layer's largest output.
     """
 
     output: str
@@ -59,6 +66,7 @@ class MergeReport(Printed):
     base: str
     quantization: str | None
     dtype: str
+    difference: float
 
     def renderable(self) -> Table:
         """The report as a table."""
@@ -66,6 +74,7 @@ class MergeReport(Printed):
         table.add_row("adapter", self.adapter)
         table.add_row("base", f"{self.base} ({self.quantization or 'not quantized'} in training)")
         table.add_row("dtype", f"{self.dtype}, norm float32")
+        table.add_row("largest difference of outputs", f"{self.difference:.2g}")
         table.add_row("written to", self.output)
         return table
 
@@ -114,11 +123,12 @@ def merge_adapter(
     frozen = {"vision_tower"} - adapted if dtype == tensors.dtype else ()
     linked = unchanged_files(layout, frozen, index_folder(opened.base.name, opened.base.revision))
     check_space(Path(output), size_of(layout), "Make room, or write elsewhere.")
+    differences = [0.0]
     with finished_folder(output) as folder:
         merged.generation_config = _generation_config(opened.base) or merged.generation_config
         with no_progress_bar():
             merged.save_pretrained(folder, state_dict={})
-        values = _merged_tensors(opened, tensors, layout)
+        values = _merged_tensors(opened, tensors, layout, differences)
         shown = track(values, "Merging", len(layout), console=Console(stderr=True), transient=True)
         write_weights(folder, layout, shown, linked)
         opened.processor.save_pretrained(folder)
@@ -129,15 +139,14 @@ def merge_adapter(
         base=opened.base.name,
         quantization=tensors.quantization,
         dtype=str(dtype).removeprefix("torch."),
+        difference=max(differences),
     )
 
 
 def _merged_tensors(
-    adapter: Adapter,
-    base: BaseTensors,
-    layout: dict[str, Tensor],
+    adapter: Adapter, base: BaseTensors, layout: dict[str, Tensor], differences: list[float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the tensors of `layout`."""
+    """Names and values of `layout`; `differences` gets those that [`MergeReport`] tells the largest of."""
     rest, adapted = set(layout), adapter.on_meta().get_base_model()
     wrapped: list[str] = []
     for path, module in adapted.named_modules():
@@ -146,7 +155,10 @@ def _merged_tensors(
             continue
         wrapped.append(path)
         with loading(f"The adapter {adapter.folder}"):
-            values = _merged_layer(path, module, base)
+            values, difference = _merged_layer(path, module, base)
+        if not difference <= TOLERANCE:  # nor NaN
+            raise ValueError(f"Merging {adapter.folder} changed {path} by {difference:.3g}. Nothing was written.")
+        differences.append(difference)
         for name, value in values.items():
             if (name := f"{path}.{name}") in rest:  # no tied one
                 rest.remove(name)
@@ -158,20 +170,32 @@ def _merged_tensors(
         yield name, _finite(name, base[name].to(layout[name].dtype), adapter)
 
 
-def _merged_layer(path: str, module: nn.Module, base: BaseTensors) -> dict[str, Tensor]:
-    """The tensors of a layer with an adapter, after PEFT merged it in float32."""
+def _merged_layer(path: str, module: nn.Module, base: BaseTensors) -> tuple[dict[str, Tensor], float]:
+    """The tensors of a layer with an adapter after PEFT merged it, and how much that changed what it computes."""
     if isinstance(module, ModulesToSaveWrapper):
-        return module.modules_to_save["default"].state_dict()
+        return module.modules_to_save["default"].state_dict(), 0.0
     layer = (module.token_adapter if isinstance(module, TrainableTokensWrapper) else module).get_base_layer()
     absent = {name: base[f"{path}.{name}"].float() for name, tensor in layer.state_dict().items() if tensor.is_meta}
     layer.load_state_dict(absent, strict=False, assign=True)
+    for name, buffer in layer.named_buffers():
+        if buffer.is_meta:  # computed from the configuration, such as Gemma's scale
+            setattr(layer, name, torch.ones_like(buffer, device="cpu"))
     module.float().eval()
+    random = torch.Generator().manual_seed(0)
+    if isinstance(layer, nn.Embedding):
+        trained = module.token_adapter.token_indices["default"] if isinstance(module, TrainableTokensWrapper) else []
+        inputs = torch.tensor([*trained, *torch.randint(layer.num_embeddings, (16,), generator=random)])
+    else:
+        inputs = torch.randn(4, module.in_features, generator=random)
     with torch.no_grad():
+        known = isinstance(layer, nn.Linear | Conv1D | nn.Embedding)  # not the experts of target_parameters
+        expected = module(inputs) if known else torch.ones(())
         if isinstance(module, ParamWrapper | TrainableTokensWrapper):
             module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
         else:
             module.merge(safe_merge=True)
-    return layer.state_dict()
+        difference = (layer(inputs) if known else expected) - expected
+    return layer.state_dict(), (difference.abs().max() / expected.abs().max()).item()
 
 
 def _give_memory_back() -> None:

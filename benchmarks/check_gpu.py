@@ -141,11 +141,11 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
 
 
 def merge(folder: Path) -> str:
-    """Merges an adapter that was trained here, and says how its base was quantized."""
+    """Merges an adapter that was trained here, and says by how much outputs differ."""
     from normalign_llava.assembly.merge import merge_adapter
 
     report = merge_adapter(folder / "adapter", folder / "merged")
-    return f"base in {report.quantization}"
+    return f"base in {report.quantization}, outputs differ by {report.difference:.0e}"
 
 
 def answer(folder: Path) -> str:
