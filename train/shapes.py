@@ -5,7 +5,7 @@ import copy
 import math
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -58,12 +58,15 @@ def peak_bytes(
 
 def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: ExitStack) -> None:
     """Has the trainer take steps as in training, on a GPU if one is asked about, until the stack is closed."""
-    args, model = trainer.args, trainer.model
+    args, model, base = trainer.args, trainer.model, base_model(trainer.model)
+    for embeddings in (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings()):
+        # Disabling checkpointing leaves its hooks there, with which an input has a gradient.
+        stack.enter_context(replaced(embeddings, _forward_hooks=OrderedDict()))
     if args.gradient_checkpointing if checkpointing is None else checkpointing:
         stack.callback(model.gradient_checkpointing_disable)  # the Trainer enables it when it trains
-        given = dict(args.gradient_checkpointing_kwargs or {})
-        own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given or None, **own)
+        options = dict(args.gradient_checkpointing_kwargs or {})
+        own = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **own)
     stack.callback(model.train, model.training)
     model.train()
     stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -71,7 +74,7 @@ def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: Exi
     stack.enter_context(replaced(trainer, _metrics=copy.deepcopy(trainer._metrics)))
     stack.enter_context(replaced(trainer.accelerator, gather_for_metrics=lambda value: value))
     if args.device.type != "cpu" or args.device_memory is not None:
-        stack.enter_context(replaced(base_model(model), only_answers=False))
+        stack.enter_context(replaced(base, only_answers=False))
         # TRL's fused head: Triton writes into the tiles of its products, where torch would allocate.
         stack.enter_context(replaced(utils, _use_triton=lambda device: True))
         tiles = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), lambda *args, **kwargs: None)
