@@ -184,7 +184,7 @@ REFUSED = [
 ]
 REFUSED_IF_TIED = [
     (dict(target_modules=["embed_tokens"], use_dora=True), TIES),
-    (dict(trainable_token_indices=TOKENS), "trainable_token_indices needs embeddings of their own"),
+    (dict(trainable_token_indices=TOKENS), TIES),
 ]
 
 

@@ -11,10 +11,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...assembly.arms import ARMS, arm_of
@@ -25,7 +23,7 @@ from ...checkpoint.untrusted import check_weights
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..options.arguments import NormAlignConfig, autocast_dtype
-from .model import MODULES, PLACES, projector_norm, trained_parameters
+from .model import MODULES, PLACES, projector_norm, trained_parameters, watching_outputs
 
 
 END = torch.finfo(torch.float16).max
@@ -96,7 +94,7 @@ def load_model(
     kept = {"_keep_in_fp32_modules_strict": [*cls._keep_in_fp32_modules_strict, *in_float32]}
     loaded_as = type(cls.__name__, (cls,), {**kept, "__module__": cls.__module__})
     if training.dry_run:
-        model = without_weights(loaded_as, config, kwargs)
+        model = _without_weights(loaded_as, config, **kwargs)
     else:
         model = checkpoint.load(loaded_as, config=config, **kwargs)
     model.__class__ = cls
@@ -160,53 +158,51 @@ def check_quantized(
                 "--language_learning_rate 0."
             )
         paths = [*accumulate(name.split("."), "{}.{}".format)]
-        for own in (peft_config and peft_config.modules_to_save) or ():
-            if any(path.endswith(own) for path in paths):  # as PEFT finds them
+        for saved in (peft_config and peft_config.modules_to_save) or ():
+            if any(path.endswith(saved) for path in paths):  # as PEFT finds them
                 raise ValueError(
-                    f"modules_to_save names {own}, of which {name} would be quantized, and quantized weights cannot "
+                    f"modules_to_save names {saved}, of which {name} would be quantized, and quantized weights cannot "
                     "be trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
                 )
 
 
-def without_weights(
-    cls: type[NormAlignLlavaForConditionalGeneration], config: NormAlignLlavaConfig, kwargs: dict[str, Any]
+def _without_weights(
+    cls: type[NormAlignLlavaForConditionalGeneration],
+    config: NormAlignLlavaConfig,
+    *,
+    dtype: str,
+    quantization_config: BitsAndBytesConfig | None = None,
+    device_map: Any = None,
+    **kwargs: Any,
 ) -> NormAlignLlavaForConditionalGeneration:
-    """The model that `from_pretrained` would load with `kwargs`, on meta: shapes and dtypes alone, also in 4 bits."""
-    kwargs, dtype = dict(kwargs), getattr(torch, kwargs["dtype"])
-    quantization, device_map = kwargs.pop("quantization_config", None), kwargs.pop("device_map", None)
+    """The model that `from_pretrained` would load, on meta: shapes and dtypes alone, also in 4 bits."""
+    precision = getattr(torch, dtype)
     with torch.device("meta"):
-        model = cls._from_config(config, **{**kwargs, "dtype": dtype})
-    for key, parameter in model.named_parameters():
-        if any(place in key for place in model._keep_in_fp32_modules_strict):
+        model = cls._from_config(config, dtype=precision, **kwargs)
+    for name, parameter in model.named_parameters():
+        if any(place in name for place in model._keep_in_fp32_modules_strict):
             parameter.data = parameter.data.float()
-    if quantization is None:
+    if quantization_config is None:
         return model
-    if quantization.load_in_8bit:
+    if quantization_config.load_in_8bit:
         raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
     from bitsandbytes.functional import create_dynamic_map, name2qmap
 
+    from ...assembly.adapter import IN_PRECISION  # late: few runs quantize
+
     name2qmap.setdefault("dynamic", create_dynamic_map())  # or the first model's, on meta, would be kept for all
-    quantizer = _quantizer(quantization)
+    quantization_config.llm_int8_skip_modules = IN_PRECISION  # as `from_pretrained` of the model has it
+    quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=device_map)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            module.to(dtype)  # as they are loaded
+            module.to(precision)  # as they are loaded
             module.weight._quantize("meta")
             if module.weight.quant_state.nested:
                 module.weight.quant_state.offset = torch.zeros(())  # which is read where bytes are counted
     return model
-
-
-def _quantizer(quantization: BitsAndBytesConfig) -> HfQuantizer:
-    """What quantizes as `from_pretrained` of the model does."""
-    from ...assembly.adapter import IN_PRECISION  # late: few runs quantize
-
-    quantization = copy.copy(quantization)
-    if quantization.llm_int8_skip_modules is None:
-        quantization.llm_int8_skip_modules = IN_PRECISION
-    return AutoHfQuantizer.from_config(quantization, pre_quantized=False)
 
 
 def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
@@ -234,10 +230,10 @@ def settle_float16(
     """
     if getattr(model, "hf_device_map", None) is None:
         model.to(args.device)
-    found = broadcast_object_list([largest_hidden_state(model, batch)])[0]
-    reach = f"reach {found:,.0f}" if math.isfinite(found) else "overflow"
+    largest = broadcast_object_list([largest_hidden_state(model, batch)])[0]
+    reach = f"reach {largest:,.0f}" if math.isfinite(largest) else "overflow"
     args.precision_because = f"hidden states of the longest rows {reach}, and float16 ends at {END:,.0f}"
-    if found < LARGEST:
+    if largest < LARGEST:
         return
     args.fp16, args.mixed_precision = False, "no"
     args.model_init_kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32"}
@@ -254,20 +250,13 @@ def settle_float16(
 @torch.no_grad()
 def largest_hidden_state(model: NormAlignLlavaForConditionalGeneration, batch: dict[str, Any]) -> float:
     """The largest absolute value that a module gives in a forward pass in float16; infinity if one is not finite."""
-    device = model.device
-    largest: list[Tensor] = []
+    device, largest = model.device, []
 
-    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-        values = (each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point())
-        largest.extend(each.float().abs().max() for each in values)
+    def keep(name: str, outputs: list[Tensor]) -> None:
+        largest.extend(output.float().abs().max() for output in outputs)
 
     names = ("input_ids", "attention_mask", "position_ids", "pixel_values")
     inputs = {name: batch[name].to(device) for name in names if name in batch}
-    hooks = [module.register_forward_hook(watch) for module in model.model.modules()]
-    try:
-        with torch.autocast(device.type, torch.float16):
-            model.model(**inputs, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watching_outputs(model, keep), torch.autocast(device.type, torch.float16):
+        model.model(**inputs, use_cache=False)
     return torch.stack(largest).nan_to_num(nan=math.inf, posinf=math.inf).max().item()

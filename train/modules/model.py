@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -22,7 +22,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,7 +34,6 @@ from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 MODULES = ("language", "projector", "norm", "vision")
 """The parts with a learning rate of their own. The Trainer logs that of the first one that is trained."""
-
 
 PLACES = {
     "language": ["language_model", "lm_head"],
@@ -281,6 +280,24 @@ def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
             module.training = training
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def watching_outputs(model: nn.Module, visit: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+    """Calls `visit` with each module's name and the floating-point tensors that it gives, in order."""
+
+    def hook(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = (value for value in tree_leaves(output) if isinstance(value, Tensor))
+        visit(name, [value for value in tensors if value.is_floating_point()])
+
+    hooks = [
+        module.register_forward_hook(partial(hook, name)) for name, module in base_model(model).named_modules() if name
+    ]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
 
 
 @contextmanager
