@@ -19,7 +19,7 @@ from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
 from .keeping.record import check_same_run
 from .keeping.summary import render, render_dropped
-from .memory import PeakMemory, gib
+from .memory import gib
 from .options.arguments import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
 from .trainer import NormAlignTrainer
@@ -73,7 +73,6 @@ def train(
             if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
                 memory = trainer.estimate_memory().to_dict()
                 trainer.facts["memory"] = trainer.record["run"]["memory"] = memory
-                trainer.add_callback(PeakMemory(memory, console.print))
         except ValueError as error:  # which is no reason not to train
             console.print(str(error), soft_wrap=True)
         console.print(render(trainer.record, trainer.facts, output))
