@@ -84,8 +84,13 @@ def prepare(
 
     Options come first, then checkpoint and adapters, then the rows, and last the weights.
     """
-    if getattr(model, "hf_device_map", None) is None:
-        check_one_gpu(args)
+    # TRL trains a model that `device_map` divides. Others it refuses only after they are loaded.
+    divided = getattr(model, "hf_device_map", None) is not None or "device_map" in (args.model_init_kwargs or {})
+    if args.n_gpu > 1 and not divided:
+        raise ValueError(
+            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
+            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
+        )
     if args.dry_run and is_deepspeed_zero3_enabled():
         raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
     if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
@@ -136,7 +141,7 @@ def prepare(
         )
         train_dataset, eval_dataset, report = data.train, data.eval, data.report
     else:
-        train_dataset, eval_dataset, report = _given_rows(train_dataset, eval_dataset, collator, args, need_images)
+        train_dataset, eval_dataset, report = _checked_data(train_dataset, eval_dataset, collator, args, need_images)
     streams = isinstance(train_dataset, IterableDataset)
     if streams:
         prepare_stream(args)
@@ -192,7 +197,7 @@ def _checkpoint_and_config(
 
 
 def _processor(processor: Any, model: Any, checkpoint: Checkpoint | None) -> LlavaProcessor:
-    """The given processor, or the one in the model's folder or commit."""
+    """The processor, by default the one in the model's folder or commit."""
     if processor is None:
         if checkpoint is None and not model.name_or_path:
             raise ValueError("The model names no folder to load its processor from. Give processing_class.")
@@ -208,24 +213,21 @@ def _processor(processor: Any, model: Any, checkpoint: Checkpoint | None) -> Lla
 
 def _collator(processor: LlavaProcessor, args: NormAlignConfig, named: DataArguments | None) -> ConversationCollator:
     """The collator of rows that options name, or of others. Of the former, dropped ones are listed in `output_dir`."""
-    of_named: dict[str, Any] = {}
-    if named:
-        dropped = None if args.dry_run else DroppedRows(Path(args.output_dir) / DROPPED_ROWS)
-        of_named = {"max_image_pixels": named.max_image_pixels, "bad_rows": named.bad_rows, "dropped_rows": dropped}
-    return ConversationCollator(
-        processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free, **of_named
-    )
+    collator = ConversationCollator(processor, args.pad_to_multiple_of, padding_free=args.padding_free)
+    if named is None:
+        return collator
+    dropped = None if args.dry_run else DroppedRows(Path(args.output_dir) / DROPPED_ROWS)
+    return replace(collator, max_image_pixels=named.max_image_pixels, bad_rows=named.bad_rows, dropped_rows=dropped)
 
 
-def _given_rows(
+def _checked_data(
     train: Any, held_out: Any, collator: DataCollator, args: NormAlignConfig, need_images: bool
 ) -> tuple[Dataset | IterableDataset, Any, DataReport]:
     """[`checked_rows`] of the training and the held-out data (one data set or several by name), and one report."""
-    train, report = checked_rows(train, "train_dataset", collator, args, need_images=need_images)
-    reports = [report]
-    several = held_out if isinstance(held_out, dict) else {} if held_out is None else {"eval_dataset": held_out}
+    train, *reports = checked_rows(train, "train_dataset", collator, args, need_images=need_images)
+    several = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
     checked = {}
-    for name, rows in several.items():
+    for name, rows in several.items() if held_out is not None else ():
         checked[name], report = checked_rows(rows, name, collator, args, split="eval")
         reports.append(report)
     held_out = checked if isinstance(held_out, dict) else checked.get("eval_dataset")
@@ -288,8 +290,8 @@ def prepare_stream(args: NormAlignConfig) -> None:
 def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows: bool) -> None:
     """Raises ValueError if options need a collator of another kind."""
     padding_free = getattr(collator, "padding_free", False)
-    own = isinstance(collator, ConversationCollator)  # of others, rows have no lengths
-    if args.padding_free and not (padding_free and (own or not args.packing)):
+    has_lengths = isinstance(collator, ConversationCollator)
+    if args.padding_free and not (padding_free and (has_lengths or not args.packing)):
         name = "packing" if args.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
     if unread := (args.dataset_kwargs or {}).keys() - {"skip_prepare_dataset"}:
@@ -312,31 +314,19 @@ def normalign_config(
     if isinstance(args, NormAlignConfig):
         return copy.copy(args)
     known = {field.name for field in fields(NormAlignConfig) if field.init}
-    given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
-    if not given.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
+    options = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
+    if not options.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
         logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
-    decided = {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
-    if given.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
-        decided["hub_strategy"] = HubStrategy.END
-    return NormAlignConfig(**{**given, **decided})
-
-
-def check_one_gpu(args: TrainingArguments) -> None:
-    """Raises ValueError if this process would divide batches among several GPUs, which TRL refuses after loading.
-
-    It is told from `args.n_gpu`. A model that `device_map` divides is one that TRL trains.
-    """
-    if args.n_gpu > 1 and "device_map" not in (args.model_init_kwargs or {}):
-        raise ValueError(
-            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
-            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
-        )
+    options |= {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
+    if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
+        options["hub_strategy"] = HubStrategy.END
+    return NormAlignConfig(**options)
 
 
 def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
     """Forward passes per optimizer step that give the global batch on any number of processes."""
-    own = args.accelerator_config
-    if own.split_batches or own.dispatch_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
+    config = args.accelerator_config
+    if config.split_batches or config.dispatch_batches or "num_steps" in (config.gradient_accumulation_kwargs or {}):
         raise ValueError(
             "accelerator_config's split_batches, dispatch_batches and num_steps would change the rows in an optimizer "
             "step. Leave them out, and set global_batch_size."

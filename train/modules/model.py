@@ -174,7 +174,7 @@ def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     training mode only, so checkpointed layers stay in that mode, and are computed in evaluation mode.
     """
     for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
-        if not any(parameter.requires_grad for parameter in module.parameters()):
+        if not trained_parameters(module):
             module.eval()
     for layer in model.model.language_model.modules():
         if layer.training or not isinstance(layer, GradientCheckpointingLayer) or not layer.gradient_checkpointing:
@@ -194,7 +194,7 @@ class _FrozenCheckpoint:
     def __call__(self, forward: Callable, *args):
         def frozen_forward(*args):
             training = self.layer.training
-            self.layer.training = any(parameter.requires_grad for parameter in self.layer.parameters())
+            self.layer.training = bool(trained_parameters(self.layer))
             try:
                 return forward(*args)
             finally:
@@ -212,7 +212,7 @@ def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForCondition
     """
     plugin, prepare, norm = accelerator.state.fsdp_plugin, accelerator.prepare, type(projector_norm(model))
     plugin.set_state_dict_type("FULL_STATE_DICT")  # with another one, the Trainer saves no model
-    layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    layers = {type(layer).__name__ for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)}
     plugin.transformer_cls_names_to_wrap = sorted({*(plugin.transformer_cls_names_to_wrap or layers), norm.__name__})
 
     def shard(module: nn.Module, **kwargs: Any) -> FSDPModule:

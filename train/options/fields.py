@@ -35,7 +35,7 @@ SUITE = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT
 
 @dataclass
 class TrainingOptions:
-    """Of `NormAlignConfig`."""
+    """Options of `NormAlignConfig`, beside TRL's."""
 
     output_dir: str = option(None, "Folder of the result, checkpoints, samples and card.")
     stage: Literal["align", "tune"] | None = option(None, "Sets defaults: align (projector, norm), tune (everything).")
@@ -111,7 +111,7 @@ class TrainingOptions:
 
 @dataclass
 class ModelOptions:
-    """Of `ModelArguments`."""
+    """Options of `ModelArguments`, beside TRL's."""
 
     model_name_or_path: str | None = option(None, "Checkpoint: a folder that `normalign build` made, or a Hub id.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
@@ -125,13 +125,13 @@ class ModelOptions:
 
 
 def names_in(text: str) -> list[str]:
-    """The names in one text, such as "q_proj,v_proj"; none if it is something else, such as a pattern."""
+    """The names in a text such as "q_proj,v_proj"; none if it is something else, such as a pattern."""
     return re.split(r"[,\s]+", text.strip()) if re.fullmatch(r"[\w.]+([,\s]+[\w.]+)*", text.strip()) else []
 
 
 def check_refused(options: Any) -> None:
     """Raises ValueError with the reason if an option that is refused is neither None nor its default."""
-    for each in fields(options):
-        value, text = getattr(options, each.name), each.metadata.get("help", "")
-        if text.startswith(REFUSED) and value is not None and value != each.default:
-            raise ValueError(f"{each.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")
+    for field in fields(options):
+        value, text = getattr(options, field.name), field.metadata.get("help", "")
+        if text.startswith(REFUSED) and value is not None and value != field.default:
+            raise ValueError(f"{field.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")
