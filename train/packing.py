@@ -118,8 +118,8 @@ def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[li
 class BalancedSampler(BatchRebalanceSampler):
     """The rows of each forward pass of one process, of nearly equal tokens; a step has those without packing.
 
-    It extends transformers' sampler because the Trainer takes the batches of that one as they are, for one process.
-    That one has an order of its own, and balances padded lengths.
+    It extends transformers' sampler, whose batches the Trainer takes as they are, for one process. That one has an
+    order of its own, and balances padded lengths.
 
     Args:
         sampler: Gives the rows in order, the same on every process.

@@ -49,12 +49,7 @@ DROPPED_ROWS = "dropped_rows.jsonl"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is checked and loaded.
-
-    Attributes:
-        learning_rates: Peak learning rate of each module.
-        checkpoint: Where the model was loaded from; None for a model that was given.
-    """
+    """A run that is checked and loaded; `checkpoint` is None if a model was passed in place of its folder."""
 
     model: NormAlignLlavaForConditionalGeneration
     collator: DataCollator
@@ -106,9 +101,8 @@ def prepare(
 
     checkpoint, config = _checkpoint_and_config(model, args, quantization_config, peft_config)
     if checkpoint is not None:
-        kwargs = args.model_init_kwargs or {}
-        dtype = frozen_dtype(kwargs.get("dtype"), config, args)
-        args.model_init_kwargs = {**kwargs, "revision": checkpoint.revision, "dtype": dtype}
+        settled = {"revision": checkpoint.revision, "dtype": frozen_dtype(config, args)}
+        args.model_init_kwargs = {**(args.model_init_kwargs or {}), **settled}
     if peft_config is not None:
         from .modules.adapter import language_adapter
 

@@ -36,8 +36,7 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
     """`normalign train RECIPE.yaml --option value ...`.
 
     Args:
-        words: The command line.
-        recipe: What [`read_command`] read of the recipe, if `words` are without it.
+        words: The command line; without the recipe if `recipe` has what [`read_command`] read of it.
 
     Returns:
         The folder of the trained checkpoint, or of the adapter; None with `dry_run`.

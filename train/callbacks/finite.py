@@ -30,8 +30,7 @@ class FiniteCheck(TrainerCallback):
     """Checks whether loss and gradients of a step are finite; only if not, looks for the module that was first.
 
     They are counted on their device. Once in an optimizer step the counts are summed over the processes, so that all
-    of them stop or none, and read, which waits for the device. (The Trainer's `logging_nan_inf_filter`, which waits
-    twice for each batch, is off.)
+    of them stop or none, and read, which waits for the device.
 
     With fp16, infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step and
     lowers its scale. There only the loss counts, until the scale is below 1.

@@ -36,11 +36,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
-    """What a trainer checkpoint lacks to resume from; empty if nothing.
-
-    What the Trainer would pass over silently is looked for: the mark of completeness, optimizer, scheduler, and random
-    states. It fails by itself if weights are missing.
-    """
+    """What a checkpoint lacks that the Trainer would resume without: the mark, optimizer, scheduler, random states."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         return ["the folder itself"]
@@ -74,9 +70,8 @@ def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
     """Removes an earlier folder of that name, has the checkpoint written, and removes it again if the disk is full.
 
-    The other processes must wait for the first, which removes the earlier folder. Errors other than a full disk, an
-    exceeded quota or a limit on file sizes are raised as they are, and so is any error after the checkpoint is
-    complete, which then stays.
+    The other processes must wait for the first, which removes the earlier folder. Other errors are raised as they
+    are, and so is any error after the checkpoint is complete, which then stays.
     """
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":

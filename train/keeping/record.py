@@ -58,9 +58,9 @@ def training_record(
     """The resolved recipe as JSON: options that differ from their default, and all that the stages set.
 
     Local paths are cut to their last part. Dropped rows are listed by number; `dropped_rows.jsonl` has the reasons.
-    `model_revision` is the commit of a checkpoint from the Hub, `before` the record of the training before this one,
-    and `commit` that of this package's code. All processes must call this at the same time. The trainer adds `run`
-    (the facts of [`summary`]), and at every save `steps_done`, the optimizer steps so far, and their `seconds`.
+    `before` is the record of the training before this one, and `commit` that of this package's code. All processes
+    must call this at the same time. The trainer adds `run` (the facts of [`summary`]), and at every save `steps_done`,
+    the optimizer steps so far, and their `seconds`.
     """
     loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
     options = {name: value for name, value in _plain(loaded).items() if value is not None}

@@ -113,20 +113,20 @@ def load_model(
     return model
 
 
-def frozen_dtype(asked: str | torch.dtype | None, config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
+def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
     """The dtype of what is not trained: by default the checkpoint's own if steps are autocast to it, or else float32.
 
     Raises:
-        ValueError: Another half precision was asked for than steps are autocast to, which torch does not mix.
+        ValueError: The option asks for another half precision than that of steps, which torch does not mix.
     """
     if is_deepspeed_zero3_enabled():
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
-    autocast, halves = autocast_dtype(training), {"bfloat16", "float16"}
-    own = config.dtype or config.get_text_config().dtype
-    name = str(own if asked in (None, "auto") else asked).removeprefix("torch.")
-    if asked in (None, "auto"):
-        return name if name == autocast else "float32"
-    if autocast and name in halves - {autocast}:
+    autocast, dtype = autocast_dtype(training), (training.model_init_kwargs or {}).get("dtype")
+    if dtype in (None, "auto"):
+        own = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+        return own if own == autocast else "float32"
+    name = str(dtype).removeprefix("torch.")
+    if autocast and name in {"bfloat16", "float16"} - {autocast}:
         raise ValueError(f"dtype {name} and steps in {autocast} cannot be mixed. Use --dtype {autocast}, or float32.")
     return name
 
@@ -145,23 +145,21 @@ def check_quantized(
         )
     if peft_config and peft_config.use_dora and quantization.load_in_8bit and training.device.type == "cpu":
         raise ValueError("use_dora with load_in_8bit fails in PEFT on a CPU. Leave one of them out, or use 4 bits.")
+    rate = training.learning_rates(use_peft=False)["language"]
+    if rate and peft_config is None:
+        raise ValueError(
+            "The language model would be quantized, and quantized weights cannot be trained, as "
+            f"language_learning_rate {rate:g} asks for. Leave out the quantization, add --use_peft, or freeze it with "
+            "--language_learning_rate 0."
+        )
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(config)
-    rate = training.learning_rates(use_peft=False)["language"] if peft_config is None else 0.0
-    for name, layer in model.named_modules():
-        if not (isinstance(layer, nn.Linear) and name.startswith("model.language_model.")):
-            continue
-        if rate:
-            raise ValueError(
-                f"{name} would be quantized, and quantized weights cannot be trained, as language_learning_rate "
-                f"{rate:g} asks for. Leave out the quantization, add --use_peft, or freeze the language model with "
-                "--language_learning_rate 0."
-            )
-        paths = [*accumulate(name.split("."), "{}.{}".format)]
-        for saved in (peft_config and peft_config.modules_to_save) or ():
-            if any(path.endswith(saved) for path in paths):  # as PEFT finds them
+    linears = [name for name, module in model.model.language_model.named_modules() if isinstance(module, nn.Linear)]
+    for layer in (f"model.language_model.{name}" for name in linears):
+        for name in (peft_config and peft_config.modules_to_save) or ():
+            if any(path.endswith(name) for path in accumulate(layer.split("."), "{}.{}".format)):  # as in PEFT
                 raise ValueError(
-                    f"modules_to_save names {saved}, of which {name} would be quantized, and quantized weights cannot "
+                    f"modules_to_save names {name}, of which {layer} would be quantized, and quantized weights cannot "
                     "be trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
                 )
 
