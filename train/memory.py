@@ -60,10 +60,6 @@ class MemoryEstimate(Printed):
         """Whether the device has room for it."""
         return self.total <= self.available - self.reserved
 
-    def to_dict(self) -> dict[str, Any]:
-        """Its parts with their total, the pass, and the device, as JSON."""
-        return {**self.parts, "total": self.total, "rows": self.rows, "tokens": self.tokens, "device": self.device}
-
     def renderable(self) -> Group:
         """The parts, and whether they fit."""
         sizes = [[name, gib(size)] for name, size in {**self.parts, "all": self.total}.items()]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import get_peft_config
 
 from ..checkpoint.files import json_or_none
@@ -68,12 +67,6 @@ def train(
     with only_run(output):
         trainer, resume = make_trainer(data, args, model, callbacks)
         console = Console(quiet=not trainer.is_world_process_zero())
-        try:
-            if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
-                memory = trainer.estimate_memory().to_dict()
-                trainer.facts["memory"] = trainer.record["run"]["memory"] = memory
-        except ValueError as error:  # which is no reason not to train
-            console.print(str(error), soft_wrap=True)
         console.print(render(trainer.record, trainer.facts, output))
         dropped = DroppedRows(output / DROPPED_ROWS)
         console.print(*(shown := render_dropped(dropped)), sep="\n")

@@ -101,7 +101,7 @@ class NormAlignTrainer(SFTTrainer):
 
     Attributes:
         learning_rates: The peak learning rate of each module.
-        facts: What [`summary`] found: modules, data, batch, memory.
+        facts: The [`summary`]: modules, data, batch, steps; and the disk that the run takes.
 
     Raises:
         ValueError: An argument, the model or the data is wrong; it is named.

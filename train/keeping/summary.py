@@ -25,7 +25,7 @@ from ...data.rows.reports import DataReport, by_kind, counted, not_read
 from ..memory import gib, parameter_count, static_bytes, tensor_bytes, titled_table
 from ..modules.model import base_model, frozen_modules, module_of, trained_parameters
 from ..options.arguments import NormAlignConfig, autocast_dtype
-from ..shapes import OPTIMIZER, PARTS
+from ..shapes import OPTIMIZER
 from .checkpoints import checkpoints_in
 
 
@@ -41,7 +41,7 @@ def summary(
     rows: int,
     steps: int,
 ) -> dict[str, Any]:
-    """The facts of a run as JSON: modules, data, batch, steps, precision; a run adds [`estimate_memory`]."""
+    """The facts of a run as JSON: modules, data, batch, steps, precision."""
     batch = {
         "rows": rows,
         "per_device": args.per_device_train_batch_size,
@@ -189,7 +189,7 @@ def _facts(facts: dict[str, Any], free: int) -> dict[str, str]:
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
     divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
     checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
-    lines = {
+    return {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided}",
         "Reading": f"by {batch['workers']:,} process(es) for each" if batch["workers"] else "in the same process",
@@ -198,10 +198,6 @@ def _facts(facts: dict[str, Any], free: int) -> dict[str, str]:
         "Precision": _precision(facts),
         "Disk": f"{gib(disk['total'])} ({checkpoints}); {gib(free)} are free",
     }
-    if used := facts.get("memory"):
-        parts = ", ".join(f"{name} {gib(used[name])}" for name in PARTS if used.get(name))
-        lines["Memory"] = f"{gib(used['total'])} on each device ({parts})"
-    return lines
 
 
 def _precision(facts: dict[str, Any]) -> str:
