@@ -79,13 +79,8 @@ def prepare(
 
     Options come first, then checkpoint and adapters, then the rows, and last the weights.
     """
-    # TRL trains a model that `device_map` divides. Others it refuses only after they are loaded.
-    divided = getattr(model, "hf_device_map", None) is not None or "device_map" in (args.model_init_kwargs or {})
-    if args.n_gpu > 1 and not divided:
-        raise ValueError(
-            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
-            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
-        )
+    if getattr(model, "hf_device_map", None) is None:
+        check_one_gpu(args)
     if args.dry_run and is_deepspeed_zero3_enabled():
         raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
     if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
@@ -315,6 +310,15 @@ def normalign_config(
     if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
         options["hub_strategy"] = HubStrategy.END
     return NormAlignConfig(**options)
+
+
+def check_one_gpu(args: TrainingArguments) -> None:
+    """Raises ValueError if this process sees several GPUs, which TRL refuses after loading, without a device_map."""
+    if args.n_gpu > 1 and "device_map" not in (args.model_init_kwargs or {}):
+        raise ValueError(
+            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
+            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
+        )
 
 
 def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:

@@ -248,7 +248,8 @@ def settle_float16(
 @torch.no_grad()
 def largest_hidden_state(model: NormAlignLlavaForConditionalGeneration, batch: dict[str, Any]) -> float:
     """The largest absolute value that a module gives in a forward pass in float16; infinity if one is not finite."""
-    device, largest = model.device, []
+    device = model.device
+    largest: list[Tensor] = []
 
     def keep(name: str, outputs: list[Tensor]) -> None:
         largest.extend(output.float().abs().max() for output in outputs)
