@@ -36,8 +36,8 @@ class ConversationCollator:
     images has no `pixel_values`. A row that is skipped for a bad image stays in the batch, whose shape the other
     processes rely on, with a white image and no labels, so that it adds nothing to the loss.
 
-    The tensors are those of TRL's `DataCollatorForVisionLanguageModeling` where that has no such rules. Image tokens
-    are repeated after the answers are labelled, and not in the text, of which hundreds would be tokenized.
+    Otherwise the tensors are those of TRL's `DataCollatorForVisionLanguageModeling`. Image tokens are repeated after
+    the answers are labelled: in the text, hundreds would be tokenized.
 
     Args:
         processor: The processor; its chat template must have generation marks. It is settled, see [`settle`].
@@ -90,7 +90,7 @@ class ConversationCollator:
             self._remove_labels(labels, example, bad)
             # Not torch's repeat_interleave, whose threads go on spinning while the next images are decoded.
             repeats = np.where(ids.numpy() == self.processor.image_token_id, self._tokens_per_image, 1)
-            rows.append([torch.from_numpy(np.repeat(each.numpy(), repeats)) for each in (ids, labels)])
+            rows.append([torch.from_numpy(np.repeat(row.numpy(), repeats)) for row in (ids, labels)])
         all_ids, all_labels = zip(*rows, strict=True)
         padding = {
             "input_ids": (all_ids, self.processor.tokenizer.pad_token_id),
@@ -121,10 +121,8 @@ class ConversationCollator:
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
         )
-        rows = []
-        for ids, learned in zip(map(torch.tensor, encoded["input_ids"]), encoded["assistant_masks"], strict=True):
-            rows.append((ids, torch.where(torch.tensor(learned) == 1, ids, _IGNORED)))
-        return rows
+        all_ids, masks = (map(torch.tensor, encoded[name]) for name in ("input_ids", "assistant_masks"))
+        return [(ids, torch.where(mask == 1, ids, _IGNORED)) for ids, mask in zip(all_ids, masks, strict=True)]
 
     def _images(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
         """The row's images, white in place of bad ones, and whether there was a bad one."""
@@ -137,11 +135,11 @@ class ConversationCollator:
                 skipped = list(self._skipped.values())
                 self._skipped[dropped.source, dropped.row] = dropped
                 if self.bad_rows != "skip" and len(self._skipped) > max(self.skippable, self.share * self._rows):
-                    before = [" This process skipped as many rows before as it may:", *by_kind(skipped, 5), ""]
-                    more = "\n".join(before) if skipped else " "
+                    lines = ["This process skipped as many rows before as it may:", *by_kind(skipped, 5), ""]
+                    before = "\n".join(lines) if skipped else ""
                     raise BadRow(
-                        f"{dropped}.{more}Fix it, or skip such rows with --bad_rows skip; --check_images finds all of "
-                        "data in memory before the first step."
+                        f"{dropped}. {before}Fix it, or skip such rows with --bad_rows skip; --check_images finds all "
+                        "of data in memory before the first step."
                     ) from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)

@@ -38,14 +38,9 @@ PACKAGES = {
 
 SHOWN = {
     "Checkpoint": ("model_name_or_path", "output_dir", "stage", "arm"),
-    "Data": (
-        *("dataset_name", "image_folder", "columns", "eval_dataset_name", "test_split_size"),
-        *("max_length", "bad_rows"),
-    ),
-    "Learning": (
-        *("learning_rate", "vision_learning_rate", "language_learning_rate", "num_train_epochs", "max_steps"),
-        *("global_batch_size", "per_device_train_batch_size", "packing"),
-    ),
+    "Data": ("dataset_name", "image_folder", "columns", "eval_dataset_name", "test_split_size", "bad_rows"),
+    "Rows": ("max_length", "global_batch_size", "per_device_train_batch_size", "packing"),
+    "Learning": ("learning_rate", "vision_learning_rate", "language_learning_rate", "num_train_epochs", "max_steps"),
     "Adapters": ("use_peft", "lora_r", "load_in_4bit"),
     "While training": ("eval_strategy", "report_to", "resume_from_checkpoint"),
     "Memory": ("dry_run", "device_memory"),
@@ -56,7 +51,7 @@ SHOWN = {
 
 def show_help() -> None:
     """Prints the usage, the package's recipes and `SHOWN`."""
-    texts = {each.name: each.metadata["help"] for options in OPTIONS for each in fields(options)}
+    texts = {field.name: field.metadata["help"] for options in OPTIONS for field in fields(options)}
     texts["accelerate_config"] = "ddp, fsdp2, zero2, zero3, or a file that accelerate reads."
     texts["num_processes"] = "How many, one for each GPU. Default: what the file says."
     console = Console(highlight=False)
@@ -102,13 +97,13 @@ def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("model_name_or_path", "hub_token", *PACKAGES):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
-    given, _ = parser.parse_known_args(words)
-    if given.hub_token:
+    known, _ = parser.parse_known_args(words)
+    if known.hub_token:
         raise ValueError(
             "Everybody on this machine can read a command line, so --hub_token cannot be given there. Log in with "
             "`hf auth login`, or set HF_TOKEN."
         )
-    options = recipe | {name: value for name, value in vars(given).items() if value is not None}
+    options = recipe | {name: value for name, value in vars(known).items() if value is not None}
     for name, (package, extra) in PACKAGES.items():
         if str(options.get(name)).lower() not in ("none", "false"):
             check_installed(package, extra, name)
@@ -120,10 +115,11 @@ def recipe_file(recipe: str | os.PathLike, folder: Traversable = RECIPES) -> Pat
     """The file of a recipe, or of others in a `folder` of the package: the path itself, or the one of that name."""
     if Path(recipe).is_file():
         return Path(recipe)
-    own = own_files(folder)
-    if str(recipe) not in own:
-        raise ValueError(f"There is no file {recipe}, and none of that name in the package: {', '.join(sorted(own))}.")
-    return own[str(recipe)]
+    files = own_files(folder)
+    if str(recipe) not in files:
+        names = ", ".join(sorted(files))
+        raise ValueError(f"There is no file {recipe}, and none of that name in the package: {names}.")
+    return files[str(recipe)]
 
 
 def own_files(folder: Traversable) -> dict[str, Path]:

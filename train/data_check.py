@@ -10,13 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.opening import open_checkpoint
-from ..data.rows.checks import (
-    Checks,
-    bad_rows_message,
-    check_images_are_read,
-    share_of_bad_rows,
-    warn_of_captions,
-)
+from ..data.rows.checks import Checks, bad_rows_message, check_images_are_read, share_of_bad_rows, warn_of_captions
 from ..data.rows.reports import SourceReport, not_read
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
@@ -33,7 +27,7 @@ class DataCheck:
     Attributes:
         report: Counts of its rows.
         counts_tokens: Whether a checkpoint was given, without which rows have no lengths.
-        faults: The reasons, each once, with its first row and their number; empty if all is well.
+        faults: The reasons, with the first row and the number of rows; empty if all is well.
         example: Text of a valid row in pieces that are learned or not; empty without a checkpoint.
         stops: Whether training would stop at a fault; it skips a few bad rows of large data.
     """
@@ -45,7 +39,7 @@ class DataCheck:
     stops: bool = False
 
     def table(self, name: str) -> Table:
-        """The numbers."""
+        """The counts of rows, files, forms, images and tokens."""
         report, table = self.report, Table(title=name, show_header=False)
         table.add_row("rows", f"{report.found:,}")
         for file, count in report.files.items():
@@ -112,12 +106,12 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
 
 
 def _pieces(collator: ConversationCollator, row: dict[str, Any]) -> list[tuple[str, bool]]:
-    """The text of a row in pieces, and whether each is learned, by the ids and labels that training has."""
+    """The text of a row in pieces that are learned or not, by the ids and labels that training has."""
     batch, processor = collator([row]), collator.processor
     tokens = zip(batch["input_ids"][0].tolist(), (batch["labels"][0] >= 0).tolist(), strict=True)
     pieces = []
-    for (is_image, learned), some in groupby(tokens, lambda token: (token[0] == processor.image_token_id, token[1])):
-        ids = [token for token, _ in some]
+    for (is_image, learned), group in groupby(tokens, lambda token: (token[0] == processor.image_token_id, token[1])):
+        ids = [token for token, _ in group]
         text = f"{processor.image_token} x {len(ids)}" if is_image else processor.tokenizer.decode(ids)
         pieces.append((text, learned))
     return pieces

@@ -3,7 +3,8 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -17,7 +18,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from transformers import DataCollator, TrainerCallback, TrainingArguments
+from transformers import DataCollator, TrainingArguments
 from trl import SFTTrainer
 
 from ..errors import Printed
@@ -38,9 +39,7 @@ class MemoryEstimate(Printed):
     Attributes:
         parts: Bytes of each of `PARTS` at that moment.
         rows, tokens, images: Of the largest forward pass, with padding.
-        device: What it was compared with.
-        available: Its bytes.
-        reserved: Bytes of it that are kept free.
+        device: What it was compared with, which has `available` bytes, and `reserved` of them kept free.
     """
 
     parts: dict[str, int]
@@ -61,22 +60,14 @@ class MemoryEstimate(Printed):
         """Whether the device has room for it."""
         return self.total <= self.available - self.reserved
 
-    @property
-    def verdict(self) -> str:
-        """One sentence: whether it fits."""
-        kept = f" ({gib(self.reserved)} are kept free)" if self.reserved else ""
-        begin = "Fits" if self.fits else "Does not fit"
-        return f"{begin}: {gib(self.total)} of the {gib(self.available)} of {self.device}{kept}."
-
-    def to_dict(self) -> dict[str, Any]:
-        """Its parts with their total, the pass, and the device, as JSON."""
-        return {**self.parts, "total": self.total, "rows": self.rows, "tokens": self.tokens, "device": self.device}
-
     def renderable(self) -> Group:
-        """The parts and the verdict."""
+        """The parts, and whether they fit."""
         sizes = [[name, gib(size)] for name, size in {**self.parts, "all": self.total}.items()]
         batch = f"{self.rows:,} row(s), {self.tokens:,} tokens, {self.images:,} image(s)"
-        return Group(titled_table("Memory", [batch, "at the peak of a step"], sizes), self.verdict)
+        verdict = "Fits" if self.fits else "Does not fit"
+        verdict += f": {gib(self.total)} of the {gib(self.available)} of {self.device}"
+        verdict += f" ({gib(self.reserved)} are kept free)." if self.reserved else "."
+        return Group(titled_table("Memory", [batch, "at the peak of a step"], sizes), verdict)
 
 
 def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -89,11 +80,7 @@ def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
     return table
 
 
-def largest_batch(
-    args: NormAlignConfig,
-    rows: Dataset | IterableDataset,
-    collator: DataCollator,
-) -> dict[str, Any]:
+def largest_batch(args: NormAlignConfig, rows: Dataset | IterableDataset, collator: DataCollator) -> dict[str, Any]:
     """The forward pass of the longest rows, as the collator makes it.
 
     With packing it is the one of most tokens. Of a stream, whose lengths are not known, the first row is repeated and
@@ -128,9 +115,7 @@ def _filled(batch: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def estimate_memory(
-    trainer: SFTTrainer,
-    batch: dict[str, Any],
-    gradient_checkpointing: bool | None = None,
+    trainer: SFTTrainer, batch: dict[str, Any], gradient_checkpointing: bool | None = None
 ) -> MemoryEstimate:
     """The memory of a step on a batch that the trainer's collator made; no weight is read or changed.
 
@@ -154,9 +139,9 @@ def estimate_memory(
         parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"The memory of a step cannot be estimated for this model: {error}") from error
+    # Of gradients, those that live at the peak.
+    parts += Counter(static | {GRADIENTS: 0})
     parts[GRADIENTS] = int(parts[GRADIENTS] * _shares(args)[GRADIENTS])
-    for name, size in static.items():
-        parts[name] += size if name != GRADIENTS else 0
     # The Trainer moves all of a step's batches to the device before its first forward pass.
     parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())
     device, available, reserved = device_memory(args)
@@ -190,15 +175,16 @@ def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
     keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with
     the states. States of paged optimizers count although they may lie in the CPU's memory.
     """
-    found = dict.fromkeys((WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
+    sizes = dict.fromkeys((WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found[ADAPTERS if ".lora_" in name else WEIGHTS] += (size := tensor_bytes(tensor))
+        sizes[ADAPTERS if ".lora_" in name else WEIGHTS] += (size := tensor_bytes(tensor))
         if tensor.requires_grad:
-            found[GRADIENTS] += size
-            found[OPTIMIZER] += _optimizer_bytes(args.optim.value, tensor, tensor in embeddings)
-            found[OPTIMIZER] += 4 * parameter_count(tensor) if _zero_stage() in (1, 2) else 0
-    return {name: int(size * _shares(args)[name]) for name, size in found.items()}
+            sizes[GRADIENTS] += size
+            sizes[OPTIMIZER] += _optimizer_bytes(args.optim.value, tensor, tensor in embeddings)
+            sizes[OPTIMIZER] += 4 * parameter_count(tensor) if _zero_stage() in (1, 2) else 0
+    shares = _shares(args)
+    return {name: int(size * shares[name]) for name, size in sizes.items()}
 
 
 def parameter_count(parameter: Tensor) -> int:
@@ -206,28 +192,6 @@ def parameter_count(parameter: Tensor) -> int:
     if type(parameter).__name__ == "Params4bit":
         return math.prod(parameter.quant_state.shape)
     return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty tensor behind
-
-
-class PeakMemory(TrainerCallback):
-    """Says what torch allocated on a GPU in the first two steps: the second is the first with optimizer states.
-
-    Args:
-        memory: The estimate, as [`MemoryEstimate.to_dict`] gives it; the measured bytes are put there.
-        show: Prints a line with both.
-    """
-
-    def __init__(self, memory: dict[str, Any], show: Callable[[str], None]):
-        self.memory, self.show, self._last = memory, show, 0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(args.device)
-        self._last = min(state.global_step + 2, state.max_steps)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if args.device.type == "cuda" and state.global_step == self._last:
-            self.memory["measured"] = size = torch.cuda.max_memory_allocated(args.device)
-            self.show(f"Memory: {gib(size)} measured, {gib(self.memory['total'])} estimated.")
 
 
 def _zero_stage() -> int:
@@ -240,10 +204,10 @@ def _shares(args: TrainingArguments) -> dict[str, float]:
     kind, stage = AcceleratorState().distributed_type, _zero_stage()
     least = {WEIGHTS: 3, ADAPTERS: 3, GRADIENTS: 2, OPTIMIZER: 1}  # stage of ZeRO that divides it
     sharded = kind == DistributedType.FSDP
-    found = {name: 1 / args.world_size if sharded or stage >= least[name] else 1.0 for name in least}
+    shares = {name: 1 / args.world_size if sharded or stage >= least[name] else 1.0 for name in least}
     if kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        found[GRADIENTS] = 2.0
-    return found
+        shares[GRADIENTS] = 2.0
+    return shares
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows come together, in which order, and without padding.
-
-- [`ModalityLengthGroupedSampler`]: rows of similar length, all with images or all without, as LLaVA trains.
-- [`BalancedSampler`], `packing`: forward passes of nearly equal numbers of tokens; which rows make an optimizer step,
-  and in which order the steps come, stays as it is.
-- [`without_padding`]: rows one after another in one sequence, kept apart by their position ids. transformers builds
-  the mask of such a sequence from position ids that start again, for every implementation of attention, if no
-  attention mask is given and the cache is off.
-"""
+"""Which rows come together, in which order, and without padding."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -21,7 +13,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from .modules.model import evaluating
@@ -64,7 +56,7 @@ def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
 
 
 class ModalityLengthGroupedSampler(Sampler[int]):
-    """Every row once an epoch; each `batch_size` rows, of one optimizer step, have one modality and similar lengths.
+    """Every row once an epoch; the rows of a step have similar lengths, and all images or none, as LLaVA trains.
 
     Rows that do not fill a batch of their modality come last, in a mixed batch that a smaller one may follow. The
     order depends on seed and epoch alone; accelerate calls `set_epoch`, also if a run is resumed within an epoch.
@@ -116,7 +108,7 @@ def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[li
         tokens, number, rows = open_passes[0]
         rows.append(position)
         heapq.heapreplace(open_passes, (tokens + lengths[position], number, rows))
-    largest_first = [rows for _, _, rows in sorted(open_passes, key=lambda found: (-found[0], found[1]))]
+    largest_first = [rows for _, _, rows in sorted(open_passes, key=lambda one: (-one[0], one[1]))]
     dealt = []
     for start in range(0, passes, processes):
         dealt += largest_first[start : start + processes][:: -1 if start // processes % 2 else 1]
@@ -124,10 +116,10 @@ def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[li
 
 
 class BalancedSampler(BatchRebalanceSampler):
-    """The rows of each forward pass of one process; the rows of a step are those without packing.
+    """The rows of each forward pass of one process, of nearly equal tokens; a step has those without packing.
 
-    It extends transformers' sampler because the Trainer takes the batches of that one as they are, for one process.
-    That one has an order of its own, and balances padded lengths.
+    It extends transformers' sampler, whose batches the Trainer takes as they are, for one process. That one has an
+    order of its own, and balances padded lengths.
 
     Args:
         sampler: Gives the rows in order, the same on every process.
@@ -163,8 +155,10 @@ class BalancedSampler(BatchRebalanceSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         for rows in self.steps():
-            for part in self._divide(rows)[self.rank :: self.dp_size]:
-                yield [rows[position] for position in part]
+            lengths = [self.lengths[row] for row in rows]
+            passes = balanced(lengths, self._passes(len(rows)), self.dp_size)
+            for positions in passes[self.rank :: self.dp_size]:
+                yield [rows[position] for position in positions]
 
     def __len__(self) -> int:
         whole, rest = divmod(self._rows_of_epoch(), self.effective_batch_size)
@@ -172,14 +166,13 @@ class BalancedSampler(BatchRebalanceSampler):
 
     def steps(self) -> Iterator[list[int]]:
         """The rows of each optimizer step, over all processes, in the epoch that was set."""
-        order, count = list(self.sampler), self._rows_of_epoch()
-        order = list(islice(cycle(order), count))
+        count = self._rows_of_epoch()
+        order = list(islice(cycle(list(self.sampler)), count))
         for start in range(0, count, self.effective_batch_size):
             yield order[start : start + self.effective_batch_size]
 
     def _rows_of_epoch(self) -> int:
-        together = self.rows_per_pass * self.dp_size
-        count = len(self.lengths)
+        together, count = self.rows_per_pass * self.dp_size, len(self.lengths)
         if self.drop_last:
             return count // together * together
         return count if self.dp_size == 1 else ceil(count / together) * together
@@ -188,12 +181,12 @@ class BalancedSampler(BatchRebalanceSampler):
         """Forward passes of all processes in a step of so many rows."""
         return min(self.grad_accum, ceil(rows / (self.rows_per_pass * self.dp_size))) * self.dp_size
 
-    def _divide(self, rows: Sequence[int]) -> list[list[int]]:
-        return balanced([self.lengths[row] for row in rows], self._passes(len(rows)), self.dp_size)
-
 
 def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
-    """A padded batch of B rows as one sequence of their N tokens.
+    """A padded batch of B rows as one sequence of their N tokens, kept apart by their position ids.
+
+    transformers builds the mask of such a sequence, for every implementation of attention, from position ids that
+    start again, if no attention mask is given and the cache is off.
 
     Args:
         batch: `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values`, which stay as they are.
@@ -212,13 +205,12 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
 class PackedAttentionCheck(TrainerCallback):
     """Checks before the first step that a language model keeps the rows of one sequence apart."""
 
-    def on_train_begin(self, args, state, control, model: PreTrainedModel | None = None, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Compares a short row alone with the same row behind two others.
 
         Raises:
             ValueError: They differ, as they do with recurrent layers or with positions that ignore `position_ids`.
         """
-        assert model is not None
         rows = torch.tensor([[5, 6, 7, 8, 9, 10], [6, 7, 8, 9, 10, 11], [9, 5, 11, 7, 12, 8]], device=args.device)
         length = rows.shape[1]
         positions = torch.arange(length, device=args.device)

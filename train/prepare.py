@@ -49,12 +49,7 @@ DROPPED_ROWS = "dropped_rows.jsonl"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is checked and loaded.
-
-    Attributes:
-        learning_rates: Peak learning rate of each module.
-        checkpoint: Where the model was loaded from; None for a model that was given.
-    """
+    """A run that is checked and loaded; `checkpoint` is None if a model was passed in place of its folder."""
 
     model: NormAlignLlavaForConditionalGeneration
     collator: DataCollator
@@ -101,9 +96,8 @@ def prepare(
 
     checkpoint, config = _checkpoint_and_config(model, args, quantization_config, peft_config)
     if checkpoint is not None:
-        kwargs = args.model_init_kwargs or {}
-        dtype = frozen_dtype(kwargs.get("dtype"), config, args)
-        args.model_init_kwargs = {**kwargs, "revision": checkpoint.revision, "dtype": dtype}
+        settled = {"revision": checkpoint.revision, "dtype": frozen_dtype(config, args)}
+        args.model_init_kwargs = {**(args.model_init_kwargs or {}), **settled}
     if peft_config is not None:
         from .modules.adapter import language_adapter
 
@@ -136,7 +130,7 @@ def prepare(
         )
         train_dataset, eval_dataset, report = data.train, data.eval, data.report
     else:
-        train_dataset, eval_dataset, report = _given_rows(train_dataset, eval_dataset, collator, args, need_images)
+        train_dataset, eval_dataset, report = _checked_data(train_dataset, eval_dataset, collator, args, need_images)
     streams = isinstance(train_dataset, IterableDataset)
     if streams:
         prepare_stream(args)
@@ -192,7 +186,7 @@ def _checkpoint_and_config(
 
 
 def _processor(processor: Any, model: Any, checkpoint: Checkpoint | None) -> LlavaProcessor:
-    """The given processor, or the one in the model's folder or commit."""
+    """The processor, by default the one in the model's folder or commit."""
     if processor is None:
         if checkpoint is None and not model.name_or_path:
             raise ValueError("The model names no folder to load its processor from. Give processing_class.")
@@ -208,24 +202,21 @@ def _processor(processor: Any, model: Any, checkpoint: Checkpoint | None) -> Lla
 
 def _collator(processor: LlavaProcessor, args: NormAlignConfig, named: DataArguments | None) -> ConversationCollator:
     """The collator of rows that options name, or of others. Of the former, dropped ones are listed in `output_dir`."""
-    of_named: dict[str, Any] = {}
-    if named:
-        dropped = None if args.dry_run else DroppedRows(Path(args.output_dir) / DROPPED_ROWS)
-        of_named = {"max_image_pixels": named.max_image_pixels, "bad_rows": named.bad_rows, "dropped_rows": dropped}
-    return ConversationCollator(
-        processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free, **of_named
-    )
+    collator = ConversationCollator(processor, args.pad_to_multiple_of, padding_free=args.padding_free)
+    if named is None:
+        return collator
+    dropped = None if args.dry_run else DroppedRows(Path(args.output_dir) / DROPPED_ROWS)
+    return replace(collator, max_image_pixels=named.max_image_pixels, bad_rows=named.bad_rows, dropped_rows=dropped)
 
 
-def _given_rows(
+def _checked_data(
     train: Any, held_out: Any, collator: DataCollator, args: NormAlignConfig, need_images: bool
 ) -> tuple[Dataset | IterableDataset, Any, DataReport]:
     """[`checked_rows`] of the training and the held-out data (one data set or several by name), and one report."""
-    train, report = checked_rows(train, "train_dataset", collator, args, need_images=need_images)
-    reports = [report]
-    several = held_out if isinstance(held_out, dict) else {} if held_out is None else {"eval_dataset": held_out}
+    train, *reports = checked_rows(train, "train_dataset", collator, args, need_images=need_images)
+    several = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
     checked = {}
-    for name, rows in several.items():
+    for name, rows in several.items() if held_out is not None else ():
         checked[name], report = checked_rows(rows, name, collator, args, split="eval")
         reports.append(report)
     held_out = checked if isinstance(held_out, dict) else checked.get("eval_dataset")
@@ -288,8 +279,8 @@ def prepare_stream(args: NormAlignConfig) -> None:
 def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows: bool) -> None:
     """Raises ValueError if options need a collator of another kind."""
     padding_free = getattr(collator, "padding_free", False)
-    own = isinstance(collator, ConversationCollator)  # of others, rows have no lengths
-    if args.padding_free and not (padding_free and (own or not args.packing)):
+    has_lengths = isinstance(collator, ConversationCollator)
+    if args.padding_free and not (padding_free and (has_lengths or not args.packing)):
         name = "packing" if args.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
     if unread := (args.dataset_kwargs or {}).keys() - {"skip_prepare_dataset"}:
@@ -312,20 +303,17 @@ def normalign_config(
     if isinstance(args, NormAlignConfig):
         return copy.copy(args)
     known = {field.name for field in fields(NormAlignConfig) if field.init}
-    given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
-    if not given.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
+    options = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
+    if not options.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
         logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
-    decided = {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
-    if given.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
-        decided["hub_strategy"] = HubStrategy.END
-    return NormAlignConfig(**{**given, **decided})
+    options |= {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
+    if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
+        options["hub_strategy"] = HubStrategy.END
+    return NormAlignConfig(**options)
 
 
 def check_one_gpu(args: TrainingArguments) -> None:
-    """Raises ValueError if this process would divide batches among several GPUs, which TRL refuses after loading.
-
-    It is told from `args.n_gpu`. A model that `device_map` divides is one that TRL trains.
-    """
+    """Raises ValueError if this process sees several GPUs, which TRL refuses after loading, without a device_map."""
     if args.n_gpu > 1 and "device_map" not in (args.model_init_kwargs or {}):
         raise ValueError(
             f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
@@ -335,8 +323,8 @@ def check_one_gpu(args: TrainingArguments) -> None:
 
 def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
     """Forward passes per optimizer step that give the global batch on any number of processes."""
-    own = args.accelerator_config
-    if own.split_batches or own.dispatch_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
+    config = args.accelerator_config
+    if config.split_batches or config.dispatch_batches or "num_steps" in (config.gradient_accumulation_kwargs or {}):
         raise ValueError(
             "accelerator_config's split_batches, dispatch_batches and num_steps would change the rows in an optimizer "
             "step. Leave them out, and set global_batch_size."

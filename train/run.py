@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import get_peft_config
 
 from ..checkpoint.files import json_or_none
@@ -15,22 +14,28 @@ from ..checkpoint.names import TRAINING_RECORD
 from ..data.rows.parse import BadRow, DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
-from .command import next_command, read_command
+from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
 from .keeping.record import check_same_run
 from .keeping.summary import render, render_dropped
-from .memory import PeakMemory, gib
+from .memory import gib
 from .options.arguments import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
 from .trainer import NormAlignTrainer
+
+
+LESS_MEMORY = (
+    "Less is taken with fewer rows in a pass (--per_device_train_batch_size), "
+    "--gradient_checkpointing, --dtype bfloat16 for what is frozen, --use_peft, --load_in_4bit, "
+    "or shorter rows (--max_length)."
+)
 
 
 def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | None:
     """`normalign train RECIPE.yaml --option value ...`.
 
     Args:
-        words: The command line.
-        recipe: What [`read_command`] read of the recipe, if `words` are without it.
+        words: The command line; without the recipe if `recipe` has what [`read_command`] read of it.
 
     Returns:
         The folder of the trained checkpoint, or of the adapter; None with `dry_run`.
@@ -42,11 +47,9 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
         KeyboardInterrupt, Terminated: The run was stopped; a note says what is lost and how to resume.
         SystemExit: With `dry_run`, a step does not fit in memory.
     """
-    if recipe is None:
-        words, recipe = read_command(words)
     data, args, model = parse(words, recipe)
     if args.dry_run:
-        if not dry_run(words, recipe):
+        if not dry_run(data, args, model):
             raise SystemExit(1)
         return None
     output = train(data, args, model)
@@ -64,13 +67,6 @@ def train(
     with only_run(output):
         trainer, resume = make_trainer(data, args, model, callbacks)
         console = Console(quiet=not trainer.is_world_process_zero())
-        try:
-            if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
-                memory = trainer.estimate_memory().to_dict()
-                trainer.facts["memory"] = trainer.record["run"]["memory"] = memory
-                trainer.add_callback(PeakMemory(memory, console.print))
-        except ValueError as error:  # which is no reason not to train
-            console.print(str(error), soft_wrap=True)
         console.print(render(trainer.record, trainer.facts, output))
         dropped = DroppedRows(output / DROPPED_ROWS)
         console.print(*(shown := render_dropped(dropped)), sep="\n")
@@ -115,24 +111,19 @@ def make_trainer(
     return trainer, resume
 
 
-def dry_run(words: Sequence[str], recipe: dict[str, Any]) -> bool:
-    """Checks all that training checks, and prints the summary and whether a step fits in memory; writes no output.
+def dry_run(data: DataArguments, args: NormAlignConfig, model: ModelArguments) -> bool:
+    """Checks all that training checks, and prints the summary and the memory of a step.
 
     Returns:
-        False if it does not fit.
+        Whether the step fits.
     """
-    from .dry_run import remedy
-
-    def make(more: list[str]) -> NormAlignTrainer:
-        return make_trainer(*parse([*words, *more], recipe))[0]
-
-    trainer = make([])
+    trainer, _ = make_trainer(data, args, model)
     estimate = trainer.estimate_memory()
     console = Console(quiet=not trainer.is_world_process_zero())
-    console.print(render(trainer.record, trainer.facts, trainer.args.output_dir), estimate)
-    other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
+    console.print(render(trainer.record, trainer.facts, args.output_dir), estimate)
+    other = trainer.estimate_memory(checkpointing := not args.gradient_checkpointing)
     instead = "With" if checkpointing else "Without"
     console.print(f"{instead} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)
     if not estimate.fits:
-        console.print(remedy(trainer, make), soft_wrap=True)
+        console.print(LESS_MEMORY, soft_wrap=True)
     return estimate.fits

@@ -5,7 +5,7 @@ import copy
 import math
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -43,7 +43,7 @@ def peak_bytes(
         stack.enter_context(ledger)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda each: ledger.move(each.grad, GRADIENTS))
+                parameter.register_post_accumulate_grad_hook(lambda trained: ledger.move(trained.grad, GRADIENTS))
                 if accumulates:
                     parameter.grad = torch.zeros_like(parameter)
                     ledger.move(parameter.grad, GRADIENTS)
@@ -58,12 +58,15 @@ def peak_bytes(
 
 def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: ExitStack) -> None:
     """Has the trainer take steps as in training, on a GPU if one is asked about, until the stack is closed."""
-    args, model = trainer.args, trainer.model
+    args, model, base = trainer.args, trainer.model, base_model(trainer.model)
+    for embeddings in (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings()):
+        # Disabling checkpointing leaves its hooks there, with which an input has a gradient.
+        stack.enter_context(replaced(embeddings, _forward_hooks=OrderedDict()))
     if args.gradient_checkpointing if checkpointing is None else checkpointing:
         stack.callback(model.gradient_checkpointing_disable)  # the Trainer enables it when it trains
-        given = dict(args.gradient_checkpointing_kwargs or {})
-        own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given or None, **own)
+        options = dict(args.gradient_checkpointing_kwargs or {})
+        own = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **own)
     stack.callback(model.train, model.training)
     model.train()
     stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -71,7 +74,7 @@ def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: Exi
     stack.enter_context(replaced(trainer, _metrics=copy.deepcopy(trainer._metrics)))
     stack.enter_context(replaced(trainer.accelerator, gather_for_metrics=lambda value: value))
     if args.device.type != "cpu" or args.device_memory is not None:
-        stack.enter_context(replaced(base_model(model), only_answers=False))
+        stack.enter_context(replaced(base, only_answers=False))
         # TRL's fused head: Triton writes into the tiles of its products, where torch would allocate.
         stack.enter_context(replaced(utils, _use_triton=lambda device: True))
         tiles = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), lambda *args, **kwargs: None)
@@ -87,9 +90,9 @@ class _Shape(Tensor):
     @staticmethod
     def __new__(cls, meta: Tensor):
         layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
-        made = Tensor._make_wrapper_subclass(cls, meta.shape, **layout)
-        made.meta = meta
-        return made
+        shape = Tensor._make_wrapper_subclass(cls, meta.shape, **layout)
+        shape.meta = meta
+        return shape
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -114,12 +117,12 @@ class _Ledger(TorchDispatchMode):
         """The shape of a parameter or buffer, which is counted elsewhere."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self._weights[meta.untyped_storage()._cdata] = meta
-        made: Tensor = _Shape(meta)
+        shape: Tensor = _Shape(meta)
         if isinstance(tensor, nn.Parameter):
             with self:
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            made.__dict__.update(tensor.__dict__)  # where bitsandbytes keeps its constants
-        return made
+                shape = nn.Parameter(shape, requires_grad=tensor.requires_grad)
+            shape.__dict__.update(tensor.__dict__)  # where bitsandbytes keeps its constants
+        return shape
 
     def move(self, tensor: Tensor, part: str) -> None:
         """Enters what a tensor takes under another part."""
@@ -132,8 +135,8 @@ class _Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, aten = kwargs or {}, torch.ops.aten
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        on_meta = any(each.is_meta or isinstance(each, _Shape) for each in tensors)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        on_meta = any(tensor.is_meta or isinstance(tensor, _Shape) for tensor in tensors)
         if func is aten._local_scalar_dense.default and on_meta:
             return 1.0 if args[0].is_floating_point() else 1  # for the log
         makes = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
@@ -143,21 +146,21 @@ class _Ledger(TorchDispatchMode):
         if not real:
             if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
                 args = (args[0], _positions(args[1]), *args[2:])
-            shapes = {id(each.meta): each for each in tensors if isinstance(each, _Shape)}
-            args, kwargs = tree_map_only(Tensor, lambda each: _plain(each).to("meta"), (args, kwargs))
+            shapes = {id(tensor.meta): tensor for tensor in tensors if isinstance(tensor, _Shape)}
+            args, kwargs = tree_map_only(Tensor, lambda tensor: _plain(tensor).to("meta"), (args, kwargs))
             if "device" in kwargs:
                 kwargs["device"] = torch.device("meta")
         result = func(*args, **kwargs)
         copied = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self._count(each.untyped_storage(), WEIGHTS if copied else ACTIVATIONS)  # autocast's copies
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage(), WEIGHTS if copied else ACTIVATIONS)  # autocast's copies
         # bitsandbytes' product with 4-bit weights dequantizes them inside.
         self._mark(args[0].element_size() * math.prod(args[2]) if func.name() == "bitsandbytes::gemm_4bit" else 0)
         if real:
             return result
         # What is changed in place stays the same tensor.
-        return tree_map_only(Tensor, lambda each: shapes[id(each)] if id(each) in shapes else _Shape(each), result)
+        return tree_map_only(Tensor, lambda meta: shapes[id(meta)] if id(meta) in shapes else _Shape(meta), result)
 
     def _count(self, storage: torch.UntypedStorage, part: str) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -181,9 +184,9 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices, each mask in the form of positions, whose number is known."""
-    found: list[Tensor | None] = []
-    for each in indices:
-        is_mask = each is not None and each.dtype == torch.bool and not isinstance(each, _Shape)
-        found += each.nonzero(as_tuple=True) if is_mask else [each]  # type: ignore[union-attr]
-    return found
+    """Indices, with masks in the form of positions, whose number is known."""
+    positions: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, _Shape)
+        positions += index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]
+    return positions

@@ -71,16 +71,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)  # logs in one process only
 
 OVERRIDDEN = (
-    "_get_grad_norm",
-    "_get_train_sampler",
-    "_load_best_model",
-    "_load_from_checkpoint",
-    "_run_epoch",
-    "_save",
-    "_save_checkpoint",
-    "_save_optimizer_and_scheduler",
-    "_save_rng_state",
-    "_total_train_tokens",
+    *("_get_train_sampler", "_run_epoch", "_get_grad_norm", "_total_train_tokens"),
+    *("_save", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state"),
+    *("_load_best_model", "_load_from_checkpoint"),
 )
 """What is private in the Trainer and overridden here."""
 
@@ -108,7 +101,7 @@ class NormAlignTrainer(SFTTrainer):
 
     Attributes:
         learning_rates: The peak learning rate of each module.
-        facts: What [`summary`] found: modules, data, batch, memory.
+        facts: The [`summary`]: modules, data, batch, steps; and the disk that the run takes.
 
     Raises:
         ValueError: An argument, the model or the data is wrong; it is named.
@@ -152,8 +145,8 @@ class NormAlignTrainer(SFTTrainer):
             compares_rows=compute_metrics is not None,
         )
         self.checkpoint, model = ready.checkpoint, ready.model
-        commit = ready.checkpoint.revision if ready.checkpoint else None
         self.learning_rates = ready.learning_rates
+        commit = ready.checkpoint.revision if ready.checkpoint else None
         self.record = training_record(model, commit, args, self.learning_rates, ready.report, options)
         self.build = read_record(model.name_or_path, BUILD_RECORD, commit)
         # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
@@ -192,7 +185,7 @@ class NormAlignTrainer(SFTTrainer):
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _finish_model(self) -> None:
-        """What is trained, in which precision, and its forward pass; TRL has put adapters on the model by now."""
+        """Freezes modules, makes what is trained float32, and wraps the forward pass. TRL has added the adapters."""
         args, model = self.args, base_model(self.model)
         if isinstance(self.model, PeftModel):
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
@@ -211,7 +204,7 @@ class NormAlignTrainer(SFTTrainer):
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
     def _add_callbacks(self) -> None:
-        """Checks, and what is measured and shown: lines of the log, answers to held-out rows, cosines."""
+        """Adds what checks steps, prints lines, answers held-out rows and records cosines."""
         args = self.args
         self.finite = FiniteCheck(args)
         self.add_callback(self.finite)
@@ -244,14 +237,13 @@ class NormAlignTrainer(SFTTrainer):
         """
         if self.optimizer is None:
             optimizer = super().create_optimizer(model)
-            names = {parameter: name for name, parameter in (model or self.model).named_parameters()}
-            groups = []
-            for group in optimizer.param_groups:
-                for module in MODULES:
-                    parameters = [p for p in group["params"] if module_of(names[p]) == module]
-                    if parameters:
-                        groups.append({**group, "params": parameters, "lr": self.learning_rates[module]})
-            optimizer.param_groups = groups
+            modules = {value: module_of(name) for name, value in (model or self.model).named_parameters()}
+            groups = [
+                {**group, "params": [p for p in group["params"] if modules[p] == module], "lr": learning_rate}
+                for group in optimizer.param_groups
+                for module, learning_rate in ((name, self.learning_rates[name]) for name in MODULES)
+            ]
+            optimizer.param_groups = [group for group in groups if group["params"]]
             if self.is_fsdp_enabled:
                 optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer

@@ -30,8 +30,6 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     assert {row["module"]: (row["trained"], row["learning_rate"]) for row in record["run"]["modules"]} == {
         "vision tower": (0, 0), "projector": (linears, 1e-3), "norm": (64, 1e-3), "language model": (0, 0)
     }  # fmt: skip
-    memory = record["run"]["memory"]
-    assert memory["activations"] > 0 and memory["total"] > memory["activations"]
     assert record["run"]["disk"]["checkpoints"] == 2
     assert record["learning_rates"] == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
     assert (record["options"]["seed"], record["options"]["warmup_steps"]) == (5, 0.03)

@@ -86,7 +86,7 @@ def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[
 
 
 def _replace_line(path: Path, line: dict) -> None:
-    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    lines = [old for old in lines if old["step"] < line["step"]] + [line]
+    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    texts = [text for text in texts if json.loads(text)["step"] < line["step"]] + [json.dumps(line)]
     with atomic_write(path) as written:
-        written.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        written.write_text("\n".join(texts) + "\n", encoding="utf-8")

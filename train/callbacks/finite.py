@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..keeping.checkpoints import newest_complete
-from ..modules.model import base_model, evaluating
+from ..modules.model import evaluating, watching_outputs
 from ..options.arguments import NormAlignConfig
 
 
@@ -31,8 +30,7 @@ class FiniteCheck(TrainerCallback):
     """Checks whether loss and gradients of a step are finite; only if not, looks for the module that was first.
 
     They are counted on their device. Once in an optimizer step the counts are summed over the processes, so that all
-    of them stop or none, and read, which waits for the device. (The Trainer's `logging_nan_inf_filter`, which waits
-    twice for each batch, is off.)
+    of them stop or none, and read, which waits for the device.
 
     With fp16, infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step and
     lowers its scale. There only the loss counts, until the scale is below 1.
@@ -114,24 +112,15 @@ class FiniteCheck(TrainerCallback):
         """The first module that gives values that are not finite, in one more forward pass of the step's batches."""
         first: list[str] = []
 
-        def watch(name: str):
-            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                values = (value for value in tree_leaves(output) if isinstance(value, Tensor))
-                if not first and not all(value.isfinite().all() for value in values):
-                    first.append(f"the output of {name}")
+        def look(name: str, outputs: list[Tensor]) -> None:
+            if not first and not all(output.isfinite().all() for output in outputs):
+                first.append(f"the output of {name}")
 
-            return hook
-
-        hooks = [
-            module.register_forward_hook(watch(name)) for name, module in base_model(model).named_modules() if name
-        ]
         try:
-            with evaluating(model, self.args):
+            with evaluating(model, self.args), watching_outputs(model, look):
                 for batch in batches:  # all of them: sharded weights are gathered by all processes
                     model(**batch, fused_lm_head=True)
         finally:
-            for hook in hooks:
-                hook.remove()
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # as a backward pass would: gradients are those of shards

@@ -58,15 +58,15 @@ class Measurements(TrainerCallback):
         if not self._measuring:
             return {}
         self._measuring = False
-        found = {name: value.item() for name, value in (norm_values(self._model) | self._grad_norms).items()}
+        values = {name: value.item() for name, value in (norm_values(self._model) | self._grad_norms).items()}
         sums = reduce(torch.stack(list(self._norms.values())), "sum").double()
         for name, (total, count) in zip(self._norms, sums.tolist(), strict=True):
             if count:
-                found[name] = total / count
+                values[name] = total / count
         if self._clippings:
-            found["clip/share"] = float(self._clipped) / self._clippings
+            values["clip/share"] = float(self._clipped) / self._clippings
         self._clipped, self._clippings = 0, 0
-        return found
+        return values
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._model = base_model(model)
@@ -99,10 +99,8 @@ class Measurements(TrainerCallback):
             if parameter.grad is not None:
                 norms.setdefault(f"grad_norm/{_part(name)}", []).append(_full_norm(parameter.grad).to(args.device))
         # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
-        factor = self._clip_factor()
-        self._grad_norms = {
-            name: torch.linalg.vector_norm(torch.stack(parts)) * factor for name, parts in norms.items()
-        }
+        factor, norm = self._clip_factor(), torch.linalg.vector_norm
+        self._grad_norms = {name: norm(torch.stack(parts)) * factor for name, parts in norms.items()}
 
     def _clip_factor(self):
         # The divisor of torch's clipping.

@@ -17,7 +17,7 @@ COLUMNS = {
     "gradient": ("grad_norm", 8, ".3g"),
     "clipped": ("clip/share", 7, ".0%"),
 }
-"""Of each column between step and time left: its key in the log, width and format."""
+"""The columns between step and time left: key in the log, width and format."""
 
 
 def show_lines(trainer: Trainer) -> None:

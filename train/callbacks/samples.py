@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the model answers to a few held-out examples at each evaluation: in a file."""
 
+import copy
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ logger = get_logger(__name__)  # logs in one process only
 def held_out_samples(
     held_out: Any, collator: DataCollator, args: NormAlignConfig, sharded: bool
 ) -> "SampleCallback | None":
-    """The examples that are answered at each evaluation: the first that can be read, unless none are to be."""
+    """The callback that answers the first held-out rows that can be read; None if none are to be answered."""
     count = args.sample_count
     if count is None and sharded:
         if args.eval_strategy != IntervalStrategy.NO:
@@ -53,13 +54,10 @@ class SampleCallback(TrainerCallback):
         self.examples = []
         for row in rows:
             images = [decode_image(image, max_image_pixels) for image in row["images"]]
-            following, messages = iter(images), []
-            for message in row["messages"]:
-                parts = [
-                    {**part, "image": next(following)} if part["type"] == "image" else part
-                    for part in message["content"]
-                ]
-                messages.append({"role": message["role"], "content": parts})
+            messages, following = copy.deepcopy(row["messages"]), iter(images)
+            for part in (part for message in messages for part in message["content"]):
+                if part["type"] == "image":
+                    part["image"] = next(following)
             last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
             self.examples.append((messages[:last], images, _text(messages[last])))
         self.max_new_tokens = max_new_tokens
@@ -78,8 +76,9 @@ class SampleCallback(TrainerCallback):
                 ).to(model.device)
                 ids = model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, use_cache=True)
                 answer = processing_class.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-                example = {"images": names, "question": _question(prompt), "answer": answer.strip(), "truth": truth}
-                written.append(example)
+                roles = [f"{turn['role']}: " if len(prompt) > 1 else "" for turn in prompt]
+                question = "\n".join(role + _text(turn) for role, turn in zip(roles, prompt, strict=True))
+                written.append({"images": names, "question": question, "answer": answer.strip(), "truth": truth})
         if state.is_world_process_zero:
             if self._last_step is None:
                 (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -88,13 +87,6 @@ class SampleCallback(TrainerCallback):
                         image.save(folder / name)
             write_json(folder / f"step-{state.global_step}.json", written)
         self._last_step = state.global_step
-
-
-def _question(prompt: list[dict[str, Any]]) -> str:
-    """A prompt as text: a single turn as it is, several with their roles."""
-    if len(prompt) == 1:
-        return _text(prompt[0])
-    return "\n".join(f"{message['role']}: {_text(message)}" for message in prompt)
 
 
 def _text(message: dict[str, Any]) -> str:

@@ -26,6 +26,9 @@ from ...errors import Console, NotWritable, write_failure
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
 """The optimizer's file or folder: of one process or DDP, of FSDP in one file, of FSDP in shards, of DeepSpeed."""
 
+RESULT = ("config.json", ADAPTER_CONFIG, TRAINING_RECORD)
+"""Files by which a folder is known to hold a trained model."""
+
 
 def is_complete(checkpoint: Path) -> bool:
     """Whether the checkpoint was written to its end."""
@@ -33,11 +36,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
-    """What a trainer checkpoint lacks to resume from; empty if nothing.
-
-    What the Trainer would pass over silently is looked for: the mark of completeness, optimizer, scheduler, and random
-    states. It fails by itself if weights are missing.
-    """
+    """What a checkpoint lacks that the Trainer would resume without: the mark, optimizer, scheduler, random states."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         return ["the folder itself"]
@@ -58,8 +57,8 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
 
 def newest_complete(output_dir: str | os.PathLike, world_size: int) -> Path | None:
     """The checkpoint of the highest step in `output_dir` that can be resumed from, or None."""
-    found = (folder for folder in reversed(checkpoints_in(output_dir)) if not missing_from(folder, world_size))
-    return next(found, None)
+    newest_first = reversed(checkpoints_in(output_dir))
+    return next((folder for folder in newest_first if not missing_from(folder, world_size)), None)
 
 
 def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
@@ -71,9 +70,8 @@ def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
     """Removes an earlier folder of that name, has the checkpoint written, and removes it again if the disk is full.
 
-    The other processes must wait for the first, which removes the earlier folder. Errors other than a full disk, an
-    exceeded quota or a limit on file sizes are raised as they are, and so is any error after the checkpoint is
-    complete, which then stays.
+    The other processes must wait for the first, which removes the earlier folder. Other errors are raised as they
+    are, and so is any error after the checkpoint is complete, which then stays.
     """
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
@@ -100,7 +98,7 @@ def writing_result(output: Path) -> Iterator[None]:
     except Exception as error:
         if (cause := write_failure(error)) is None:
             raise
-        for name in ("config.json", ADAPTER_CONFIG, TRAINING_RECORD):
+        for name in RESULT:
             (output / name).unlink(missing_ok=True)
         raise OSError(
             f"The trained model could not be written to {output}: {cause}. Make room, and run the same command with "
@@ -117,10 +115,10 @@ def _remove(folder: Path) -> None:
 def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
     """[`only_writer`] for all processes of a run, which must call this: the first takes the lock, or all stop."""
     problem = [""]
-    with ExitStack() as held:
+    with ExitStack() as lock:
         if PartialState().is_main_process:
             try:
-                held.enter_context(only_writer(output_dir, wait=0))
+                lock.enter_context(only_writer(output_dir, wait=0))
             except (ValueError, NotWritable) as error:
                 problem = [str(error)]
             except OSError as error:
@@ -143,14 +141,14 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     option, output = str(resume).lower(), Path(output_dir)
     earlier = checkpoints_in(output)
     names = ", ".join(path.name for path in earlier)
-    result = ", ".join(name for name in ("config.json", ADAPTER_CONFIG, TRAINING_RECORD) if (output / name).exists())
+    result = ", ".join(name for name in RESULT if (output / name).exists())
     if option in ("none", "false"):
-        if earlier or result:
-            raise ValueError(
-                f"{output} holds an earlier run or a model: {names or result}. Resume from its checkpoints with "
-                "--resume_from_checkpoint, or choose another --output_dir."
-            )
-        return None
+        if not (earlier or result):
+            return None
+        raise ValueError(
+            f"{output} holds an earlier run or a model: {names or result}. Resume from its checkpoints with "
+            "--resume_from_checkpoint, or choose another --output_dir."
+        )
     if option not in ("last", "true"):
         named = Path(str(resume))
         if missing := missing_from(named, world_size):
@@ -163,24 +161,22 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
                 f"{output} holds checkpoints of another run ({names}) than {named}. Choose another --output_dir."
             )
         return named
-    found = newest_complete(output, world_size)
-    newer = earlier[earlier.index(found) + 1 :] if found else earlier
-    for folder in newer:
-        if is_complete(folder):
-            raise ValueError(
-                f"Resuming from {found or 'the beginning'} would write over {folder}, which was saved whole but lacks "
-                f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, "
-                "remove it, or choose another --output_dir."
-            )
-    if not found and result:
+    newest = newest_complete(output, world_size)
+    skipped = earlier[earlier.index(newest) + 1 :] if newest else earlier
+    for folder in filter(is_complete, skipped):
+        raise ValueError(
+            f"Resuming from {newest or 'the beginning'} would write over {folder}, which was saved whole but lacks "
+            f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, "
+            "remove it, or choose another --output_dir."
+        )
+    if not newest and result:
         raise ValueError(f"{output} holds a model and no checkpoint to resume from. Choose another --output_dir.")
-    if os.environ.get("RANK", "0") == "0":
-        console = Console(stderr=True, soft_wrap=True)
-        for folder in newer:
-            console.print(f"Skipped {folder}: it was not written to its end.")
-        start = f"from {found}" if found else f"from the beginning: {output_dir} holds no complete checkpoint"
-        console.print(f"Resuming {start}.")
-    return found
+    console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
+    for folder in skipped:
+        console.print(f"Skipped {folder}: it was not written to its end.")
+    start = newest or f"the beginning: {output_dir} holds no complete checkpoint"
+    console.print(f"Resuming from {start}.")
+    return newest
 
 
 def began_in(resume: str | bool | None, output_dir: str | os.PathLike | None) -> tuple[bool, bool] | None:

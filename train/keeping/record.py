@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves with its weights: `training.json`, the model card, and the result on the Hub."""
+"""What a run leaves with its weights: `training.json`, the model card, the result on the Hub."""
 
 import json
 import logging
@@ -58,14 +58,14 @@ def training_record(
     """The resolved recipe as JSON: options that differ from their default, and all that the stages set.
 
     Local paths are cut to their last part. Dropped rows are listed by number; `dropped_rows.jsonl` has the reasons.
-    `model_revision` is the commit of a checkpoint from the Hub, `before` the record of the training before this one,
-    and `commit` that of this package's code. All processes must call this at the same time. The trainer adds `run`
-    (the facts of [`summary`]), and at every save `steps_done`, the optimizer steps so far, and their `seconds`.
+    `before` is the record of the training before this one, and `commit` that of this package's code. All processes
+    must call this at the same time. The trainer adds `run` (the facts of [`summary`]), and at every save `steps_done`,
+    the optimizer steps so far, and their `seconds`.
     """
     loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
     options = {name: value for name, value in _plain(loaded).items() if value is not None}
-    for each in others:
-        options |= _changed(each, set())
+    for more in others:
+        options |= _changed(more, set())
     options |= _changed(args, {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"})
     quantization = getattr(model.config, "quantization_config", None)
     return {
@@ -127,7 +127,7 @@ def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
     file = checkpoint / TRAINING_RECORD
     if not file.exists():
         return
-    old, new = (_fixed(each) for each in (json.loads(file.read_text(encoding="utf-8")), record))
+    old, new = _fixed(json.loads(file.read_text(encoding="utf-8"))), _fixed(record)
     differing = [
         f"{name} (was {old.get(name)}, is {new.get(name)})"
         for name in sorted(old.keys() | new.keys())

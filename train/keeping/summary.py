@@ -16,34 +16,21 @@ from peft import PeftModel
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 from transformers import SchedulerType
 
-from ...checkpoint.weights import (
-    check_space,
-    free_space,
-    module_of_file,
-    shards_of,
-    stored_tensors,
-    unchanged_files,
-)
+from ...checkpoint.weights import check_space, free_space, module_of_file, shards_of, stored_tensors, unchanged_files
 from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport, by_kind, counted, not_read
 from ..memory import gib, parameter_count, static_bytes, tensor_bytes, titled_table
-from ..modules.model import base_model, frozen_modules, module_of
+from ..modules.model import base_model, frozen_modules, module_of, trained_parameters
 from ..options.arguments import NormAlignConfig, autocast_dtype
-from ..shapes import OPTIMIZER, PARTS
+from ..shapes import OPTIMIZER
 from .checkpoints import checkpoints_in
 
 
-ROWS = {
-    "vision": "vision tower",
-    "projector": "projector",
-    "norm": "norm",
-    "language": "language model",
-    "adapters": "adapters",
-}
-"""Rows of the table, by module; adapters have the language model's learning rate."""
+ROWS = {"vision": "vision tower", "projector": "projector", "norm": "norm", "language": "language model"}
+"""Rows of the table, by module; that of adapters comes last."""
 
 
 def summary(
@@ -54,7 +41,7 @@ def summary(
     rows: int,
     steps: int,
 ) -> dict[str, Any]:
-    """The facts of a run as JSON: modules, data, batch, steps, precision; a run adds [`estimate_memory`]."""
+    """The facts of a run as JSON: modules, data, batch, steps, precision."""
     batch = {
         "rows": rows,
         "per_device": args.per_device_train_batch_size,
@@ -84,20 +71,20 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
     do not count.
     """
     empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
-    found = {key: {"module": name, **empty, "dtypes": Counter()} for key, name in ROWS.items()}
+    rows = {key: {"module": name, **empty} for key, name in (ROWS | {"adapters": "adapters"}).items()}
+    dtypes = {key: Counter[str]() for key in rows}
     for name, parameter in model.named_parameters():
         if ".original_module." in name:
             continue
-        row = found["adapters" if ".lora_" in name else module_of(name)]
-        count = parameter_count(parameter)
-        row["parameters"] += count
-        row["dtypes"][_dtype(parameter)] += count
+        key, count = "adapters" if ".lora_" in name else module_of(name), parameter_count(parameter)
+        rows[key]["parameters"] += count
+        packed = type(parameter).__name__ == "Params4bit"
+        dtypes[key][parameter.quant_type if packed else str(parameter.dtype).removeprefix("torch.")] += count
         if parameter.requires_grad:
-            row["trained"] += count
-            row["learning_rate"] = learning_rates[module_of(name)]
-    for row in found.values():
-        row["dtypes"] = [dtype for dtype, _ in row["dtypes"].most_common()]
-    return [row for row in found.values() if row["parameters"]]
+            rows[key]["trained"] += count
+            rows[key]["learning_rate"] = learning_rates[module_of(name)]
+    counted_dtypes = {key: [dtype for dtype, _ in count.most_common()] for key, count in dtypes.items()}
+    return [{**row, "dtypes": counted_dtypes[key]} for key, row in rows.items() if row["parameters"]]
 
 
 def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Sequence[Path]) -> dict[str, int]:
@@ -108,7 +95,7 @@ def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Se
     kind = AcceleratorState().distributed_type
     sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     optimizer = static_bytes(model, args)[OPTIMIZER] * (args.world_size if sharded else 1)
-    trained = sum(tensor_bytes(each) for each in model.parameters() if each.requires_grad)
+    trained = sum(tensor_bytes(parameter) for parameter in trained_parameters(model).values())
     if kind == DistributedType.DEEPSPEED or (sharded and isinstance(model, PeftModel)):
         optimizer += trained  # which is saved again with these states
     weights, once = trained, 0
@@ -118,9 +105,9 @@ def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Se
             for name, value in model.state_dict(keep_vars=True).items()
         }
         layout, frozen = stored_tensors(model, whole), frozen_modules(model)
-        found, files = unchanged_files(layout, frozen, weights_in), shards_of(layout)
-        sizes = {name: sum(layout[each].nbytes for each in files[name]) for name in files.keys() - found.keys()}
-        once = sum(size for name, size in sizes.items() if module_of_file(files[name][0]) in frozen)
+        linked, files = unchanged_files(layout, frozen, weights_in), shards_of(layout)
+        sizes = {file: sum(layout[name].nbytes for name in files[file]) for file in files.keys() - linked.keys()}
+        once = sum(size for file, size in sizes.items() if module_of_file(files[file][0]) in frozen)
         weights = sum(sizes.values()) - once
     saves = {"no": 0, "epoch": ceil(args.num_train_epochs)}.get(args.save_strategy.value)
     if saves is None:
@@ -134,8 +121,8 @@ def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Se
 
 def check_disk(output_dir: str | os.PathLike, size: int) -> None:
     """Raises ValueError if what a run writes in all does not fit, beside what its earlier checkpoints take already."""
-    found = (path.stat() for folder in checkpoints_in(output_dir) for path in folder.rglob("*"))
-    size -= sum(each.st_size for each in found if each.st_nlink == 1)
+    files = (path.stat() for folder in checkpoints_in(output_dir) for path in folder.rglob("*"))
+    size -= sum(file.st_size for file in files if file.st_nlink == 1)
     remedy = (
         "Make room, keep fewer checkpoints (--save_total_limit 1), write to another disk (--output_dir), or, if the "
         "run need not be resumed, save no states of the optimizer (--save_only_model)."
@@ -146,9 +133,9 @@ def check_disk(output_dir: str | os.PathLike, size: int) -> None:
 def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
     """Options, and what [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
     options = {"stage": record["stage"], "arm": record["arm"], **record["options"]}
-    tables = _modules_table(facts["modules"]), _data_table(facts["data"])
-    shown = _facts(facts, free_space(Path(output_dir)))
-    return Group("Options", _pairs(options), *tables, *_not_read(facts), _pairs(shown))
+    modules, data = _modules_table(facts["modules"]), _data_table(facts["data"])
+    run = _pairs(_facts(facts, free_space(Path(output_dir))))
+    return Group("Options", _pairs(options), modules, data, *_not_read(facts), run)
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
@@ -202,7 +189,7 @@ def _facts(facts: dict[str, Any], free: int) -> dict[str, str]:
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
     divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
     checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
-    shown = {
+    return {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided}",
         "Reading": f"by {batch['workers']:,} process(es) for each" if batch["workers"] else "in the same process",
@@ -211,10 +198,6 @@ def _facts(facts: dict[str, Any], free: int) -> dict[str, str]:
         "Precision": _precision(facts),
         "Disk": f"{gib(disk['total'])} ({checkpoints}); {gib(free)} are free",
     }
-    if used := facts.get("memory"):
-        parts = ", ".join(f"{name} {gib(used[name])}" for name in PARTS if used.get(name))
-        shown["Memory"] = f"{gib(used['total'])} on each device ({parts})"
-    return shown
 
 
 def _precision(facts: dict[str, Any]) -> str:
@@ -222,9 +205,3 @@ def _precision(facts: dict[str, Any]) -> str:
     steps += f" ({facts['precision_because']})" if facts["precision_because"] else ""
     frozen = {dtype: None for row in facts["modules"] if not row["trained"] for dtype in row["dtypes"]}
     return f"{steps}; what is trained is float32{', what is frozen ' if frozen else ''}{' + '.join(frozen)}"
-
-
-def _dtype(parameter: Tensor) -> str:
-    if type(parameter).__name__ == "Params4bit":
-        return parameter.quant_type
-    return str(parameter.dtype).removeprefix("torch.")

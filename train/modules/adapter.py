@@ -23,30 +23,23 @@ ELSEWHERE = r"(?!model\.language_model\.|lm_head$).*"
 """Modules that get no adapters. The head is none of them, so that whoever names it is told."""
 
 OPTIONS = {
-    *(
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "use_rslora",
-        "use_dora",
-        "fan_in_fan_out",
-        "task_type",
-        "layers_to_transform",
-    ),
-    *("target_modules", "exclude_modules", "modules_to_save", "trainable_token_indices", "ensure_weight_tying"),
-    *("init_lora_weights", "peft_version", "base_model_name_or_path", "revision", "runtime_config"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "fan_in_fan_out", "task_type"),
+    *("layers_to_transform", "target_modules", "exclude_modules", "modules_to_save"),
+    *("trainable_token_indices", "ensure_weight_tying", "init_lora_weights", "peft_version"),
+    *("base_model_name_or_path", "revision", "runtime_config"),
 }
 """What may be set in a `LoraConfig`: what is trained as it says, and can be merged."""
+
+TIED = "The embeddings of this model are its head too (tie_word_embeddings)"
+IN_FULL = "train them in full: modules_to_save with embed_tokens"
 
 
 def language_adapter(
     config: PeftConfig, model_config: NormAlignLlavaConfig, learning_rates: dict[str, float]
 ) -> LoraConfig:
-    """A copy of a LoRA configuration, limited to the language model; what is trained in full is in `modules_to_save`.
+    """A copy of a LoRA configuration, limited to the language model: PEFT's names match in the vision tower too.
 
-    PEFT's "all-linear" and plain names such as "q_proj" also match layers of the vision tower, so everything outside
-    the language model is excluded. The projector, with its norm, is saved with the adapter, and so is a trained
-    vision tower.
+    The projector, with its norm, is trained in full and saved with the adapter, and so is a trained vision tower.
     `target_modules` are names of linear layers or a regular expression; by default all of the decoder's.
 
     PEFT passes over names that match nothing, so they are looked for here, and the adapter is put on a model without
@@ -63,15 +56,14 @@ def language_adapter(
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(model_config)
-    own, excluded = config.target_modules, config.exclude_modules or ()
+    targets, excluded = config.target_modules, config.exclude_modules or ()
     names = {excluded: excluded} if isinstance(excluded, str) else {name: _ending(name) for name in sorted(excluded)}
     config.exclude_modules = "|".join([ELSEWHERE, *names.values()])
-    if own in (None, "all-linear"):
-        config.target_modules = set(_linear_layers(model))
-    elif isinstance(own, str) and (given := names_in(own)):  # TRL makes text of a list of one name
-        config.target_modules = set(given)
+    all_layers = targets in (None, "all-linear")
+    if all_layers or (isinstance(targets, str) and names_in(targets)):  # TRL makes text of a list of one name
+        config.target_modules = set(_linear_layers(model) if all_layers else names_in(targets))
     config.modules_to_save = _modules_to_save(config, model, learning_rates)
-    if own not in (None, "all-linear"):
+    if not all_layers:
         _check_targets(config, model)
     _check_layers(config, model, names)
     _check_tokens(config, model)
@@ -89,10 +81,9 @@ def _check_options(config: LoraConfig) -> None:
         raise ValueError("lora_alpha 0 multiplies each adapter by 0, so none would be trained. Give another.")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(f"task_type is {config.task_type!r}. Answers are trained with 'CAUSAL_LM'.")
-    patterns = [value for value in (config.target_modules, config.exclude_modules) if isinstance(value, str)]
-    for pattern in patterns:
+    for pattern in (config.target_modules, config.exclude_modules):
         try:
-            re.compile(pattern)
+            re.compile(pattern if isinstance(pattern, str) else "")
         except re.error as error:
             raise ValueError(f"{pattern!r} in peft_config is no regular expression: {error}.") from error
     changed = {name for name, value in vars(LoraConfig()).items() if getattr(config, name) != value} - OPTIONS
@@ -109,13 +100,13 @@ def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[
     in_full = {"vision_tower": learning_rates["vision"], "multi_modal_projector": projector}
     requested = []
     for name in config.modules_to_save or ():
-        found = [path for path in _modules(model) if path.endswith(name)]  # as PEFT does
-        if not found:
+        paths = [path for path in _modules(model) if path.endswith(name)]  # as PEFT does
+        if not paths:
             raise ValueError(f"modules_to_save names {name}, and the model has no module of that name.")
-        part = next((part for part in in_full if f"model.{part}" in found), None)
+        part = next((part for part in in_full if f"model.{part}" in paths), None)
         if part and not in_full[part]:
             raise ValueError(f"modules_to_save names {name}, but its learning rate is 0. Leave out one of them.")
-        if not part and any(re.match(r"model$|model\.(vision_tower|multi_modal_projector)", path) for path in found):
+        if not part and any(re.match(r"model$|model\.(vision_tower|multi_modal_projector)", path) for path in paths):
             raise ValueError(
                 f"modules_to_save names {name}, which is in the vision tower or the projector too. "
                 "They have learning rates of their own. Name modules of the language model."
@@ -137,11 +128,11 @@ def _check_targets(config: LoraConfig, model: nn.Module) -> None:
     else:
         left_out = {name for name in targets if not _adapted(config, names, target_modules={name})}
     for name in sorted(left_out):
-        found = [path for path in names if re.fullmatch(_ending(name), path)]
+        paths = [path for path in names if re.fullmatch(_ending(name), path)]
         why = "exclude_modules, modules_to_save or layers_to_transform leaves it out"
-        if not found:
+        if not paths:
             why = f"there is no such module. Layers of the language model: {', '.join(_linear_layers(model))}"
-        elif all(re.fullmatch(ELSEWHERE, path) for path in found):
+        elif all(re.fullmatch(ELSEWHERE, path) for path in paths):
             why = "it is not in the language model. The other parts are trained in full, if they have a learning rate"
         raise ValueError(f"target_modules names {name}, which would get no adapter: {why}.")
 
@@ -169,13 +160,10 @@ def _check_tokens(config: LoraConfig, model: NormAlignLlavaForConditionalGenerat
     if tokens is None:
         return
     if model.lm_head.weight is embeddings.weight:
-        raise ValueError(
-            "trainable_token_indices needs embeddings of their own, and those of this model are its head too "
-            "(tie_word_embeddings). Train all of them: modules_to_save with embed_tokens."
-        )
+        raise ValueError(f"{TIED}, so trainable_token_indices cannot be merged. Leave it out, or {IN_FULL}.")
     path = next(name for name, module in model.named_modules() if module is embeddings)
     for name, indices in (tokens if isinstance(tokens, dict) else {_last(path): tokens}).items():
-        if [each for each in _modules(model) if each.endswith(name)] != [path]:
+        if [module for module in _modules(model) if module.endswith(name)] != [path]:
             raise ValueError(f"trainable_token_indices names {name}. Only the input embeddings can be: {_last(path)}.")
         for index in indices:
             if not 0 <= index < embeddings.num_embeddings or index == model.config.image_token_id:
@@ -193,10 +181,7 @@ def _check_merged(config: LoraConfig, model: NormAlignLlavaForConditionalGenerat
     except Exception as error:  # PEFT's own are of many kinds
         raise ValueError(f"PEFT cannot put these adapters on the model: {_reason(error)}") from error
     if tied and isinstance(model.get_input_embeddings(), BaseTunerLayer):
-        raise ValueError(
-            "The embeddings of this model are its head too (tie_word_embeddings), so an adapter on them could not be "
-            "merged. Leave it out, or train them in full: modules_to_save with embed_tokens."
-        )
+        raise ValueError(f"{TIED}, so an adapter on them could not be merged. Leave it out, or {IN_FULL}.")
     if isinstance(model.lm_head, BaseTunerLayer):
         raise ValueError(
             "target_modules names lm_head, whose adapter would not be trained: the loss is computed from its weight "

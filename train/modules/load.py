@@ -11,10 +11,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...assembly.arms import ARMS, arm_of
@@ -25,7 +23,7 @@ from ...checkpoint.untrusted import check_weights
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..options.arguments import NormAlignConfig, autocast_dtype
-from .model import MODULES, PLACES, projector_norm, trained_parameters
+from .model import MODULES, PLACES, projector_norm, trained_parameters, watching_outputs
 
 
 END = torch.finfo(torch.float16).max
@@ -96,7 +94,7 @@ def load_model(
     kept = {"_keep_in_fp32_modules_strict": [*cls._keep_in_fp32_modules_strict, *in_float32]}
     loaded_as = type(cls.__name__, (cls,), {**kept, "__module__": cls.__module__})
     if training.dry_run:
-        model = without_weights(loaded_as, config, kwargs)
+        model = _without_weights(loaded_as, config, **kwargs)
     else:
         model = checkpoint.load(loaded_as, config=config, **kwargs)
     model.__class__ = cls
@@ -115,20 +113,20 @@ def load_model(
     return model
 
 
-def frozen_dtype(asked: str | torch.dtype | None, config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
+def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
     """The dtype of what is not trained: by default the checkpoint's own if steps are autocast to it, or else float32.
 
     Raises:
-        ValueError: Another half precision was asked for than steps are autocast to, which torch does not mix.
+        ValueError: The option asks for another half precision than that of steps, which torch does not mix.
     """
     if is_deepspeed_zero3_enabled():
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
-    autocast, halves = autocast_dtype(training), {"bfloat16", "float16"}
-    own = config.dtype or config.get_text_config().dtype
-    name = str(own if asked in (None, "auto") else asked).removeprefix("torch.")
-    if asked in (None, "auto"):
-        return name if name == autocast else "float32"
-    if autocast and name in halves - {autocast}:
+    autocast, dtype = autocast_dtype(training), (training.model_init_kwargs or {}).get("dtype")
+    if dtype in (None, "auto"):
+        own = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+        return own if own == autocast else "float32"
+    name = str(dtype).removeprefix("torch.")
+    if autocast and name in {"bfloat16", "float16"} - {autocast}:
         raise ValueError(f"dtype {name} and steps in {autocast} cannot be mixed. Use --dtype {autocast}, or float32.")
     return name
 
@@ -147,66 +145,62 @@ def check_quantized(
         )
     if peft_config and peft_config.use_dora and quantization.load_in_8bit and training.device.type == "cpu":
         raise ValueError("use_dora with load_in_8bit fails in PEFT on a CPU. Leave one of them out, or use 4 bits.")
+    rate = training.learning_rates(use_peft=False)["language"]
+    if rate and peft_config is None:
+        raise ValueError(
+            "The language model would be quantized, and quantized weights cannot be trained, as "
+            f"language_learning_rate {rate:g} asks for. Leave out the quantization, add --use_peft, or freeze it with "
+            "--language_learning_rate 0."
+        )
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(config)
-    rate = training.learning_rates(use_peft=False)["language"] if peft_config is None else 0.0
-    for name, layer in model.named_modules():
-        if not (isinstance(layer, nn.Linear) and name.startswith("model.language_model.")):
-            continue
-        if rate:
-            raise ValueError(
-                f"{name} would be quantized, and quantized weights cannot be trained, as language_learning_rate "
-                f"{rate:g} asks for. Leave out the quantization, add --use_peft, or freeze the language model with "
-                "--language_learning_rate 0."
-            )
-        paths = [*accumulate(name.split("."), "{}.{}".format)]
-        for own in (peft_config and peft_config.modules_to_save) or ():
-            if any(path.endswith(own) for path in paths):  # as PEFT finds them
+    linears = [name for name, module in model.model.language_model.named_modules() if isinstance(module, nn.Linear)]
+    for layer in (f"model.language_model.{name}" for name in linears):
+        for name in (peft_config and peft_config.modules_to_save) or ():
+            if any(path.endswith(name) for path in accumulate(layer.split("."), "{}.{}".format)):  # as in PEFT
                 raise ValueError(
-                    f"modules_to_save names {own}, of which {name} would be quantized, and quantized weights cannot "
+                    f"modules_to_save names {name}, of which {layer} would be quantized, and quantized weights cannot "
                     "be trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
                 )
 
 
-def without_weights(
-    cls: type[NormAlignLlavaForConditionalGeneration], config: NormAlignLlavaConfig, kwargs: dict[str, Any]
+def _without_weights(
+    cls: type[NormAlignLlavaForConditionalGeneration],
+    config: NormAlignLlavaConfig,
+    *,
+    dtype: str,
+    quantization_config: BitsAndBytesConfig | None = None,
+    device_map: Any = None,
+    **kwargs: Any,
 ) -> NormAlignLlavaForConditionalGeneration:
-    """The model that `from_pretrained` would load with `kwargs`, on meta: shapes and dtypes alone, also in 4 bits."""
-    kwargs, dtype = dict(kwargs), getattr(torch, kwargs["dtype"])
-    quantization, device_map = kwargs.pop("quantization_config", None), kwargs.pop("device_map", None)
+    """The model that `from_pretrained` would load, on meta: shapes and dtypes alone, also in 4 bits."""
+    precision = getattr(torch, dtype)
     with torch.device("meta"):
-        model = cls._from_config(config, **{**kwargs, "dtype": dtype})
-    for key, parameter in model.named_parameters():
-        if any(place in key for place in model._keep_in_fp32_modules_strict):
+        model = cls._from_config(config, dtype=precision, **kwargs)
+    for name, parameter in model.named_parameters():
+        if any(place in name for place in model._keep_in_fp32_modules_strict):
             parameter.data = parameter.data.float()
-    if quantization is None:
+    if quantization_config is None:
         return model
-    if quantization.load_in_8bit:
+    if quantization_config.load_in_8bit:
         raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
     from bitsandbytes.functional import create_dynamic_map, name2qmap
 
+    from ...assembly.adapter import IN_PRECISION  # late: few runs quantize
+
     name2qmap.setdefault("dynamic", create_dynamic_map())  # or the first model's, on meta, would be kept for all
-    quantizer = _quantizer(quantization)
+    quantization_config.llm_int8_skip_modules = IN_PRECISION  # as `from_pretrained` of the model has it
+    quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=device_map)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            module.to(dtype)  # as they are loaded
+            module.to(precision)  # as they are loaded
             module.weight._quantize("meta")
             if module.weight.quant_state.nested:
                 module.weight.quant_state.offset = torch.zeros(())  # which is read where bytes are counted
     return model
-
-
-def _quantizer(quantization: BitsAndBytesConfig) -> HfQuantizer:
-    """What quantizes as `from_pretrained` of the model does."""
-    from ...assembly.adapter import IN_PRECISION  # late: few runs quantize
-
-    quantization = copy.copy(quantization)
-    if quantization.llm_int8_skip_modules is None:
-        quantization.llm_int8_skip_modules = IN_PRECISION
-    return AutoHfQuantizer.from_config(quantization, pre_quantized=False)
 
 
 def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
@@ -234,10 +228,10 @@ def settle_float16(
     """
     if getattr(model, "hf_device_map", None) is None:
         model.to(args.device)
-    found = broadcast_object_list([largest_hidden_state(model, batch)])[0]
-    reach = f"reach {found:,.0f}" if math.isfinite(found) else "overflow"
+    largest = broadcast_object_list([largest_hidden_state(model, batch)])[0]
+    reach = f"reach {largest:,.0f}" if math.isfinite(largest) else "overflow"
     args.precision_because = f"hidden states of the longest rows {reach}, and float16 ends at {END:,.0f}"
-    if found < LARGEST:
+    if largest < LARGEST:
         return
     args.fp16, args.mixed_precision = False, "no"
     args.model_init_kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32"}
@@ -257,17 +251,11 @@ def largest_hidden_state(model: NormAlignLlavaForConditionalGeneration, batch: d
     device = model.device
     largest: list[Tensor] = []
 
-    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-        values = (each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point())
-        largest.extend(each.float().abs().max() for each in values)
+    def keep(name: str, outputs: list[Tensor]) -> None:
+        largest.extend(output.float().abs().max() for output in outputs)
 
     names = ("input_ids", "attention_mask", "position_ids", "pixel_values")
     inputs = {name: batch[name].to(device) for name in names if name in batch}
-    hooks = [module.register_forward_hook(watch) for module in model.model.modules()]
-    try:
-        with torch.autocast(device.type, torch.float16):
-            model.model(**inputs, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watching_outputs(model, keep), torch.autocast(device.type, torch.float16):
+        model.model(**inputs, use_cache=False)
     return torch.stack(largest).nan_to_num(nan=math.inf, posinf=math.inf).max().item()

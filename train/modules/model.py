@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -22,7 +22,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,7 +34,6 @@ from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 MODULES = ("language", "projector", "norm", "vision")
 """The parts with a learning rate of their own. The Trainer logs that of the first one that is trained."""
-
 
 PLACES = {
     "language": ["language_model", "lm_head"],
@@ -175,7 +174,7 @@ def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     training mode only, so checkpointed layers stay in that mode, and are computed in evaluation mode.
     """
     for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
-        if not any(parameter.requires_grad for parameter in module.parameters()):
+        if not trained_parameters(module):
             module.eval()
     for layer in model.model.language_model.modules():
         if layer.training or not isinstance(layer, GradientCheckpointingLayer) or not layer.gradient_checkpointing:
@@ -195,7 +194,7 @@ class _FrozenCheckpoint:
     def __call__(self, forward: Callable, *args):
         def frozen_forward(*args):
             training = self.layer.training
-            self.layer.training = any(parameter.requires_grad for parameter in self.layer.parameters())
+            self.layer.training = bool(trained_parameters(self.layer))
             try:
                 return forward(*args)
             finally:
@@ -213,7 +212,7 @@ def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForCondition
     """
     plugin, prepare, norm = accelerator.state.fsdp_plugin, accelerator.prepare, type(projector_norm(model))
     plugin.set_state_dict_type("FULL_STATE_DICT")  # with another one, the Trainer saves no model
-    layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    layers = {type(layer).__name__ for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)}
     plugin.transformer_cls_names_to_wrap = sorted({*(plugin.transformer_cls_names_to_wrap or layers), norm.__name__})
 
     def shard(module: nn.Module, **kwargs: Any) -> FSDPModule:
@@ -281,6 +280,24 @@ def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
             module.training = training
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def watching_outputs(model: nn.Module, visit: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+    """Calls `visit` with each module's name and the floating-point tensors that it gives, in order."""
+
+    def hook(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = (value for value in tree_leaves(output) if isinstance(value, Tensor))
+        visit(name, [value for value in tensors if value.is_floating_point()])
+
+    hooks = [
+        module.register_forward_hook(partial(hook, name)) for name, module in base_model(model).named_modules() if name
+    ]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
 
 
 @contextmanager

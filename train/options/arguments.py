@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
+"""The options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
 import difflib
 import math
@@ -42,11 +42,7 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 """Defaults of the paper's two stages (appendix E)."""
 
-ADAPTERS: dict[str, float] = {
-    "learning_rate": 2e-4,
-    "projector_learning_rate": 2e-5,
-    "norm_learning_rate": 2e-5,
-}
+ADAPTERS = {"learning_rate": 2e-4, "projector_learning_rate": 2e-5, "norm_learning_rate": 2e-5}
 """Learning rates of stage `tune` with adapters: LLaVA-1.5's for LoRA."""
 
 BOTH_STAGES: dict[str, Any] = {
@@ -60,9 +56,10 @@ BOTH_STAGES: dict[str, Any] = {
 }
 """Defaults of both stages."""
 
+ONE_LEARNING_RATE = "it would train every module at one learning rate. Remove it: "
 REFUSED_SECTIONS = {
-    "optimizer": "it would train every module at one learning rate. Remove it: optim and others are options",
-    "scheduler": "it would train every module at one learning rate. Remove it: lr_scheduler_type is an option",
+    "optimizer": f"{ONE_LEARNING_RATE}optim and others are options",
+    "scheduler": f"{ONE_LEARNING_RATE}lr_scheduler_type is an option",
     "torch_autocast": "the option bf16 sets it. Remove it",
 }
 """Why a section of a DeepSpeed configuration cannot be used, and what to use instead."""
@@ -108,10 +105,10 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             defaults.pop("save_steps", None)  # it must be a multiple of eval_steps
         if self.lr_scheduler_type in WITHOUT_WARMUP:
             if self.warmup_steps:
-                schedule = SchedulerType(self.lr_scheduler_type).value
                 raise ValueError(
-                    f"warmup_steps is {self.warmup_steps:g}, but lr_scheduler_type {schedule} has no warm-up. Leave "
-                    "warmup_steps out, or choose another schedule, such as constant_with_warmup."
+                    f"warmup_steps is {self.warmup_steps:g}, but lr_scheduler_type "
+                    f"{SchedulerType(self.lr_scheduler_type).value} has no warm-up. Leave warmup_steps out, or choose "
+                    "another schedule, such as constant_with_warmup."
                 )
             self.warmup_steps = 0  # in place of the stage's
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
@@ -158,23 +155,22 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
 
     def _choose_precision(self) -> None:
-        asked = os.environ.get("ACCELERATE_MIXED_PRECISION")  # by a configuration of accelerate
-        if asked in ("bf16", "fp16"):
-            self.bf16, self.fp16 = asked == "bf16", asked == "fp16"
+        configured = os.environ.get("ACCELERATE_MIXED_PRECISION")  # in accelerate's configuration
+        if configured in ("bf16", "fp16"):
+            self.bf16, self.fp16 = configured == "bf16", configured == "fp16"
         elif self.device_memory is not None and self.use_cpu:
             self.bf16 = True  # of a GPU that is not here, as those that have it
         elif began := began_in(self.resume_from_checkpoint, self.output_dir):
             self.bf16, self.fp16 = began
         else:
-            first = os.environ.get("RANK", "0") == "0"
-            answer = [half_precision_pays(device="cpu") if self.use_cpu and first else None]
+            measures = not self.use_cpu or os.environ.get("RANK", "0") == "0"
+            answer = [measures and half_precision_pays(device="cpu" if self.use_cpu else None)]
             if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # measured by one, which tells the others
                 PartialState(cpu=True)
                 broadcast_object_list(answer)
-            self.bf16 = bool(answer[0]) if self.use_cpu else half_precision_pays()
-            sharded = (
-                self.deepspeed or self.fsdp or {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & {*os.environ}
-            )
+            (self.bf16,) = answer
+            in_accelerate = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & os.environ.keys()
+            sharded = self.deepspeed or self.fsdp or in_accelerate
             if self.fp16 is None and not (self.bf16 or self.use_cpu or sharded) and torch.cuda.is_available():
                 self.fp16 = self.fp16_is_tried = True
 
@@ -213,8 +209,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
 
 def check_numbers(args: NormAlignConfig) -> None:
     """Raises ValueError if a number is NaN, infinite or too small, as TRL and transformers say late or not at all."""
-    given = {field.name: getattr(args, field.name) for field in fields(args)}
-    for name, value in given.items():
+    for name, value in ((field.name, getattr(args, field.name)) for field in fields(args)):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be a finite number, got {value}.")
         least = 0 if name.endswith("learning_rate") else LEAST.get(name)
@@ -302,9 +297,9 @@ def autocast_dtype(training: NormAlignConfig) -> Literal["bfloat16", "float16"] 
     return "bfloat16" if training.bf16 else "float16" if training.fp16 else None
 
 
-def _names(given: str | list[str] | None) -> list[str]:
-    """A list of names, of which several may be in one text."""
-    texts = [given] if isinstance(given, str) else given or []
+def _names(texts: str | list[str] | None) -> list[str]:
+    """The names in some texts, of which one may hold several."""
+    texts = [texts] if isinstance(texts, str) else texts or []
     return [name for text in texts for name in names_in(text) or [text]]
 
 

@@ -35,17 +35,23 @@ SUITE = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT
 
 @dataclass
 class TrainingOptions:
-    """Of `NormAlignConfig`."""
+    """Options of `NormAlignConfig`, beside TRL's."""
 
     output_dir: str = option(None, "Folder of the result, checkpoints, samples and card.")
     stage: Literal["align", "tune"] | None = option(None, "Sets defaults: align (projector, norm), tune (everything).")
     arm: Literal["none", "unit", "aligned", "gwc"] | None = option(None, "Arm to train, if not the checkpoint's.")
     global_batch_size: int | None = option(None, "Rows in an optimizer step over all processes, by accumulation.")
-    vision_learning_rate: float | None = option(None, "Of the vision tower. Default: the stage's; 0 with use_peft.")
-    projector_learning_rate: float | None = option(None, "Of the projector's linear layers. Default: learning_rate.")
-    norm_learning_rate: float | None = option(None, "Of gain and bias. Default: learning_rate.")
-    language_learning_rate: float | None = option(None, "Of the language model or adapters. Default: learning_rate.")
-    learning_rate: float = option(None, "Of modules without one of their own; 0 freezes. Default: the stage's.")
+    vision_learning_rate: float | None = option(
+        None, "Learning rate of the vision tower. Default: the stage's; 0 with use_peft."
+    )
+    projector_learning_rate: float | None = option(
+        None, "Learning rate of the projector's linear layers. Default: learning_rate."
+    )
+    norm_learning_rate: float | None = option(None, "Learning rate of gain and bias. Default: learning_rate.")
+    language_learning_rate: float | None = option(
+        None, "Learning rate of the language model or its adapters. Default: learning_rate."
+    )
+    learning_rate: float = option(None, "Learning rate of modules with no other; 0 freezes. Default: the stage's.")
     per_device_train_batch_size: int = option(None, "Rows in a forward pass.")
     max_steps: int = option(-1, "Steps, in place of epochs.")
     num_train_epochs: float = option(None, "Passes over the data.")
@@ -54,20 +60,22 @@ class TrainingOptions:
     weight_decay: float = option(None, "Weight decay; never of gain, biases, norms.")
     seed: int = option(None, "Random seed.")
     bf16: bool | None = flag("Whether to multiply in bfloat16. Default: as the resumed run, or if it is fast here.")
-    fp16: bool | None = flag("The same in float16. Default: on a GPU without bfloat16, if hidden states are small.")
+    fp16: bool | None = flag(
+        "Whether to multiply in float16. Default: on a GPU without bfloat16, if hidden states are small."
+    )
     max_length: int | None = option(2048, "Rows with more tokens, image tokens included, are dropped and counted.")
     use_cpu: bool | None = flag("Whether to train on the CPU. Default: if there is no accelerator.")
     dataset_num_proc: int | None = option(None, "Processes that read and check the rows. Default: one for each core.")
     dataloader_num_workers: int | None = option(None, "Processes that read batches. Default: up to 8, on a CPU none.")
-    dataloader_persistent_workers: bool | None = flag("Whether these live until the end of the run. Default: yes.")
+    dataloader_persistent_workers: bool | None = flag("Whether these processes last until the run ends. Default: yes.")
     padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")
     packing: bool = option(False, "Divide a step's rows into passes of nearly equal tokens, without padding.")
     sample_count: int | None = option(
         None, "Held-out examples to answer at each evaluation, in samples/. Default: 4, or 0 with FSDP and ZeRO-3."
     )
-    sample_max_new_tokens: int = option(64, "Longest answer of these, in tokens.")
+    sample_max_new_tokens: int = option(64, "Longest answer to a held-out example, in tokens.")
     probe_steps: list[int] | None = option(None, "Steps at which inter-layer cosines are recorded (figure 5).")
-    probe_rows: int = option(4, "Rows in that batch.")
+    probe_rows: int = option(4, "Rows in the batch on which cosines are recorded.")
     bad_steps: Literal["stop", "skip"] = option("stop", "If loss or gradients are not finite: stop, or skip the step.")
     resume_from_checkpoint: str | None = option(
         None, "Resume from the newest complete checkpoint, or from the one named.", nargs="?", const="last"
@@ -111,27 +119,27 @@ class TrainingOptions:
 
 @dataclass
 class ModelOptions:
-    """Of `ModelArguments`."""
+    """Options of `ModelArguments`, beside TRL's."""
 
     model_name_or_path: str | None = option(None, "Checkpoint: a folder that `normalign build` made, or a Hub id.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "Of what is frozen; what is trained is float32. auto: the checkpoint's own, if steps autocast to it."
+        "auto", "Dtype of what is frozen; what is trained is float32. auto: the checkpoint's, if steps autocast to it."
     )
     use_peft: bool = option(False, "Train LoRA adapters in place of the language model.")
     lora_r: int = option(16, "Rank of the adapters.")
     load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits: frozen, or under adapters.")
-    load_in_8bit: bool = option(False, "Quantize them to 8 bits.")
+    load_in_8bit: bool = option(False, "Quantize the language model's layers to 8 bits.")
     use_bnb_nested_quant: bool = option(True, "Whether to quantize the constants of 4-bit quantization too.")
 
 
 def names_in(text: str) -> list[str]:
-    """The names in one text, such as "q_proj,v_proj"; none if it is something else, such as a pattern."""
+    """The names in a text such as "q_proj,v_proj"; none if it is something else, such as a pattern."""
     return re.split(r"[,\s]+", text.strip()) if re.fullmatch(r"[\w.]+([,\s]+[\w.]+)*", text.strip()) else []
 
 
 def check_refused(options: Any) -> None:
     """Raises ValueError with the reason if an option that is refused is neither None nor its default."""
-    for each in fields(options):
-        value, text = getattr(options, each.name), each.metadata.get("help", "")
-        if text.startswith(REFUSED) and value is not None and value != each.default:
-            raise ValueError(f"{each.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")
+    for field in fields(options):
+        value, text = getattr(options, field.name), field.metadata.get("help", "")
+        if text.startswith(REFUSED) and value is not None and value != field.default:
+            raise ValueError(f"{field.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")
