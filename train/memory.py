@@ -60,14 +60,18 @@ class MemoryEstimate(Printed):
         """Whether the device has room for it."""
         return self.total <= self.available - self.reserved
 
+    @property
+    def verdict(self) -> str:
+        """One sentence: whether it fits."""
+        kept = f" ({gib(self.reserved)} are kept free)" if self.reserved else ""
+        begin = "Fits" if self.fits else "Does not fit"
+        return f"{begin}: {gib(self.total)} of the {gib(self.available)} of {self.device}{kept}."
+
     def renderable(self) -> Group:
-        """The parts, and whether they fit."""
+        """The parts and the verdict."""
         sizes = [[name, gib(size)] for name, size in {**self.parts, "all": self.total}.items()]
         batch = f"{self.rows:,} row(s), {self.tokens:,} tokens, {self.images:,} image(s)"
-        verdict = "Fits" if self.fits else "Does not fit"
-        verdict += f": {gib(self.total)} of the {gib(self.available)} of {self.device}"
-        verdict += f" ({gib(self.reserved)} are kept free)." if self.reserved else "."
-        return Group(titled_table("Memory", [batch, "at the peak of a step"], sizes), verdict)
+        return Group(titled_table("Memory", [batch, "at the peak of a step"], sizes), self.verdict)
 
 
 def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

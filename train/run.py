@@ -24,13 +24,6 @@ from .prepare import DROPPED_ROWS
 from .trainer import NormAlignTrainer
 
 
-LESS_MEMORY = (
-    "Less is taken with fewer rows in a pass (--per_device_train_batch_size), "
-    "--gradient_checkpointing, --dtype bfloat16 for what is frozen, --use_peft, --load_in_4bit, "
-    "or shorter rows (--max_length)."
-)
-
-
 def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | None:
     """`normalign train RECIPE.yaml --option value ...`.
 
@@ -49,7 +42,7 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
     """
     data, args, model = parse(words, recipe)
     if args.dry_run:
-        if not dry_run(data, args, model):
+        if not dry_run(words, recipe):
             raise SystemExit(1)
         return None
     output = train(data, args, model)
@@ -111,19 +104,24 @@ def make_trainer(
     return trainer, resume
 
 
-def dry_run(data: DataArguments, args: NormAlignConfig, model: ModelArguments) -> bool:
-    """Checks all that training checks, and prints the summary and the memory of a step.
+def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
+    """Checks all that training checks, and prints the summary and the memory of a step; writes no output.
 
     Returns:
         Whether the step fits.
     """
-    trainer, _ = make_trainer(data, args, model)
+    from .dry_run import remedy
+
+    def make(more: list[str]) -> NormAlignTrainer:
+        return make_trainer(*parse([*words, *more], recipe))[0]
+
+    trainer = make([])
     estimate = trainer.estimate_memory()
     console = Console(quiet=not trainer.is_world_process_zero())
-    console.print(render(trainer.record, trainer.facts, args.output_dir), estimate)
-    other = trainer.estimate_memory(checkpointing := not args.gradient_checkpointing)
+    console.print(render(trainer.record, trainer.facts, trainer.args.output_dir), estimate)
+    other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
     instead = "With" if checkpointing else "Without"
     console.print(f"{instead} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)
     if not estimate.fits:
-        console.print(LESS_MEMORY, soft_wrap=True)
+        console.print(remedy(trainer, make), soft_wrap=True)
     return estimate.fits

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dry run: what it needs and writes, and what it counts."""
+"""A dry run: what it needs and writes, what it counts, and that what it proposes fits."""
 
 import shutil
 
 import pytest
 import torch
 import training
+import yaml
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.train.memory import largest_batch
+from normalign_llava.train.dry_run import remedy
+from normalign_llava.train.memory import CONTEXT, largest_batch
 
 
 pytestmark = pytest.mark.slow
+
+
+def device(size: int) -> str:
+    """`device_memory` of a GPU with so many bytes besides those that are kept free, rounded up a little."""
+    return f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"
 
 
 def dry_run(*words):
@@ -33,7 +40,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     least = ["--per_device_train_batch_size", "1", "--gradient_checkpointing", "--load_in_4bit", "--dtype", "bfloat16"]
     status, shown = dry_run(file, "--device_memory", "1GiB", "--stage", "align", *least)
     assert status == 1 and "Does not fit" in shown
-    assert "Less is taken with fewer rows in a pass (--per_device_train_batch_size)" in shown
+    assert "Nothing that was tried fits" in shown
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -128,3 +135,27 @@ def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
     small, large = (estimate_with(mixed, rows) for rows in (2, 8))
     assert (small.rows, large.rows) == (2, 8)
     assert 2 < large.parts["activations"] / small.parts["activations"] < 5
+
+
+def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
+    def make(words, size=2**30):
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        options = {name.removeprefix("--"): yaml.safe_load(value) for name, value in given.items()}
+        options = {"per_device_train_batch_size": 4, "global_batch_size": 8, **options}
+        return training.trainer(tmp_path, checkpoint, device_memory=device(size), dry_run=True, **options)
+
+    def answer(size, *words):
+        return remedy(make(words, size), lambda more: make([*words, *more], size))
+
+    def total(*words):
+        return make(words).estimate_memory().total
+
+    two, one = (["--per_device_train_batch_size", size] for size in "21")
+    checkpointing, adapters = ["--gradient_checkpointing", "true"], ["--use_peft", "true"]
+    for words in (two, one):
+        assert answer(total(*words)).startswith(f"Would fit: {' '.join(words)}. Fits")
+    assert answer(total(*one, *checkpointing), *one).startswith("Would fit: --gradient_checkpointing true. Fits")
+    less = [*one, *checkpointing]
+    assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
+    tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
+    assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")
