@@ -56,9 +56,9 @@ def test_training(full):
 
 def test_limits(full):
     def assert_limits(*expected):
-        found = limits(full)
-        assert len(found) == len(expected)
-        assert all(words in sentence for words, sentence in zip(expected, found, strict=True)), found
+        sentences = limits(full)
+        assert len(sentences) == len(expected)
+        assert all(words in sentence for words, sentence in zip(expected, sentences, strict=True)), sentences
 
     run = ["one training run, seed 42"]
     measured = ["Bias, safety", "64 samples of easy-VQA, held out, in bfloat16"]
