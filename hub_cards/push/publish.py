@@ -5,9 +5,9 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 from rich.table import Table
@@ -128,11 +128,12 @@ def publish(
         hub_token = str(repository.api.token or "")
         check_private(source, hub_token)
         before = None
-        at_base = {"base": pinned.hub_id, "base_revision": pinned.revision} if pinned else {}
-        ask = partial(ask_clean_process, token=hub_token or None, **at_base)
+        access: dict[str, Any] = {"token": hub_token or None}
+        if pinned:
+            access |= {"base": pinned.hub_id, "base_revision": pinned.revision}
         if check_loading and not (dry_run and pinned):
             notify("Loading it in a clean process.")
-            before = ask(folder)
+            before = ask_clean_process(folder, **access)
         if dry_run:
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
             return Publication(source, repository)
@@ -141,7 +142,7 @@ def publish(
     if before:
         notify(f"Loading {repo_id} in the same way, at {commit.oid}.")
         try:
-            problem = difference(before, ask(repo_id, revision=commit.oid))
+            problem = difference(before, ask_clean_process(repo_id, revision=commit.oid, **access))
         except (OSError, ValueError) as error:
             problem = str(error)
         if problem is not None:
