@@ -137,8 +137,7 @@ def gain(
             from .diagnose.critical import updates_of
 
             updates = updates_of(model, revision)
-    tables = statistics.tables() + ([] if updates is None else [updates.table(model)])
-    Console().print(*tables, sep="\n")
+    Console().print(*statistics.tables(), *([updates.table(model)] if updates else []), sep="\n")
 
 
 @app.command(
@@ -364,11 +363,8 @@ def card(
 ) -> None:
     """Write the model card, README.md, from the checkpoint's records; text between its marks is kept."""
     with errors_for_people():
-        from .checkpoint.find import check_repo_id
         from .hub_cards.card.write import write_card
 
-        if repo_id is not None:
-            check_repo_id(repo_id)
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
     console = Console()
     for warning in written.warnings:

@@ -144,10 +144,10 @@ def errors_for_people(
         stopped: What to say of a command that was stopped, unless the exception has notes of it.
         full: What to do if memory is full.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, _stop)
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            before[number] = signal.signal(number, _stop)
     try:
         yield
     except (KeyboardInterrupt, Terminated) as error:
@@ -192,13 +192,11 @@ def _is_first(name: str) -> bool:
     torch's launcher gives the processes a folder in common, which it removes. With other launchers all are first.
     """
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if file.name == "error.json":
-        try:
+    try:
+        if file.name == "error.json":
             file.parents[1].joinpath(f"first-{name}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
     return True
 
 

@@ -19,7 +19,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from scipy import stats
 
-from ..checkpoint.files import atomic_write
+from ..checkpoint.files import write_json
 from ..checkpoint.precision import quantization_name
 from ..errors import Printed
 from .results import FOLDER, Evaluation, read_evaluations
@@ -81,13 +81,17 @@ class Comparison(Printed):
         against = self.arms[0].name
         caption = f"Differences from {against}, 95 % intervals, over the n questions that all models were asked."
         table = Table(box=SIMPLE, padding=0, show_edge=False, caption=caption)
-        for column in ("task", "model", "n", "score", against, "difference", "over questions", "over seeds", "p"):
-            name = column in ("task", "model")
-            table.add_column(column, justify="left" if name else "right", overflow="fold" if name else "ellipsis")
+        for column in ("task", "model"):
+            table.add_column(column, overflow="fold")
+        for column in ("n", "score", against, "difference", "over questions", "over seeds", "p"):
+            table.add_column(column, justify="right")
         for row in self.differences:
             scores = (f"{row.questions:,}", f"{row.score:.3f}", f"{row.reference:.3f}", f"{row.value:+.3f}")
+            intervals = [
+                f"{ends[0]:+.3f} {ends[1]:+.3f}" if ends else "-" for ends in (row.over_questions, row.over_seeds)
+            ]
             p = "-" if row.mcnemar is None else f"{row.mcnemar:.3f}"
-            table.add_row(row.task, row.arm, *scores, _shown(row.over_questions), _shown(row.over_seeds), p)
+            table.add_row(row.task, row.arm, *scores, *intervals, p)
         return table
 
     def left_out(self) -> list[str]:
@@ -101,9 +105,7 @@ class Comparison(Printed):
 
     def write(self, output: Path) -> None:
         """Writes `comparison.json` into a folder."""
-        with atomic_write(output / "comparison.json") as partial:
-            text = json.dumps([asdict(difference) for difference in self.differences], indent=2)
-            partial.write_text(text + "\n", encoding="utf-8")
+        write_json(output / "comparison.json", [asdict(difference) for difference in self.differences])
 
 
 def read_arm(argument: str) -> Arm:
@@ -120,12 +122,8 @@ def read_arm(argument: str) -> Arm:
     return Arm(name or paths[0].resolve().name, list(map(_run, paths, evaluations)))
 
 
-def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Comparison:
-    """Each arm against the first, on each task that all of their runs have, over the questions that all were asked.
-
-    Args:
-        arms: Two or more.
-        confidence: Of both intervals.
+def compare_arms(arms: Sequence[Arm]) -> Comparison:
+    """Compares arms with the first, on the tasks that all runs have, over the questions that all were asked.
 
     Raises:
         ValueError: There are fewer than two arms, two of the same name, no common task, or other questions
@@ -141,7 +139,6 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
         known = "; ".join(f"{arm.name}: {', '.join(arm.runs[0])}" for arm in arms)
         raise ValueError(f"No task is common to all ({known}). Evaluate each on the same tasks, quantized alike.")
     differences = []
-    first, *others = arms
     for task in tasks:
         shared = set.intersection(*(set(run[task]) for run in runs))
         # Of other versions of the data, some answers under the same number are the same by chance.
@@ -149,33 +146,32 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
         if not shared or len(shared) < len(numbers):
             raise ValueError(f"{task} asked the models other questions. Evaluate them again, with the same versions.")
         order = sorted(shared)
-        table = {arm.name: np.array([[run[task][key] for key in order] for run in arm.runs]) for arm in arms}
-        reference = table[first.name]
-        for arm in others:
-            scores = table[arm.name]
+        reference, *others = (np.array([[run[task][key] for key in order] for run in arm.runs]) for arm in arms)
+        for arm, scores in zip(arms[1:], others, strict=True):
             binary = len(scores) == len(reference) == 1 and set(np.unique([scores, reference])) <= {0.0, 1.0}
             differences.append(
                 Difference(
                     task,
                     arm.name,
-                    first.name,
+                    arms[0].name,
                     questions=len(order),
                     score=float(scores.mean()),
                     reference=float(reference.mean()),
-                    over_questions=over_questions(scores.mean(0), reference.mean(0), confidence),
-                    over_seeds=over_seeds(scores.mean(1), reference.mean(1), confidence),
+                    over_questions=over_questions(scores.mean(0), reference.mean(0)),
+                    over_seeds=over_seeds(scores.mean(1), reference.mean(1)),
                     mcnemar=mcnemar(scores[0], reference[0]) if binary else None,
                 )
             )
     return Comparison(arms, differences)
 
 
-def over_questions(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
-    """Percentile interval, by default 95 %, of the mean difference of scores `(questions,)`, by a paired bootstrap."""
+def over_questions(scores: np.ndarray, reference: np.ndarray) -> Interval:
+    """Percentile interval, 95 %, of the mean difference of scores `(questions,)`, by a paired bootstrap."""
     if len(scores) == 1:
         return (float(scores[0] - reference[0]),) * 2
-    settings = {"n_resamples": 10_000, "batch": 500, "confidence_level": confidence, "method": "percentile", "rng": 0}
-    low, high = stats.bootstrap((scores - reference,), np.mean, **settings).confidence_interval
+    settings = {"n_resamples": 10_000, "batch": 500, "method": "percentile", "rng": 0}
+    bootstrap = stats.bootstrap((scores - reference,), np.mean, confidence_level=CONFIDENCE, **settings)
+    low, high = bootstrap.confidence_interval
     return float(low), float(high)
 
 
@@ -185,14 +181,14 @@ def mcnemar(scores: np.ndarray, reference: np.ndarray) -> float:
     return float(stats.binomtest(alone, alone + other, 0.5).pvalue) if alone + other else 1.0
 
 
-def over_seeds(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval | None:
-    """t interval, by default 95 %, of the difference of mean scores of runs, `(runs,)` each: paired if there are as
-    many runs, otherwise Welch's. None with fewer than two runs on either side."""
+def over_seeds(scores: np.ndarray, reference: np.ndarray) -> Interval | None:
+    """t interval, 95 %, of the difference of mean scores of runs, `(runs,)` each: paired if there are as many runs,
+    otherwise Welch's. None with fewer than two runs on either side."""
     if min(len(scores), len(reference)) < 2:
         return None
     paired = len(scores) == len(reference)
     test = stats.ttest_rel(scores, reference) if paired else stats.ttest_ind(scores, reference, equal_var=False)
-    low, high = test.confidence_interval(confidence)
+    low, high = test.confidence_interval(CONFIDENCE)
     value = float(scores.mean() - reference.mean())
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
 
@@ -244,7 +240,3 @@ def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[
         if len(scores.get(name, ())) == asked:
             return name, scores[name]
     return next(iter(metrics), ""), {}
-
-
-def _shown(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval[0]:+.3f} {interval[1]:+.3f}"

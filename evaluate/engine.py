@@ -21,7 +21,6 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks.manager import TaskDict
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, ProcessorMixin
 
 from ..assembly.processing import text_tokenizer
@@ -144,7 +143,10 @@ def run_task(lm: LM, task: str | Task, manager: TaskManager, *, limit: int | Non
 
     Tasks that generate answers get them through the chat template; likelihoods are of plain text, as is usual.
     """
-    chat = _is_chat(lm, manager.load([task]))
+    loaded = manager.load([task])["tasks"].values()
+    generates = all(part.get_config("output_type") == "generate_until" for part in loaded)
+    has_template = bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
+    chat = generates and has_template
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
     raw = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
     assert raw is not None  # in the first process
@@ -178,23 +180,12 @@ def summarized(raw: dict[str, Any], task: str, *, weights: str, settings: dict[s
         metrics=_metrics(raw, task),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=[*_protocol(raw, config, own), *_quantized(settings.get("quantization"))],
+        protocol=_protocol(raw, config, own, settings.get("quantization")),
         date=datetime.now(UTC).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
         settings=settings,
     )
-
-
-def _quantized(settings: dict[str, Any] | None) -> list[str]:
-    name = quantization_name(settings)
-    return [f"The layers of the language model, and no others, are quantized: {name}."] if settings else []
-
-
-def _is_chat(lm: LM, loaded: TaskDict) -> bool:
-    """Whether prompts go through the chat template: where answers are generated, if there is a template."""
-    generates = all(task.get_config("output_type") == "generate_until" for task in loaded["tasks"].values())
-    return generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
 
 
 def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
@@ -204,9 +195,8 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
         scores, samples = raw["results"][name], (raw.get("samples") or {}).get(name)  # of a group there are none
         for key, value in scores.items():
             metric, _, rule = key.partition(",")
-            if not rule or metric.endswith("_stderr") or not isinstance(value, int | float):
-                continue
-            if metric.partition("_")[0] in REFERENCES:
+            is_number = isinstance(value, int | float) and rule and not metric.endswith("_stderr")
+            if not is_number or metric.partition("_")[0] in REFERENCES:
                 continue
             error = scores.get(f"{metric}_stderr,{rule}")
             metrics.append(
@@ -229,7 +219,9 @@ def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, flo
     return {name: float(scores[key]) for name, key in keys.items() if measure == "acc" and key in scores}
 
 
-def _protocol(raw: dict[str, Any], config: dict[str, Any], own: dict[str, str]) -> list[str]:
+def _protocol(
+    raw: dict[str, Any], config: dict[str, Any], own: dict[str, str], quantization: dict[str, Any] | None
+) -> list[str]:
     """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
@@ -250,4 +242,7 @@ def _protocol(raw: dict[str, Any], config: dict[str, Any], own: dict[str, str]) 
     if samples and kind != "loglikelihood_rolling" and not own:
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
+    if quantization:
+        name = quantization_name(quantization)
+        sentences.append(f"The layers of the language model, and no others, are quantized: {name}.")
     return sentences

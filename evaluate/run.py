@@ -94,7 +94,7 @@ def evaluate(
     if include_path and not include_path.is_dir():
         raise ValueError(f"{include_path} is no folder with task files.")
     names, manager = chosen_tasks(suites, tasks, include_path, limit)
-    chosen: dict[str, str | OfflineTask] = dict(zip(names, names, strict=True))
+    chosen: dict[str, str | OfflineTask] = {name: name for name in names}
     if data:
         own = own_task(data, image_folder=image_folder, columns=columns)
         chosen[own.config.task] = own

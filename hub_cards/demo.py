@@ -69,16 +69,15 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     launch(app, server_name=host, server_port=port, app_kwargs={"middleware": guard})
 
 
-def space_files(repo_id: str, revision: str, title: str) -> dict[str, bytes]:
-    """Path -> content of all files in the repository of a Space, which loads the model from the commit `revision`."""
-    settings = {"model": repo_id, "revision": revision, "title": title}
-    quoted = json.dumps(title, ensure_ascii=False)
-    card = CARD.format(title=quoted, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision)
+def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
+    """Path -> content of all files of a Space, which loads the model from the commit `revision`."""
+    title = json.dumps(repo_id.rpartition("/")[2])
+    card = CARD.format(title=title, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision)
     return {
         "README.md": card.encode(),
         "app.py": Path(__file__).with_name("demo_app.py").read_bytes(),
         "requirements.txt": REQUIREMENTS.encode(),
-        "space.json": (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode(),
+        "space.json": json.dumps({"model": repo_id, "revision": revision}).encode(),
     }
 
 
@@ -89,8 +88,8 @@ def check_space(api: HfApi, repo_id: str) -> Repository:
         ValueError: It was not published by this package: it has files, and not `space.json`.
     """
     existing = find_repository(api, f"{repo_id}-demo", kind="space")
-    empty = existing.files <= {".gitattributes", "README.md"}  # as the Hub creates one
-    if "space.json" not in existing.files and not empty:
+    new = existing.files <= {".gitattributes", "README.md"}  # as the Hub creates one
+    if not new and "space.json" not in existing.files:
         raise ValueError(
             f"The Space {existing.repo_id} exists and was not published by this package. Rename it, or publish "
             "without --space."
@@ -106,8 +105,7 @@ def push_space(api: HfApi, repo_id: str, commit: str, notify: Callable[[str], ob
     """
     try:
         private, existing = find_repository(api, repo_id).private, check_space(api, repo_id)
-        stale = [path for path in existing.files if path.startswith("demo/")]  # of earlier versions
-        push(existing, space_files(repo_id, commit, repo_id.split("/")[1]), stale, private=private)
+        push(existing, space_files(repo_id, commit), stale=(), private=private)
     except (ValueError, OSError) as error:
         raise OSError(f"The model is published, at {commit} of {repo_id}; its Space is not. {error}") from None
     page = f"{api.endpoint}/spaces/{existing.repo_id}"

@@ -37,6 +37,9 @@ FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # for EP
 def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256) -> gr.Blocks:
     """The page of a model, loaded with [`ATTENTION`], and its processor; `source` is Markdown that names the model."""
 
+    example = Image.new("RGB", (256, 256), "#E8E4DA")
+    ImageDraw.Draw(example).ellipse((64, 64, 192, 192), fill="red")
+
     def ask(file: str | None, question: str) -> Iterator[tuple]:
         # Gradio reads any path of this machine from a request that leaves out `meta`.
         if file and not Path(file).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
@@ -51,7 +54,7 @@ def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_to
             gr.Textbox(label="Question", placeholder="What is in the image?"),
         ],
         [gr.Textbox(label="Answer"), gr.Gallery(label="Where the words look", format="png", object_fit="contain")],
-        examples=[[_circle(), "what color is the circle?"]],
+        examples=[[example, "what color is the circle?"]],
         cache_examples=False,
         title=title,
         description=f"{source} Below the answer: the attention of the words after the image to its patches, averaged "
@@ -150,8 +153,8 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
 
 def heat_maps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tuple[Image.Image, str]]:
     """The image as the encoder gets it under the attention to it, for all layers and for each, with captions."""
-    maps, images, pixels = attention(model, processor, inputs, ids), processor.image_processor, inputs["pixel_values"]
-    shown = pixels[0].float().cpu()
+    maps, pixels = attention(model, processor, inputs, ids), inputs["pixel_values"]
+    shown, images = pixels[0].float().cpu(), processor.image_processor
     if images.do_normalize:
         mean, std = (torch.tensor(value).view(3, 1, 1) for value in (images.image_mean, images.image_std))
         shown = shown * std + mean
@@ -166,12 +169,6 @@ def heat_maps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tupl
         caption = f"{layer if layer == 'Mean' else f'Layer {layer}'}: {row.sum():.1%}"
         drawn.append((Image.blend(image.convert("L").convert("RGB"), heat, 0.6), caption))
     return drawn
-
-
-def _circle() -> Image.Image:
-    image = Image.new("RGB", (256, 256), "#E8E4DA")
-    ImageDraw.Draw(image).ellipse((64, 64, 192, 192), fill="red")
-    return image
 
 
 def cpu_dtype(config: PreTrainedConfig, **code: Any) -> torch.dtype | str:
@@ -192,7 +189,7 @@ def main(folder: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION, **remote)
     processor = AutoProcessor.from_pretrained(name, **remote)
     source = f"Ask [{name}](https://huggingface.co/{name}) about an image."
-    launch(build_app(model.to(device).eval(), processor, title=settings["title"], source=source))
+    launch(build_app(model.to(device).eval(), processor, title=name.rpartition("/")[2], source=source))
 
 
 if __name__ == "__main__":

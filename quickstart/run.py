@@ -26,14 +26,14 @@ from ..checkpoint.lock import LOCK
 from ..checkpoint.precision import half_precision_pays
 from ..fetched.archives import ARCHIVES
 from ..fetched.convert import convert_language, convert_vision
-from ..fetched.easy_vqa import Question, held_out, load_image, prompt, training_data
+from ..fetched.easy_vqa import KINDS, Question, held_out, load_image, prompt, training_data
 from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.checkpoints import only_run
 from .display import draw_images, print_results
-from .evaluate import BASELINE, OURS, ask_held_out, diagnose_once, read_report
+from .evaluate import BASELINE, EMOJI, OURS, ask_held_out, diagnose_once, read_report
 from .train import check_stage, rows_of, stage, train_stage
 
 
@@ -117,18 +117,13 @@ def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = Fa
         ValueError: `output` holds a run with other settings or anything else, another run is writing there, or this
             process sees several GPUs.
     """
-    check_output(output)
+    names = {path.name for path in output.iterdir()} - {LOCK} if output.exists() else set()
+    if names and "settings" not in (json_or_none(output / JOURNAL) or {}):
+        raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote there. Choose a new folder.")
     check_stage(settings.stage1)
     check_stage(settings.stage2)
     with only_run(output):
         return _run_quickstart(output, settings, full_baseline)
-
-
-def check_output(output: Path) -> None:
-    """Raises ValueError if `output` holds anything but an earlier run."""
-    names = {path.name for path in output.iterdir()} - {LOCK} if output.exists() else set()
-    if names and "settings" not in (json_or_none(output / JOURNAL) or {}):
-        raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote there. Choose a new folder.")
 
 
 def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict[str, Any]:
@@ -169,8 +164,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         after = ask_held_out(model, limit=settings.asked, bf16=bf16)
     with journal.step("reload"):
         questions = held_out(100)
-        kinds = dict.fromkeys(question.kind for question in questions)
-        of_kinds = [[question for question in questions if question.kind == kind] for kind in kinds]
+        of_kinds = [[question for question in questions if question.kind == kind] for kind in (*KINDS, EMOJI)]
         shown = [question for of_kind in of_kinds for question in of_kind[: settings.shown_per_kind]]
         here, elsewhere_differs = reload(model, shown)
         draw_images(list(zip(shown, here, strict=True)), output / "images.png")

@@ -38,22 +38,22 @@ for words in json.load(sys.stdin):
 
 def in_one_process(lines, folder, **environment):
     """What commands print, one after the other in one process, and what heavy modules that has imported by then."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LIGHT],
         input=json.dumps([[str(word) for word in words] for words in lines]),
         cwd=folder, env=os.environ | environment, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def test_help_and_version_need_no_torch(tmp_path):
     commands = [name for name in app_commands() if name]
     lines = [["--version"], ["--help"], ["train"], *([command, "--help"] for command in commands)]
-    found = in_one_process(lines, tmp_path)
-    assert found[0] == {"status": 0, "said": f"normalign-llava {__version__}\n", "heavy": []}
-    for each in found[1:]:
-        assert each["status"] == 0 and "Usage" in each["said"] and not each["heavy"], each
+    outputs = in_one_process(lines, tmp_path)
+    assert outputs[0] == {"status": 0, "said": f"normalign-llava {__version__}\n", "heavy": []}
+    for output in outputs[1:]:
+        assert output["status"] == 0 and "Usage" in output["said"] and not output["heavy"], output
 
 
 def app_commands():
@@ -87,10 +87,10 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("demo", "adapter"): "adapter is an adapter. Merge it first",
     }
     # Nobody listens on the port of this Hub.
-    found = in_one_process(cases, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "home"))
-    for (words, expected), each in zip(cases.items(), found, strict=True):
-        assert each["status"] in (1, 2) and expected in each["said"], (words, each)
-        assert not each["heavy"], (words, each["heavy"])
+    outputs = in_one_process(cases, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "home"))
+    for (words, expected), output in zip(cases.items(), outputs, strict=True):
+        assert output["status"] in (1, 2) and expected in output["said"], (words, output)
+        assert not output["heavy"], (words, output["heavy"])
     assert not (tmp_path / "x").exists()
 
 
@@ -98,9 +98,9 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")  # which cannot be loaded
-    done = invoke("train", "--model_name_or_path", tmp_path / "model", "--dataset_name", "no/data", "--load_in_4bit")
+    result = invoke("train", "--model_name_or_path", tmp_path / "model", "--dataset_name", "no/data", "--load_in_4bit")
     needed = f"load_in_4bit needs the package bitsandbytes, which is not installed. {install('qlora')}."
-    assert done.exit_code == 1 and done.stderr == f"Error: {needed}\n"
+    assert result.exit_code == 1 and result.stderr == f"Error: {needed}\n"
     assert invoke("train", "--load_in_4bit", "false").stderr.startswith("Error: Give the checkpoint")
 
 
@@ -114,8 +114,8 @@ def test_the_package_has_all_that_it_names(prepared):
 
 def test_a_bar_in_a_file_is_a_line_a_minute_at_most():
     code = "import time, normalign_llava.cli, tqdm\nfor _ in tqdm.tqdm(range(20)): time.sleep(0.05)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    shown = [line.split("|")[0].strip() for line in done.stderr.split("\n") if line]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = [line.split("|")[0].strip() for line in process.stderr.split("\n") if line]
     assert shown == ["0%", "100%"]  # at its start and at its end
 
 
@@ -138,15 +138,15 @@ def failing(folder, *ranks) -> list[list[str]]:
     """What processes of a run print that fail in turn, each given as its rank, the kind of its error and a text."""
     said = []
     for rank, *words in ranks:
-        given = {
+        environment = {
             "RANK": str(rank),
             "WORLD_SIZE": "4",
             "TORCHELASTIC_ERROR_FILE": str(folder / f"{rank}" / "error.json"),
         }
         command = [sys.executable, "-c", FAILS, *words]
-        done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True)
-        assert done.returncode == 1
-        said.append(done.stderr.splitlines())
+        process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+        assert process.returncode == 1
+        said.append(process.stderr.splitlines())
     return said
 
 

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...checkpoint.files import atomic_write
-from ...checkpoint.find import check_folder
+from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.loading import loading
 from ...checkpoint.lock import only_writer
 from ...checkpoint.names import CARD
@@ -120,6 +120,8 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
         OSError: The folder cannot be written; the earlier card remains.
     """
     check_folder(checkpoint)
+    if repo_id is not None:
+        check_repo_id(repo_id)
     with only_writer(checkpoint):
         if not replace:
             check_replaceable(card_in(checkpoint), str(checkpoint))

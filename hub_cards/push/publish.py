@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 from rich.table import Table
@@ -14,7 +15,6 @@ from rich.table import Table
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.lock import check_free
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
-from ..card.facts import Part
 from ..card.hand_written import card_in, check_replaceable
 from ..card.write import render_card
 from ..demo import check_space, push_space
@@ -91,13 +91,9 @@ def publish(
     check_free(checkpoint)
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
     if (as_adapter or base) and not is_adapter:
-        raise ValueError(
-            f"{checkpoint} has no {ADAPTER_CONFIG}, so it is not an adapter: leave out --adapter and --base."
-        )
+        raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
     if space and (create_pr or as_adapter):
-        raise ValueError(
-            "A Space needs a whole model that is published: leave out --space, or --create-pr and --adapter."
-        )
+        raise ValueError("A Space needs a published whole model: leave out --space, or --create-pr and --adapter.")
     repository = Repository(HfApi(token=token), repo_id, branch=revision)
     if not dry_run:
         repository = find_repository(log_in(repo_id, token, create_pr), repo_id, branch=revision)
@@ -129,11 +125,15 @@ def publish(
         if pinned:
             generated[ADAPTER_CONFIG] = published_config(folder, pinned)
         source = choose_files(folder, generated, repository.files)
-        check_private(source, str(repository.api.token or ""))
+        hub_token = str(repository.api.token or "")
+        check_private(source, hub_token)
         before = None
+        access: dict[str, Any] = {"token": hub_token or None}
+        if pinned:
+            access |= {"base": pinned.hub_id, "base_revision": pinned.revision}
         if check_loading and not (dry_run and pinned):
             notify("Loading it in a clean process.")
-            before = _ask(folder, None, pinned, repository.api)
+            before = ask_clean_process(folder, **access)
         if dry_run:
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
             return Publication(source, repository)
@@ -141,7 +141,16 @@ def publish(
         commit = push(repository, source.files, source.stale, private=private, create_pr=create_pr)
     if before:
         notify(f"Loading {repo_id} in the same way, at {commit.oid}.")
-        _verify(repository, commit.oid, pinned, before)
+        try:
+            problem = difference(before, ask_clean_process(repo_id, revision=commit.oid, **access))
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if problem is not None:
+            raise OSError(
+                f"{repo_id} is at {commit.oid}, but a clean process does not get from there what it gets from the "
+                f"folder. {problem} The commit before it, {repository.commit}, still exists. Publish again to load "
+                "it once more; if that fails in the same way, report a bug."
+            )
     else:
         notify(f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown.")
     page = push_space(repository.api, repo_id, commit.oid, notify) if space else None
@@ -168,23 +177,3 @@ def summary(publication: Publication) -> str:
     lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []
     lines += [f"Space: {publication.space}"] if publication.space else []
     return "\n".join([*lines, f'To load exactly this, set revision = "{commit.oid}" in the code of its card.'])
-
-
-def _verify(repository: Repository, commit: str, base: Part | None, before: list[float]) -> None:
-    """Loads the commit. Raises OSError if that fails, or if it answers differently from the folder."""
-    try:
-        problem = difference(before, _ask(repository.repo_id, commit, base, repository.api))
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem is not None:
-        raise OSError(
-            f"{repository.repo_id} is at {commit}, but a clean process does not get from there what it gets from the "
-            f"folder. {problem} The commit before it, {repository.commit}, still exists. Publish again to load it "
-            "once more; if that fails in the same way, report a bug."
-        )
-
-
-def _ask(source: str | Path, revision: str | None, base: Part | None, api: HfApi) -> list[float]:
-    base_id, base_revision = (base.hub_id, base.revision) if base else (None, None)
-    token = str(api.token) if api.token else None
-    return ask_clean_process(source, revision=revision, base=base_id, base_revision=base_revision, token=token)

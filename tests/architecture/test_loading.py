@@ -192,8 +192,8 @@ def assert_reloads(folder, model, tied, caplog):
     assert not report["missing_keys"] and not report["unexpected_keys"] and "NOT tie" not in caplog.text
     inputs = {"input_ids": torch.arange(5, 25)[None]}
     with torch.no_grad():
-        expected, found = (each.eval()(**inputs).logits for each in (model, again))
-    torch.testing.assert_close(found[..., : expected.shape[-1]], expected, rtol=1e-5, atol=1e-5)
+        expected, logits = (loaded.eval()(**inputs).logits for loaded in (model, again))
+    torch.testing.assert_close(logits[..., : expected.shape[-1]], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied, top, inner", [(True, True, False), (False, True, True), (False, False, True)])

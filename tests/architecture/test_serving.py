@@ -107,6 +107,6 @@ def test_answers_are_those_of_generate(folder, url):
 def test_the_page_s_client_is_answered(folder, url):
     (snippet,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     code = snippet.replace("http://localhost:8000", url)
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     expected, *_ = generate(folder / "my-model", "What is in the image?", IMAGES[0], tokens=64)
-    assert done.stdout == f"{expected}\n", done.stderr
+    assert process.stdout == f"{expected}\n", process.stderr

@@ -26,7 +26,7 @@ def main():
               max_model_len=128, limit_mm_per_prompt={"image": 2})
     answers = [x.outputs[0] for x in llm.chat(asked, SamplingParams(temperature=0, max_tokens=8, logprobs=1))]
     pairs = [list(zip(x.token_ids, x.logprobs)) for x in answers]
-    print(json.dumps([[[token for token, _ in x], [found[token].logprob for token, found in x]] for x in pairs]))
+    print(json.dumps([[[token for token, _ in x], [options[token].logprob for token, options in x]] for x in pairs]))
 
 if __name__ == "__main__":
     main()
@@ -44,12 +44,12 @@ def test_vllm_answers_as_transformers(tmp_path, kind, norm):
     asked = [request("what is it", *images) for images in (IMAGES[:1], [], IMAGES)]
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [os.environ["VLLM_PYTHON"], tmp_path / "ask.py", tmp_path / "model", tmp_path / "asked.json"],
         capture_output=True, text=True, env=environment, cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    answers = json.loads([line for line in done.stdout.splitlines() if line.startswith("[[")][-1])
+    assert process.returncode == 0, process.stderr[-5000:]
+    answers = json.loads([line for line in process.stdout.splitlines() if line.startswith("[[")][-1])
     for images, (ids, logprobs) in zip((IMAGES[:1], [], IMAGES), answers, strict=True):
         _, _, expected_ids, expected_logprobs = generate(tmp_path / "model", "what is it", *images)
         assert ids == expected_ids

@@ -18,13 +18,13 @@ def test_sharded_embeddings_are_gathered(prepared, tmp_path, mode):
     llava = tiny.llava(tied=False)
     llava.save_pretrained(tmp_path / "llava")
     worker = [HELPERS / "sharded_worker.py", mode, tmp_path / "llava", tmp_path / "found"]
-    done = prepared.run_ranks(worker, DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-    assert [each.returncode for each in done] == [0, 0], done[0].stderr[-3000:]
+    processes = prepared.run_ranks(worker, DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+    assert [process.returncode for process in processes] == [0, 0], processes[0].stderr[-3000:]
     expected = tiny.reference_n_text(llava.get_input_embeddings().weight)
     for rank in range(2):
-        found = json.loads((tmp_path / f"found.{rank}").read_text())
-        assert found["world"] == 2 and found["rows here"] < tiny.VOCABULARY
-        assert found["kind"] == {"dtensor": "DTensor", "zero3": "ds"}[mode]
-        assert found["aligned"] == pytest.approx(expected, rel=1e-9)
-        assert found["gain"] == pytest.approx([expected / tiny.WIDTH**0.5] * tiny.WIDTH, rel=1e-6)
-        assert found.get("gain loaded", found["gain"]) == found["gain"]
+        measured = json.loads((tmp_path / f"found.{rank}").read_text())
+        assert measured["world"] == 2 and measured["rows here"] < tiny.VOCABULARY
+        assert measured["kind"] == {"dtensor": "DTensor", "zero3": "ds"}[mode]
+        assert measured["aligned"] == pytest.approx(expected, rel=1e-9)
+        assert measured["gain"] == pytest.approx([expected / tiny.WIDTH**0.5] * tiny.WIDTH, rel=1e-6)
+        assert measured.get("gain loaded", measured["gain"]) == measured["gain"]

@@ -32,8 +32,8 @@ def ask(model, image, *words, question=QUESTION, **environment):
 
 def evaluated(model, data):
     """The model's answers to questions of one's own."""
-    done = CliRunner().invoke(app, ["evaluate", str(model), "--data", str(data)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["evaluate", str(model), "--data", str(data)])
+    assert result.exit_code == 0, result.output
     (file,) = (model / "evaluation" / f"own_{data.name}").glob("samples_*.jsonl")
     return [json.loads(line)["resps"] for line in file.read_text().splitlines()]
 
@@ -42,7 +42,7 @@ def test_answers_are_those_of_generate(checkpoint, tmp_path):
     file, tokens = tmp_path / "noise.png", ("--max-new-tokens", "12")
     file.write_bytes(training.image(1))
     expected = generate(checkpoint, QUESTION, Image.open(file), tokens=12)[0]
-    in_file, in_terminal = (ask(checkpoint, file, *tokens, TTY_COMPATIBLE=each) for each in "01")
+    in_file, in_terminal = (ask(checkpoint, file, *tokens, TTY_COMPATIBLE=value) for value in "01")
     assert in_file.stdout == in_terminal.stdout == expected + "\n"
     assert "Reading noise.png" in in_terminal.stderr and "Reading" not in in_file.stderr
 
@@ -51,8 +51,9 @@ def test_answers_are_those_of_generate(checkpoint, tmp_path):
     adapted = get_peft_model(model, LoraConfig(r=4, **targets))
     torch.manual_seed(5)
     with torch.no_grad():
-        for parameter in (each for name, each in adapted.named_parameters() if "lora_" in name or "to_save" in name):
-            parameter += torch.randn_like(parameter)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "to_save" in name:
+                parameter += torch.randn_like(parameter)
     adapted.save_pretrained(tmp_path / "adapter")
     (tmp_path / "adapter" / "training.json").write_text('{"quantization": null}')
     merged = shutil.copytree(checkpoint, tmp_path / "merged")
@@ -85,8 +86,8 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(prepared, checkpoi
     command = (
         "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); from normalign_llava.cli import app; app()"
     )
-    done = prepared.run(["-c", command, "ask", checkpoint, tmp_path / "noise.png", "What?", "--max-new-tokens", "4"])
-    assert done.returncode == 1 and not re.search("Error|Traceback|Exception|pipe", done.stderr), done.stderr
+    result = prepared.run(["-c", command, "ask", checkpoint, tmp_path / "noise.png", "What?", "--max-new-tokens", "4"])
+    assert result.returncode == 1 and not re.search("Error|Traceback|Exception|pipe", result.stderr), result.stderr
 
 
 def test_what_is_not_there_is_named(checkpoint, tmp_path):
@@ -98,8 +99,8 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
         (checkpoint.parent / "language", "noise.png"): "language is a language model, which answers no questions",
     }
     for (model, image), reason in cases.items():
-        done = ask(model, tmp_path / image)
-        assert done.exit_code == 1 and reason in done.output
+        result = ask(model, tmp_path / image)
+        assert result.exit_code == 1 and reason in result.output
     without = shutil.copytree(checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     assert "has <image>. Leave it out" in ask(without, tmp_path / "noise.png", question="<image>\nWhat?").output
     assert "model takes 256. Ask shorter" in ask(without, tmp_path / "noise.png", question="what? " * 300).output

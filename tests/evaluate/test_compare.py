@@ -40,13 +40,13 @@ def answers(share, seed, count=200):
 def test_two_models_over_the_same_questions(tmp_path):
     theirs, ours = answers(0.5, 1), answers(0.7, 2)
     arms = [read_arm(scored(tmp_path / name, which)) for name, which in (("base", theirs), ("model", ours))]
-    (found,) = compare_arms(arms).differences
-    assert (found.arm, found.against, found.questions) == ("model", "base", 200)
-    assert found.value == pytest.approx(np.mean(ours) - np.mean(theirs)) and found.over_seeds is None
-    assert found.mcnemar == mcnemar(np.array(ours), np.array(theirs))
+    (difference,) = compare_arms(arms).differences
+    assert (difference.arm, difference.against, difference.questions) == ("model", "base", 200)
+    assert difference.value == pytest.approx(np.mean(ours) - np.mean(theirs)) and difference.over_seeds is None
+    assert difference.mcnemar == mcnemar(np.array(ours), np.array(theirs))
     # Of a mean of 200 differences: 1.96 standard errors.
     error = 1.96 * np.std(np.subtract(ours, theirs)) / 200**0.5
-    assert found.over_questions == pytest.approx((found.value - error, found.value + error), abs=0.01)
+    assert difference.over_questions == pytest.approx((difference.value - error, difference.value + error), abs=0.01)
     compare_arms(arms).write(tmp_path)
     assert json.loads((tmp_path / "comparison.json").read_text())[0]["questions"] == 200
 
@@ -99,8 +99,8 @@ def test_mcnemar_by_hand():
 
 def test_interval_over_seeds_by_hand():
     # Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3), t of 2 degrees of freedom 4.3027.
-    found = over_seeds(np.array([0.6, 0.8, 0.7]), np.array([0.5, 0.6, 0.4]))
-    assert found == pytest.approx((0.2 - 4.3027 * 0.1 / 3**0.5, 0.2 + 4.3027 * 0.1 / 3**0.5), abs=1e-4)
+    ends = over_seeds(np.array([0.6, 0.8, 0.7]), np.array([0.5, 0.6, 0.4]))
+    assert ends == pytest.approx((0.2 - 4.3027 * 0.1 / 3**0.5, 0.2 + 4.3027 * 0.1 / 3**0.5), abs=1e-4)
     assert over_seeds(np.array([0.6]), np.array([0.5, 0.6])) is None
     assert over_seeds(np.array([0.6, 0.7]), np.array([0.5, 0.6])) == pytest.approx((0.1, 0.1))
 
@@ -110,19 +110,19 @@ def test_several_seeds_of_two_arms(tmp_path):
     for name, share in (("none", 0.5), ("gwc", 0.6)):
         folders = [scored(tmp_path / f"{name}-{seed}", answers(share, seed)) for seed in range(3)]
         arms.append(read_arm(f"{name}={','.join(folders)}"))
-    (found,) = compare_arms(arms).differences
-    assert (found.arm, found.against) == ("gwc", "none") and found.mcnemar is None
-    assert found.over_seeds is not None and found.over_seeds[0] < found.value < found.over_seeds[1]
+    (difference,) = compare_arms(arms).differences
+    assert (difference.arm, difference.against) == ("gwc", "none") and difference.mcnemar is None
+    assert difference.over_seeds is not None and difference.over_seeds[0] < difference.value < difference.over_seeds[1]
 
 
 def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
     few, many, part = [1, 0, 1, 1] * 10, [0, 1, 1, 0, 1] * 40, [0] * 60
     arms = [
-        read_arm(scored(tmp_path / name, given))
-        for name, given in (("untrained", part), ("model", few), ("whole", many))
+        read_arm(scored(tmp_path / name, right))
+        for name, right in (("untrained", part), ("model", few), ("whole", many))
     ]
-    for found, given in zip(compare_arms(arms).differences, (few, many), strict=True):
-        assert (found.questions, found.score) == (40, np.mean(given[:40]))
+    for difference, right in zip(compare_arms(arms).differences, (few, many), strict=True):
+        assert (difference.questions, difference.score) == (40, np.mean(right[:40]))
 
 
 def test_a_task_that_is_not_compared_is_named(tmp_path):
@@ -148,8 +148,8 @@ def test_the_first_filter_of_the_summary_is_compared(tmp_path):
         ]
         evaluated(tmp_path / name, "math", metrics, rows)
         arms.append(read_arm(str(tmp_path / name)))
-    (found,) = compare_arms(arms).differences
-    assert (found.task, found.value) == ("math acc, strict", 1.0)
+    (difference,) = compare_arms(arms).differences
+    assert (difference.task, difference.value) == ("math acc, strict", 1.0)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):

@@ -52,10 +52,10 @@ def run(room, output, *tasks, model=None, **options):
 
 
 def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path):
-    done = run(room, tmp_path, "tiny_looking", "tiny_choosing", batch_size=2)
-    assert not done.failed and done.file == tmp_path / "evaluation" / "summary.json"
+    evaluated = run(room, tmp_path, "tiny_looking", "tiny_choosing", batch_size=2)
+    assert not evaluated.failed and evaluated.file == tmp_path / "evaluation" / "summary.json"
     choice, colours = read_evaluations(tmp_path)
-    assert [colours, choice] == done.results
+    assert [colours, choice] == evaluated.results
     assert (colours.samples, colours.total, colours.partial) == (5, 5, False)
     assert len(colours.weights) == 64 and colours.settings["batch_size"] == 2
     assert colours.versions["tiny_looking"] == "3" and "lm_eval" in colours.versions
@@ -70,7 +70,7 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
     stored = json.loads(raw.read_text())
     assert stored["results"]["tiny_choosing"]["acc,none"] == right / 5 and stored["git_hash"] is None
-    assert done.table().row_count == 2
+    assert evaluated.table().row_count == 2
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):
@@ -95,10 +95,10 @@ def test_a_new_commit_on_the_hub_is_evaluated_anew(hub, prepared, room, tmp_path
 
     def skipped():
         command = ["evaluate", "bea/model", *words(room, tmp_path, "tiny_choosing")[2:]]
-        done = prepared.run(["-m", "normalign_llava", *command])
-        assert done.returncode == 0, done.stderr
+        process = prepared.run(["-m", "normalign_llava", *command])
+        assert process.returncode == 0, process.stderr
         assert read_evaluations(tmp_path)[0].weights == f"bea/model@{repository.commit}"
-        return "done before" in done.stderr
+        return "done before" in process.stderr
 
     assert not skipped() and skipped()
     repository.change({"new": b""})
@@ -124,8 +124,8 @@ def test_evaluations_that_end_at_the_same_time_are_all_kept(prepared, tmp_path):
 
 
 def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
-    done = run(room, tmp_path, "tiny_choosing", limit=2)
-    assert done.results[0].partial and (done.results[0].samples, done.results[0].total) == (2, 5)
+    evaluated = run(room, tmp_path, "tiny_choosing", limit=2)
+    assert evaluated.results[0].partial and (evaluated.results[0].samples, evaluated.results[0].total) == (2, 5)
     run(room, tmp_path, "tiny_choosing")
     with pytest.raises(ValueError, match="--limit would replace whole results of tiny_choosing. Name another --o"):
         run(room, tmp_path, "tiny_choosing", limit=2)
@@ -140,10 +140,10 @@ def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_pat
         "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
         "pope": "The data set has changed: it has no column question",
     }
-    done = CliRunner().invoke(app, words(room, tmp_path, *reasons, "tiny_choosing"))
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)  # no traceback
-    assert [each.task for each in read_evaluations(tmp_path)] == ["tiny_choosing"]
-    said = " ".join(done.output.split())
+    result = CliRunner().invoke(app, words(room, tmp_path, *reasons, "tiny_choosing"))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)  # no traceback
+    assert [kept.task for kept in read_evaluations(tmp_path)] == ["tiny_choosing"]
+    said = " ".join(result.output.split())
     for task, reason in reasons.items():
         assert reason in said.split(f"Not evaluated: {task}.")[1]
 

@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
 def test_lmms_eval_s_registry_has_the_model():
     from lmms_eval.models import get_model, list_available_models
 
-    (entry,) = (each for each in entry_points(group=GROUP) if each.name == "normalign_llava")
+    (entry,) = (entry for entry in entry_points(group=GROUP) if entry.name == "normalign_llava")
     assert entry == EntryPoint("normalign_llava", "normalign_llava.evaluate:lmms_model", GROUP)
     assert "normalign_llava" in list_available_models()
     assert get_model("normalign_llava").__module__ == "normalign_llava.evaluate.lmms"
@@ -58,7 +58,7 @@ def test_a_task_of_lmms_eval_gets_the_answers_of_transformers(checkpoint, tmp_pa
         "generation_kwargs: {max_new_tokens: 8, temperature: 0, do_sample: false}\n"
         "metric_list:\n  - {metric: said, aggregation: !function tiny.count, higher_is_better: true}\n"
     )
-    found = simple_evaluate(
+    output = simple_evaluate(
         "normalign_llava",
         model_args=f"pretrained={checkpoint},dtype=float32",
         batch_size=2,
@@ -66,7 +66,7 @@ def test_a_task_of_lmms_eval_gets_the_answers_of_transformers(checkpoint, tmp_pa
         tasks=["tiny"],
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     )
-    said = {sample["doc_id"]: sample["resps"][0][0] for sample in found["samples"]["tiny"]}
+    said = {sample["doc_id"]: sample["resps"][0][0] for sample in output["samples"]["tiny"]}
     for number, row in enumerate(load_dataset("parquet", data_files=data, split="train", cache_dir=str(tmp_path))):
         model, processor = demo_parts.load(checkpoint)
         inputs = demo_parts.prompt(processor, row["image"], row["question"])

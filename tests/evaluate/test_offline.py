@@ -41,9 +41,9 @@ def documents(task):
 
 
 def scores(task, answers, of_blank, limit=None):
-    found = harness(Script(answers, of_blank), manager().load([task]), limit=limit)
-    assert found["n-samples"][task]["effective"] == (limit or len(documents(task)))
-    of_task = {key.removesuffix(",none"): value for key, value in found["results"][task].items() if "," in key}
+    output = harness(Script(answers, of_blank), manager().load([task]), limit=limit)
+    assert output["n-samples"][task]["effective"] == (limit or len(documents(task)))
+    of_task = {key.removesuffix(",none"): value for key, value in output["results"][task].items() if "," in key}
     return {key: value for key, value in of_task.items() if not key.endswith("_stderr")}
 
 
@@ -86,9 +86,9 @@ def test_the_word_that_an_answer_names(answer, word):
 
 
 def test_a_tiny_model_is_evaluated(checkpoint, tmp_path):
-    done = evaluate(str(checkpoint), suites=["offline"], limit=3, batch_size=3, output=tmp_path)
-    assert not done.failed and [each.task for each in done.results] == list(OFFLINE)
-    for result in done.results:
+    evaluated = evaluate(str(checkpoint), suites=["offline"], limit=3, batch_size=3, output=tmp_path)
+    assert not evaluated.failed and [result.task for result in evaluated.results] == list(OFFLINE)
+    for result in evaluated.results:
         assert (result.samples, result.total, result.partial) == (3, ITEMS[result.task][0], True)
         assert not {"blank", "commonest"} & {metric.name.partition("_")[0] for metric in result.metrics}
         prompts = "through the chat template" if result.task in VISION else "as plain text"
@@ -98,7 +98,7 @@ def test_a_tiny_model_is_evaluated(checkpoint, tmp_path):
             assert set(metric.references) == ({"blank image", "commonest answer"} if vision else set())
             part = {"acc_shape": 1, "acc_colour": 1, "acc_yes_no": 1}
             assert metric.samples == part.get(metric.name, 3)
-    assert {column.header for column in done.table().columns} >= {"blank image", "commonest answer"}
+    assert {column.header for column in evaluated.table().columns} >= {"blank image", "commonest answer"}
     processor = AutoProcessor.from_pretrained(checkpoint)
     (file,) = (tmp_path / "evaluation" / "offline_emoji").glob("samples_*.jsonl")
     for sample in map(json.loads, file.read_text().splitlines()):
@@ -108,9 +108,9 @@ def test_a_tiny_model_is_evaluated(checkpoint, tmp_path):
 
 def test_a_language_model_alone_is_evaluated_on_the_texts(tmp_path):
     folder = parts.language(tmp_path / "language", max_position_embeddings=2048)  # a passage in one window
-    done = evaluate(str(folder), tasks=[*OFFLINE[2:], VISION[1]], output=tmp_path, limit=2)
-    assert set(done.failed) == {VISION[1]}
-    (perplexity,) = done.results
+    evaluated = evaluate(str(folder), tasks=[*OFFLINE[2:], VISION[1]], output=tmp_path, limit=2)
+    assert set(evaluated.failed) == {VISION[1]}
+    (perplexity,) = evaluated.results
     bits, words = perplexity.metrics
     tokenizer, language = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     total, of_words, shares = 0.0, 0, []
@@ -135,5 +135,5 @@ def test_a_checkpoint_reads_texts_as_its_language_model_alone(tmp_path):
         evaluate(str(model), tasks=OFFLINE[2:], output=tmp_path / "results", limit=2).results
         for model in (folder, tmp_path / "built")
     )
-    for each, same in zip(alone, built, strict=True):
-        assert [metric.value for metric in same.metrics] == pytest.approx([metric.value for metric in each.metrics])
+    for result, same in zip(alone, built, strict=True):
+        assert [metric.value for metric in same.metrics] == pytest.approx([metric.value for metric in result.metrics])

@@ -24,8 +24,8 @@ TURNS = [{"role": role, "content": "what?"} for role in ("user", "assistant")]
 def scores(task, *answers):
     """With each answer to a row, and the last to every white image."""
     model, name = Script(answers, lambda prompt: answers[-1]), task.config.task
-    found = harness(model, {"tasks": {name: task}})["results"][name]
-    return {key.removesuffix(",none"): value for key, value in found.items() if "," in key}, model.asked
+    result = harness(model, {"tasks": {name: task}})["results"][name]
+    return {key.removesuffix(",none"): value for key, value in result.items() if "," in key}, model.asked
 
 
 def lines(file, *rows):
@@ -49,12 +49,12 @@ def test_exact_match_by_hand(tmp_path):
     true = ["a kite", "A red kite.", "5", "kite", "a kite", "?"]
     rows = (asked("what?" if number < 4 else "and this?", answer) for number, answer in enumerate(true))
     task = own_task(folder_of(tmp_path / "my images", *rows))
-    found, requests = scores(task, " A  Kite!", "a red kite", "-5", "a kite", "a kite or a bird", "", "A kite.")
+    result, requests = scores(task, " A  Kite!", "a red kite", "-5", "a kite", "a kite or a bird", "", "A kite.")
     assert task.config.task == "own_my-images" and len(requests) == 6 + 2
     assert {request.args[0] for request in requests} == {"<image>what?", "<image>and this?"}
     # Right are the first two. Of a white image "A kite." is right to one question of each wording.
-    assert [found[name] for name in ("exact_match", "blank", "commonest")] == pytest.approx([2 / 6] * 3)
-    assert found["exact_match_stderr"] == pytest.approx((2 / 6 * 4 / 6 / 5) ** 0.5)
+    assert [result[name] for name in ("exact_match", "blank", "commonest")] == pytest.approx([2 / 6] * 3)
+    assert result["exact_match_stderr"] == pytest.approx((2 / 6 * 4 / 6 / 5) ** 0.5)
 
 
 def test_choices_by_hand(tmp_path):
@@ -62,11 +62,11 @@ def test_choices_by_hand(tmp_path):
     rows = [asked("Is it?", "Yes.", choices=options), asked("Is it?", "yes", choices=others)]
     rows += [asked("Is it?", "b", choices=others), asked("Is it?", "no", choices=others)]
     task = own_task(lines(tmp_path / "rows.jsonl", *rows))
-    found, requests = scores(task, "A", "yes", "A", "The answer is A.", "A")
+    result, requests = scores(task, "A", "yes", "A", "The answer is A.", "A")
     prompt = "Is it?\nA. yes\nB. no\nAnswer with the option's letter from the given choices directly."
     assert requests[0].args[0] == prompt and task.eval_docs["answer"] == ["A", "B", "B", "A"]
     # The answer to a blank image is right to the first and the last; each letter is right to two.
-    assert (found["acc"], found["blank"], found["commonest"]) == (3 / 4, 2 / 4, 2 / 4)
+    assert (result["acc"], result["blank"], result["commonest"]) == (3 / 4, 2 / 4, 2 / 4)
     lettered = own_task(lines(tmp_path / "rows.jsonl", asked("Is it?", "B", A="yes", B="no", C="nan")))
     assert lettered.eval_docs[0]["prompt"] == prompt and scores(lettered, "no", "")[0]["acc"] == 1
 
@@ -75,9 +75,9 @@ def test_any_of_several_accepted_answers_is_right_and_choices_may_be_numbers(tmp
     rows = [asked("what?", None, answers=["a kite", "kite", "kite"]), asked("what?", None, answers=["bird"])]
     rows.append(asked("what?", "bird", answers=["bird", "a bird"], tools="x"))
     task = own_task(lines(tmp_path / "rows.jsonl", *rows))
-    found, _ = scores(task, "A kite.", "kite", "a bird", "kite")
+    result, _ = scores(task, "A kite.", "kite", "a bird", "kite")
     # Right are the first and the last; of a white image, "kite" is right to the first of three.
-    assert [found[name] for name in ("exact_match", "blank", "commonest")] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
+    assert [result[name] for name in ("exact_match", "blank", "commonest")] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
     assert "rows.jsonl: left out: tools (1 row)" in caplog.text
     rows = [
         asked("Which?", 1, choices=["yes", "no"]),
@@ -90,9 +90,9 @@ def test_several_images_and_a_system_turn_are_asked(tmp_path, caplog):
     image, text = {"type": "image"}, {"type": "text", "text": "or"}
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [image, text, image]}, TURNS[1]]
     row = {"file_names": ["0.png", "1.png"], "messages": turns}
-    found, requests = scores(own_task(folder_of(tmp_path / "images", row)), "What", "")
-    assert requests[0].args[0] == "Be brief.<image>or<image>" and found["exact_match"] == 1
-    assert [len(each.args[2]["visual"]) for each in requests] == [2, 2] and not caplog.messages
+    result, requests = scores(own_task(folder_of(tmp_path / "images", row)), "What", "")
+    assert requests[0].args[0] == "Be brief.<image>or<image>" and result["exact_match"] == 1
+    assert [len(request.args[2]["visual"]) for request in requests] == [2, 2] and not caplog.messages
     own_task(folder_of(tmp_path / "captions", {"caption": "A red kite flies above a wide green field of grass."}))
     assert caplog.messages[0].startswith("The median answer of captions has 11 words. exact_match counts")
 

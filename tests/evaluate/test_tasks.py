@@ -64,7 +64,7 @@ def test_odd_answers_to_multiple_choice(task, tmp_path):
         prompt, generation, image = request.args
         assert prompt.startswith("<image>") and prompt.count("<image>") == 1
         assert (generation["do_sample"], generation["temperature"], generation["until"]) == (False, 0.0, [])
-        assert [(each.mode, each.size) for each in image["visual"]] == [("RGB", (12, 12))]
+        assert [(shown.mode, shown.size) for shown in image["visual"]] == [("RGB", (12, 12))]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_pope(tmp_path):
         ("adversarial", "yes"): ["Yes and no", "Ja"],
         ("adversarial", "no"): ["YES", "**No**"],
     }
-    rows = [POPE | {"category": c, "answer": a} for (c, a), each in said.items() for _ in each]
-    result = scores(tmp_path, "pope", rows, [answer for each in said.values() for answer in each])
+    rows = [POPE | {"category": c, "answer": a} for (c, a), answers in said.items() for _ in answers]
+    result = scores(tmp_path, "pope", rows, [answer for answers in said.values() for answer in answers])
     assert result == pytest.approx(
         {
             # Found 2 of 3 objects, and one that is not there: 2/3 each, 3 of 6 answers are yes.

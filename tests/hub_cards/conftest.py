@@ -38,10 +38,10 @@ def publish(start, hub):
     """What became of `normalign publish`: status, and its output on one line. No token is in it."""
 
     def publish(folder, *options, **named):
-        done = start(folder, *options, **named).wait()
-        shown = " ".join((done.stdout + done.stderr).split())
+        process = start(folder, *options, **named).wait()
+        shown = " ".join((process.stdout + process.stderr).split())
         for token in (*hub.accounts, *named.get("token", "").split()):
             assert token not in shown
-        return done.returncode, shown
+        return process.returncode, shown
 
     return publish

@@ -110,7 +110,7 @@ def test_the_text_on_the_hub_is_kept_if_it_has_one(full, here, there, expected):
     (full / "README.md").write_text(text.replace("notes -->\n", f"notes -->\n{here}"))
     card = render_card(full, hub_card=hub_card)
     assert by_hand(card.text) == {"introduction": "", "notes": expected}
-    warned = any("Written by hand on the Hub and kept: notes." in each for each in card.warnings)
+    warned = any("Written by hand on the Hub and kept: notes." in warning for warning in card.warnings)
     assert warned == (bool(here) and here != expected)
     assert by_hand(render_card(full, hub_card="# Of somebody else").text)["notes"] == here
     with pytest.raises(ValueError, match="README.md of ann/m on the Hub has no end"):
@@ -156,12 +156,12 @@ def test_names_are_text_whatever_is_in_them(full):
     made.edit(full / "diagnostics" / "report.json", **report)
     card = render_card(full, repo_id=EVIL)
     structures = []
-    for each in (card, clean):
-        found = tokens(ModelCard(each.text).text)
-        inner = [child for token in found for child in token.children or ()]
-        assert not [token for token in (*found, *inner) if "html" in token.type and "script" in token.content]
+    for rendered in (card, clean):
+        parsed = tokens(ModelCard(rendered.text).text)
+        inner = [child for token in parsed for child in token.children or ()]
+        assert not [token for token in (*parsed, *inner) if "html" in token.type and "script" in token.content]
         kinds = [token.type for token in inner if token.type in ("s_open", "link_open", "image", "html_inline")]
-        kinds += [token.type for token in found if token.type in ("table_open", "th_open", "heading_open", "hr")]
+        kinds += [token.type for token in parsed if token.type in ("table_open", "th_open", "heading_open", "hr")]
         structures.append(Counter(kinds))
     # The encoder, the language model and the data have lost the links that their Hub ids had.
     assert structures[1] - structures[0] == Counter(link_open=structures[1]["link_open"] - structures[0]["link_open"])

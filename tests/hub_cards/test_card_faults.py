@@ -43,11 +43,11 @@ def test_a_base_that_the_author_names_is_kept(folder):
 @pytest.mark.parametrize("start", ["# a", "1. a", "---", "=== a", "```", "| a |", "<b>", "[a]: b", "a_b_ _"])
 def test_what_begins_like_markup_is_text(full, start):
     made.evaluated(full, date=start, protocol=[start], title=start)
-    found = tokens(f"{section(render_card(full), 'Evaluation')}")
-    clean = [token.type for token in found]
+    parsed = tokens(f"{section(render_card(full), 'Evaluation')}")
+    clean = [token.type for token in parsed]
     made.evaluated(full, date=start, protocol=["a"], title="a")
     assert clean == [token.type for token in tokens(section(render_card(full), "Evaluation"))]
-    shown = ["".join(child.content for child in token.children) for token in found if token.type == "inline"]
+    shown = ["".join(child.content for child in token.children) for token in parsed if token.type == "inline"]
     assert shown.count(" ".join(start.split())) == 2
 
 

@@ -36,29 +36,23 @@ def test_measured_alignment(full):
 
 
 def test_training(full):
-    part = section(render_card(full), "Training")
-    both = {
-        "Trained, at a peak learning rate": "projector 0.001, norm 0.002",
-        "Frozen": "vision tower, language model",
-        "Steps": "32",
-        "Rows a step: a device × processes × accumulated": "16 (4 × 2 × 2)",
-        "Hardware": "2 × NVIDIA H200, x86_64 Linux",
-        "Software": "torch 2.13.0, normalign_llava 0.1.0",
-        "Commit of the code": "d" * 40,
-    }
-    assert rows(part) == {
+    table = rows(section(render_card(full), "Training"))
+    expected = {
         "": ["stage 1 (align)", "stage 2 (tune)"],
-        **{name: [value, value] for name, value in both.items()},
+        "Trained, at a peak learning rate": ["projector 0.001, norm 0.002"] * 2,
+        "Rows a step: a device × processes × accumulated": ["16 (4 × 2 × 2)"] * 2,
         "Data": ["user/data, 500 of 505 rows (3 bad, 2 too long)", "user/data, 60 of 60 rows"],
+        "Hardware": ["2 × NVIDIA H200, x86_64 Linux"] * 2,
         "Time": ["1:30:00", "0:00:42"],
     }
+    assert table | expected == table
 
 
 def test_limits(full):
     def assert_limits(*expected):
-        found = limits(full)
-        assert len(found) == len(expected)
-        assert all(words in sentence for words, sentence in zip(expected, found, strict=True)), found
+        sentences = limits(full)
+        assert len(sentences) == len(expected)
+        assert all(words in sentence for words, sentence in zip(expected, sentences, strict=True)), sentences
 
     run = ["one training run, seed 42"]
     measured = ["Bias, safety", "64 samples of easy-VQA, held out, in bfloat16"]

@@ -33,7 +33,7 @@ for card in json.loads(Path(sys.argv[1]).read_text()):
     quantization = model.config.quantization_config.to_dict()
     inputs = names["inputs"].to(model.device, model.dtype)
     again = model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    found = [type(module).__module__ for module in model.modules() if type(module).__name__.startswith("NormAlign")]
+    code = [type(module).__module__ for module in model.modules() if type(module).__name__.startswith("NormAlign")]
     norm = [tensor for name, tensor in model.named_parameters() if "projector" in name and ".norm." in name]
     shown.append({
         "kinds": sorted(kinds),
@@ -42,7 +42,7 @@ for card in json.loads(Path(sys.argv[1]).read_text()):
         "answers": len(names["answer"]),
         "norm": sorted({str(tensor.dtype) for tensor in norm}),
         "gain": norm[-2].tolist(),
-        "code": sorted({module.split(".")[0] for module in found}),
+        "code": sorted({module.split(".")[0] for module in code}),
         "adapter": [name for name, _ in model.named_parameters() if "lora_" in name][:1],
     })
 print(json.dumps(shown))
@@ -81,7 +81,7 @@ def executed(adapter, checkpoint, tmp_path_factory):
     root = tmp_path_factory.mktemp("snippets")
     folder = made.bare(root, tied=False)
     of_model = snippets(render_card(folder, repo_id=str(folder)).text)
-    assert ["generate(" in each for each in of_model] == [True, False, False]
+    assert ["generate(" in snippet for snippet in of_model] == [True, False, False]
     card = render_card(
         adapter, repo_id=str(adapter), base=Part("base model", str(checkpoint), str(checkpoint), "main")
     )

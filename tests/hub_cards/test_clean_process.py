@@ -1,5 +1,6 @@
 """Loading a checkpoint in a fresh process that cannot import the package, from a hub; from a folder in publishing."""
 
+import demo_parts
 import pytest
 import torch
 from hub_server import HubServer
@@ -26,13 +27,8 @@ def test_without_a_token_of_this_machine_it_gets_what_the_package_gives(built, m
     processor = AutoProcessor.from_pretrained(built)
     ramp = Image.linear_gradient("L")
     image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}],
-        add_generation_prompt=True,
-    )
-    inputs = processor(images=image, text=text, return_tensors="pt")
     with torch.no_grad():
-        logits = model(**inputs).logits[0, -1].double()
+        logits = model(**demo_parts.prompt(processor, image, QUESTION)).logits[0, -1].double()
     torch.testing.assert_close(torch.tensor(answer).double(), logits, rtol=1e-5, atol=1e-6)
     torch.nn.init.constant_(model.model.multi_modal_projector.linear_1.weight, torch.nan)
     with pytest.raises(ValueError, match="NaN"), torch.no_grad():

@@ -193,59 +193,11 @@ def test_the_command_serves_a_checkpoint_under_this_computer_s_names(prepared, c
         os.kill(process.pid, signal.SIGKILL)
 
 
-# Sends the Space of each model that is named, without the model.
-SEND = f"""
-import json, sys
-from huggingface_hub import HfApi, get_token
-from normalign_llava.hub_cards.demo import check_space, push_space
-api, said = HfApi(token=get_token()), {{}}
-for repo_id in json.loads(sys.argv[1]):
-    for does in (lambda: check_space(api, repo_id), lambda: push_space(api, repo_id, {COMMIT!r}, lambda line: None)):
-        try:
-            does()
-            said.setdefault(repo_id, []).append(None)
-        except Exception as error:
-            said.setdefault(repo_id, []).append(f"{{type(error).__name__}}: {{error}}")
-print(json.dumps(said))
-"""
-
-
-def send(hub, prepared, **private):
-    """For each of Ann's models, what `check_space` and `push_space` of its Space said; None if nothing was wrong."""
-    for name, is_private in private.items():
-        hub.create(f"ann/{name}", private=is_private)
-    ran = prepared.run(["-c", SEND, json.dumps([f"ann/{name}" for name in private])], HF_TOKEN=hub.token("ann"))
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
-
-
-def test_only_a_space_of_ours_or_an_empty_one_is_taken(hub, prepared):
-    hub.create("ann/other-demo", kind="space", files={"app.py": b"print()"})
-    head = hub.repository("ann/other-demo", "space").head()
-    hub.create("ann/empty-demo", kind="space", files={"README.md": b"---\nsdk: docker\n---\n"})
-    hub.create("ann/older-demo", kind="space", files={"space.json": b"{}", "demo/page.py": b"", "notes.txt": b""})
-    said = send(hub, prepared, empty=False, new=True, older=False, other=False)
-    checked, pushed = said.pop("ann/other")
-    assert said == {f"ann/{name}": [None, None] for name in ("empty", "new", "older")}
-    assert checked.startswith("ValueError: The Space ann/other-demo exists and was not published by this")
-    assert pushed.startswith("OSError: The model is published") and "not published by this package" in pushed
-    assert hub.repository("ann/other-demo", "space").head() == head
-    new, empty, older = (hub.repository(f"ann/{name}-demo", "space") for name in ("new", "empty", "older"))
-    assert (new.private, empty.private) == (True, False)
-    assert "demo/page.py" not in older.head().files and "notes.txt" in older.head().files
-    card = SpaceCard(empty.read("README.md").decode())
-    assert (card.data.sdk, card.data.models) == ("gradio", ["ann/empty"])
-    assert send(hub, prepared, new=False, empty=True) == dict.fromkeys(["ann/new", "ann/empty"], [None, None])
-    assert (new.private, empty.private) == (True, False)
-
-
 def test_the_files_of_a_space():
-    title = 'Ask "my: model" <b> & ünïcode'
-    files = space_files("user/my-model.v1.5", COMMIT, title)
+    files = space_files("user/1.5", COMMIT)
     assert set(files) == {"README.md", "requirements.txt", "space.json", "app.py"}
-    assert json.loads(files["space.json"]) == {"model": "user/my-model.v1.5", "revision": COMMIT, "title": title}
     card = SpaceCard(files["README.md"].decode())
-    assert card.data.title == title and card.data.models == ["user/my-model.v1.5"] and COMMIT in card.text
+    assert card.data.title == "1.5" and card.data.models == ["user/1.5"] and COMMIT in card.text
     assert (card.data.sdk, card.data.sdk_version, card.data.app_file) == ("gradio", GRADIO_VERSION, "app.py")
     assert len(card.data.short_description) <= 60  # the Hub's limit
     imported = set()
@@ -258,8 +210,7 @@ def test_the_files_of_a_space():
     lines = {Requirement(line).name: line for line in files["requirements.txt"].decode().splitlines()}
     assert {"pillow" if name == "PIL" else name for name in imported - sys.stdlib_module_names} == {*lines, "gradio"}
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    bounds = {Requirement(line).name: line for line in package}
-    assert all(line.startswith(bounds[name]) for name, line in lines.items())
+    assert all(line.startswith(tuple(package)) for line in lines.values())
 
 
 def test_a_space_loads_in_float32_what_fits_into_it(checkpoint):
@@ -297,7 +248,7 @@ def published(tmp_path):
         repository = hub.repository("user/model.v1.5")
         pinned = repository.head().oid
         repository.advance("main", {}, parent=pinned)
-        for path, content in space_files("user/model.v1.5", pinned, "A published model").items():
+        for path, content in space_files("user/model.v1.5", pinned).items():
             (space / path).write_bytes(content)
         port = free_port()
         environment = {
@@ -326,7 +277,7 @@ def test_a_person_asks_a_published_space_about_an_image(tmp_path, published, red
     with chromium(tmp_path / "profile") as browser:
         page = load(browser, url, 390)
         (field,) = until(lambda: browser.find_elements(By.CSS_SELECTOR, "input[type=file]"))
-        assert browser.title == "A published model"
+        assert browser.title == "model.v1.5"
         field.send_keys(str(red))
         until(lambda: browser.find_elements(By.CSS_SELECTOR, "[data-testid=image] img, .image-frame img"))
         question, answer = browser.find_elements(By.CSS_SELECTOR, "label textarea")

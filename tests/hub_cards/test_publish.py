@@ -41,6 +41,20 @@ def test_published_again_nothing_changes_and_one_file_is_one_commit(publish, hub
     assert "training.json" in repository.head("trial/2").files and hub.received.total() == received
 
 
+def test_an_empty_space_and_one_of_ours_are_written_again(publish, hub, folder):
+    files = {"README.md": b"---\nsdk: docker\n---\n"}
+    space = hub.create("ann/m-demo", kind="space", files=files)
+    hub.fault(500, "POST /api/spaces/.*/commit/")
+    status, shown = publish(folder, "--space", "--no-verify")
+    assert status == 1 and "The model is published, at" in shown and "its Space is not" in shown
+    for number in range(2):
+        (folder / "training.json").write_text(f'{{"seconds": {number}.5}}')
+        assert publish(folder, "--space", "--no-verify")[0] == 0
+        assert hub.repository("ann/m").commit in space.read("space.json").decode()
+        space.change({"notes.txt": b"mine"})
+    assert b"sdk: gradio" in space.read("README.md") and not space.private
+
+
 def test_stale_files_of_ours_go_and_files_of_others_stay(publish, hub, folder):
     stale = {
         *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors"),

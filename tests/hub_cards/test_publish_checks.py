@@ -36,9 +36,9 @@ def assert_faults(folder, *expected):
     """`expected`: words of each fault, in their order."""
     with pytest.raises(ValueError, match="cannot be published") as error:
         check_checkpoint(folder)
-    found = str(error.value).splitlines()[1:]
-    assert len(found) == len(expected), found
-    assert all(words in fault for fault, words in zip(found, expected, strict=True)), found
+    faults = str(error.value).splitlines()[1:]
+    assert len(faults) == len(expected), faults
+    assert all(words in fault for fault, words in zip(faults, expected, strict=True)), faults
 
 
 def test_every_fault_is_listed(folder):
@@ -114,27 +114,27 @@ def test_tokens_are_found_anywhere(folder):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"][TOKEN] = 999
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    found = private(choose_files(folder, {}))
-    places = [fault[2:].split(":")[0] for fault in found]
+    faults = private(choose_files(folder, {}))
+    places = [fault[2:].split(":")[0] for fault in faults]
     assert sorted(places) == [
         *("README.md, line 3", "README.md, line 4", "chat_template.jinja, line 1"),
         *(f"{file.name}, line 1", "tokenizer.json, line 1"),
     ]
-    assert "your token, my-t... (19 characters)" in found[0]
-    assert "a Hugging Face token, hf_A... (37 characters). Remove it, and revoke it" in found[1]
+    assert "your token, my-t... (19 characters)" in faults[0]
+    assert "a Hugging Face token, hf_A... (37 characters). Remove it, and revoke it" in faults[1]
 
 
 def test_paths_of_this_machine_are_found(folder, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     change(folder / "config.json", _name_or_path="/home/me/models/base")
     (folder / "vocab.txt").write_text(f"it was at {folder.parent}/x\n")
-    found = private(choose_files(folder, {}))
-    assert "config.json, line" in found[0] and "a local path, /home/me. " in found[0]
-    assert len(found) == 2 and str(folder.parent) in found[1]
+    faults = private(choose_files(folder, {}))
+    assert "config.json, line" in faults[0] and "a local path, /home/me. " in faults[0]
+    assert len(faults) == 2 and str(folder.parent) in faults[1]
     moved = shutil.copytree(folder, folder.parent / "Modèle ß", ignore=shutil.ignore_patterns("vocab.txt", "config*"))
     (moved / "vocab.json").write_text(json.dumps({"at": f"{moved}/x"}))  # which escapes letters beyond ASCII
-    found = private(choose_files(moved, {}))
-    assert len(found) == 1 and f"vocab.json, line 1: a local path, {json.dumps(str(moved))[1:-1]}. " in found[0]
+    faults = private(choose_files(moved, {}))
+    assert len(faults) == 1 and f"vocab.json, line 1: a local path, {json.dumps(str(moved))[1:-1]}. " in faults[0]
 
 
 def test_disguised_files_and_figures_are_looked_into(tmp_path):
@@ -147,8 +147,8 @@ def test_disguised_files_and_figures_are_looked_into(tmp_path):
         torch.save({"a": 1}, tmp_path / name)
     names = ("a.png", "b.png", "model.safetensors", "optimizer.pt", "tokenizer.model", "training.json")
     files = {name: (tmp_path / name).read_bytes() for name in names}
-    found = private(PublishSource(tmp_path, files | {names[2]: tmp_path / names[2]}, {}, {}, []))
+    faults = private(PublishSource(tmp_path, files | {names[2]: tmp_path / names[2]}, {}, {}, []))
     expected = (f"a local path, {tmp_path}. ", "a pickle", "not a safetensors file", *["a pickle"] * 3)
-    assert len(found) == len(names)
-    for fault, name, what in zip(found, names, expected, strict=True):
+    assert len(faults) == len(names)
+    for fault, name, what in zip(faults, names, expected, strict=True):
         assert fault.startswith(f"- {name}") and what in fault

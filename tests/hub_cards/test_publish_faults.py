@@ -69,7 +69,7 @@ def test_of_two_publishers_the_slower_gets_an_error(start, publish, hub, folder,
     assert publish(other, "--no-verify")[0] == 0
     theirs = repository.commit
     pause.released.set()
-    done = slower.wait()
-    assert done.returncode == 1 and "A commit has happened since" in done.stderr and repository.commit == theirs
+    process = slower.wait()
+    assert process.returncode == 1 and "A commit has happened since" in process.stderr and repository.commit == theirs
     assert publish(folder, "--no-verify")[0] == 0 and repository.head().parent == theirs
     assert "training.json" not in repository.head().files

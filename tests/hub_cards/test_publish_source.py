@@ -38,10 +38,10 @@ def add(folder, *names):
 
 
 def test_a_built_checkpoint_is_sent_whole(folder):
-    found = choose_files(folder, {"README.md": b"# Card"})
-    assert found.files.keys() == BUILT | {"README.md"} and found.excluded == []
-    assert found.files["config.json"] == (folder / "config.json").read_bytes()
-    assert found.files[SHARD] == folder / SHARD and found.files["README.md"] == b"# Card"
+    chosen = choose_files(folder, {"README.md": b"# Card"})
+    assert chosen.files.keys() == BUILT | {"README.md"} and chosen.excluded == []
+    assert chosen.files["config.json"] == (folder / "config.json").read_bytes()
+    assert chosen.files[SHARD] == folder / SHARD and chosen.files["README.md"] == b"# Card"
 
 
 def test_everything_else_is_excluded(folder):
@@ -50,9 +50,9 @@ def test_everything_else_is_excluded(folder):
     add(folder, "training_args.bin", "optimizer.pt", "trainer_state.json", "checkpoint-1/model.safetensors")
     sent = ["LICENSE", "LICENSE-LLAMA.txt", "NOTICE", "evaluation/summary.json", "chat_templates/tools.jinja"]
     add(folder, *sent, "README.md", "dynamics.jsonl", "training.json")
-    found = choose_files(folder, {})
-    assert found.files.keys() == BUILT | {*sent, "README.md", "dynamics.jsonl", "training.json"}
-    assert found.excluded == [
+    chosen = choose_files(folder, {})
+    assert chosen.files.keys() == BUILT | {*sent, "README.md", "dynamics.jsonl", "training.json"}
+    assert chosen.excluded == [
         *(".cache/", ".env", "LICENSE.pt", "checkpoint-1/", "dropped_rows.jsonl", "evaluation/pope/", "my.py"),
         *("notes.txt", "optimizer.pt", "pytorch_model.bin", "samples/", "tf/", "tokenizer.pkl"),
         *("trainer_state.json", "training_args.bin"),
@@ -65,9 +65,9 @@ def test_the_shards_that_the_index_names_are_sent(sharded, tmp_path):
     stale = "model-00009-of-00009.safetensors"
     folder = Path(shutil.copytree(sharded, tmp_path / "model"))
     shutil.copyfile(folder / shards[0], folder / stale)
-    found = choose_files(folder, {}, existing=[stale, shards[0], "mine.safetensors"])
-    assert {path for path in found.files if path.startswith("model.") or "-of-" in path} == {*shards, INDEX}
-    assert found.excluded == found.stale == [stale]
+    chosen = choose_files(folder, {}, existing=[stale, shards[0], "mine.safetensors"])
+    assert {path for path in chosen.files if path.startswith("model.") or "-of-" in path} == {*shards, INDEX}
+    assert chosen.excluded == chosen.stale == [stale]
 
     (folder / shards[1]).unlink()
     with pytest.raises(ValueError, match=f"names {shards[1]}, which"):
@@ -77,8 +77,8 @@ def test_the_shards_that_the_index_names_are_sent(sharded, tmp_path):
 def test_of_two_saves_the_weights_that_are_loaded_are_sent(folder, sharded):
     stored.in_one_file(folder)
     shutil.copyfile(sharded / INDEX, folder / INDEX)
-    found = choose_files(folder, {}, existing=[INDEX])
-    assert WEIGHTS in found.files and found.excluded == found.stale == [INDEX]
+    chosen = choose_files(folder, {}, existing=[INDEX])
+    assert WEIGHTS in chosen.files and chosen.excluded == chosen.stale == [INDEX]
     (folder / INDEX).unlink()
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="no weights in safetensors"):
@@ -92,7 +92,8 @@ def diagnosed(folder):
     diagnostics.mkdir()
     shutil.copyfile(REPORT, diagnostics / "report.json")
     content = json.loads(REPORT.read_text("utf-8"))
-    shown = [each["image"] for report in (content["report"], content["against"]) for each in report["attention"][:4]]
+    asked = [*content["report"]["attention"][:4], *content["against"]["attention"][:4]]
+    shown = [question["image"] for question in asked]
     for name in {*(drawing["file"] for drawing in content["figures"]), *filter(None, shown), "image_9.png"}:
         Image.new("RGB", (4, 4)).save(diagnostics / name)
     add(diagnostics, "report.html", "stray.png")
@@ -102,14 +103,14 @@ def diagnosed(folder):
 def test_a_diagnosis_is_sent_without_samples(diagnosed):
     before = json.loads(REPORT.read_text("utf-8"))
     assert before["report"]["attention"][0]["question"] and before["against"]["attention"][0]["maps"]
-    found = choose_files(diagnosed, {})
-    sent = {path.removeprefix("diagnostics/") for path in found.files if "/" in path}
+    chosen = choose_files(diagnosed, {})
+    sent = {path.removeprefix("diagnostics/") for path in chosen.files if "/" in path}
     figures = {drawing["file"] for drawing in before["figures"]}
     samples = {name for name in figures if name.startswith("attention_")}
     assert samples and sent == figures - samples | {"report.json"}
-    assert {f"diagnostics/{name}" for name in ("report.html", "image_9.png", "stray.png")} <= set(found.excluded)
+    assert {f"diagnostics/{name}" for name in ("report.html", "image_9.png", "stray.png")} <= set(chosen.excluded)
 
-    after = json.loads(found.files["diagnostics/report.json"])
+    after = json.loads(chosen.files["diagnostics/report.json"])
     assert {drawing["file"] for drawing in after["figures"]} == figures - samples
     assert "first question" in before["provenance"] and "first question" not in after["provenance"]
     for name in ("report", "against"):
@@ -124,6 +125,6 @@ def test_a_diagnosis_is_sent_without_samples(diagnosed):
 def test_a_report_that_cannot_be_read_is_left_with_its_figures(diagnosed):
     content = json.loads(REPORT.read_text("utf-8")) | {"schema_version": SCHEMA_VERSION + 1}
     (diagnosed / "diagnostics/report.json").write_text(json.dumps(content))
-    found = choose_files(diagnosed, {})
-    assert not any(path.startswith("diagnostics") for path in found.files)
-    assert "diagnostics/report.json" in found.excluded
+    chosen = choose_files(diagnosed, {})
+    assert not any(path.startswith("diagnostics") for path in chosen.files)
+    assert "diagnostics/report.json" in chosen.excluded

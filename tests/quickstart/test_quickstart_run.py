@@ -56,10 +56,10 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     while process.poll() is None and not list((output / "stage1-trainer").glob("checkpoint-*/trainer_state.json")):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
-    done = process.wait()
+    killed = process.wait()
     assert not (output / "stage1").exists() and not (output / "results.json").exists()
     before = {path: path.stat().st_mtime_ns for path in (output / "untrained").iterdir()}
-    assert "stage 1" in done.stdout and "Resuming" not in done.stdout + done.stderr
+    assert "stage 1" in killed.stdout and "Resuming" not in killed.stdout + killed.stderr
 
     results = run_quickstart(output, SHORT)
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in before.items())
@@ -117,16 +117,16 @@ def test_a_finished_quickstart_goes_on_to_the_model_without_the_norm(archives, o
     assert (stage1["report"]["norm"], stage1["against"]["norm"]) == ("layer_norm", "none")
     assert stage1["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
     assert [step["step"] for step in stage1["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
-    assert [each.task for each in read_evaluations(output / "baseline" / "model")] == sorted(TASKS)
+    assert [result.task for result in read_evaluations(output / "baseline" / "model")] == sorted(TASKS)
     assert "without the norm" in capsys.readouterr().out and (output / "baseline" / "model").exists()
     assert run_quickstart(output, SHORT)["baseline"] == again["baseline"]
 
 
 def check_evaluations(model, results):
-    evaluations = {each.task: each for each in read_evaluations(model)}
-    assert evaluations.keys() == TASKS and all(each.partial for each in evaluations.values())
+    evaluations = {result.task: result for result in read_evaluations(model)}
+    assert evaluations.keys() == TASKS and all(result.partial for result in evaluations.values())
     for kind, (task, name) in METRICS.items():
-        (metric,) = (each for each in evaluations[task].metrics if each.name == name)
+        (metric,) = (metric for metric in evaluations[task].metrics if metric.name == name)
         assert (metric.value, metric.samples) == (results["after"]["accuracy"][kind], results["count"][kind])
         references = {"blank image": results["after"]["blank"][kind], "commonest answer": results["majority"][kind]}
         assert metric.references == references

@@ -48,9 +48,9 @@ def row(number):
 
 def test_a_stage_that_was_killed_while_its_result_was_moved_is_finished(untrained, data, tmp_path):
     options = stage("quickstart-align", **SHORT)
-    given = {"model_name_or_path": untrained, "dataset_name": data, "output_dir": tmp_path / "cut-trainer"}
-    main(words({**options, **given, "bf16": False}))
+    paths = {"model_name_or_path": untrained, "dataset_name": data, "output_dir": tmp_path / "cut-trainer"}
+    main(words({**options, **paths, "bf16": False}))
     (tmp_path / "cut-trainer").rename(tmp_path / "straight")
     train_stage(options, untrained, data, tmp_path / "cut")
-    expected, got = (stored.weights(tmp_path / each) for each in ("straight", "cut"))
+    expected, got = (stored.weights(tmp_path / name) for name in ("straight", "cut"))
     assert expected.keys() == got.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
