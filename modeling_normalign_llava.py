@@ -33,16 +33,47 @@ def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
     return gain.detach().abs().mean(dtype=torch.promote_types(gain.dtype, torch.float32)).clamp(min=gain_floor)
 
 
-class _DividedGradient(torch.autograd.Function):
-    # A norm's gradient at x is linear in the one at the normalised x, so dividing the first divides the second.
+class _CompensatedLayerNorm(torch.autograd.Function):
+    # LayerNorm's backward is linear in the gradient at the normalised tokens: divided by s, it is that backward with
+    # gain/s as gain. The gradients of gain and bias do not depend on the gain, so one fused kernel gives all three.
+    # The caller casts what comes out: compiled by torch 2.11, a cast in here that changes nothing has gradients of 0.
     @staticmethod
-    def forward(ctx, x, divisor):
-        ctx.save_for_backward(divisor)
-        return x.view_as(x)
+    def forward(ctx, x, eps, gain_floor, gain, bias):
+        dtype = torch.promote_types(x.dtype, gain.dtype)
+        out, mean, rstd = torch.native_layer_norm(x.to(dtype), gain.shape, gain.to(dtype), bias.to(dtype), eps)
+        ctx.save_for_backward(x, gain, bias, mean, rstd)
+        ctx.gain_floor = gain_floor
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        return grad / ctx.saved_tensors[0], None
+        x, gain, bias, mean, rstd = ctx.saved_tensors
+        dtype = torch.promote_types(x.dtype, gain.dtype)
+        scaled = (gain / gain_magnitude(gain, ctx.gain_floor)).to(dtype)
+        grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward.default(
+            grad, x.to(dtype), gain.shape, mean, rstd, scaled, bias.to(dtype), [True, True, True]
+        )
+        return grad_x.to(x.dtype), None, None, grad_gain.to(gain.dtype), grad_bias.to(bias.dtype)
+
+
+class _CompensatedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, eps, gain_floor, gain):
+        dtype = torch.promote_types(x.dtype, gain.dtype)
+        ctx.save_for_backward(x, gain)
+        ctx.eps, ctx.gain_floor = eps, gain_floor
+        return F.rms_norm(x.to(dtype), gain.shape, gain.to(dtype), eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gain = ctx.saved_tensors
+        dtype = torch.promote_types(torch.promote_types(x.dtype, gain.dtype), torch.float32)
+        wide, grad = x.to(dtype), grad.to(dtype)
+        rstd = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        x_hat = wide * rstd
+        grad_x_hat = grad * (gain / gain_magnitude(gain, ctx.gain_floor)).to(dtype)
+        grad_x = rstd * (grad_x_hat - x_hat * (grad_x_hat * x_hat).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), None, None, (grad * x_hat).sum_to_size(gain.shape).to(gain.dtype)
 
 
 class _CompensatedNorm(nn.Module):
@@ -58,13 +89,6 @@ class _CompensatedNorm(nn.Module):
                 f"float32: [m.float() for m in trainer.model.modules() if type(m).__name__ == {type(self).__name__!r}]"
             )
         return super().train(mode)
-
-    def _compensated(self, x: Tensor) -> Tensor:
-        """`x` in the gain's dtype or a wider one; its gradient is divided by s."""
-        x = x.to(torch.promote_types(x.dtype, self.weight.dtype))
-        if self.compensate and x.requires_grad:
-            return _DividedGradient.apply(x, gain_magnitude(self.weight, self.gain_floor))
-        return x
 
 
 class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
@@ -83,18 +107,21 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = self._compensated(x)
-        gain, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
-        return F.layer_norm(wide, gain.shape, gain, bias, self.eps).to(x.dtype)
+        if self.compensate and x.requires_grad and torch.is_grad_enabled():
+            return _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, self.weight, self.bias).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        gain, bias = self.weight.to(dtype), self.bias.to(dtype)
+        return F.layer_norm(x.to(dtype), self.normalized_shape, gain, bias, self.eps).to(x.dtype)
 
 
 class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
     """The same for `gain * x / sqrt(mean(x^2) + eps)` (eq. 3), without bias; a normalised token has norm sqrt(d)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = self._compensated(x)
-        gain = self.weight.to(wide.dtype)
-        return F.rms_norm(wide, gain.shape, gain, self.eps).to(x.dtype)
+        if self.compensate and x.requires_grad and torch.is_grad_enabled():
+            return _CompensatedRMSNorm.apply(x, self.eps, self.gain_floor, self.weight).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps).to(x.dtype)
 
 
 @contextmanager
