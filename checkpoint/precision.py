@@ -10,6 +10,10 @@ from typing import Any
 
 import psutil
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -121,6 +125,28 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, siz
             return "bfloat16"
         _say(f"Loading in {name}, which this processor only emulates: {room}. --load-in-4bit takes less.")
     return dtype
+
+
+def emulates_float16(model: PreTrainedModel) -> bool:
+    """Whether a model is in float16 on a CPU that only emulates it, but is fast in bfloat16."""
+    on_cpu = (model.device.type, model.dtype) == ("cpu", torch.float16)
+    return on_cpu and half_precision_pays(torch.bfloat16, "cpu") and not half_precision_pays(torch.float16, "cpu")
+
+
+class ProductsInBfloat16(TorchFunctionMode):
+    """In this context products of float16 tensors are computed in bfloat16, and their results are float16 again.
+
+    Weights are cast in each product: that pays for passes of many tokens, not for generation.
+    """
+
+    PRODUCTS = (F.linear, F.conv2d, F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in self.PRODUCTS or args[0].dtype != torch.float16:
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda t: t.bfloat16() if t.dtype == torch.float16 else t, (args, kwargs))
+        return func(*args, **kwargs).half()
 
 
 def free_memory() -> int:

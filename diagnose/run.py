@@ -4,6 +4,7 @@
 import json
 import math
 import platform
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from ..assembly.build import torch_dtype
 from ..checkpoint.files import replaced_folder
+from ..checkpoint.precision import ProductsInBfloat16, emulates_float16
 from ..errors import Console, Printed, escaped
 from .data import Sample, Samples, batches, load_samples
 from .figures import draw
@@ -169,10 +171,13 @@ def _measure(
         math.ceil(len(drawn.samples) / batch_size),
         console=Console(),
     )
-    report = probe(model, inputs, tokenizer=processor.tokenizer, name=name, data=drawn.name)
-    attention, left_out = _attention(model, processor, drawn.samples[:QUESTIONS], folder, prefix)
+    cast = loading["dtype"] == "auto" and emulates_float16(model)
+    with ProductsInBfloat16() if cast else nullcontext():
+        report = probe(model, inputs, tokenizer=processor.tokenizer, name=name, data=drawn.name)
+        attention, left_out = _attention(model, processor, drawn.samples[:QUESTIONS], folder, prefix)
     return replace(
         report,
+        dtype=f"{report.dtype}, products in bfloat16" if cast else report.dtype,
         embeddings=embedding_table_of(model, processor.tokenizer, name=name),
         gain=gain_of(model),
         dynamics=dynamics,

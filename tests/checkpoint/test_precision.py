@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlavaConfig
 
+from normalign_llava.checkpoint import precision
 from normalign_llava.checkpoint.precision import compute_dtype, dtype_to_load, free_memory
 
 
@@ -77,3 +78,16 @@ def test_products_with_4_bit_weights_are_computed_in_what_is_fast(processor):
     for fast, expected in ((0.3, torch.bfloat16), (5.0, torch.float32)):
         processor(fast, float16=0.3)
         assert compute_dtype() == expected
+
+
+def test_products_in_bfloat16_round_what_goes_in_and_give_float16():
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 8).half(), torch.randn(6, 8).half()
+    with precision.ProductsInBfloat16():
+        products = torch.nn.functional.linear(x, weight), x @ weight.T, torch.matmul(x, weight.T)
+        assert (x + x).dtype == torch.float16
+    exact = x.bfloat16().double() @ weight.bfloat16().double().T  # what bfloat16 inputs multiply to
+    for product in products:
+        assert product.dtype == torch.float16
+        torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-3)
+    assert not torch.equal(products[0], x @ weight.T)

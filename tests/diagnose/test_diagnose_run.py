@@ -12,11 +12,13 @@ from importlib.metadata import version
 
 import pytest
 import tiny
+import torch
 import training
 from paths import ROOT
-from transformers import AutoProcessor
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 from typer.testing import CliRunner
 
+from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
 from normalign_llava.diagnose import report
 from normalign_llava.diagnose.run import diagnose
@@ -135,6 +137,7 @@ def test_every_file_is_listed_the_model_as_it_was_and_nobody_named(compared, alo
 
 COMMAND = """
 import sys
+from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
 app(sys.argv[1:], standalone_mode=False)
 print("TRL" if "trl" in sys.modules else "no TRL", "was imported")
@@ -193,6 +196,20 @@ def test_what_is_no_vision_language_model_is_refused_before_images_are_read(root
     for part, words in (("language", "`normalign gain "), ("vision", "Give a vision-language model")):
         result = cli(root / "ours" / part)
         assert result.exit_code == 1 and words in result.output, result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
+def test_products_of_a_float16_that_is_emulated_are_in_bfloat16(root, tmp_path, processor, monkeypatch):
+    processor(0.3, float16=5.0)
+    model, options = str(root / "half"), dict(data=str(root / "images"), samples=4)
+    LlavaForConditionalGeneration.from_pretrained(root / "llava", dtype=torch.float16).save_pretrained(model)
+    AutoProcessor.from_pretrained(root / "llava").save_pretrained(model)
+    exact = diagnose(model, output=tmp_path / "exact", dtype="float32", **options).report
+    monkeypatch.setattr(precision, "free_memory", lambda: 0)
+    cast = diagnose(model, output=tmp_path / "cast", **options).report
+    assert cast.dtype == "float16, products in bfloat16"
+    assert cast.interface.ratio == pytest.approx(exact.interface.ratio, rel=0.02)
+    assert cast.depth.asymmetry == pytest.approx(exact.depth.asymmetry, rel=0.02)
 
 
 def test_the_documentation_names_the_keys_and_the_kinds_of_token(compared):
