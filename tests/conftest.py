@@ -15,7 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job, and then in all it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ["quickstart_run", "docs", "publish", "train_push", "diagnose_run", "offline", "device", "demo"]
+LONGEST = ["quickstart_run", "train_push", "train_distributed", "publish", "train_resume", "train_checkpoints"]
+LONGEST += ["docs", "train_run", "device", "train_adapters", "evaluate_run", "diagnose_run"]
 
 
 def pytest_collection_modifyitems(items):

@@ -11,7 +11,7 @@ import pytest
 from paths import DOCS, ROOT
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 FOLDER = ROOT / "benchmarks"
 
@@ -20,7 +20,7 @@ FOLDER = ROOT / "benchmarks"
     "script, tiny",
     [
         ("norm", "--tokens 8 --widths 32 64 --rounds 2 --no-compile"),
-        pytest.param("memory", "--shapes tiny --methods full", marks=pytest.mark.nightly),
+        ("memory", "--shapes tiny --methods full"),
     ],
 )
 def test_figures_are_written_and_a_script_that_fails_is_named(monkeypatch, tmp_path, script, tiny):
@@ -37,7 +37,6 @@ def test_figures_are_written_and_a_script_that_fails_is_named(monkeypatch, tmp_p
         assert len(row) == 3 and "|" not in "".join(row) and re.match(r"\d+(\.\d+)?(%| |,|$)", row[2])
 
 
-@pytest.mark.nightly
 def test_the_recipes_take_at_true_size_what_the_page_says(prepared):
     said = {}
     for words in ([], ["--recipes", "align-qwen2.5-7b", "--load_in_4bit", "true"]):
@@ -52,7 +51,6 @@ def test_the_recipes_take_at_true_size_what_the_page_says(prepared):
     assert float(stage_1) <= 19 and float(in_4_bits) <= 12 and float(said["qlora"]) < 10
 
 
-@pytest.mark.nightly
 def test_a_check_of_a_gpu_that_fails_is_a_row_and_the_exit_status(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(FOLDER)
     check_gpu = importlib.import_module("check_gpu")

@@ -22,8 +22,7 @@ from normalign_llava.data.rows.parse import parse_row
 from normalign_llava.train.collator import ConversationCollator
 
 
-openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 PAGE = (DOCS / "serving.md").read_text()
@@ -75,7 +74,7 @@ def url(folder):
 
 
 def ask(url, messages, **options):
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    client = pytest.importorskip("openai").OpenAI(base_url=f"{url}/v1", api_key="none")
     return client.chat.completions.create(
         model="my-model", messages=messages, max_tokens=8, temperature=0, **options
     )  # fmt: skip

@@ -195,8 +195,8 @@ METHODS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["true", "false"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("checkpointing", ["true", pytest.param("false", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("method", [pytest.param("align", marks=pytest.mark.nightly), "all", "adapters"])
 def test_operations_are_those_that_torch_counts(models, method, checkpointing):
     for folder in models:
         given = {"model_name_or_path": folder / "checkpoint", "dataset_name": folder / "data"}

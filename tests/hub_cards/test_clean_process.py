@@ -11,7 +11,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.hub_cards.push.clean_process import QUESTION, ask_clean_process, first_logits
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def test_without_a_token_of_this_machine_it_gets_what_the_package_gives(built, monkeypatch):

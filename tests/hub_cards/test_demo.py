@@ -272,6 +272,7 @@ def published(tmp_path):
             process.wait()
 
 
+@pytest.mark.nightly
 def test_a_person_asks_a_published_space_about_an_image(tmp_path, published, red):
     url, folder, outside = published
     with chromium(tmp_path / "profile") as browser:

@@ -58,7 +58,7 @@ def test_as_an_adapter_with_its_base_pinned(publish, hub, checkpoint, adapter, t
     assert status == 1 and "would run code" in shown and "modeling_normalign_llava.py" in shown
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
 
-    status, shown = publish(adapter, "--adapter", "--base", "lab/base")
+    status, shown = publish(adapter, "--adapter", "--base", "lab/base", "--no-verify")
     assert status == 0, shown
     repository = hub.repository("ann/m")
     config = json.loads(repository.read("adapter_config.json"))
@@ -66,3 +66,10 @@ def test_as_an_adapter_with_its_base_pinned(publish, hub, checkpoint, adapter, t
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(checkpoint)
     assert not {"model.safetensors", "optimizer.pt"} & set(repository.head().files)
     assert served.commit in repository.read("README.md").decode()
+
+
+@pytest.mark.nightly
+def test_an_adapter_loads_from_its_commit_on_its_base(publish, hub, checkpoint, adapter):
+    hub.serve("lab/base", checkpoint)
+    status, shown = publish(adapter, "--adapter", "--base", "lab/base")
+    assert status == 0 and f"at {hub.repository('ann/m').commit}" in shown, shown

@@ -51,9 +51,10 @@ TIMED = ("runtime", "per_second")
     ("options", "only_answers"),
     [
         pytest.param({"padding_free": True, "gradient_accumulation_steps": 2}, False, marks=pytest.mark.nightly),
-        (
+        pytest.param(
             {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0, "padding_free": True, "gradient_checkpointing": True},
             False,
+            marks=pytest.mark.nightly,
         ),
         ({"train_sampling_strategy": "sequential", "arm": "none"}, True),  # the first batch has no images
     ],
