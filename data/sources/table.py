@@ -116,8 +116,8 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
     """The valid rows of a table of a source, which may be none; fills in the report.
 
     All images are opened if no bad row is allowed, `check_images` is set, the rows are held out, or
-    there are few. Otherwise those of `MANY_ROWS` rows drawn at random are, and the others if one of
-    these is bad.
+    there are few. Otherwise those of `MANY_ROWS` rows drawn at random are, and the others if so many
+    of these are bad that all may have more than the allowed share.
     """
     refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
     shows = np.flatnonzero(pc.greater(_column(table, "image_count"), 0))
@@ -140,7 +140,8 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         return {int(numbers[number]): fault for number, fault in faults.items()}
 
     problems = image_faults(sample, checks.max_image_pixels)
-    pixels = checks.max_image_pixels if problems else None
+    most = (len(problems) ** 0.5 + 1.5) ** 2  # that such samples have on average: three standard deviations more
+    pixels = checks.max_image_pixels if most > allowed * len(sample) else None
     problems |= image_faults(np.setdiff1d(shows, sample), pixels)
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
