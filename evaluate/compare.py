@@ -122,8 +122,12 @@ def read_arm(argument: str) -> Arm:
     return Arm(name or paths[0].resolve().name, list(map(_run, paths, evaluations)))
 
 
-def compare_arms(arms: Sequence[Arm]) -> Comparison:
+def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Comparison:
     """Compares arms with the first, on the tasks that all runs have, over the questions that all were asked.
+
+    Args:
+        arms: Two or more.
+        confidence: Coverage of both intervals.
 
     Raises:
         ValueError: There are fewer than two arms, two of the same name, no common task, or other questions
@@ -157,20 +161,20 @@ def compare_arms(arms: Sequence[Arm]) -> Comparison:
                     questions=len(order),
                     score=float(scores.mean()),
                     reference=float(reference.mean()),
-                    over_questions=over_questions(scores.mean(0), reference.mean(0)),
-                    over_seeds=over_seeds(scores.mean(1), reference.mean(1)),
+                    over_questions=over_questions(scores.mean(0), reference.mean(0), confidence),
+                    over_seeds=over_seeds(scores.mean(1), reference.mean(1), confidence),
                     mcnemar=mcnemar(scores[0], reference[0]) if binary else None,
                 )
             )
     return Comparison(arms, differences)
 
 
-def over_questions(scores: np.ndarray, reference: np.ndarray) -> Interval:
-    """Percentile interval, 95 %, of the mean difference of scores `(questions,)`, by a paired bootstrap."""
+def over_questions(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
+    """Percentile interval, by default 95 %, of the mean difference of scores `(questions,)`, by a paired bootstrap."""
     if len(scores) == 1:
         return (float(scores[0] - reference[0]),) * 2
     settings = {"n_resamples": 10_000, "batch": 500, "method": "percentile", "rng": 0}
-    bootstrap = stats.bootstrap((scores - reference,), np.mean, confidence_level=CONFIDENCE, **settings)
+    bootstrap = stats.bootstrap((scores - reference,), np.mean, confidence_level=confidence, **settings)
     low, high = bootstrap.confidence_interval
     return float(low), float(high)
 
@@ -181,14 +185,14 @@ def mcnemar(scores: np.ndarray, reference: np.ndarray) -> float:
     return float(stats.binomtest(alone, alone + other, 0.5).pvalue) if alone + other else 1.0
 
 
-def over_seeds(scores: np.ndarray, reference: np.ndarray) -> Interval | None:
-    """t interval, 95 %, of the difference of mean scores of runs, `(runs,)` each: paired if there are as many runs,
-    otherwise Welch's. None with fewer than two runs on either side."""
+def over_seeds(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval | None:
+    """t interval, by default 95 %, of the difference of mean scores of runs, `(runs,)` each: paired if there are as
+    many runs, otherwise Welch's. None with fewer than two runs on either side."""
     if min(len(scores), len(reference)) < 2:
         return None
     paired = len(scores) == len(reference)
     test = stats.ttest_rel(scores, reference) if paired else stats.ttest_ind(scores, reference, equal_var=False)
-    low, high = test.confidence_interval(CONFIDENCE)
+    low, high = test.confidence_interval(confidence)
     value = float(scores.mean() - reference.mean())
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
 
