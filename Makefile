@@ -2,7 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/uv pip install -q --python $(VENV) --compile-bytecode
+# As pip, but in a third of the time.
+INSTALL := $(BIN)/uv pip install -q --system-certs --compile-bytecode --python $(VENV)
 # What development and CI run on. The package itself asks for a lower bound only.
 TORCH := torch==2.13.0
 # What a file of tests makes for all of them is made once.
@@ -59,7 +60,7 @@ $(LOWEST)/.dev: pyproject.toml
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install -q --no-deps $(TORCH)
 	$(LOWEST)/bin/pip install -q uv
-	$(LOWEST)/bin/uv pip install -q --python $(LOWEST) --resolution lowest-direct -e .[dev]
+	$(LOWEST)/bin/uv pip install -q --system-certs --python $(LOWEST) --resolution lowest-direct -e .[dev]
 	touch $@
 
 clean:
