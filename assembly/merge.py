@@ -74,7 +74,7 @@ class MergeReport(Printed):
         table.add_row("adapter", self.adapter)
         table.add_row("base", f"{self.base} ({self.quantization or 'not quantized'} in training)")
         table.add_row("dtype", f"{self.dtype}, norm float32")
-        table.add_row("largest difference of outputs", f"{self.difference:.2g}")
+        table.add_row("largest relative difference of a layer's outputs", f"{self.difference:.2g}")
         table.add_row("written to", self.output)
         return table
 

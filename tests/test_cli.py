@@ -201,7 +201,7 @@ def raised(error):
         ),
         (lambda folder: torch.zeros(1, device="cuda"), "The GPU failed: .*(CUDA|NVIDIA).*build of torch"),
         (raised(NotImplementedError(NO_KERNEL)), "The GPU failed: Could not run 'bitsandbytes::gemm_4bit' with"),
-        (bad_quantization, "bitsandbytes failed: .*'nf5'. Does its version fit torch and this machine?"),
+        (bad_quantization, "bitsandbytes failed: .*nf5.*\\. Does its version fit torch and this machine?"),
     ],
 )
 def test_what_a_gpu_says_is_told_as_such_and_not_as_a_broken_checkpoint(capsys, checkpoint, function, words):

@@ -32,7 +32,7 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
         in_4_bits = []
     every = [*checkpointing, *in_4_bits, *(smaller[-1] if smaller else [])]
     for words in filter(None, (*smaller, checkpointing, adapters, in_4_bits, every)):
-        with suppress(ValueError, NameError):  # options that do not go together; 4 bits without bitsandbytes
+        with suppress(ValueError, NameError, ImportError):  # options that do not go together; no bitsandbytes
             if (estimate := make(words).estimate_memory()).fits:
                 return f"Would fit: {' '.join(words)}. {estimate.verdict}"
     tried = f", not even {' '.join(every)}" if every else ""
