@@ -3,9 +3,10 @@
 
     python benchmarks/check_gpu.py [--device cuda] [--minutes 9] [--only PATTERN] [--output check-gpu.json]
 
-The norm against float64; two steps with the options of each recipe, and with others, on a model of 135M in size; the
-merged adapter; answers in 4 bits; predicted against measured memory at 1B, and at 7B of what fits on 24 GB; then the
-tests in which a GPU is used. Weights are random and made here: 45 GB of disk, in the folder for temporary files.
+The norm against float64; two steps with the options of each recipe, and with others, on a model of 135M in size; a
+resumed run against an uninterrupted one; the merged adapter; answers in 4 bits; predicted against measured memory at
+1B, and at 7B of what fits on 24 GB; then the tests in which a GPU is used. Weights are random and made here: 45 GB of
+disk, in the folder for temporary files.
 
 It needs torch for CUDA and this package with its extra `dev`, for some rows a C compiler and flash-attn: carry wheels
 (`pip wheel -w wheels '.[dev]'`) for `pip install --no-index --find-links wheels`. What a machine lacks is a row that
@@ -32,6 +33,7 @@ from measuring import FORKS, in_process, machine
 from norm import HookLayerNorm, measured_ratios, step
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 from shapes import SHAPES
 from step import random_checkpoint, write_rows
 
@@ -111,8 +113,6 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
         global_batch_size=4, per_device_train_batch_size=2, warmup_steps=0, logging_steps=1, save_strategy="no",
         disable_tqdm=True, use_cpu=device == "cpu",
     )  # fmt: skip
-    own |= {"optim": "adamw_torch"} if device == "cpu" else {}  # the paged one is CUDA's
-    options = [word for name, value in own.items() for word in (f"--{name}", str(value))]
     marks: list[tuple[float, int]] = []
 
     class Times(TrainerCallback):
@@ -120,7 +120,7 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
             torch.cuda.synchronize() if device == "cuda" else None
             marks.append((time.perf_counter(), state.num_input_tokens_seen))
 
-    trainer, _ = make_trainer(*parse([*words, *options]), [Times()])
+    trainer, _ = make_trainer(*parse([*words, *as_words(own, device)]), [Times()])
     trainer.remove_callback(PrinterCallback)
     predicted = trainer.estimate_memory().total if predicts else 0
     torch.cuda.reset_peak_memory_stats() if device == "cuda" else None
@@ -137,6 +137,43 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
         raise ValueError(f"a loss or the prediction is wrong: {text}")
     if words == ["qlora"] and not predicts:
         trainer.save_model()
+    return text
+
+
+def as_words(options: dict[str, Any], device: str) -> list[str]:
+    """Options as a command line."""
+    options |= {"optim": "adamw_torch"} if device == "cpu" else {}  # the paged one is CUDA's
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def resume(folder: Path, words: list[str], device: str) -> str:
+    """Trains twelve steps at once, and again from the checkpoint of the sixth: how far losses and weights differ."""
+    from transformers import logging
+
+    from normalign_llava.train.options.arguments import parse
+    from normalign_llava.train.run import train as run
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    whole, rest = folder / "whole", folder / "rest"
+    own = dict(
+        model_name_or_path=folder / "checkpoint", dataset_name=folder / "data", max_steps=12, save_steps=6,
+        global_batch_size=4, per_device_train_batch_size=2, logging_steps=1, disable_tqdm=True,
+        use_cpu=device == "cpu",
+    )  # fmt: skip
+    for output, more in ((whole, {}), (rest, {"resume_from_checkpoint": whole / "checkpoint-6"})):
+        run(*parse([*words, *as_words({**own, "output_dir": output, **more}, device)]))
+    logs = [json.loads((output / "trainer_state.json").read_text())["log_history"] for output in (whole, rest)]
+    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in logs]
+    weights = [load_file(output / "adapter_model.safetensors") for output in (whole, rest)]
+    loss = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    apart = max(float((weights[1][name] - value).abs().max()) for name, value in weights[0].items())
+    moved = max(float(value.abs().max()) for name, value in weights[0].items() if "lora_B" in name)
+    text = (
+        f"{len(losses[0])} losses differ by {loss:.1g} at most, weights by {apart:.1g} (LoRA's B reaches {moved:.1g})"
+    )
+    if len(losses[1]) != 12 or not loss < 1e-2 or not apart < 0.1 * moved:
+        raise ValueError(text)
     return text
 
 
@@ -222,6 +259,7 @@ def main() -> None:
                 check(options_of, needs, train, small, words, device)
                 if words == ["qlora"]:
                     check("merge", needs, merge, small)
+                    check("resume", needs, resume, small, words, device)
             check("ask in 4 bits", ["bitsandbytes"], answer, small)
         for run, (size, words, needs) in MEMORY.items():
             folder, line = Path(name, size), f"memory: {run}"
