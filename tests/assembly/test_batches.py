@@ -6,24 +6,21 @@ import pytest
 import tiny
 import tiny_parts as parts
 import torch
-import train_data
-from peft import LoraConfig, get_peft_model
+import training
 from PIL import Image
 from train_data import image_bytes
-from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig, pipeline
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluate.engine import as_lm
-from normalign_llava.train.run import main
 
 
 BOS = 3 + ord("Z") - ord(" ")
 IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
 QUESTIONS = ["what is it", "say in more words what there is in the image"]
-MODULES = r".*\.language_model\..*\.(q_proj|v_proj)"
 
 
 def built(folder):
@@ -32,20 +29,6 @@ def built(folder):
     model = AutoModelForImageTextToText.from_pretrained(folder / "built")
     tiny.heeding(model).save_pretrained(folder / "built")
     return folder / "built"
-
-
-def adapter_of(base, folder):
-    model = AutoModelForImageTextToText.from_pretrained(base)
-    get_peft_model(model, LoraConfig(target_modules=MODULES)).save_pretrained(folder)
-    return folder
-
-
-def train(folder, checkpoint, output):
-    rows = [train_data.llava("<image>\nwhat?", f"it is {i}", "red.png") for i in range(4)]
-    file = train_data.write_json(folder, rows)
-    options = {"stage": "tune", "model_name_or_path": checkpoint, "dataset_name": file, "output_dir": output}
-    options |= {"max_steps": 1, "save_steps": 1, "bf16": False, "use_cpu": True, "report_to": "none"}
-    return main([word for name, value in options.items() for word in (f"--{name}", str(value))])
 
 
 def unsettled(folder):
@@ -60,14 +43,6 @@ def unsettled(folder):
     assert processor.tokenizer.padding_side == "right" and processor.tokenizer.encode("a")[0] == BOS
     assert not prompt(processor, "a").startswith("Z")
     return folder
-
-
-def check_settled(folder):
-    processor = AutoProcessor.from_pretrained(folder)
-    assert processor.tokenizer.padding_side == "left"
-    assert processor.tokenizer.encode(prompt(processor, "a"))[:2] == [BOS, 1]
-    generation = GenerationConfig.from_pretrained(folder)
-    assert generation.suppress_tokens == [processor.image_token_id]
 
 
 def prompt(processor, question):
@@ -90,28 +65,25 @@ def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path):
     alone = [answers(checkpoint, [image], [text])[0] for image, text in zip(IMAGES, QUESTIONS, strict=True)]
     assert alone[0] != alone[1] and all(alone)
     assert answers(checkpoint, IMAGES, QUESTIONS) == alone
-    answer = pipeline("image-text-to-text", model=str(checkpoint), dtype=torch.float32)
-    asked = [
-        [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
-        for image, question in zip(IMAGES, QUESTIONS, strict=True)
-    ]
-    said = answer(text=asked, batch_size=2, max_new_tokens=8, do_sample=False, return_full_text=False)
-    assert [conversation[0]["generated_text"] for conversation in said] == alone
 
 
-def test_training_from_an_unsettled_checkpoint_writes_a_settled_one(tmp_path, caplog):
-    checkpoint = unsettled(built(tmp_path))
-    output = train(tmp_path, checkpoint, tmp_path / "trained")
-    for folder in (output, output / "checkpoint-1"):
-        check_settled(folder)
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_training_from_an_unsettled_checkpoint_writes_settled_ones(tmp_path, caplog, use_peft):
+    checkpoint, output = unsettled(built(tmp_path)), tmp_path / "trained"
+    options = dict(max_steps=1, save_strategy="steps", save_steps=1, use_peft=use_peft)
+    trainer = training.trainer(output, checkpoint, **options)
+    trainer.train()
+    trainer.save_model()
     assert caplog.text.count("now prints 'Z', which the tokenizer put before a text") == 1
-    assert "If this checkpoint is trained already, it was trained without it" in caplog.text
-
-
-def test_merging_into_an_unsettled_base_writes_a_settled_checkpoint(tmp_path):
-    base = unsettled(built(tmp_path))
-    merge_adapter(adapter_of(base, tmp_path / "adapter"), tmp_path / "merged", base_quantization="none")
-    check_settled(tmp_path / "merged")
+    folders = [output, output / "checkpoint-1"]
+    if use_peft:
+        merge_adapter(output, tmp_path / "merged", base=str(checkpoint))
+        folders = [tmp_path / "merged"]
+    for folder in folders:
+        processor = AutoProcessor.from_pretrained(folder)
+        assert processor.tokenizer.padding_side == "left"
+        assert processor.tokenizer.encode(prompt(processor, "a"))[:2] == [BOS, 1]
+        assert GenerationConfig.from_pretrained(folder).suppress_tokens == [processor.image_token_id]
 
 
 @pytest.mark.parametrize("prints", [False, True])

@@ -9,6 +9,7 @@ import tiny_parts as parts
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from stored import weights
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -26,6 +27,7 @@ from transformers import (
 )
 
 from normalign_llava.assembly.build import ARMS, build_checkpoint, retrofit_checkpoint
+from normalign_llava.assembly.chat_template import multimodal_chat_template
 
 
 pytestmark = pytest.mark.slow
@@ -45,8 +47,7 @@ def test_a_seed_decides_the_projector_whatever_was_drawn_before(folders):
     for number, seed in enumerate([43, 43, 44]):
         torch.rand(number + 1)
         build_checkpoint(vision, language, f"{output}-{number}", seed=seed)
-        model = AutoModelForImageTextToText.from_pretrained(f"{output}-{number}")
-        projectors.append(model.model.multi_modal_projector.linear_1.weight)
+        projectors.append(weights(f"{output}-{number}")["model.multi_modal_projector.linear_1.weight"])
     assert torch.equal(projectors[0], projectors[1]) and not torch.equal(projectors[0], projectors[2])
 
 
@@ -110,11 +111,6 @@ def test_prompt_lookup_repeats_no_image_token(folders):
         assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=3), answer)
         with pytest.raises(ValueError, match="features and image tokens do not match"):
             model.generate(**inputs, **options, prompt_lookup_num_tokens=3, suppress_tokens=[5])
-    drawn = model.generate(
-        **inputs, max_new_tokens=20, do_sample=True, temperature=1e6, top_k=0, num_return_sequences=50
-    )
-    produced = drawn[:, inputs["input_ids"].shape[1] :]
-    assert processor.image_token_id not in produced and len(produced.unique()) > 50
 
 
 @pytest.mark.parametrize("arm, norm", [*((arm, "layer_norm") for arm in ARMS), ("gwc", "rms_norm")])
@@ -147,10 +143,10 @@ def test_arms(folders, arm, norm):
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, change, message):
-    parts.vision(tmp_path / "vision", "siglip"), parts.language(tmp_path / "language")
+    folders = parts.vision(tmp_path / "vision", "siglip"), parts.language(tmp_path / "language")
     before = sorted(tmp_path.iterdir())
-    arguments = {"vision": "vision", "language": "language", **change}
-    arguments |= {name: str(tmp_path / arguments[name]) for name in ("vision", "language")}
+    arguments = dict(zip(("vision", "language"), folders, strict=True))
+    arguments |= {name: arguments.get(value, value) for name, value in change.items()}
     with pytest.raises(ValueError, match=message):
         build_checkpoint(output=tmp_path / "built", **arguments)
     assert sorted(tmp_path.iterdir()) == before
@@ -163,7 +159,7 @@ def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_
         (OPTConfig, dict(word_embed_proj_dim=16, ffn_dim=48), "embeddings are not as wide as its hidden"),
         (OpenAIGPTConfig, {}, "'openai-gpt' model, not a causal .* with a cache"),
         # Falcon-H1 multiplies embeddings only where it looks them up itself, which LLaVA does in its place.
-        (FalconH1Config, dict(embedding_multiplier=5.65, **mamba), "computes other hidden states than by itself"),
+        (FalconH1Config, dict(embedding_multiplier=5.65, **mamba), "computes other logits than by itself"),
         (InklingTextConfig, dict(n_routed_experts=8, moe_intermediate_size=16), "computes other logits than by"),
     ):
         language = parts.language(tmp_path / cls.model_type, cls=cls, **sizes)
@@ -174,34 +170,24 @@ def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_
 
 def test_a_template_without_marks_makes_an_inference_checkpoint_with_a_warning(tmp_path, caplog):
     odd = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
-    language = parts.language(tmp_path / "language", chat_template=odd)
-    report = build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
-    assert report.generation_marks is False
+    language, vision = parts.language(tmp_path / "language", chat_template=odd), parts.vision(tmp_path / "vision")
+    assert not build_checkpoint(vision, language, tmp_path / "built").generation_marks
     assert "--chat-template" in caplog.text
     marked = tmp_path / "marked.jinja"
-    marked.write_text(
-        "{% for m in messages %}[{{ m['role'] }}] {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-        "<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant] {% endif %}"
-    )
-    report = build_checkpoint(parts.vision(tmp_path / "vision2"), language, tmp_path / "built2", chat_template=marked)
-    assert report.generation_marks is True
+    marked.write_text(multimodal_chat_template(parts.CHATML)[0])
+    assert build_checkpoint(vision, language, tmp_path / "marked", chat_template=marked).generation_marks
 
 
 @pytest.mark.parametrize("arm", ["gwc", "none"])
 def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm, caplog):
     parts.llava(tmp_path / "llava", tiny.llava(tied=False))
     report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", arm=arm)
-    assert "LOAD REPORT" not in caplog.text  # which would call the new norm missing
+    assert "LOAD REPORT" not in caplog.text and report.tokens_per_image == 4
     ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "built").state_dict()
     original = LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava").state_dict()
     assert all(torch.equal(ours.pop(name), tensor) for name, tensor in original.items())
-    assert set(ours) == (
-        set() if arm == "none" else {f"model.multi_modal_projector.norm.{n}" for n in ("weight", "bias")}
-    )
-    assert report.tokens_per_image == 4
-    processor = AutoProcessor.from_pretrained(tmp_path / "built")
-    assert processor.chat_template == parts.CHATML
+    assert all("projector.norm." in name for name in ours) and len(ours) == (0 if arm == "none" else 2)
+    assert AutoProcessor.from_pretrained(tmp_path / "built").chat_template == parts.CHATML
 
 
 def test_a_tensor_that_llava_lacks_is_reported_and_refused(tmp_path, caplog):
@@ -211,18 +197,4 @@ def test_a_tensor_that_llava_lacks_is_reported_and_refused(tmp_path, caplog):
     save_file(tensors | {"value_head": bias}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks 1 tensors of .*: model.multi_modal_projector.linear_2.bias"):
         retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
-    assert re.search("LOAD REPORT.*value_head +\\| UNEXPECTED.*linear_2.bias +\\| MISSING", caplog.text, re.DOTALL)
-
-
-def test_retrofit_keeps_the_first_token_that_llava_s_tokenizer_adds(tmp_path):
-    stock = AutoProcessor.from_pretrained(parts.llava(tmp_path / "llava", tiny.llava()))
-    stock.tokenizer.bos_token, stock.tokenizer.add_bos_token = "Z", True
-    stock.save_pretrained(tmp_path / "llava")
-    question = [{"role": "user", "content": "<image>what is this"}]
-    expected = stock(text=stock.apply_chat_template(question), images=Image.new("RGB", (40, 30)))["input_ids"][0]
-    assert stock.tokenizer.decode(expected[:2]) == "Z<|im_start|>"
-    retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
-    processor = AutoProcessor.from_pretrained(tmp_path / "built")
-    rendered = processor.apply_chat_template(question)
-    assert processor(text=rendered, images=Image.new("RGB", (40, 30)))["input_ids"][0] == expected
-    assert processor.tokenizer.encode(rendered.replace("<image>", 4 * "<image>"), add_special_tokens=False) == expected
+    assert re.search("1 tensors of .*llava are not .*: value_head", caplog.text)
