@@ -57,10 +57,8 @@ IMAGE = Image.linear_gradient("L").convert("RGB")
 
 def test_logits_and_loss_on_text_are_the_language_models(family):
     language, checkpoint = family
-    theirs, ours = (
-        AutoModelForCausalLM.from_pretrained(language),
-        AutoModelForImageTextToText.from_pretrained(checkpoint),
-    )
+    theirs = AutoModelForCausalLM.from_pretrained(language)
+    ours = AutoModelForImageTextToText.from_pretrained(checkpoint)
     rows = theirs.get_input_embeddings().num_embeddings
     with torch.no_grad():
         expected, got = theirs(input_ids=IDS, labels=IDS), ours(input_ids=IDS, labels=IDS)

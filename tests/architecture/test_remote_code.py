@@ -172,7 +172,6 @@ def test_an_engine_finds_classes_attention_float32_norm_and_placeholders(checkpo
     assert token == "<image>" and token_id == configured
     assert engine["replacements"] == [["image", [token_id] * parts.FEATURES["clip"]]] * 2
     assert engine["ids"].count(token_id) == 2 * parts.FEATURES["clip"]
-    # Merged embeddings and positions give the model's own logits.
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     processor = AutoProcessor.from_pretrained(checkpoint)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import retrofit_checkpoint
+from normalign_llava.assembly.chat_template import multimodal_chat_template
 
 
 IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
@@ -44,11 +45,12 @@ def test_a_llava_folder_gives_no_reference_model(tmp_path, caplog):
     assert model.name_or_path == model.config.name_or_path == ""
     assert "a reference or an adapter's base loaded by it would differ" in caplog.text
     processor = AutoProcessor.from_pretrained(llava)
+    processor.chat_template = processor.tokenizer.chat_template = multimodal_chat_template(parts.CHATML)[0]
     with pytest.raises(OSError):
         dpo(model, tmp_path / "dpo", processor)
     retrofit_checkpoint(llava, tmp_path / "ours")
     ours = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "ours")
-    trainer = dpo(ours, tmp_path / "dpo", AutoProcessor.from_pretrained(tmp_path / "ours"), learning_rate=0.0)
+    trainer = dpo(ours, tmp_path / "dpo", processor, learning_rate=0.0)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 

@@ -7,9 +7,11 @@ import pytest
 import tiny
 import tiny_parts as parts
 import torch
+import training
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from stored import weights
+from train_data import image_bytes
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -28,12 +30,22 @@ from transformers import (
 
 from normalign_llava.assembly.build import ARMS, build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.chat_template import multimodal_chat_template
+from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.diagnose.data import Sample, batches
+from normalign_llava.diagnose.load import resolve_model
+from normalign_llava.evaluate.engine import as_lm
 
 
 pytestmark = pytest.mark.slow
 
 
-QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this"}]}]
+IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
+BOS = 3 + ord("Z") - ord(" ")
+
+
+def prompt(processor, question):
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+    return processor.apply_chat_template(asked, add_generation_prompt=True)
 
 
 @pytest.fixture
@@ -59,11 +71,7 @@ def test_every_encoder_gives_as_many_features_as_placeholders(tmp_path, kind):
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "built")
     processor = AutoProcessor.from_pretrained(tmp_path / "built", trust_remote_code=False)
     assert type(processor) is LlavaProcessor
-    inputs = processor(
-        images=[Image.new("RGB", (40, 30), "red")],
-        text=processor.apply_chat_template(QUESTION, add_generation_prompt=True),
-        return_tensors="pt",
-    )
+    inputs = processor(images=IMAGES[:1], text=prompt(processor, "what is this"), return_tensors="pt")
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == parts.FEATURES[kind]
     assert model.generate(**inputs, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
     expected = {"num_image_tokens": [parts.FEATURES[kind]], "num_image_patches": [1]}
@@ -100,13 +108,10 @@ def test_prompt_lookup_repeats_no_image_token(folders):
     model = tiny.heeding(AutoModelForImageTextToText.from_pretrained(output))
     processor = AutoProcessor.from_pretrained(output)
     assert model.generation_config.suppress_tokens == [5, processor.image_token_id]
-    image, options = Image.linear_gradient("L").convert("RGB"), {"max_new_tokens": 12, "do_sample": False}
+    options = {"max_new_tokens": 12, "do_sample": False}
     for letter in "abcde":  # after a line break, as the first token of an answer
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": [{"type": "text", "text": letter}, {"type": "image"}]}],
-            add_generation_prompt=True,
-        )
-        inputs = processor(text=text, images=image, return_tensors="pt")
+        text = prompt(processor, letter).replace(f"<image>{letter}", f"{letter}<image>")
+        inputs = processor(text=text, images=IMAGES[0], return_tensors="pt")
         answer = model.generate(**inputs, **options)
         assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=3), answer)
         with pytest.raises(ValueError, match="features and image tokens do not match"):
@@ -198,3 +203,63 @@ def test_a_tensor_that_llava_lacks_is_reported_and_refused(tmp_path, caplog):
     with pytest.raises(ValueError, match="lacks 1 tensors of .*: model.multi_modal_projector.linear_2.bias"):
         retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
     assert re.search("1 tensors of .*llava are not .*: value_head", caplog.text)
+
+
+# ---------------------------------------------------------------------------------------- how a checkpoint is asked
+def unsettled(folder):
+    """Turns a checkpoint into one from before padding side and first token were settled."""
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    tokenizer.bos_token, tokenizer.add_bos_token = "Z", True
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in settings.items() if key != "padding_side"}))
+    processor = AutoProcessor.from_pretrained(folder)
+    assert processor.tokenizer.padding_side == "right" and processor.tokenizer.encode("a")[0] == BOS
+    assert not prompt(processor, "a").startswith("Z")
+    return folder
+
+
+def test_a_batch_is_answered_as_its_questions_are_alone(folders):
+    vision, language, output = folders
+    build_checkpoint(vision, language, output)
+    model = tiny.heeding(AutoModelForImageTextToText.from_pretrained(output))
+    processor = AutoProcessor.from_pretrained(output)
+    texts = [prompt(processor, text) for text in ("what is it", "say in more words what there is in the image")]
+
+    def answers(images, texts):
+        inputs = processor(images=images, text=texts, padding=True, return_tensors="pt")
+        made = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+        return processor.batch_decode(made, skip_special_tokens=True)
+
+    alone = [*answers(IMAGES[:1], texts[:1]), *answers(IMAGES[1:], texts[1:])]
+    assert alone[0] != alone[1] and all(alone)
+    assert answers(IMAGES, texts) == alone
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_training_from_an_unsettled_checkpoint_writes_settled_ones(tmp_path, caplog, use_peft):
+    checkpoint, output = unsettled(training.checkpoint(tmp_path)), tmp_path / "trained"
+    options = dict(max_steps=1, save_strategy="steps", save_steps=1, use_peft=use_peft)
+    trainer = training.trainer(output, checkpoint, **options)
+    trainer.train()
+    trainer.save_model()
+    assert caplog.text.count("now prints 'Z', which the tokenizer put before a text") == 1
+    folders = [output, output / "checkpoint-1"]
+    if use_peft:
+        merge_adapter(output, tmp_path / "merged", base=str(checkpoint))
+        folders = [tmp_path / "merged"]
+    for folder in folders:
+        processor = AutoProcessor.from_pretrained(folder)
+        assert processor.tokenizer.padding_side == "left"
+        assert processor.tokenizer.encode(prompt(processor, "a"))[:2] == [BOS, 1]
+        assert GenerationConfig.from_pretrained(folder).suppress_tokens == [processor.image_token_id]
+
+
+def test_an_unsettled_checkpoint_is_asked_with_one_first_token(tmp_path):
+    handle = resolve_model(str(unsettled(training.checkpoint(tmp_path))))
+    (asked,) = batches(handle.processor, [Sample("a", "what", {"bytes": image_bytes(), "path": None})], 1)
+    lm, texts = as_lm(handle, batch_size=1), [prompt(handle.processor, "a")]
+    shown = lm.tok_batch_multimodal_encode(texts, [IMAGES[:1]])
+    alone = lm.tok_batch_multimodal_encode([text.replace("<image>", "") for text in texts], [[]])
+    assert [inputs["input_ids"][0].tolist()[:2] for inputs in (asked, shown, alone)] == [[BOS, 1]] * 3

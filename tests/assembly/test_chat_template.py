@@ -77,14 +77,11 @@ def built(folder, tokenizer, template):
     return AutoProcessor.from_pretrained(folder)
 
 
-OTHERS = [adds for adds in ADDING if adds != "first and last"]
-
-
 @pytest.mark.parametrize(
     "name, adds",
     [
         *((name, "first and last") for name in TEMPLATES),
-        *product(["smollm2", "llama2", "gemma3", "llava_1_5"], OTHERS),
+        *product(["smollm2", "llama2", "gemma3", "llava_1_5"], [adds for adds in ADDING if adds != "first and last"]),
     ],
 )
 def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
@@ -207,10 +204,10 @@ def test_vicuna_written_out():
         "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
         "detailed, and polite answers to the user's questions. "
     )
-    messages = chat("What?", "A kite.", "And?")
     new, has_marks = multimodal_chat_template(None)
     assert has_marks
-    assert render(new, parts(messages, {"type": "image"}), add_generation_prompt=True) == (
+    messages = parts(chat("What?", "A kite.", "And?"), {"type": "image"})
+    assert render(new, messages, add_generation_prompt=True) == (
         f"<s>{system}USER: <image>What? ASSISTANT: A kite.</s>USER: And? ASSISTANT:"
     )
     assert render(new, chat(("system", "Be kind."), "What?")) == "<s>Be kind. USER: What? "

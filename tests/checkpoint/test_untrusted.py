@@ -22,14 +22,9 @@ from typer.testing import CliRunner
 from normalign_llava.checkpoint.names import INDEX, WEIGHTS
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
 from normalign_llava.cli import app
-from normalign_llava.train.run import main as train
 
 
 pytestmark = pytest.mark.slow
-
-
-OPTIONS = ["--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_steps", "1", "--bf16", "false"]
-OPTIONS += ["--report_to", "none", "--disable_tqdm", "true"]
 
 
 # -------------------------------------------------------------------------------- functions that spoil a good folder
@@ -138,12 +133,13 @@ def good(tmp_path_factory):
     root = tmp_path_factory.mktemp("good")
     stored.in_one_file(training.checkpoint(root))
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", "red.png") for i in range(6)]
-    (root / "data").mkdir()
     train_data.write_json(root / "data", rows)
+    training.recipe(root, root, max_steps=1)
     train_data.images(root / "images", "red.png")
     (root / "images" / "metadata.jsonl").write_text('{"file_name": "red.png", "question": "What is this?"}\n')
-    words = ["--model_name_or_path", root / "model", "--dataset_name", root / "data" / "data.json", *OPTIONS]
-    train([str(word) for word in (*words, "--output_dir", root / "adapter", "--use_peft", "true")])
+    trainer = training.trainer(root / "adapter", root / "model", max_steps=1, use_peft=True)
+    trainer.train()
+    trainer.save_model()
     return root
 
 
@@ -155,13 +151,12 @@ def refused(good, tmp_path):
     def run(command: str, spoil) -> str:
         spoil(model)
         words = {
-            "train": ["--model_name_or_path", model, "--output_dir", output, *OPTIONS],
+            "train": [good / "recipe.yaml", "--model_name_or_path", model, "--output_dir", output],
             "merge": [good / "adapter", "--base", model, "--output", output],
             "diagnose": [model, "--data", good / "images", "--samples", 1, "--output", output],
             "publish": [model, "--repo-id", "me/model", "--dry-run"],
             "build": ["--from-llava", model, "--output", output],
         }.get(command, [model])
-        words += ["--dataset_name", good / "data" / "data.json"] if command == "train" else []
         error = stopped(command, *words)
         assert not (tmp_path / "marker").exists() and not output.exists()
         return error
