@@ -174,6 +174,7 @@ def _finish(
             "assistant turns needs them: pass a template that has them with --chat-template."
         )
     has_norm = model.config.projector_norm != "none"
+    n_text = model.align_projector_norm() if has_norm else model.measure_text_embedding_norm()
     report = BuildReport(
         output=str(output),
         vision=_public_name(vision.name),
@@ -182,7 +183,7 @@ def _finish(
         vision_parameters=model.model.vision_tower.num_parameters(),
         projector_parameters=sum(p.numel() for p in model.model.multi_modal_projector.parameters()),
         language_parameters=model.model.language_model.num_parameters(),
-        n_text=model.align_projector_norm() if has_norm else model.measure_text_embedding_norm(),
+        n_text=n_text,
         gain=model.model.multi_modal_projector.norm.weight[0].item() if has_norm else None,
         tokens_per_image=check_processor(processor, model),
         generation_marks=marks,

@@ -154,7 +154,7 @@ def _marks_hold(template: str, special_tokens: dict[str, Any]) -> bool:
     """Whether the marks are what the model has to generate, up to white space, wherever all answers are printed."""
     render, checked = partial(_render, template, special_tokens), False
     exchange = _as_parts([_QUESTION, {"role": "assistant", "content": "A red kite."}])
-    end_of_turn = _outcome(render, exchange).rpartition("A red kite.")[2].split()[:1]
+    end_of_turn = "".join(_outcome(render, exchange).rpartition("A red kite.")[2].split()[:1])
     for chat in _CONVERSATIONS.values():
         answers = [message["content"].strip() for message in chat["messages"] if message["role"] == "assistant"]
         messages, tools = _as_parts(chat["messages"], _IMAGE), chat.get("tools")
@@ -163,15 +163,13 @@ def _marks_hold(template: str, special_tokens: dict[str, Any]) -> bool:
             continue
         how: Any = {"chat_template": template, "return_assistant_tokens_mask": True, **special_tokens}
         spans = render_jinja_template([messages], tools=tools, **how)[1][0]
-        marked = [text[start:stop].strip() for start, stop in spans]
-        for index in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
-            prompt = render(messages[:index], tools, True)
-            stop = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
-            if stop < 0 or not text.startswith(prompt) or not marked:
-                return False
-            if marked.pop(0) != text[len(prompt) : stop + len(end_of_turn[0])].strip():
-                return False
-        if marked:
+        starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        prompts = [render(messages[:index], tools, True) for index in starts]
+        stops = [text.find(end_of_turn, len(prompt)) + len(end_of_turn) for prompt in prompts]
+        wanted = [text[len(prompt) : stop].strip() for prompt, stop in zip(prompts, stops, strict=True)]
+        if not end_of_turn or not all(wanted) or not all(map(text.startswith, prompts)):  # "": it has no end
+            return False
+        if [text[start:stop].strip() for start, stop in spans] != wanted:
             return False
         checked = True
     return checked

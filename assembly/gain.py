@@ -134,10 +134,7 @@ def statistics_of(
 
 
 def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
-    """A mask `(V,)` of the rows of an embedding matrix that count, from their norms `(V,)`.
-
-    Padding that repeats the image token's row has the same norm to the last bit: as in `align_projector_norm`.
-    """
+    """A mask `(V,)` of the rows that count, from their norms; padding repeats the image token's to the last bit."""
     added = norms[:0] if image_token is None else norms[image_token : image_token + 1]
     return (norms != 0) & ~torch.isin(norms, added)
 

@@ -45,12 +45,12 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def finished_folder(
-    target: str | os.PathLike, written: Callable[[Path], Collection[str]] = lambda target: ()
+    target: str | os.PathLike, written: Callable[[Path], Collection[str]] | None = None
 ) -> Iterator[Path]:
     """Yields a temporary folder that becomes `target` when the block ends without an error, and is removed otherwise.
 
-    An earlier version is replaced as a whole, of which `written` gives the names: a folder with anything else is not
-    replaced. If that is interrupted between its two steps, the next run makes the second.
+    With `written`, `target` lies in a checkpoint, and its earlier version is replaced as a whole, of which `written`
+    gives the names: a folder with anything else is not. If that is interrupted, the next run makes the second step.
 
     Raises:
         ValueError: Another process is making `target`, or it holds something else.
@@ -60,10 +60,11 @@ def finished_folder(
 
     def foreign() -> str:
         names = {path.name for path in target.iterdir()} if target.exists() else set()
-        others = sorted(names - set(written(target)))
+        others = sorted(names - set(written(target) if written else ()))
         return f"{target} holds {others[0]}, which is not this command's to replace." if others else ""
 
-    check_free(target.parent)
+    if written:
+        check_free(target.parent)
     if locks := remove_unfinished(target):
         raise ValueError(busy(target, locks[0]))
     if problem := foreign():

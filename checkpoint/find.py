@@ -30,8 +30,8 @@ def find_model(
         return name, HfApi().resolve_revision(name, revision=revision).resolved
     except (HTTPError, OSError, RevisionResolutionError) as error:
         raise ValueError(
-            f"{absent}, and the Hub ({constants.ENDPOINT}) has none that you may see, or cannot be asked: "
-            f"{' '.join(str(error).split())} {remedy} A private model needs `hf auth login`."
+            f"{absent}, and the Hub ({constants.ENDPOINT}) has none that you may see, or cannot be asked "
+            f"({str(error).partition(chr(10))[0]}). {remedy} A private model needs `hf auth login`."
         ) from error
 
 
@@ -50,9 +50,7 @@ def find_checkpoint(
 def check_folder(folder: str | os.PathLike) -> None:
     """Raises ValueError unless `folder` is that of a checkpoint or an adapter."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file():
-        _check_holds(
-            folder, "config.json", remedy=f"It has no {ADAPTER_CONFIG} either: it is no folder of a checkpoint."
-        )
+        _check_holds(folder, "config.json", remedy=f"It is no checkpoint, and without {ADAPTER_CONFIG} no adapter.")
 
 
 def check_adapter(adapter: str | os.PathLike) -> None:

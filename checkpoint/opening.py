@@ -114,9 +114,13 @@ class Checkpoint:
                 model, info = cls.from_pretrained(self.name, dtype=dtype, output_loading_info=True, **kwargs)
         finally:
             logging.set_verbosity(verbosity)
-        if (others := sorted(info["unexpected_keys"])) and config is None:
+        missing, others = (
+            sorted(key for key in info[kind] if not key.startswith(_MAY_BE_ABSENT))
+            for kind in ("missing_keys", "unexpected_keys")
+        )
+        if others and config is None:
             logger.warning(f"{len(others)} tensors of {self.name} are not {cls.__name__}'s: {', '.join(others[:10])}.")
-        if missing := sorted(key for key in info["missing_keys"] if not key.startswith(_MAY_BE_ABSENT)):
+        if missing:
             raise ValueError(f"{self.name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
         return model
 

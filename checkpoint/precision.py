@@ -92,9 +92,8 @@ def warn_if_slow(dtype: str | torch.dtype | None, device: str | None = None) -> 
 def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, size: int) -> str | torch.dtype:
     """The dtype to load a model in to run it: what "auto" means on this machine, for weights of `size` bytes.
 
-    A CPU that only emulates the checkpoint's precision runs it in float32 if that fits into the memory that is free,
-    or else in bfloat16 if it is fast in that; a line says so. GPUs, and CPUs without the room, run the checkpoint's
-    own, which is not copied but mapped from its files.
+    A CPU that only emulates the checkpoint's precision runs it in float32 if that fits into free memory, or else in
+    bfloat16 if it is fast in that. Otherwise the checkpoint's own is run, not copied but mapped from its files.
     """
     if torch.cuda.is_available() or config is None:
         return dtype

@@ -220,9 +220,9 @@ def unsettled(folder):
     return folder
 
 
-def test_a_batch_is_answered_as_its_questions_are_alone(folders):
-    vision, language, output = folders
-    build_checkpoint(vision, language, output)
+def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path):
+    language, output = parts.language(tmp_path / "language", tied=False), tmp_path / "built"
+    build_checkpoint(parts.vision(tmp_path / "vision"), language, output)
     model = tiny.heeding(AutoModelForImageTextToText.from_pretrained(output))
     processor = AutoProcessor.from_pretrained(output)
     texts = [prompt(processor, text) for text in ("what is it", "say in more words what there is in the image")]
