@@ -72,12 +72,12 @@ def settle(processor: LlavaProcessor) -> None:
     printed = {text.lstrip().startswith(added) for text in texts}
     if start and printed != {True}:
         expected = [ids[: len(ids) - len(end)] for ids in map(tokenizer.encode, texts)]
-        # Tokenizers with a space before a text have none after a special token.
-        for first in (added, f"{added} "):
-            tokens = [tokenizer.encode(first + text, add_special_tokens=False) for text in texts]
-            if True not in printed and tokens == expected:
-                break
-        else:
+        tokens = {  # tokenizers with a space before a text have none after a special token
+            first: [tokenizer.encode(first + text, add_special_tokens=False) for text in texts]
+            for first in (added, f"{added} ")
+        }
+        first = next((first for first in tokens if tokens[first] == expected), None)
+        if first is None or True in printed:
             raise ValueError(
                 f"The tokenizer puts {added!r} before a text, and the chat template prints it before some only, or "
                 "the text would then have other tokens. Give one that prints it before all with --chat-template."

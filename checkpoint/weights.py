@@ -25,7 +25,9 @@ from .names import INDEX, WEIGHTS
 SHARD_BYTES = 5 * 10**9
 """Most bytes of one file, unless one tensor has more."""
 
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.uint8: "U8"}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+_DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 @contextmanager
