@@ -47,7 +47,7 @@ class Printed(JupyterMixin):
         table = Table(show_header=False)
         for name, value in vars(self).items():
             if not isinstance(value, dict | list):
-                table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
+                table.add_row(name, format(value, {int: ",", float: ".4g"}.get(type(value), "")))
         return table
 
     def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> Iterable[Segment]:
