@@ -118,14 +118,14 @@ def _names(lists: list[str] | None) -> list[str]:
 
 @app.command()
 def gain(
-    model: Annotated[str, Argument(help="Folder, .safetensors file or Hub id.")],
+    model: Annotated[str, Argument(help="Folder or Hub id.")],
     top: Annotated[int, Option(metavar="N", min=0, help="Number of tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, Option(help="Branch, tag or commit on the Hub.")] = None,
     critical: Annotated[
         bool, Option("--critical", help="Also run the model and predict the norm at which rotation drops.")
     ] = False,
 ) -> None:
-    """Measure N_text and the gain of a model, reading only its embedding tensor unless --critical is given."""
+    """Measure N_text and the gain of a model, fetching only its embeddings' file unless --critical is given."""
     with errors_for_people():
         from .assembly.gain import embedding_statistics
         from .checkpoint.find import find_model

@@ -21,6 +21,7 @@ import typer
 from rich.console import ConsoleOptions, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 
@@ -42,8 +43,12 @@ class Printed(JupyterMixin):
     """What a terminal prints and a notebook shows as its `renderable()`, foreign text as [`Console`] prints it."""
 
     def renderable(self) -> RenderableType:
-        """What `rich` prints of it."""
-        raise NotImplementedError
+        """What `rich` prints of it; of a dataclass by default a table of its fields."""
+        table = Table(show_header=False)
+        for name, value in vars(self).items():
+            if not isinstance(value, dict | list):
+                table.add_row(name, format(value, {int: ",", float: ".4g"}.get(type(value), "")))
+        return table
 
     def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> Iterable[Segment]:
         return Console().render(self.renderable(), options)

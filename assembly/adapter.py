@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 from transformers import LlavaProcessor
 
 from ..checkpoint.find import check_adapter
-from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import NF4, dtype_to_load
-from ..checkpoint.untrusted import bytes_of_weights, check_files, check_inside, json_object
+from ..checkpoint.untrusted import bytes_of_weights, check_files, json_object, loading
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -38,9 +37,6 @@ BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
 }
 """bitsandbytes' settings by the names of `--base-quantization`; `double`: its constants are quantized too."""
 
-CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""PEFT's initial values that are taken out of the base's weights."""
-
 
 @dataclass(frozen=True)
 class Adapter:
@@ -58,13 +54,6 @@ class Adapter:
     realigned: bool
     processor: LlavaProcessor
 
-    def put_on(self, model: NormAlignLlavaForConditionalGeneration) -> PeftModel:
-        """The loaded base with the adapter on it."""
-        if self.realigned:
-            model.align_projector_norm()  # as the run that changed it did
-        with loading(f"The adapter {self.folder}"):
-            return PeftModel.from_pretrained(model, self.folder, torch_device=str(model.device))
-
     def on_meta(self) -> PeftModel:
         """The base on meta, without weights, and on it the adapter, with its weights."""
         with loading(f"The adapter {self.folder}"):
@@ -81,30 +70,41 @@ class Adapter:
         dtype = self.dtype or dtype_to_load("auto", config, bytes_of_weights(base.name, base.revision))
         device = "auto" if torch.cuda.is_available() else None
         model = base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
-        return self.put_on(model).eval()
+        if self.realigned:
+            model.align_projector_norm()  # as the run that changed it did
+        with loading(f"The adapter {self.folder}"):
+            return PeftModel.from_pretrained(model, self.folder, torch_device=str(model.device)).eval()
 
 
 def open_adapter(adapter: Path, base: str | None = None, base_quantization: str | None = None) -> Adapter:
     """Finds an adapter's base and checks that they fit; nothing is loaded. Arguments and errors: [`merge_adapter`]."""
-    peft_config = _adapter_config(adapter)
+    check_adapter(adapter)
+    check_files(adapter)
+    with loading(f"{adapter / ADAPTER_CONFIG}"):
+        peft_config = PeftConfig.from_pretrained(adapter)
+    if peft_config.peft_type != PeftType.LORA:
+        raise ValueError(f"{adapter} is a {peft_config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged.")
+    if str(peft_config.init_lora_weights).startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+        raise ValueError(
+            f"{adapter} was trained with init_lora_weights {peft_config.init_lora_weights!r}, which changes the base: "
+            "it does not fit it. Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
+        )
     quantization, dtype, changes = _training_settings(adapter, base_quantization)
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
     named = peft_config.base_model_name_or_path
     if not (base := base or named):
         raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
-    remedy = f"It is the base of the adapter {adapter}: if it has moved, name it with --base."
-    opened = open_checkpoint(base, peft_config.revision if base == named else None, remedy=remedy)
+    revision = peft_config.revision if base == named else None
+    opened = open_checkpoint(base, revision, remedy=f"It is the base of {adapter}: if it has moved, give --base.")
     if opened.model_type not in (NormAlignLlavaConfig.model_type, "llava"):
-        raise ValueError(
-            f"The base {base} is a {opened.model_type!r} model, no NormAlign-LLaVA. Give the right one with --base."
-        )
+        raise ValueError(f"The base {base} is a {opened.model_type!r} model. Give a NormAlign-LLaVA with --base.")
     config = opened.read_config(NormAlignLlavaConfig)
-    stored = (config.projector_norm, config.projector_gain_init)
+    before = (config.projector_norm, config.projector_gain_init)
     for name, value in changes.items():
         setattr(config, name, value)
     _check_tensors(adapter, peft_config, config, opened.name)
-    realigned = stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none"
+    realigned = before != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none"
     trained = (adapter / "processor_config.json").exists()
     processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
     settle(processor)
@@ -126,32 +126,26 @@ def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfi
 
 
 def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
-    """Raises ValueError if names or shapes in the adapter's file do not fit the base, before anything is loaded.
-
-    PEFT only warns of a missing tensor, and ignores one that it does not know.
-    """
+    """Raises ValueError if names or shapes in the file do not fit the base: PEFT only warns, or ignores them."""
     with loading(f"The model {base}"):
         model = on_meta(config)
     with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
         adapted = put_on_meta(model, peft_config)
     with loading(f"{adapter / ADAPTER_WEIGHTS}"), safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
         stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    shapes = {name: list(tensor.shape) for name, tensor in adapted.state_dict().items()}
+    shapes = {name: [*tensor.shape] for name, tensor in adapted.state_dict().items()}
     expected = {name: shapes[place] for name, place in _saved_tensors(adapted, stored).items()}
-    faults = [
-        f"{name} has shape {stored.get(name, 'none')}, on the base {expected.get(name, 'none')}"
-        for name in sorted(expected.keys() | stored.keys())
-        if stored.get(name) != expected.get(name)
-    ]
-    if faults:
-        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else "")
-        raise ValueError(f"The adapter {adapter} does not fit the base {base}: {shown}. Give the right --base.")
+    if odd := sorted(name for name in expected | stored if stored.get(name) != expected.get(name)):
+        raise ValueError(
+            f"The adapter {adapter} does not fit the base {base} in {len(odd)} tensors: {odd[0]} has shape "
+            f"{stored.get(odd[0])}, on the base {expected.get(odd[0])}. Give the right --base."
+        )
 
 
 def _saved_tensors(adapted: PeftModel, stored: Collection[str]) -> dict[str, str]:
     """The names under which PEFT saves an adapter's tensors, and those in its model.
 
-    Embeddings with an adapter may be saved whole besides; those are in the result if they are among those `stored`.
+    Embeddings with an adapter may be saved whole besides; they are in the result if they are `stored`.
     """
     tensors, saved = adapted.state_dict(), dict[str, str]()
     names = {id(tensor): name for name, tensor in tensors.items()}
@@ -161,43 +155,21 @@ def _saved_tensors(adapted: PeftModel, stored: Collection[str]) -> dict[str, str
     return saved
 
 
-def _adapter_config(adapter: Path) -> LoraConfig:
-    check_adapter(adapter)
-    check_files(adapter)
-    check_inside(adapter / ADAPTER_WEIGHTS)
-    with loading(f"{adapter / ADAPTER_CONFIG}"):
-        config = PeftConfig.from_pretrained(adapter)
-    if config.peft_type != PeftType.LORA:
-        raise ValueError(f"{adapter} is a {config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged here.")
-    if str(config.init_lora_weights).startswith(CHANGE_THE_BASE):
-        raise ValueError(
-            f"{adapter} was trained with init_lora_weights {config.init_lora_weights!r}, which changes the base: it "
-            "does not fit it. Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
-        )
-    return config
-
-
-def _training_settings(
-    adapter: Path, base_quantization: str | None
-) -> tuple[dict[str, Any] | None, str | None, dict[str, Any]]:
+def _training_settings(adapter: Path, base_quantization: str | None) -> tuple[dict | None, str | None, dict]:
     """The base's quantization in training, the dtype before it, and changes of its configuration."""
     file = adapter / TRAINING_RECORD
     record = json_object(file.read_bytes(), str(file)) if file.is_file() else {}
-    changes, quantization = record.get("config_changes", {}), record.get("quantization")
-    if not isinstance(changes, dict) or changes.keys() - {*ARM_FIELDS} or not isinstance(quantization, dict | None):
-        raise ValueError(
-            f"{file} may have settings as quantization, and {', '.join(ARM_FIELDS)} in config_changes, got "
-            f"{quantization!r} and {changes!r}."
-        )
+    quantization, stored = record.get("quantization"), record.get("config_changes", {})
+    changes = {name: stored[name] for name in ARM_FIELDS if name in stored}
     if base_quantization in BASE_QUANTIZATIONS:
         quantization = BASE_QUANTIZATIONS[base_quantization]
     elif base_quantization or "quantization" not in record:
         raise ValueError(
             f"How the base of {adapter} was quantized in training is not known, and the merged model depends on it. "
-            f"Give it: `normalign merge {adapter} --output DIR --base-quantization KIND`, where KIND is one of "
-            f"{', '.join(BASE_QUANTIZATIONS)}."
+            f"Give it: `normalign merge {adapter} --output DIR --base-quantization {'|'.join(BASE_QUANTIZATIONS)}`."
         )
-    options, dtype = record.get("options"), (quantization or {}).get("bnb_4bit_compute_dtype")  # TRL's are the same
-    if quantization and isinstance(options, dict) and options.get("dtype") in ("bfloat16", "float16", "float32"):
-        dtype = options["dtype"]
+    dtype = (quantization or {}).get("bnb_4bit_compute_dtype")  # in which TRL loads
+    loaded = record.get("options", {}).get("dtype")
+    if quantization and loaded in ("bfloat16", "float16", "float32"):
+        dtype = loaded
     return quantization, dtype, changes

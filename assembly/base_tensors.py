@@ -11,9 +11,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ..checkpoint.loading import AGAIN
-from ..checkpoint.untrusted import check_weights
-from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..checkpoint.untrusted import AGAIN, check_weights
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import IN_PRECISION, Adapter, on_meta
 from .build import torch_dtype
@@ -23,12 +21,7 @@ NORM = "model.multi_modal_projector.norm."
 
 
 class BaseTensors:
-    """The base's tensors as training had them, each read from its file when it is asked for.
-
-    Attributes:
-        dtype: The dtype in which training loaded them.
-        quantization: Their quantization in training, as in [`MergeReport`].
-    """
+    """The base's tensors as training had them, each read from its file when asked for."""
 
     def __init__(self, adapter: Adapter):
         self._base, config = adapter.base.name, adapter.config
@@ -43,8 +36,15 @@ class BaseTensors:
                     name, _ = renaming.rename_source_key(name)
                 self._files[name] = file, stored
         self._tie(model)
-        settings = adapter.quantization or config.__dict__.pop("quantization_config", None) or {}
-        self._quantized, self.quantization = _quantized_layers(config, settings)
+        self._quantized: dict[str, Any] = {}  # bitsandbytes' layers on meta by the names of their weights
+        if adapter.quantization:
+            quantized, settings = on_meta(config), BitsAndBytesConfig.from_dict(adapter.quantization)
+            settings.llm_int8_skip_modules = settings.llm_int8_skip_modules or IN_PRECISION
+            quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
+            quantizer.preprocess_model(model=quantized, device_map={"": "cpu"})
+            layers = {f"{name}.weight": module for name, module in quantized.named_modules()}
+            kinds = ("Linear4bit", "Linear8bitLt")
+            self._quantized = {name: layer for name, layer in layers.items() if type(layer).__name__ in kinds}
         self._check(model)
         # The weights were quantized from the dtype that training loaded.
         dtype = adapter.dtype or config.dtype or self._stored(next(iter(self._files))).dtype
@@ -72,19 +72,12 @@ class BaseTensors:
         value = value.T if layer.source_cls is Conv1D else value
         settings = {**vars(layer.weight), "requires_grad": False}
         if isinstance(layer, bnb.nn.Linear4bit):
-            weight = bnb.nn.Params4bit(value, **settings | {"module": None})
-            if f"{name}.absmax" in self._files:
-                keys = [key for key in self._files if key.startswith(f"{name}.")]
-                statistics = {key.removeprefix(f"{name}."): self._stored(key) for key in keys}
-                weight = bnb.nn.Params4bit.from_prequantized(value, statistics, device="cpu")
-            weight = weight.to("cpu")
+            weight = bnb.nn.Params4bit(value, **settings | {"module": None}).to("cpu")
             weight.quant_state.dtype = torch.float32  # dequantizes without rounding to the loading dtype
             value = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
         else:
             weight = bnb.nn.Int8Params(value, **settings).to("cpu")
-            scales = f"{name.removesuffix('weight')}SCB"
-            scales = self._stored(scales) if scales in self._files else weight.SCB
-            value = bnb.functional.int8_vectorwise_dequant(weight.data, scales)
+            value = bnb.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
         return value.T if layer.source_cls is Conv1D else value
 
     def _stored(self, name: str) -> Tensor:
@@ -102,27 +95,11 @@ class BaseTensors:
 
     def _check(self, model: NormAlignLlavaForConditionalGeneration) -> None:
         """Raises ValueError if tensors are missing or of other shapes."""
-        missing, other = [], []
+        faults = []
         for name, expected in model.state_dict().items():
-            if name not in self._files:
-                missing += [] if name.startswith(NORM) else [name]
-            elif name not in self._quantized:  # which may be stored packed
-                file, stored = self._files[name]
-                shape = file.get_slice(stored).get_shape()
-                other += [] if shape == [*expected.shape] else [f"{name} has shape {shape}, not {[*expected.shape]}"]
-        for faults, what in ((missing, "lacks"), (other, "has other shapes than config.json for")):
-            if faults:
-                raise ValueError(f"{self._base} {what} {len(faults)} tensors: {', '.join(faults[:5])}. {AGAIN}")
-
-
-def _quantized_layers(config: NormAlignLlavaConfig, settings: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """bitsandbytes' layers on meta by the names of their weights, and what the quantization is called."""
-    if not settings:
-        return {}, None
-    model, quantization = on_meta(config), BitsAndBytesConfig.from_dict(settings)
-    quantization.llm_int8_skip_modules = quantization.llm_int8_skip_modules or IN_PRECISION
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
-    quantizer.preprocess_model(model=model, device_map={"": "cpu"})
-    kinds = ("Linear4bit", "Linear8bitLt")
-    layers = {f"{name}.weight": module for name, module in model.named_modules() if type(module).__name__ in kinds}
-    return layers, f"4-bit {quantization.bnb_4bit_quant_type}" if quantization.load_in_4bit else "8-bit"
+            file, stored = self._files.get(name, (None, name))
+            shape = file.get_slice(stored).get_shape() if file else None
+            if shape != [*expected.shape] and (file or not name.startswith(NORM)):  # which may be new
+                faults.append(f"{name} has shape {shape}, not {[*expected.shape]}")
+        if faults:
+            raise ValueError(f"{len(faults)} tensors of {self._base} are not config.json's: {faults[0]}. {AGAIN}")

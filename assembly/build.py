@@ -8,20 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.table import Table
-from transformers import (
-    MODEL_MAPPING,
-    AutoImageProcessor,
-    AutoProcessor,
-    AutoTokenizer,
-    LlavaProcessor,
-)
+from transformers import MODEL_MAPPING, AutoImageProcessor, AutoProcessor, AutoTokenizer, LlavaProcessor
 
-from ..checkpoint.files import check_new, finished_folder, write_json
-from ..checkpoint.loading import loading
+from ..checkpoint.files import finished_folder, write_json
 from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.opening import Checkpoint, check_processor, open_checkpoint
 from ..checkpoint.provenance import licence_of
+from ..checkpoint.untrusted import loading
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import Printed
@@ -32,11 +25,9 @@ from .parts import (
     add_image_token,
     assemble,
     check_language_model,
-    check_text_outputs,
-    check_vision_encoder,
     load_language_model,
     set_chat_template,
-    text_outputs,
+    text_logits,
     vision_config,
 )
 from .processing import check_feature_layer, make_processor
@@ -74,19 +65,6 @@ class BuildReport(Printed):
     licenses: dict[str, dict[str, str | None] | None]
     from_llava: bool
 
-    def renderable(self) -> Table:
-        """The report as a table."""
-        table = Table(title="NormAlign-LLaVA checkpoint", show_header=False)
-        table.add_row("vision encoder", f"{self.vision} ({self.vision_parameters / 1e6:.1f} M parameters)")
-        table.add_row("projector and norm", f"{self.projector_parameters / 1e6:.2f} M parameters")
-        table.add_row("language model", f"{self.language} ({self.language_parameters / 1e6:.1f} M parameters)")
-        table.add_row("arm", self.arm)
-        table.add_row("N_text", f"{self.n_text:.4g}")
-        table.add_row("gain", "no norm" if self.gain is None else f"{self.gain:.4g}")
-        table.add_row("visual tokens per image", str(self.tokens_per_image))
-        table.add_row("written to", self.output)
-        return table
-
 
 def build_checkpoint(
     vision: str,
@@ -119,14 +97,12 @@ def build_checkpoint(
     Raises:
         ValueError: A part or an option does not fit; nothing is written.
     """
-    check_new(output)
-    arguments = _norm_arguments(arm, norm)
-    dtype = torch_dtype(dtype)
+    arguments, dtype = _norm_arguments(arm, norm), torch_dtype(dtype)
     if seed is not None:
         torch.manual_seed(seed)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
-    vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
     with finished_folder(output) as folder:
+        vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
         encoder = vision_config(vision_part)
         check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
@@ -136,11 +112,10 @@ def build_checkpoint(
         with loading(f"The image processor of {vision}"):
             processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
             tokens_per_image = check_processor(processor)
-
         language_model = load_language_model(language_part, dtype)
         tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
-        outputs = text_outputs(language_model)
         add_image_token(language_model, tokenizer)
+        logits = text_logits(language_model)
         config = NormAlignLlavaConfig(
             vision_config=tower.config,
             text_config=language_model.config,
@@ -151,8 +126,7 @@ def build_checkpoint(
             tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
             **arguments,
         )
-        model = assemble(config, tower, language_model)
-        check_text_outputs(model, outputs, language)
+        model = assemble(config, tower, language_model, logits)
         return _finish(model, processor, folder, output, vision_part, language_part, arm, marks)
 
 
@@ -160,35 +134,26 @@ def retrofit_checkpoint(
     llava: str, output: str | os.PathLike, *, arm: str = "gwc", norm: str = "layer_norm", dtype: str = "auto"
 ) -> BuildReport:
     """Adds the aligned norm to a LLaVA, whose tensors all stay as they are; see [`build_checkpoint`]."""
-    check_new(output)
-    arguments = _norm_arguments(arm, norm)
-    dtype = torch_dtype(dtype)
-    opened = open_checkpoint(llava)
+    arguments, dtype = _norm_arguments(arm, norm), torch_dtype(dtype)
     with finished_folder(output) as folder:
+        opened = open_checkpoint(llava)
         if opened.model_type != "llava":
             raise ValueError(
                 f"{llava} is a {opened.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
             )
-        check_vision_encoder(llava, opened.config.vision_config)
-        config, stock = opened.config, opened.preprocessor(AutoProcessor)
-        strategy = config.vision_feature_select_strategy
+        encoder, stock = vision_config(opened), opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
-        processor = make_processor(stock.image_processor, stock.tokenizer, config.vision_config, strategy)
-        if processor.image_token_id != config.image_token_id:
-            raise ValueError(
-                f"The processor of {llava} has image token {processor.image_token_id}, its model "
-                f"{config.image_token_id}. Use the processor that belongs to the model."
-            )
+        strategy = opened.config.vision_feature_select_strategy
+        processor = make_processor(stock.image_processor, stock.tokenizer, encoder, strategy)
+        opened.check_image_token(processor)
         model = opened.load(NormAlignLlavaForConditionalGeneration, dtype, **arguments)
         marks = has_generation_marks(stock.chat_template or "")
         return _finish(model, processor, folder, output, opened, opened, arm, marks)
 
 
 def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
-    if arm not in ARMS:
-        raise ValueError(f"arm must be one of {', '.join(map(repr, ARMS))}, got {arm!r}.")
-    if norm not in ("layer_norm", "rms_norm"):
-        raise ValueError(f"norm must be 'layer_norm' or 'rms_norm', got {norm!r}. For no norm, use arm 'none'.")
+    if arm not in ARMS or norm not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"arm is one of {', '.join(ARMS)}, and norm layer_norm or rms_norm, got {arm!r}, {norm!r}.")
     return {"projector_norm": norm, **ARMS[arm]}
 
 
@@ -208,13 +173,8 @@ def _finish(
             "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on "
             "assistant turns needs them: pass a template that has them with --chat-template."
         )
-    config = model.config
-    if config.projector_norm == "none":
-        n_text, gain = model.measure_text_embedding_norm(), None
-    else:
-        n_text = model.align_projector_norm()
-        gain = model.model.multi_modal_projector.norm.weight[0].item()
-    tokens = check_processor(processor, model)
+    has_norm = model.config.projector_norm != "none"
+    n_text = model.align_projector_norm() if has_norm else model.measure_text_embedding_norm()
     report = BuildReport(
         output=str(output),
         vision=_public_name(vision.name),
@@ -224,25 +184,25 @@ def _finish(
         projector_parameters=sum(p.numel() for p in model.model.multi_modal_projector.parameters()),
         language_parameters=model.model.language_model.num_parameters(),
         n_text=n_text,
-        gain=gain,
-        tokens_per_image=tokens,
+        gain=model.model.multi_modal_projector.norm.weight[0].item() if has_norm else None,
+        tokens_per_image=check_processor(processor, model),
         generation_marks=marks,
         vision_revision=vision.revision,
         language_revision=language.revision,
         licenses={
-            name: licence_of(part.name, part.revision) for name, part in (("vision", vision), ("language", language))
+            "vision": licence_of(vision.name, vision.revision),
+            "language": licence_of(language.name, language.revision),
         },
         from_llava=vision is language,
     )
     # Prompt lookup repeats tokens of the prompt, and for a second image token there are no features.
-    suppressed = {*(model.generation_config.suppress_tokens or ()), config.image_token_id}
+    suppressed = {*(model.generation_config.suppress_tokens or ()), model.config.image_token_id}
     model.generation_config.suppress_tokens = sorted(suppressed)
-    for part in (config.text_config, config.vision_config):
+    for part in (model.config.text_config, model.config.vision_config):
         part._name_or_path = _public_name(part._name_or_path)
     save_model(model, folder)
     processor.save_pretrained(folder)
-    kept = {key: value for key, value in asdict(report).items() if key != "output"}
-    write_json(folder / BUILD_RECORD, kept)
+    write_json(folder / BUILD_RECORD, {key: value for key, value in asdict(report).items() if key != "output"})
     return report
 
 

@@ -10,7 +10,7 @@ for known families or from TRL, and are kept only if rendering proves them right
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
 from importlib.resources import files
 from typing import Any
 
@@ -27,75 +27,56 @@ _VICUNA = (_TEMPLATES / "vicuna.jinja").read_text(encoding="utf-8")
 _EDITS = yaml.safe_load((_TEMPLATES / "generation_marks.yaml").read_text(encoding="utf-8"))
 _CONVERSATIONS = yaml.safe_load((_TEMPLATES / "check_conversations.yaml").read_text(encoding="utf-8"))
 _STAND_INS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+_QUESTION = {"role": "user", "content": "What is this?"}
+_IMAGE = {"type": "image"}
 
 Messages = list[dict[str, Any]]
 Renderer = Callable[..., str]  # (messages, tools=None, add_generation_prompt=False) -> text
 
 
-def _preamble(image_token: str) -> str:
-    return _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
-
-
 def multimodal_chat_template(
     template: str | None, *, image_token: str = "<image>", special_tokens: dict[str, Any] = _STAND_INS
 ) -> tuple[str, bool]:
-    """Makes a language model's chat template read images.
+    """A chat template that reads images, and whether it marks what the model has to generate.
+
+    Text-only conversations render exactly as before. Image parts become the image token; parts keep their order, with
+    nothing between them. Marks count only if each marked span is, up to white space around it, what follows the
+    generation prompt, through the end-of-turn token.
 
     Args:
-        template: The language model's own template; `None` gives Vicuna v1.1's.
-        image_token: The text of an `{"type": "image"}` part. Parts keep their order, with nothing between them.
+        template: The language model's own; `None` gives Vicuna v1.1's. One that prints `image_token` for image parts
+            gets no preamble.
         special_tokens: The tokenizer's, which templates print.
-
-    Returns:
-        The template, and whether it marks what the model has to generate, as `return_assistant_tokens_mask=True` and
-        `assistant_only_loss=True` need it. Text-only conversations render exactly as before; a template that already
-        prints `image_token` for image parts gets no preamble. Marks count only if each marked span is, up to white
-        space around it, what follows the generation prompt, through the end-of-turn token.
 
     Raises:
         ValueError: `template` is not valid Jinja, or renders a text-only conversation differently with the preamble.
     """
+    preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
     if template is None:
-        vicuna = _preamble(image_token) + _VICUNA
-        return vicuna, _marks_hold(vicuna, special_tokens)  # not without an end-of-turn token
-    original = _renderer(template, special_tokens)
-    text = _outcome(original, [{"role": "user", "content": "What is this?"}])
+        return preamble + _VICUNA, _marks_hold(preamble + _VICUNA, special_tokens)  # not without an end-of-turn token
+    original = partial(_render, template, special_tokens)
+    text = _outcome(original, [_QUESTION])
     if text.startswith("TemplateSyntaxError"):
         raise ValueError(f"The chat template is not valid Jinja: {text} Correct it, or give another.")
-    preamble = "" if _reads_images(original, image_token) else _preamble(image_token)
+    text = _outcome(original, _as_parts([_QUESTION], _IMAGE))
+    reads_images = text.count(image_token) == 1 and "What is this?" in text
+    preamble = "" if reads_images else preamble
     for marked in _candidates(template):
-        render = _renderer(preamble + marked, special_tokens)
-        if not _difference(render, original, lists=not preamble) and _marks_hold(preamble + marked, special_tokens):
+        render = partial(_render, preamble + marked, special_tokens)
+        if not _difference(render, original, reads_images) and _marks_hold(preamble + marked, special_tokens):
             return preamble + marked, True
-    if difference := _difference(_renderer(preamble + template, special_tokens), original, lists=not preamble):
+    render = partial(_render, preamble + template, special_tokens)
+    if difference := _difference(render, original, reads_images):
         raise ValueError(
-            "With the image preamble the chat template renders the text-only conversation {!r} differently: {!r} "
-            "instead of {!r}. Give another with `--chat-template`.".format(*difference)
+            f"With the image preamble the chat template renders the text-only conversation {difference!r} "
+            "differently. Give another with `--chat-template`."
         )
     return preamble + template, False
 
 
-def without_preamble(template: str, image_token: str) -> tuple[str, Callable[[Messages], Messages]]:
-    """A template without its preamble, and what joins the parts of messages as that does: four times as fast.
-
-    A template without a preamble stays as it is, and so do messages.
-    """
-    if not template.startswith(preamble := _preamble(image_token)):
-        return template, lambda messages: messages
-
-    def joined(messages: Messages) -> Messages:
-        texts = [
-            [image_token if part["type"] == "image" else part["text"] for part in message["content"]]
-            for message in messages
-        ]
-        return [{**message, "content": "".join(text)} for message, text in zip(messages, texts, strict=True)]
-
-    return template.removeprefix(preamble), joined
-
-
 def printing_first(template: str, text: str, image_token: str) -> str:
     """The template with `text` before all that it prints, whose white space stays as it is."""
-    preamble = _preamble(image_token)
+    preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
     preamble = preamble if template.startswith(preamble) else ""
     # A block, since jinja strips the line break after it, and white space before a block that begins a line.
     return f"{preamble}{{% if messages %}}{{{{ {text!r} }}}}{{% endif %}}\n{template.removeprefix(preamble)}"
@@ -103,12 +84,12 @@ def printing_first(template: str, text: str, image_token: str) -> str:
 
 def check_texts(template: str, special_tokens: dict[str, Any]) -> list[str]:
     """The conversations of the check, each with an image and with and without generation prompt, as it prints them."""
-    render, texts = _renderer(template, special_tokens), []
+    texts = []
     for chat in _CONVERSATIONS.values():
-        for add_generation_prompt in (False, True):
+        for prompt in (False, True):
             with suppress(Exception):  # a template may refuse a conversation with any error
-                messages = _as_parts(chat["messages"], {"type": "image"})
-                texts.append(render(messages, chat.get("tools"), add_generation_prompt))
+                messages = _as_parts(chat["messages"], _IMAGE)
+                texts.append(_render(template, special_tokens, messages, chat.get("tools"), prompt))
     return texts
 
 
@@ -117,12 +98,11 @@ def has_generation_marks(template: str) -> bool:
     return re.search(r"{%-?\s*generation\b", template) is not None
 
 
-def _renderer(template: str, special_tokens: dict[str, Any]) -> Renderer:
-    def render(messages: Messages, tools: list | None = None, add_generation_prompt: bool = False) -> str:
-        how: Any = {"chat_template": template, "add_generation_prompt": add_generation_prompt, **special_tokens}
-        return render_jinja_template([messages], tools=tools, **how)[0][0]
-
-    return render
+def _render(
+    template: str, special_tokens: dict[str, Any], messages: Messages, tools: list | None = None, prompt: bool = False
+) -> str:
+    how: Any = {"chat_template": template, "add_generation_prompt": prompt, **special_tokens}
+    return render_jinja_template([messages], tools=tools, **how)[0][0]
 
 
 def _outcome(render: Renderer, *args: Any) -> str:
@@ -141,19 +121,14 @@ def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
     return parts
 
 
-def _reads_images(render: Renderer, image_token: str) -> bool:
-    text = _outcome(render, _as_parts([{"role": "user", "content": "What is this?"}], {"type": "image"}))
-    return text.count(image_token) == 1 and "What is this?" in text
-
-
-def _difference(render: Renderer, expect: Renderer, lists: bool) -> tuple[str, str, str] | None:
-    """Name, text and original text of the first text-only conversation that renders differently, or None."""
+def _difference(render: Renderer, expect: Renderer, lists: bool) -> str | None:
+    """The first text-only conversation that renders differently, in `lists` of parts too."""
     for name, chat in _CONVERSATIONS.items():
         for messages in [chat["messages"], *([_as_parts(chat["messages"])] if lists else [])]:
-            for add_generation_prompt in (False, True):
-                arguments = messages, chat.get("tools"), add_generation_prompt
-                if (text := _outcome(render, *arguments)) != (expected := _outcome(expect, *arguments)):
-                    return name, text, expected
+            for prompt in (False, True):
+                arguments = messages, chat.get("tools"), prompt
+                if _outcome(render, *arguments) != _outcome(expect, *arguments):
+                    return name
     return None
 
 
@@ -177,35 +152,24 @@ def _candidates(template: str) -> Iterator[str]:
 
 def _marks_hold(template: str, special_tokens: dict[str, Any]) -> bool:
     """Whether the marks are what the model has to generate, up to white space, wherever all answers are printed."""
-    render, checked = _renderer(template, special_tokens), False
+    render, checked = partial(_render, template, special_tokens), False
+    exchange = _as_parts([_QUESTION, {"role": "assistant", "content": "A red kite."}])
+    end_of_turn = "".join(_outcome(render, exchange).rpartition("A red kite.")[2].split()[:1])
     for chat in _CONVERSATIONS.values():
         answers = [message["content"].strip() for message in chat["messages"] if message["role"] == "assistant"]
-        messages, tools = _as_parts(chat["messages"], {"type": "image"}), chat.get("tools")
+        messages, tools = _as_parts(chat["messages"], _IMAGE), chat.get("tools")
         text = _outcome(render, messages, tools)
         if not answers or not all(answer in text for answer in answers):
             continue
         how: Any = {"chat_template": template, "return_assistant_tokens_mask": True, **special_tokens}
         spans = render_jinja_template([messages], tools=tools, **how)[1][0]
-        wanted = _answers_in(text, render, messages, tools)
-        if not wanted or [text[start:stop].strip() for start, stop in spans] != wanted:
+        starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        prompts = [render(messages[:index], tools, True) for index in starts]
+        stops = [text.find(end_of_turn, len(prompt)) + len(end_of_turn) for prompt in prompts]
+        wanted = [text[len(prompt) : stop].strip() for prompt, stop in zip(prompts, stops, strict=True)]
+        if not end_of_turn or not all(wanted) or not all(map(text.startswith, prompts)):  # "": it has no end
+            return False
+        if [text[start:stop].strip() for start, stop in spans] != wanted:
             return False
         checked = True
     return checked
-
-
-def _answers_in(text: str, render: Renderer, messages: Messages, tools: list | None) -> list[str]:
-    """The texts that the model has to generate: each answer, through its end-of-turn token.
-
-    Empty if the conversation does not start with a generation prompt, or nothing ends an answer.
-    """
-    exchange = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A red kite."}]
-    end_of_turn = render(_as_parts(exchange)).rpartition("A red kite.")[2].split()[:1]
-    answers = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = render(messages[:index], tools, True)
-            stop = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
-            if stop < 0 or not text.startswith(prompt):
-                return []
-            answers.append(text[len(prompt) : stop + len(end_of_turn[0])].strip())
-    return answers

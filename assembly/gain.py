@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """N_text and the gain of a checkpoint, from its token embeddings alone: `normalign gain MODEL`."""
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from rich.console import RenderableType
 from rich.table import Table
+from safetensors import safe_open
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.untrusted import check_weights, loading
 from ..configuration_normalign_llava import embedding_scales
-from ..modeling_normalign_llava import mean_embedding_norm
-from .embedding_table import EmbeddingRows, read_embeddings
+from ..errors import Printed
+from ..modeling_normalign_llava import embedding_row_norms, mean_embedding_norm
+
+
+_TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,7 @@ class TopToken:
 
 
 @dataclass(frozen=True)
-class EmbeddingStatistics:
+class EmbeddingStatistics(Printed):
     """Norms of a token-embedding matrix `(V, d)`, and the gain that follows from them (tables 6 to 8).
 
     Rows that are all zero, the image token's row and vocabulary padding that repeats it do not count.
@@ -55,43 +65,20 @@ class EmbeddingStatistics:
     excluded_rows: int
     hidden_size: int
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[RenderableType]:
         """Tables for the terminal: the numbers, and the tokens with the largest norms if `top` has any."""
-        figures = Table(title=self.model, show_header=False)
-        scale = f"{self.scale:.4g}" if self.model_type else "1 (assumed: no configuration that transformers knows)"
-        for name, value in (
-            ("embedding tensor", self.tensor),
-            ("language model", self.model_type or "unknown"),
-            ("N_text, entering the decoder", f"{self.n_text:.3f}"),
-            ("scale on the way in", scale),
-            ("row norm as stored, mean and std", f"{self.mean:.4g}, {self.std:.4g}"),
-            ("rows counted (all zero; image token)", f"{self.rows:,} ({self.zero_rows:,}; {self.excluded_rows:,})"),
-            ("d", f"{self.hidden_size:,}"),
-            ("gain", f"{self.gain:.4f}"),
-        ):
-            figures.add_row(name, value)
         tokens = Table("id", "token", "norm", title="Tokens of largest norm")
         for token in self.top:
             tokens.add_row(str(token.id), "" if token.text is None else repr(token.text), f"{token.norm:.3f}")
-        return [figures, tokens] if self.top else [figures]
-
-
-def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
-    """A mask `(V,)` of the rows of an embedding matrix that count, from their norms `(V,)`.
-
-    Rows that are all zero do not count, nor the image token's row and padding that repeats it, which has the same norm
-    to the last bit: as in `align_projector_norm`.
-    """
-    added = norms[:0] if image_token is None else norms[image_token : image_token + 1]
-    return (norms != 0) & ~torch.isin(norms, added)
+        return [self.renderable(), tokens] if self.top else [self.renderable()]
 
 
 def embedding_statistics(model: str, *, top: int = 10, revision: str | None = None) -> EmbeddingStatistics:
     """Measures the token embeddings of a language model, a LLaVA or a NormAlign-LLaVA; reads no other tensor.
 
     Args:
-        model: Folder with safetensors, sharded or not; the path of such a file; or a Hub repository, of whose weights
-            only the embeddings are fetched.
+        model: Folder with safetensors, sharded or not, or a Hub repository, of whose weights the file with the
+            embeddings is fetched into the Hub's cache.
         top: Number of tokens of largest norm to name.
         revision: Branch, tag or commit of the Hub repository.
 
@@ -99,19 +86,32 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
         ValueError: `model` does not exist or has no weights that can be read; no tensor, or more than one, may be its
             token embedding; the tensor is quantized; rows that count have NaN or infinite values; no row counts.
     """
-    return statistics_of(read_embeddings(model, revision), model, top)
+    opened, tokenizer = open_checkpoint(model, revision), None
+    (file,) = check_weights(opened.name, opened.revision, holding=lambda names: _embedding_name(model, names))
+    with suppress(Exception):  # only the texts of tokens depend on it
+        tokenizer = opened.preprocessor(AutoTokenizer)
+    config = opened.config if opened.model_type in CONFIG_MAPPING else None
+    with loading(str(file)), safe_open(file, "pt") as tensors:
+        name = _embedding_name(model, tensors.keys())
+        weight = tensors.get_tensor(name)  # mapped, not read yet
+        return statistics_of(model, name, embedding_row_norms(weight), weight.shape[1], config, tokenizer, top)
 
 
-def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatistics:
-    """[`embedding_statistics`] of embeddings that were read, or are in memory."""
-    tensor, norms, hidden_size, config, tokenizer = read
+def statistics_of(
+    model: str,
+    tensor: str,
+    norms: Tensor,
+    hidden_size: int,
+    config: PreTrainedConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    top: int = 10,
+) -> EmbeddingStatistics:
+    """[`embedding_statistics`] from the L2 norms `(V,)` of a matrix's rows, float64."""
     text_config = None if config is None else config.get_text_config()
     scale_text, scale_all = (1.0, 1.0) if text_config is None else embedding_scales(text_config)
     counts = counted_rows(norms, getattr(config, "image_token_id", None))
     mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
     largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))
-
-    top_rows = zip(*map(Tensor.tolist, largest), strict=True)
 
     def text(row: int) -> str | None:
         return str(tokenizer.decode([row])) if tokenizer and row < len(tokenizer) else None
@@ -121,7 +121,7 @@ def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatist
         mean=mean,
         std=norms[counts].std(correction=0).item(),
         rows=int(counts.sum()),
-        top=[TopToken(row, text(row), norm) for norm, row in top_rows],
+        top=[TopToken(row, text(row), norms[row].item()) for row in largest.indices.tolist()],
         tensor=tensor,
         model_type=None if text_config is None else text_config.model_type,
         n_text=mean * scale_text * scale_all,
@@ -131,3 +131,22 @@ def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatist
         excluded_rows=int((norms != 0).sum() - counts.sum()),
         hidden_size=hidden_size,
     )
+
+
+def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
+    """A mask `(V,)` of the rows that count, from their norms; padding repeats the image token's to the last bit."""
+    added = norms[:0] if image_token is None else norms[image_token : image_token + 1]
+    return (norms != 0) & ~torch.isin(norms, added)
+
+
+def _embedding_name(model: str, names: Iterable[str]) -> str:
+    tables = [name for name in names if name.split(".")[-2:] in [[table, "weight"] for table in _TABLES]]
+    # Layers that predict further tokens repeat the table (DeepSeek-V3).
+    tables = [name for name in tables if ".layers." not in name]
+    tables = [name for name in tables if "language_model." in name] or tables
+    if len(tables) != 1:
+        raise ValueError(
+            f"{model} has {len(tables)} tensors called {' or '.join(_TABLES)} (.weight), of which one would be its "
+            f"embedding: {', '.join(tables) or 'none'}. Name a language model alone; for an adapter, its base model."
+        )
+    return tables[0]

@@ -28,25 +28,19 @@ logger = logging.getLogger(__name__)
 
 
 IMAGE_TOKEN = "<image>"
-VOCABULARY_MULTIPLE = 64
 
 
 def vision_config(vision: Checkpoint) -> PreTrainedConfig:
     """Configuration of the vision encoder alone. Raises ValueError if the encoder is not supported."""
     config = getattr(vision.config, "vision_config", vision.config)
-    check_vision_encoder(vision.name, config)
+    if config.model_type not in VISION_ENCODERS:
+        raise ValueError(
+            f"The vision encoder of {vision.name} is a {config.model_type!r} model. Those that can be built in give "
+            f"every image as many patches: {', '.join(VISION_ENCODERS)}."
+        )
     if config.model_type == "siglip_vision_model":
         config.vision_use_head = False  # the pooling head is not read
     return config
-
-
-def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
-    """Raises ValueError if the vision encoder with this configuration is not supported."""
-    if config.model_type not in VISION_ENCODERS:
-        raise ValueError(
-            f"The vision encoder of {name} is a {config.model_type!r} model. Those that can be built in give every "
-            f"image as many patches: {', '.join(VISION_ENCODERS)}."
-        )
 
 
 def check_language_model(language: Checkpoint) -> None:
@@ -56,18 +50,14 @@ def check_language_model(language: Checkpoint) -> None:
     taken = inspect.signature(MODEL_MAPPING[type(config)].forward).parameters if fits else {}
     if not taken.keys() & {"cache", "past_key_values"}:  # its name from transformers 5.24 on, and before
         raise ValueError(
-            f"{language.name} is a {config.model_type!r} model, not a causal language model of transformers for text "
-            "with a cache."
+            f"{language.name} is a {config.model_type!r} model, not a causal language model with a cache."
         )
     if config.model_type in ("bloom", "nanochat"):
         logger.warning(f"{language.name} normalises its embeddings, visual tokens too: the gain has no effect on it.")
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> bool:
-    """Adds the image token, and gives the tokenizer a chat template that reads images: its own, or that of a file.
-
-    Returns whether the template has generation marks.
-    """
+    """Adds the image token and a chat template that reads images, its own or a file's; tells whether it has marks."""
     original = tokenizer.chat_template
     if isinstance(original, dict):  # of several named templates, apply_chat_template uses this one
         original = original.get("default")
@@ -102,16 +92,21 @@ def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     old = model.get_input_embeddings().num_embeddings
     if len(tokenizer) <= old:
         return
-    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE, mean_resizing=False)
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         weight = table.weight
         weight[old:] = weight[:old].mean(dim=0, dtype=torch.float32).to(weight.dtype)
 
 
 def assemble(
-    config: NormAlignLlavaConfig, tower: PreTrainedModel, language_model: PreTrainedModel
+    config: NormAlignLlavaConfig, tower: PreTrainedModel, language_model: PreTrainedModel, logits: torch.Tensor
 ) -> NormAlignLlavaForConditionalGeneration:
-    """The model of two loaded parts, and a projector with random weights."""
+    """The model of two loaded parts, and a projector with random weights.
+
+    Raises ValueError if it has other [`text_logits`] than the language model had by itself, or those are not finite.
+    """
+    if not logits.isfinite().all():
+        raise ValueError("The language model computes NaN or infinite values on text. Its weights are damaged.")
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(config)
     model.model.vision_tower = tower
@@ -123,25 +118,13 @@ def assemble(
         linear.to(language_model.dtype)
     model.model.multi_modal_projector = projector
     model.generation_config = language_model.generation_config
-    return model.eval()
+    if not torch.allclose(text_logits(model), logits, rtol=1e-2, atol=1e-2 * logits.abs().max().item()):
+        raise ValueError("Inside LLaVA, the language model computes other logits than by itself. Use another.")
+    return model
 
 
 @torch.no_grad()
-def text_outputs(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states `(1, 8, d)` and logits `(1, 8, V)`, float32, of a fixed text."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(3, 3 + 8).remainder(vocabulary)[None]
-    hidden = model.eval().base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return hidden.float(), model(input_ids=ids, use_cache=False).logits.float()
-
-
-def check_text_outputs(model: PreTrainedModel, expected: tuple[torch.Tensor, torch.Tensor], language: str) -> None:
-    """Raises ValueError if the assembled model's [`text_outputs`] differ from those of its language model alone."""
-    if not all(tensor.isfinite().all() for tensor in expected):
-        raise ValueError(f"{language} computes NaN or infinite values on text. Its weights are damaged.")
-    hidden, logits = text_outputs(model)
-    for name, got, wanted in (("hidden states", hidden, expected[0]), ("logits", logits, expected[1])):
-        if not torch.allclose(got[..., : wanted.shape[-1]], wanted, rtol=1e-2, atol=1e-2 * wanted.abs().max().item()):
-            raise ValueError(
-                f"Inside LLaVA, {language} computes other {name} than by itself. This family cannot be built in."
-            )
+def text_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Logits `(1, 8, V)`, float32, of a fixed text."""
+    ids = torch.arange(3, 3 + 8).remainder(model.get_input_embeddings().num_embeddings)[None]
+    return model.eval()(input_ids=ids, use_cache=False).logits.float()

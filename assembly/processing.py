@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stock LlavaProcessor that writes as many image tokens as the vision encoder gives features.
 
-Its tokenizer adds no tokens of its own. A rendered conversation is tokenized with what the tokenizer adds in some
-places (`processor(text)`) and without in others (training, TRL, vLLM, `tokenizer.apply_chat_template`), so a model
-would be asked in other tokens than it was trained on. A language model has read texts that start with what its
-tokenizer puts first. The chat templates of Llama 2 and 3, Gemma and Mistral print that, and stay as they are; those of
-TinyLlama, Zephyr and LLaVA 1.5 do not, and get it. What a tokenizer puts last would end a prompt before its answer.
+Its tokenizer adds no tokens of its own: `processor(text)` would have them, and training, TRL, vLLM and
+`tokenizer.apply_chat_template` would not. What it put first the chat template prints, as those of Llama 2 and 3, Gemma
+and Mistral do; those of TinyLlama, Zephyr and LLaVA 1.5 get it. What it put last would end a prompt.
 """
 
 import copy
@@ -37,9 +35,6 @@ VISION_ENCODERS = {
 """Vision encoders by `model_type`, with the number of class tokens before the patches."""
 
 
-_RARE = "\ua66e"  # a letter of one manuscript
-
-
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
     """Raises ValueError if the encoder has no such hidden state; -1 is the last layer's output."""
     states = config.num_hidden_layers + 1
@@ -59,15 +54,12 @@ def settle(processor: LlavaProcessor) -> None:
     """Makes the tokenizer pad on the left and add no tokens, and the chat template print those that it put first.
 
     A processor without a chat template only pads on the left; one that is settled does not change. What was put first
-    is kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`].
-
-    Raises:
-        ValueError: The tokens of a conversation would differ from those that the tokenizer gave before, or it drops
-            letters without a token.
+    is kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`]. Raises ValueError if the tokens of a
+    conversation would differ from those that the tokenizer gave before, or it drops letters without a token.
     """
     tokenizer = processor.tokenizer
     pad_left(tokenizer)
-    if tokenizer([f"a{_RARE}b"]).char_to_token(0, 1) is None:
+    if tokenizer(["a\ua66eb"]).char_to_token(0, 1) is None:  # a letter of one manuscript
         raise ValueError(
             "The tokenizer drops letters that it does not know, so answers could not be told from other turns. Give "
             "it an unk_token, or use another."
@@ -78,21 +70,17 @@ def settle(processor: LlavaProcessor) -> None:
         return
     texts = check_texts(template, tokenizer.special_tokens_map)
     printed = {text.lstrip().startswith(added) for text in texts}
-    if len(printed) > 1:
-        raise ValueError(
-            f"The chat template prints {added!r}, which the tokenizer puts before a text, before some conversations "
-            "only. Give one that prints it before all of them, or none, with --chat-template."
-        )
-    if start and True not in printed:
+    if start and printed != {True}:
         expected = [ids[: len(ids) - len(end)] for ids in map(tokenizer.encode, texts)]
-        # Tokenizers with a space before a text have none after a special token.
-        for first in (added, f"{added} "):
-            if [tokenizer.encode(first + text, add_special_tokens=False) for text in texts] == expected:
-                break
-        else:
+        tokens = {  # tokenizers with a space before a text have none after a special token
+            first: [tokenizer.encode(first + text, add_special_tokens=False) for text in texts]
+            for first in (added, f"{added} ")
+        }
+        first = next((first for first in tokens if tokens[first] == expected), None)
+        if first is None or True in printed:
             raise ValueError(
-                f"The tokenizer puts {added!r} before a text, and the chat template does not print it; if it did, the "
-                "text would have other tokens. Give a template that prints it with --chat-template."
+                f"The tokenizer puts {added!r} before a text, and the chat template prints it before some only, or "
+                "the text would then have other tokens. Give one that prints it before all with --chat-template."
             )
         processor.chat_template = tokenizer.chat_template = printing_first(template, first, processor.image_token)
         if os.environ.get("RANK", "0") == "0":

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache folder, and atomic writing of files and folders."""
+"""The cache folder, atomic writing of files and folders, and one lock for each folder that commands write to."""
 
 import glob
 import json
 import os
+import shlex
 import shutil
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from ..errors import writing_to
-from .lock import LOCK, busy, check_free, only_writer, writer_of
 
 
-_YOUNG = 60  # seconds; a process may be about to take its lock
-
-OLD = ".replaced"
-"""The folder that is replaced, in the temporary folder of the new one."""
+LOCK, OLD = ".normalign.lock", ".replaced"  # the latter in the temporary folder of what replaces it
+_held: set[Path] = set()
 
 
 def cache_dir() -> Path:
@@ -43,66 +44,42 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
 
 
 @contextmanager
-def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
+def finished_folder(
+    target: str | os.PathLike, written: Callable[[Path], Collection[str]] | None = None
+) -> Iterator[Path]:
     """Yields a temporary folder that becomes `target` when the block ends without an error, and is removed otherwise.
 
+    With `written`, `target` lies in a checkpoint, and its earlier version is replaced as a whole, of which `written`
+    gives the names: a folder with anything else is not. If that is interrupted, the next run makes the second step.
+
     Raises:
-        ValueError: Another process is making `target`.
+        ValueError: Another process is making `target`, or it holds something else.
         FileExistsError: `target` was filled meanwhile. What was made is kept in a folder that the message names.
-    """
-    target = Path(target).resolve()
-    with _staging(target) as temporary:
-        yield temporary / target.name
-        try:
-            os.replace(temporary / target.name, target)
-        except OSError as error:
-            if not target.exists():
-                raise
-            raise FileExistsError(f"{target} was filled meanwhile, and stays. {_kept(temporary, target)}") from error
-
-
-def check_new(output: str | os.PathLike) -> None:
-    """Raises ValueError if `output` is a file, or a folder that is not empty."""
-    output = Path(output).resolve()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"The output {output} exists and is not an empty folder. Choose another, or remove it first.")
-
-
-@contextmanager
-def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collection[str]]) -> Iterator[Path]:
-    """[`finished_folder`] for a folder within a checkpoint that replaces its earlier version as a whole.
-
-    If it is interrupted between its two steps, the next run makes the second.
-
-    Given `target`, `written` has the names in its earlier version; a folder with anything else is not replaced.
     """
     target = Path(target).resolve()
 
     def foreign() -> str:
         names = {path.name for path in target.iterdir()} if target.exists() else set()
-        others = sorted(names - set(written(target)))
-        return f"{target} holds {others[0]}, which no earlier run has written there." if others else ""
+        others = sorted(names - set(written(target) if written else ()))
+        return f"{target} holds {others[0]}, which is not this command's to replace." if others else ""
 
-    check_free(target.parent)
-    with _staging(target) as temporary:
+    if written:
+        check_free(target.parent)
+    if locks := remove_unfinished(target):
+        raise ValueError(busy(target, locks[0]))
+    if problem := foreign():
+        raise ValueError(f"{problem} Choose another folder, or move that away first.")
+    with _temporary(target) as temporary:
+        made = temporary / target.name
+        made.mkdir()
+        yield made
         if problem := foreign():
-            raise ValueError(f"{problem} Choose another folder, or move that away first.")
-        yield temporary / target.name
-        if problem := foreign():
-            raise FileExistsError(f"{problem} {_kept(temporary, target)}")
+            kept = temporary.with_name(f"{target.name}-{temporary.name[-8:]}")
+            os.replace(made, kept)
+            raise FileExistsError(f"{problem} What was made is in {kept}.")
         if target.exists():
             os.replace(target, temporary / OLD)
-        os.replace(temporary / target.name, target)
-
-
-@contextmanager
-def _staging(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `target` with an empty folder of its name. Nobody else may make `target`."""
-    if writers := remove_unfinished(target):
-        raise ValueError(busy(target, writers[0]))
-    with _temporary(target) as temporary:
-        (temporary / target.name).mkdir()
-        yield temporary
+        os.replace(made, target)
 
 
 @contextmanager
@@ -118,26 +95,25 @@ def _temporary(target: Path) -> Iterator[Path]:
             _clear(temporary, target)
 
 
-def remove_unfinished(target: Path) -> list[str]:
-    """Removes the temporary folders that killed processes left for `target`.
+def remove_unfinished(target: Path) -> list[Path]:
+    """Removes the temporary folders that killed processes left for `target`; returns the locks of those in use.
 
-    They are known by their names, with eight letters of `tempfile`'s, and by what alone is in them. Returns the
-    processes that still write to others, which stay.
+    They are known by their names, with eight letters of `tempfile`'s, and by what alone is in them.
     """
-    writers = []
+    locks = []
     for unfinished in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
         if unfinished.is_symlink() or not unfinished.is_dir():
             continue
         try:
-            names, age = {path.name for path in unfinished.iterdir()}, time.time() - unfinished.stat().st_mtime
+            names = {path.name for path in unfinished.iterdir()}
         except OSError:  # another user's, or removed by now
             continue
-        if names and names <= {target.name, OLD, LOCK} and (names != {LOCK} or age > _YOUNG):
-            if writer := writer_of(unfinished):
-                writers.append(writer)
+        if names - {LOCK} and names <= {target.name, OLD, LOCK}:  # a process may be about to take a lone lock
+            if is_held(unfinished):
+                locks.append(unfinished / LOCK)
             else:
                 _clear(unfinished, target)
-    return writers
+    return locks
 
 
 def _clear(temporary: Path, target: Path) -> None:
@@ -145,13 +121,6 @@ def _clear(temporary: Path, target: Path) -> None:
     if (temporary / OLD).exists() and not target.exists():
         os.replace(temporary / target.name, target)
     shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _kept(temporary: Path, target: Path) -> str:
-    """Keeps what was made for `target` beside it, and says where."""
-    kept = temporary.with_name(f"{target.name}-{temporary.name[-8:]}")
-    os.replace(temporary / target.name, kept)
-    return f"What was made is in {kept}."
 
 
 def json_or_none(path: Path) -> Any:
@@ -166,3 +135,63 @@ def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path` atomically."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]:
+    """Keeps other processes from writing to a folder, which is created, and removed again if it stays empty.
+
+    A process that has the lock may ask for it again. The operating system releases it when the process ends, even if
+    it is killed. Raises ValueError, which names the process, if another has the lock for longer than `wait` seconds:
+    results are written in less, training takes longer.
+    """
+    folder = Path(folder).resolve()
+    if folder in _held:
+        yield
+        return
+    is_new, file = not folder.exists(), folder / LOCK
+    lock = FileLock(file, thread_local=False)
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=wait)
+        except Timeout as error:
+            raise ValueError(busy(folder, file)) from error
+    _held.add(folder)
+    try:
+        command = shorten(shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]), 120, placeholder=" ...")
+        file.write_text(f"`{command}`, process {os.getpid()}", "utf-8")
+        yield
+    finally:
+        _held.discard(folder)
+        file.unlink(missing_ok=True)
+        lock.release()
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process has a folder's lock, or it is another user's."""
+    lock = FileLock(folder / LOCK, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except OSError:
+        return True
+    lock.release()
+    return False
+
+
+def check_free(folder: Path) -> None:
+    """Raises ValueError if another process has a folder's lock, and keeps it. The folder may be read-only."""
+    if (folder / LOCK).exists() and os.access(folder, os.W_OK):
+        with only_writer(folder):
+            pass
+
+
+def busy(folder: Path, lock: Path) -> str:
+    """That the process which has the lock in the file `lock` writes to a folder, for an error."""
+    writer = ""
+    with suppress(OSError, ValueError):
+        writer = lock.read_text("utf-8")
+    return f"{folder} is being written to by {writer or 'another process'}. Wait for its end, or use another folder."

@@ -5,12 +5,7 @@ import os
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import (
-    HTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    RevisionResolutionError,
-)
+from huggingface_hub.errors import HTTPError, RevisionResolutionError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from .names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -21,12 +16,9 @@ def find_model(
 ) -> tuple[str, str | None]:
     """The path or Hub id for `from_pretrained`, once it is known to exist, and the commit to read all its files at.
 
-    transformers takes a folder that does not exist for a repository, and asks the Hub for each of its files several
-    times. Here the Hub is asked once, and only about a valid Hub id. A branch may move while a model is checked and
-    loaded: whoever reads it must give this commit as the revision, everywhere. It is None for a path, and comes from
-    the cache if the Hub cannot be reached.
-
-    Raises ValueError, with the `remedy`, if it does not exist or neither the Hub nor the cache has it.
+    The Hub is asked once, and only about a valid Hub id. A branch may move while a model is checked and loaded: all
+    that is read must be read at this commit. It is None for a path, and comes from the cache if the Hub cannot be
+    reached. Raises ValueError, with the `remedy`, if neither a folder, the Hub nor the cache has it.
     """
     path = Path(os.path.expanduser(model))  # which leaves an unknown user as it is
     if path.exists():
@@ -36,15 +28,10 @@ def find_model(
         raise ValueError(f"{absent}. {remedy} A model of the Hub is named owner/name.")
     try:
         return name, HfApi().resolve_revision(name, revision=revision).resolved
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise ValueError(
-            f"{absent}, and the Hub has no model of that name and revision, or none that you may see. {remedy} A "
-            "private one needs `hf auth login`."
-        ) from error
     except (HTTPError, OSError, RevisionResolutionError) as error:
         raise ValueError(
-            f"{absent}, and the Hub ({constants.ENDPOINT}) cannot be asked: {str(error).rstrip('. ')}. "
-            "Check the name and your connection."
+            f"{absent}, and the Hub ({constants.ENDPOINT}) has none that you may see, or cannot be asked "
+            f"({str(error).partition(chr(10))[0]}). {remedy} A private model needs `hf auth login`."
         ) from error
 
 
@@ -53,36 +40,30 @@ def find_checkpoint(
 ) -> tuple[str, str | None]:
     """[`find_model`] for a whole model: also raises ValueError for a folder without `config.json`, as an adapter's."""
     source, commit = find_model(model, revision, remedy=remedy)
-    folder = Path(source)
-    if folder.exists() and not (folder / "config.json").is_file():
-        if (folder / ADAPTER_CONFIG).is_file():
-            raise ValueError(
-                f"{model} is an adapter. Merge it first (`normalign merge {model} --output DIR`), and name DIR."
-            )
-        raise ValueError(
-            f"{model} has no config.json, so it is no model of transformers.{_inside(folder, 'config.json')} {remedy}"
-        )
+    if (Path(source) / ADAPTER_CONFIG).is_file() and not (Path(source) / "config.json").exists():
+        raise ValueError(f"{model} is an adapter. Merge it first: `normalign merge {model} --output DIR`.")
+    if Path(source).exists():
+        _check_holds(source, "config.json", remedy=f"It is no model of transformers. {remedy}")
     return source, commit
 
 
 def check_folder(folder: str | os.PathLike) -> None:
     """Raises ValueError unless `folder` is that of a checkpoint or an adapter."""
-    path, names = Path(folder), ("config.json", ADAPTER_CONFIG)
-    if not any((path / name).is_file() for name in names):
-        raise ValueError(
-            f"{folder} is no folder of a checkpoint: it has no config.json and no {ADAPTER_CONFIG}."
-            f"{_inside(path, *names)}"
-        )
+    if not (Path(folder) / ADAPTER_CONFIG).is_file():
+        _check_holds(folder, "config.json", remedy=f"It is no checkpoint, and without {ADAPTER_CONFIG} no adapter.")
 
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        if not (Path(adapter) / name).is_file():
-            raise ValueError(
-                f"{adapter} holds no {name}, so it is no folder of an adapter. Give the one that training with "
-                f"use_peft wrote, or a checkpoint-N in it.{_inside(Path(adapter), ADAPTER_CONFIG)}"
-            )
+        _check_holds(adapter, name, remedy="Give the folder of an adapter, which training with use_peft wrote.")
+
+
+def _check_holds(folder: str | os.PathLike, name: str, remedy: str) -> None:
+    if not (Path(folder) / name).is_file():
+        inside = sorted(file.parent.name for file in Path(folder).glob(f"checkpoint-*/{name}"))
+        instead = f" It has {', '.join(inside)}: name one of them." if inside else ""
+        raise ValueError(f"{folder} has no {name}. {remedy}{instead}")
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -99,8 +80,3 @@ def is_hub_id(name: str) -> bool:
     except HFValidationError:
         return False
     return "/" in name
-
-
-def _inside(folder: Path, *names: str) -> str:
-    inside = sorted({file.parent.name for name in names for file in folder.glob(f"checkpoint-*/{name}")})
-    return f" It has {', '.join(inside)}: name one of them." if inside else ""

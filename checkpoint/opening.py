@@ -2,10 +2,7 @@
 """Opens checkpoints: found, checked, then loaded, and of a Hub id all at one commit."""
 
 import copy
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,19 +21,15 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import is_torchvision_available
+from transformers.utils import logging
 
-from ..errors import install
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .find import find_checkpoint
-from .loading import AGAIN, loading
-from .untrusted import bytes_of_weights, check_files
+from .untrusted import AGAIN, bytes_of_weights, check_files, loading
 
 
-_PER_BYTE, _NEW = 4, 2**24
-"""Most parameters per byte of weights, those of 2 bits, and most new parameters, those of the norm."""
+logger = logging.get_logger(__name__)
 
-_KINDS = {AutoTokenizer: "tokenizer", AutoImageProcessor: "image processor"}
 _SAVE = "Save in its folder the one of the model that it was made from"
 # Not needed: LLaVA reads hidden states, not a ViT's pooling layer. A LLaVA has no norm yet.
 _MAY_BE_ABSENT = ("pooler.", "model.multi_modal_projector.norm.")
@@ -44,13 +37,9 @@ _MAY_BE_ABSENT = ("pooler.", "model.multi_modal_projector.norm.")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's folder or Hub id, whose files were checked; see [`open_checkpoint`].
+    """A model's folder or Hub id, at a commit, whose files were checked: see [`open_checkpoint`].
 
-    Attributes:
-        name: Folder or Hub id.
-        revision: The commit of a Hub id, at which all its files are read.
-        stored: The content of `config.json`.
-        trust_remote_code: Whether code that comes with it may run.
+    `stored` is the content of `config.json`.
     """
 
     name: str
@@ -65,11 +54,11 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """Its configuration. Raises ValueError if it cannot be read."""
+        """Its configuration."""
         return self.read_config(AutoConfig)
 
     def read_config(self, cls: Any) -> Any:
-        """Its configuration, as one of the class `cls`. Raises ValueError if it cannot be read."""
+        """Its configuration, as one of the class `cls`."""
         with loading(f"The configuration of {self.name}"):
             return cls.from_pretrained(self.name, revision=self.revision, trust_remote_code=self.trust_remote_code)
 
@@ -78,31 +67,27 @@ class Checkpoint:
         """The processor of a LLaVA or a NormAlign-LLaVA."""
         processor = self.preprocessor(AutoProcessor)
         with loading(f"The processor of {self.name}"):
-            if self.stored and processor.image_token_id != self.config.image_token_id:
-                raise ValueError(
-                    f"The image token of {self.name} is {self.config.image_token_id} in config.json and "
-                    f"{processor.image_token_id} in its tokenizer. {_SAVE}."
-                )
+            if self.stored:
+                self.check_image_token(processor)
             check_processor(processor)
         return processor
 
+    def check_image_token(self, processor: LlavaProcessor) -> None:
+        """Raises ValueError if a processor has another image token than the configuration."""
+        if processor.image_token_id != self.config.image_token_id:
+            raise ValueError(
+                f"The image token of {self.name} is {self.config.image_token_id} in config.json and "
+                f"{processor.image_token_id} in its tokenizer. {_SAVE}."
+            )
+
     def preprocessor(self, cls: Any) -> Any:
-        """A tokenizer, an image processor or a processor, with errors that name the folder and what it lacks."""
-        kind = _KINDS.get(cls, "processor")
+        """A tokenizer, an image processor or a processor."""
+        kind = {AutoTokenizer: "tokenizer", AutoImageProcessor: "image processor"}.get(cls, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
-        try:
-            with loading(f"The {kind} of {self.name}", remedy=remedy):
-                loaded = cls.from_pretrained(
-                    self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
-                )
-                if kind == "processor" and not isinstance(loaded, ProcessorMixin):
-                    raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
-        except (OSError, ImportError, ValueError) as error:
-            if "torchvision" not in str(error).lower() or is_torchvision_available():  # in several wordings
-                raise
-            raise ImportError(
-                f"The {kind} of {self.name} needs torchvision, which is not installed. {install('vision')}"
-            ) from error
+        with loading(f"The {kind} of {self.name}", remedy=remedy):
+            loaded = cls.from_pretrained(self.name, revision=self.revision, trust_remote_code=self.trust_remote_code)
+        if kind == "processor" and not isinstance(loaded, ProcessorMixin):
+            raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
         return loaded
 
     def load(
@@ -113,19 +98,29 @@ class Checkpoint:
         config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Its model, by `cls.from_pretrained`, of which `kwargs` are; a `config` is used in place of its own."""
+        """Its model, by `cls.from_pretrained`; a `config` is that of a part, used in place of its own."""
         size = bytes_of_weights(self.name, self.revision)
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
             parameters = self.without_weights(cls, config).num_parameters()
-            if parameters > _PER_BYTE * size + _NEW:
+            if parameters > 4 * size + 2**24:  # those of 2 bits, and those of the norm
                 raise ValueError(
-                    f"config.json of {self.name} has {parameters:,} parameters, but its weights have {size:,} bytes. "
-                    f"{AGAIN}"
+                    f"config.json of {self.name} has {parameters:,} parameters, its weights {size:,} bytes. {AGAIN}"
                 )
         kwargs |= {"config": config, "revision": self.revision, "trust_remote_code": self.trust_remote_code}
-        with loading(f"The model {self.name}"), _reports_of_faults(is_part=config is not None):
-            model, info = cls.from_pretrained(self.name, dtype=dtype, output_loading_info=True, **kwargs)
-        if missing := sorted(key for key in info["missing_keys"] if not key.startswith(_MAY_BE_ABSENT)):
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # or a report would list what may be absent, and of a part what is not read
+        try:
+            with loading(f"The model {self.name}"):
+                model, info = cls.from_pretrained(self.name, dtype=dtype, output_loading_info=True, **kwargs)
+        finally:
+            logging.set_verbosity(verbosity)
+        missing, others = (
+            sorted(key for key in info[kind] if not key.startswith(_MAY_BE_ABSENT))
+            for kind in ("missing_keys", "unexpected_keys")
+        )
+        if others and config is None:
+            logger.warning(f"{len(others)} tensors of {self.name} are not {cls.__name__}'s: {', '.join(others[:10])}.")
+        if missing:
             raise ValueError(f"{self.name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
         return model
 
@@ -139,31 +134,10 @@ class Checkpoint:
             return make(expected, **remote)
 
 
-@contextmanager
-def _reports_of_faults(is_part: bool) -> Iterator[None]:
-    """Hides transformers' report of a load if only tensors that may be absent are, or, of a part, others are there."""
-
-    def is_no_report_or_has_faults(record: logging.LogRecord) -> bool:
-        rows = [line for line in record.getMessage().splitlines() if "| " in line][1:]  # without the header
-        expected = (row.startswith(_MAY_BE_ABSENT) or (is_part and "UNEXPECTED" in row) for row in rows)
-        return "LOAD REPORT" not in record.getMessage() or not all(expected)
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_no_report_or_has_faults)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_report_or_has_faults)
-
-
 def open_checkpoint(
     name: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> Checkpoint:
-    """Finds a checkpoint and checks all its files but the weights; loads nothing, and never runs its code.
-
-    Raises:
-        ValueError: It does not exist (then `remedy` is told), is an adapter, or [`check_files`] refuses a file.
-    """
+    """Finds a checkpoint and checks all its files but the weights; loads nothing, and never runs its code."""
     source, commit = find_checkpoint(name, revision, remedy=remedy)
     return Checkpoint(source, commit, check_files(source, commit))
 
@@ -172,18 +146,15 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
     """The number of image tokens per image, compared with the features that `model` computes for an image."""
     image = Image.new("RGB", (97, 61), "white")
     inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
-    counts = {
-        "the prompt": int((inputs["input_ids"] == processor.image_token_id).sum()),
-        "_get_num_multimodal_tokens": processor._get_num_multimodal_tokens([(61, 97)])["num_image_tokens"][0],
-    }
+    tokens = int((inputs["input_ids"] == processor.image_token_id).sum())
+    counts = [tokens, processor._get_num_multimodal_tokens([(61, 97)])["num_image_tokens"][0]]
     if model is not None:
         with torch.no_grad():
             pixels = inputs["pixel_values"].to(model.device, model.dtype)
-            counts["the model"] = sum(map(len, model.get_image_features(pixels).pooler_output))
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{count} in {where}" for where, count in counts.items())
+            counts.append(sum(map(len, model.get_image_features(pixels).pooler_output)))
+    if len(set(counts)) > 1:
         raise ValueError(
-            f"The number of image tokens differs: {listed}. The image processor must give all images one size, a "
-            "multiple of the patch."
+            f"The number of image tokens differs: {tokens} in the prompt, {' and '.join(map(str, counts[1:]))} by "
+            "processor and model. The image processor must give all images one size, a multiple of the patch."
         )
-    return counts["the prompt"]
+    return tokens

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether this machine is fast in half precision: measured once, not guessed from a processor's name."""
 
-import logging
 import timeit
 from contextlib import suppress
 from functools import cache, partial
@@ -15,15 +14,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import is_torch_bf16_gpu_available
+from transformers.utils import is_torch_bf16_gpu_available, logging
 
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-ROOM = 2**30
-"""Bytes that running a model takes besides its weights."""
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 """bitsandbytes' settings of `load_in_4bit`, in training and everywhere else: those of QLoRA."""
@@ -39,7 +35,8 @@ def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None 
         dtype: `torch.bfloat16` or `torch.float16`.
         device: Type of the device, such as `"cpu"`; by default the accelerator's, or the CPU.
     """
-    device = device or _default_device()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = device or (accelerator.type if accelerator else "cpu")
     if device == "cuda":
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
     if device != "cpu":
@@ -48,37 +45,28 @@ def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None 
     return seconds["float32"] > 1.5 * seconds[str(dtype).removeprefix("torch.")]
 
 
-def compute_dtype(device: str | None = None) -> torch.dtype:
-    """What products with 4-bit weights are computed in: bfloat16 where it is fast, float16 on a GPU without it (T4,
-    V100), or else float32."""
+def compute_dtype() -> torch.dtype:
+    """What products with 4-bit weights are computed in: bfloat16, or else float16 on a GPU and float32 on a CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if half_precision_pays(torch.bfloat16, device):
         return torch.bfloat16
-    return torch.float16 if (device or _default_device()) != "cpu" else torch.float32
+    return torch.float16 if device == "cuda" else torch.float32
 
 
 def four_bits(model: PreTrainedModel, dtype: str | torch.dtype = "auto") -> BitsAndBytesConfig:
-    """How a model is loaded in 4 bits: as it is trained in them, the layers of its language model alone.
+    """How a model, which may lie on meta, is loaded in 4 bits: the layers of its decoder alone, as in training.
 
-    Args:
-        model: The model, which may lie on meta. What is outside its decoder is left as it is.
-        dtype: Of products, and to load the rest in; "auto" is [`compute_dtype`].
+    `dtype` is of products, and to load the rest in; "auto" is [`compute_dtype`].
     """
-    dtype = compute_dtype("cuda" if torch.cuda.is_available() else "cpu") if dtype == "auto" else dtype
-    return BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=outside_decoder(model))
-
-
-def outside_decoder(model: PreTrainedModel) -> list[str] | None:
-    """The modules beside the decoder and beside what holds it, such as `lm_head` and `model.vision_tower`.
-
-    None if the model is nothing but a decoder.
-    """
+    dtype = compute_dtype() if dtype == "auto" else dtype
     path = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    # The modules beside the decoder and beside what holds it, such as `lm_head` and `model.vision_tower`.
     outside, holder = [], ""
     for part in path.split(".") if path else ():
         beside = (name for name, _ in model.get_submodule(holder).named_children() if name != part)
         outside += [f"{holder}.{name}".lstrip(".") for name in beside]
         holder = f"{holder}.{part}".lstrip(".")
-    return outside or None
+    return BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=outside or None)
 
 
 def quantization_name(settings: dict[str, Any] | None, *, products: bool = True) -> str:
@@ -96,18 +84,16 @@ def warn_if_slow(dtype: str | torch.dtype | None, device: str | None = None) -> 
     """Warns in one line if a precision that was asked for is slow on this device."""
     name = str(dtype).removeprefix("torch.")
     if name in HALVES and not half_precision_pays(HALVES[name], device):
-        _say(f"{name} was asked for, but this machine only emulates it. float32 is faster, in more memory.")
+        logger.warning_once(
+            f"{name} was asked for, but this machine only emulates it. float32 is faster, in more memory."
+        )
 
 
 def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, size: int) -> str | torch.dtype:
-    """The dtype to load a model in to run it: what "auto" means on this machine.
+    """The dtype to load a model in to run it: what "auto" means on this machine, for weights of `size` bytes.
 
-    A CPU that only emulates the checkpoint's precision runs it in float32 if that fits into the memory that is free,
-    or else in bfloat16 if it is fast in that; a line says so. GPUs, and CPUs without the room, run the checkpoint's
-    own, which is not copied but mapped from its files. Warns if another that was asked for is slow.
-
-    Args:
-        size: Bytes of the model's weights.
+    A CPU that only emulates the checkpoint's precision runs it in float32 if that fits into free memory, or else in
+    bfloat16 if it is fast in that. Otherwise the checkpoint's own is run, not copied but mapped from its files.
     """
     if torch.cuda.is_available() or config is None:
         return dtype
@@ -115,15 +101,16 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, siz
     if dtype != "auto":
         warn_if_slow(dtype, "cpu")
     elif stored in HALVES.values() and not half_precision_pays(stored, "cpu"):
-        name, free, whole = str(stored).removeprefix("torch."), free_memory(), 2 * size
-        if whole + ROOM <= free:
-            _say(f"Loading in float32: this processor only emulates the checkpoint's {name} (--dtype {name}).")
-            return "float32"
-        room = f"float32 would take {whole / 2**30:,.0f} GiB, and {free / 2**30:,.0f} are free"
-        if size + ROOM <= free and half_precision_pays(torch.bfloat16, "cpu"):
-            _say(f"Loading in bfloat16: this processor only emulates the checkpoint's {name}. {room}.")
-            return "bfloat16"
-        _say(f"Loading in {name}, which this processor only emulates: {room}. --load-in-4bit takes less.")
+        name = str(stored).removeprefix("torch.")
+        room = max(0, free_memory() - 2**30)  # which running takes besides weights
+        if 2 * size <= room:
+            dtype = "float32"
+        elif size <= room and half_precision_pays(torch.bfloat16, "cpu"):
+            dtype = "bfloat16"
+        logger.warning_once(
+            f"Loading in {name if dtype == 'auto' else dtype}: this processor only emulates the checkpoint's {name}. "
+            f"float32 takes {2 * size / 2**30:,.0f} of {room / 2**30:,.0f} GiB. See --dtype and --load-in-4bit."
+        )
     return dtype
 
 
@@ -150,10 +137,7 @@ class ProductsInBfloat16(TorchFunctionMode):
 
 
 def free_memory() -> int:
-    """Bytes that this process can take: of what is free in the machine, and of what its container (cgroup) may have.
-
-    Pages of files that the kernel can drop count as free.
-    """
+    """Bytes that this process can take, of the machine and of its container (cgroup); pages of files count as free."""
     free = [psutil.virtual_memory().available]
     for folder, limit, used in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -164,16 +148,6 @@ def free_memory() -> int:
             counted = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
             free.append(most - taken + int(counted["active_file"]) + int(counted["inactive_file"]))
     return max(0, min(free))
-
-
-@cache  # one line in a process
-def _say(line: str) -> None:
-    logger.warning(line)
-
-
-def _default_device() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator and torch.accelerator.is_available() else "cpu"
 
 
 @cache

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provenance of a checkpoint: licences and commits of its parts and data, and its records.
+"""Provenance of a checkpoint: licences and commits of its parts and data, and its records; None if unknown."""
 
-Facts that cannot be found are None; no function raises because a connection or a card is missing.
-"""
-
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -16,29 +12,26 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.repocard import metadata_load
 from transformers.utils import cached_file
 
+from .files import json_or_none
 from .names import CARD
 
 
-FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)
-"""Errors of the Hub client and of reading a card: it does not exist, there is no connection, it is not valid."""
+FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)  # of the Hub client, and of reading a card
 
 
 def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] | None:
     """The licence in the card of a model: `license`, `license_name` and `license_link`, as in its metadata.
 
-    Several licences become "other", with all of them in `license_name`. A relative link becomes absolute; that of a
-    local folder is left out.
+    Several licences become "other", with all of them in `license_name`. A relative link becomes absolute, or None.
     """
     card, _ = _card(name, revision, "model")
     licence, called, link = (card.get(key) for key in ("license", "license_name", "license_link"))
-    if isinstance(licence, list):
+    if isinstance(licence, list) and licence:
         licence, called = (licence[0], called) if len(licence) == 1 else ("other", ", ".join(map(str, licence)))
-    if not licence:
-        return None
     if link and "://" not in str(link):
         link = None if os.path.isdir(name) else f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
     terms = {"license": licence, "license_name": called, "license_link": link}
-    return {key: str(value) if value else None for key, value in terms.items()}
+    return {key: str(value) if value else None for key, value in terms.items()} if licence else None
 
 
 def hub_dataset(name: str) -> dict[str, Any]:
@@ -58,12 +51,11 @@ def hub_dataset(name: str) -> dict[str, Any]:
 
 def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
     """The JSON object in the file `name` of a checkpoint folder or Hub repository, or None."""
-    try:
+    with suppress(*FAILURES):
         file = cached_file(checkpoint, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-        content = json.loads(Path(file).read_text(encoding="utf-8")) if file else None
-    except FAILURES:
-        return None
-    return content if isinstance(content, dict) else None
+        content = json_or_none(Path(file)) if file else None
+        return content if isinstance(content, dict) else None
+    return None
 
 
 def _card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:

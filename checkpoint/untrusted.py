@@ -2,39 +2,41 @@
 """Checks of checkpoints from other people: none of their code runs, and no file outside their folder is read.
 
 Commands call [`check_files`] before transformers reads a checkpoint and [`check_weights`] before its model is built,
-and let transformers read it inside [`~normalign_llava.checkpoint.loading.loading`]. `docs/security.md` lists what each
-command opens.
+and let transformers read it inside [`loading`]. `docs/security.md` lists what each command opens.
 """
 
 import json
 import os
-from pathlib import Path, PurePosixPath
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from transformers.utils.hub import cached_files
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from .loading import AGAIN, loading
+from ..errors import device_error, first_cause, is_panic
 from .names import ADAPTER_CONFIG, INDEX, PICKLES, WEIGHTS
 
+
+AGAIN = "Save or fetch the checkpoint again, or use another."
+"""The remedy for a checkpoint that is broken, or made to look so."""
 
 _SETTINGS = (
     *("config.json", "generation_config.json", ADAPTER_CONFIG, INDEX, "tokenizer_config.json", "tokenizer.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
-_NAMES_FILES = {"configuration_files", "transformers_weights", "fast_tokenizer_files"}
 
 
 def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Checks all files but the weights, before transformers reads them, and returns `config.json`.
+    """Checks all files but the weights, before transformers reads them; returns `config.json`, of an adapter `{}`.
 
-    The result is empty for an adapter, which has none.
-
-    Raises:
-        ValueError: A file is not valid JSON, is a link out of the folder, or names code or another file to read; or
-            there is a model and an adapter.
+    Raises ValueError if a file is not valid JSON, is a link out of the folder, or names code or another file to read,
+    or if there is a model and an adapter.
     """
     # Records are copied and results written, so all files count.
     for parent, folders, names in os.walk(str(checkpoint)):
@@ -43,30 +45,51 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
         folders[:] = [name for name in folders if not name.startswith(".")]  # .git, .venv
     files = {file.name: file for file in _files(checkpoint, list(_SETTINGS), revision)}
     settings = {name: json_object(file.read_bytes(), str(file)) for name, file in files.items()}
+    config, adapter = settings.get("config.json", {}), settings.get(ADAPTER_CONFIG, {})
     if {"config.json", ADAPTER_CONFIG} <= settings.keys():
         raise ValueError(
             f"{checkpoint} has both config.json and {ADAPTER_CONFIG}: transformers would put the adapter on the model "
-            "unasked, or load another model that it names. In a copy, remove the second to use the model, or the "
-            "first to use the adapter."
+            "unasked. In a copy, remove the second to use the model, or the first to use the adapter."
         )
-    _check_code(checkpoint, settings)
+    code = [f"megatron_core in {ADAPTER_CONFIG}"] if adapter.get("megatron_config") else []
+    if config.get("model_type") == NormAlignLlavaConfig.model_type or adapter:
+        # Everything but the model is transformers' own, so nothing needs code. Of other models, none is run.
+        others = sorted(settings.keys() - {"config.json"})
+        code += [f"auto_map in {name}" for name in others if "auto_map" in dict(_items(settings[name]))]
+        code += ["custom_generate"] if Path(checkpoint, "custom_generate").exists() else []
+    for name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
+        for key, value in _items(settings.get(name)):
+            if "_implementation" in key and "/" in str(value):  # the package `kernels` would fetch this from the Hub
+                code.append(f"{key} {value} in {name}")
+    if code:
+        raise ValueError(
+            f"{checkpoint} names code that this package has no use for: {', '.join(code)}. None of it was run. "
+            "Remove that, if you trust the rest, or use another checkpoint."
+        )
     for name, content in settings.items():
-        if named := content.keys() & _NAMES_FILES:
+        if named := content.keys() & {"configuration_files", "transformers_weights", "fast_tokenizer_files"}:
             raise ValueError(f"{files[name]}: {min(named)} names files to read in place of others. Remove it.")
-    return settings.get("config.json", {})
+    return config
 
 
-def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) -> list[Path]:
-    """Checks that the weights are whole safetensors files inside the folder, and returns these.
+def check_weights(
+    checkpoint: str | os.PathLike,
+    revision: str | None = None,
+    holding: Callable[[Iterable[str]], str] | None = None,
+) -> list[Path]:
+    """The files of weights, those of a Hub id fetched, after a check that they are whole and inside the folder.
 
-    Those of a Hub id are fetched.
+    If there is an index, only the file of the tensor that `holding` chooses of its names is fetched and checked.
 
-    Raises:
-        ValueError: There are no weights in safetensors, or they lie elsewhere or cannot be read.
+    Raises ValueError if there are no weights in safetensors, or they lie elsewhere or cannot be read.
     """
     weights = _files(checkpoint, [WEIGHTS], revision)
     for index in _files(checkpoint, [INDEX], revision) if not weights else ():
-        names = shards(json_object(index.read_bytes(), str(index)), str(index))
+        weight_map: Any = json_object(index.read_bytes(), str(index)).get("weight_map")
+        names = [*weight_map.values()] if isinstance(weight_map, dict) else []
+        if not names or not all(re.fullmatch(r"[^/\\]+\.safetensors", str(name)) for name in names):
+            raise ValueError(f"{index} is not an index of safetensors files in its folder. {AGAIN}")
+        names = sorted({*names}) if holding is None else [weight_map[holding(weight_map)]]
         weights = _files(checkpoint, names, revision)
         if absent := sorted({*names} - {file.name for file in weights}):
             raise ValueError(f"{index} names {', '.join(absent)}, which {checkpoint} lacks. {AGAIN}")
@@ -106,16 +129,31 @@ def is_inside(path: Path, folder: Path) -> bool:
     return cached or real.is_relative_to(folder)
 
 
-def shards(index: dict[str, Any], where: str) -> list[str]:
-    """The files that an index of weights names, all of them safetensors files in its folder."""
+@contextmanager
+def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
+    """Guards a call that reads other people's files: what it raises becomes a ValueError whose subject is `what`.
+
+    OSError and ImportError stay, as do errors of a device, of a library of kernels, and of memory.
+    """
     try:
-        names = sorted(set(index["weight_map"].values()))
-        known = all(PurePosixPath(name).name == name and name.endswith(".safetensors") for name in names)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where} is not an index of weights ({type(error).__name__}: {error}). {AGAIN}") from error
-    if not names or not known:
-        raise ValueError(f"{where} names {names or 'nothing'}, no file in its folder. {AGAIN}")
-    return names
+        yield
+    except (OSError, ImportError):
+        raise
+    except BaseException as error:
+        if device_error(error):  # which is no fault of the file
+            error.add_note(f"loading {what[0].lower()}{what[1:]}")
+            raise
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)  # where it was raised
+        ours = str(frame.f_globals.get("__name__")).startswith(f"{__package__.split('.')[0]}.")
+        if isinstance(error, ValueError) and ours:
+            raise
+        reason = " ".join(first_cause(error)[0].split())
+        if "trust_remote_code" in reason:
+            raise ValueError(f"{what} needs code that comes with it, which this command does not run.") from error
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{what} cannot be loaded: {kind}{reason[:600].rstrip('.')}. {remedy}") from error
 
 
 def json_object(content: bytes, where: str) -> dict[str, Any]:
@@ -140,22 +178,3 @@ def _items(content: Any) -> list[tuple[str, Any]]:
     parts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
     inner = [item for part in parts for item in _items(part)]
     return [*content.items(), *inner] if isinstance(content, dict) else inner
-
-
-def _check_code(checkpoint: str | os.PathLike, settings: dict[str, dict[str, Any]]) -> None:
-    config, adapter, code = settings.get("config.json", {}), settings.get(ADAPTER_CONFIG, {}), []
-    if config.get("model_type") == NormAlignLlavaConfig.model_type or adapter:
-        # Everything but the model is transformers' own, so nothing needs code. Of other models, none is run.
-        others = settings.keys() - {"config.json"}
-        code = [f"auto_map in {name}" for name in sorted(others) if "auto_map" in dict(_items(settings[name]))]
-        code += ["custom_generate"] if Path(checkpoint, "custom_generate").exists() else []
-    code += [f"megatron_core in {ADAPTER_CONFIG}"] if adapter.get("megatron_config") else []
-    for name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
-        for key, value in _items(settings.get(name)):
-            if "_implementation" in key and "/" in str(value):  # the package `kernels` would fetch this from the Hub
-                code.append(f"{key} {value} in {name}")
-    if code:
-        raise ValueError(
-            f"{checkpoint} names code that this package has no use for: {', '.join(code)}. None of it was run. "
-            "Remove that, if you trust the rest, or use another checkpoint."
-        )

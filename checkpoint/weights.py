@@ -25,18 +25,9 @@ from .names import INDEX, WEIGHTS
 SHARD_BYTES = 5 * 10**9
 """Most bytes of one file, unless one tensor has more."""
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+_DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 @contextmanager
@@ -51,11 +42,13 @@ def no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def save_model(model: NormAlignLlavaForConditionalGeneration, folder: Path) -> None:
-    """`save_pretrained`, with a file for each module."""
+def save_model(
+    model: NormAlignLlavaForConditionalGeneration, folder: Path, layout: Mapping[str, Tensor] | None = None, **how: Any
+) -> None:
+    """`save_pretrained`, with its weights, or those of `layout`, as [`write_weights`] writes them."""
     with no_progress_bar():
         model.save_pretrained(folder, state_dict={})
-    write_weights(folder, stored_tensors(model))
+    write_weights(folder, layout or stored_tensors(model), **how)
 
 
 def stored_tensors(
@@ -89,7 +82,10 @@ def write_weights(
         for file_name, names in files.items():
             partial = opened.enter_context(atomic_write(folder / file_name))
             if file_name in linked:
-                link_or_copy(linked[file_name], partial)
+                try:
+                    os.link(os.path.realpath(linked[file_name]), partial)
+                except OSError:  # the file system has no hard links, or it is another one
+                    shutil.copy2(linked[file_name], partial)
                 continue
             # The format wants tensors one after the other; by size of their numbers, each begins at a multiple of it.
             names = sorted(names, key=lambda name: (-layout[name].itemsize, name))
@@ -123,14 +119,15 @@ def unchanged_files(layout: Mapping[str, Tensor], frozen: Collection[str], folde
     """Files of weights that need not be written, since a checkpoint among `folders` has them.
 
     They are those of modules in `frozen` whose tensors have the same names, shapes and dtypes there and, unless
-    `layout` is on meta, the same first rows: a model may have been changed by hand.
+    `layout` is on meta, the same first rows.
     """
     unchanged = dict[str, Path]()
     for file_name, names in shards_of(layout).items():
         if module_of_file(names[0]) in frozen:
             tensors = {name: layout[name] for name in names}
-            if holding := next((folder for folder in folders if _holds(folder / file_name, tensors)), None):
-                unchanged[file_name] = holding / file_name
+            files = (folder / file_name for folder in folders if (folder / file_name).is_file())
+            if file := next((file for file in files if _holds(file, tensors)), None):
+                unchanged[file_name] = file
     return unchanged
 
 
@@ -138,14 +135,6 @@ def index_folder(name: str, revision: str | None) -> list[Path]:
     """The folder of a checkpoint's index, of a Hub id in the cache; none if its weights are in one file."""
     index = cached_file(name, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
     return [Path(index).parent] if index else []
-
-
-def link_or_copy(source: str | os.PathLike, target: str | os.PathLike) -> None:
-    """A hard link, or a copy on a file system that has none, or on another one."""
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -194,15 +183,10 @@ def _described(tensor: Tensor) -> dict[str, Any]:
 
 
 def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
-    if not path.is_file():
-        return False
     with safe_open(path, "pt") as file:
-        if {*file.keys()} != tensors.keys():
+        stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        described = {name: {"dtype": x.get_dtype(), "shape": x.get_shape()} for name, x in stored.items()}
+        if described != {name: _described(tensor) for name, tensor in tensors.items()}:
             return False
-        for name, tensor in tensors.items():
-            on_disk = file.get_slice(name)
-            if {"dtype": on_disk.get_dtype(), "shape": on_disk.get_shape()} != _described(tensor):
-                return False
-            if tensor.ndim and not tensor.is_meta and not torch.equal(on_disk[:1], tensor[:1].detach().cpu()):
-                return False
-    return True
+        known = {name: tensor for name, tensor in tensors.items() if tensor.ndim and not tensor.is_meta}
+        return all(torch.equal(stored[name][:1], tensor[:1].detach().cpu()) for name, tensor in known.items())

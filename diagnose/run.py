@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 
 from ..assembly.build import torch_dtype
-from ..checkpoint.files import replaced_folder
+from ..checkpoint.files import finished_folder
 from ..checkpoint.precision import ProductsInBfloat16, emulates_float16
 from ..errors import Console, Printed, escaped
 from .data import Sample, Samples, batches, load_samples
@@ -119,7 +119,7 @@ def diagnose(
     path = Path(model).expanduser()
     beneath = (path if path.is_dir() else path.parent) / FOLDER if path.exists() else Path(FOLDER, model)
     folder = (beneath if output is None else Path(output).expanduser()).resolve()
-    with replaced_folder(folder, _written) as staging:
+    with finished_folder(folder, _written) as staging:
         drawn = load_samples(data, samples, seed=seed, image_folder=image_folder, columns=columns)
         measure = partial(
             _measure, drawn=drawn, folder=staging, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import write_json
-from ..checkpoint.lock import only_writer
+from ..checkpoint.files import only_writer, write_json
 from ..checkpoint.untrusted import json_object
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from ..checkpoint.files import replaced_folder
-from ..checkpoint.lock import only_writer
+from ..checkpoint.files import finished_folder, only_writer
 from ..diagnose.load import resolve_model
 from ..errors import Console, NotWritable, device_error
 from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
@@ -139,7 +138,7 @@ def evaluate(
     for number, task in enumerate(missing, 1):
         console.print(f"{task} ({number} of {len(missing)})")
         try:
-            with replaced_folder(output / FOLDER / task, saved_files) as answers:
+            with finished_folder(output / FOLDER / task, saved_files) as answers:
                 raw = run_task(lm, chosen[task], manager, limit=limit)
                 result = summarized(raw, task, weights=weights, settings=settings)
                 save(raw, answers, model=output.name)

@@ -21,8 +21,7 @@ from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import finished_folder, json_or_none, write_json
-from ..checkpoint.lock import LOCK
+from ..checkpoint.files import LOCK, finished_folder, json_or_none, write_json
 from ..checkpoint.precision import half_precision_pays
 from ..fetched.archives import ARCHIVES
 from ..fetched.convert import convert_language, convert_vision

@@ -108,7 +108,7 @@ def processor(monkeypatch):
     from normalign_llava.checkpoint import precision
 
     def measured(bfloat16: float, float16: float | None = None) -> None:
-        precision._say.cache_clear()
+        precision.logger.warning_once.cache_clear()
         seconds = {"float32": 1.0, "bfloat16": bfloat16, "float16": float16 or bfloat16}
         monkeypatch.setattr(precision, "_seconds", lambda: seconds)
 

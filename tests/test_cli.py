@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, __version__
-from normalign_llava.checkpoint.loading import loading
+from normalign_llava.checkpoint.untrusted import loading
 from normalign_llava.cli import app
 from normalign_llava.errors import errors_for_people, install
 from normalign_llava.train.command import SHOWN

@@ -13,7 +13,7 @@ from transformers import LlavaProcessor
 from trl.trainer.utils import pad
 
 from ..assembly.processing import settle
-from ..checkpoint.loading import loading
+from ..checkpoint.untrusted import loading
 from ..data.rows.checks import tokens_per_image
 from ..data.rows.images import ImageRules, decode_image, image_problem
 from ..data.rows.parse import BadRow, DroppedRow, DroppedRows

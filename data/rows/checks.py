@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor
 
-from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped
 from ..sources.arguments import DataArguments
 from ..sources.source import Source
@@ -126,8 +125,7 @@ def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]
 
 def _rendered(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[str | Exception]:
     """The text of each conversation, or the error with which the chat template refuses it."""
-    template, joined = without_preamble(processor.chat_template, processor.image_token)
-    messages = [joined(conversation["messages"]) for conversation in conversations]
+    messages, template = [conversation["messages"] for conversation in conversations], processor.chat_template
     try:
         return processor.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     except Exception as error:  # a template may raise any

@@ -8,7 +8,6 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...assembly.embedding_table import EmbeddingRows
 from ...assembly.gain import EmbeddingStatistics, statistics_of
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import embedding_row_norms, initial_gain
@@ -26,7 +25,7 @@ def embedding_table_of(
 ) -> EmbeddingStatistics:
     """The table of a model in memory, which may be sharded or offloaded, without the image token's row."""
     norms, width = row_norms(model.get_input_embeddings()), model.config.get_text_config().hidden_size
-    return statistics_of(EmbeddingRows("", norms, width, model.config, tokenizer), name, top=10)
+    return statistics_of(name, "", norms, width, model.config, tokenizer)
 
 
 @torch.no_grad()

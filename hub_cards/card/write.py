@@ -12,11 +12,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...checkpoint.files import atomic_write
+from ...checkpoint.files import atomic_write, only_writer
 from ...checkpoint.find import check_folder, check_repo_id
-from ...checkpoint.loading import loading
-from ...checkpoint.lock import only_writer
 from ...checkpoint.names import CARD
+from ...checkpoint.untrusted import loading
 from ...diagnose.paper import paper_ratios
 from . import tables
 from .facts import Facts, Part, read_facts

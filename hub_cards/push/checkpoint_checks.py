@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.loading import loading
 from ...checkpoint.opening import check_processor, open_checkpoint
+from ...checkpoint.untrusted import loading
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .source import CODE, PACKAGE, read_config, read_norm, weight_files

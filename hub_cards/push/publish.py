@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub import CommitInfo, HfApi
 from rich.table import Table
 
+from ...checkpoint.files import check_free
 from ...checkpoint.find import check_folder, check_repo_id
-from ...checkpoint.lock import check_free
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
 from ..card.hand_written import card_in, check_replaceable
 from ..card.write import render_card

@@ -7,26 +7,20 @@ import tiny
 import tiny_parts as parts
 import torch
 import training
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored import weights
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
+from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 
 
 NORM = "model.multi_modal_projector.norm"
-CODE = {"configuration_normalign_llava.py", "modeling_normalign_llava.py"}
 
 
-def names_on_disk(folder):
-    names = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            names |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    return names
+def dtypes_on_disk(folder):
+    return {name: tensor.dtype for name, tensor in weights(folder).items()}
 
 
 def assert_aligned(model):
@@ -54,21 +48,6 @@ def test_a_llava_checkpoint_loads_with_every_tensor_equal(tmp_path, vision, tied
     bare = NormAlignLlavaModel.from_pretrained(tmp_path)
     assert all(torch.equal(bare.state_dict()[n], t) for n, t in stock.model.state_dict().items())
     assert_aligned(bare)
-
-    ours.save_pretrained(tmp_path / "ours")
-    again = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "ours")
-    assert all(torch.equal(again.state_dict()[n], t) for n, t in ours.state_dict().items())
-
-
-@pytest.mark.parametrize("saved, loaded", [("layer_norm", "rms_norm"), ("none", "layer_norm")])
-def test_a_checkpoint_with_another_norm_is_told_of_with_a_remedy(tmp_path, caplog, saved, loaded):
-    tiny.model(projector_norm=saved).save_pretrained(tmp_path / "saved")
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "saved", projector_norm=loaded)
-    assert f"norm is not that of {tmp_path / 'saved'}, so" in caplog.text and model.name_or_path == ""
-    caplog.clear()
-    model.save_pretrained(tmp_path / "again")
-    again = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "again")
-    assert again.name_or_path == str(tmp_path / "again") and "name is dropped" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -100,19 +79,11 @@ def test_saving_is_stable(tmp_path, tied, shard):
     loaded.save_pretrained(second, max_shard_size=shard)
     assert type(loaded) is NormAlignLlavaForConditionalGeneration
     expected = set(model.state_dict()) - ({"lm_head.weight"} if tied else set())
-    assert set(names_on_disk(first)) == expected and names_on_disk(first) == names_on_disk(second)
+    assert set(dtypes_on_disk(first)) == expected and dtypes_on_disk(first) == dtypes_on_disk(second)
     assert all(torch.equal(loaded.state_dict()[n], t) for n, t in model.state_dict().items())
     configs = [json.loads((folder / "config.json").read_text()) for folder in (first, second)]
     assert configs[0] == configs[1]
-    for folder in (first, second):
-        assert {path.name for path in folder.glob("*.py")} == CODE
-    assert configs[0]["auto_map"] == {
-        "AutoConfig": "configuration_normalign_llava.NormAlignLlavaConfig",
-        "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
-        "AutoModelForImageTextToText": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
-        "AutoModelForMultimodalLM": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
-    }
-    assert configs[0]["model_type"] == "normalign_llava"
+    assert configs[0]["auto_map"] == NormAlignLlavaConfig.auto_map_entries
     assert (len(list(first.glob("*.safetensors"))) > 1) == (shard == "20KB")
 
 
@@ -135,8 +106,8 @@ def test_gain_and_bias_stay_float32(tmp_path):
         assert norm_of(loaded).weight.dtype == norm_of(loaded).bias.dtype == torch.float32
         assert torch.equal(norm_of(loaded).weight, norm_of(model).weight)
         loaded.to(dtype).save_pretrained(tmp_path / f"cast-{number}", max_shard_size="20KB")
-        names = names_on_disk(tmp_path / f"cast-{number}")
-        assert all(kind == ("F32" if "projector.norm." in name else "BF16") for name, kind in names.items())
+        stored = dtypes_on_disk(tmp_path / f"cast-{number}")
+        assert all(kind == (torch.float32 if "projector.norm." in name else dtype) for name, kind in stored.items())
     tiny.llava().to(torch.float16).save_pretrained(tmp_path / "llava")  # without a norm
     loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "llava", dtype=torch.float16)
     assert loaded.lm_head.weight.dtype == torch.float16 and norm_of(loaded).weight.dtype == torch.float32
@@ -148,8 +119,7 @@ def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, 
     model = tiny.model(tied=False)
     model.save_pretrained(tmp_path / "ours")
     tiny.llava(tied=False).save_pretrained(tmp_path / "llava")
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    quantization = nf4 if bits == 4 else {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    quantization = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     for folder in ("ours", "llava"):
         loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(
             tmp_path / folder, quantization_config=quantization, dtype=torch.bfloat16
@@ -159,9 +129,7 @@ def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, 
         assert len(quantized) == 7 * 2
         assert all(name.startswith("model.language_model.layers.") for name in quantized)
         assert norm_of(loaded).weight.dtype == norm_of(loaded).bias.dtype == torch.float32
-        assert {loaded.lm_head.weight.dtype, loaded.model.multi_modal_projector.linear_1.weight.dtype} == {
-            loaded.dtype
-        }
+        assert loaded.lm_head.weight.dtype == loaded.model.multi_modal_projector.linear_1.weight.dtype == loaded.dtype
         if folder == "llava":
             assert_aligned(loaded)
         else:
@@ -173,7 +141,7 @@ def test_a_quantized_checkpoint_keeps_the_norm_in_float32(tmp_path):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", quantization_config=quantization)
     loaded.save_pretrained(tmp_path / "quantized")
-    assert names_on_disk(tmp_path / "quantized")[f"{NORM}.weight"] == "F32"
+    assert dtypes_on_disk(tmp_path / "quantized")[f"{NORM}.weight"] == torch.float32
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "quantized")
     assert torch.equal(norm_of(again).weight, norm_of(loaded).weight)
     assert not any(m.support_avx512bf16_for_cpu for m in again.modules() if type(m).__name__ == "Linear4bit")

@@ -55,12 +55,10 @@ IDS = torch.arange(5, 25)[None]
 IMAGE = Image.linear_gradient("L").convert("RGB")
 
 
-def test_logits_loss_and_sampling_on_text_are_the_language_models(family):
+def test_logits_and_loss_on_text_are_the_language_models(family):
     language, checkpoint = family
-    theirs, ours = (
-        AutoModelForCausalLM.from_pretrained(language),
-        AutoModelForImageTextToText.from_pretrained(checkpoint),
-    )
+    theirs = AutoModelForCausalLM.from_pretrained(language)
+    ours = AutoModelForImageTextToText.from_pretrained(checkpoint)
     rows = theirs.get_input_embeddings().num_embeddings
     with torch.no_grad():
         expected, got = theirs(input_ids=IDS, labels=IDS), ours(input_ids=IDS, labels=IDS)
@@ -69,13 +67,6 @@ def test_logits_loss_and_sampling_on_text_are_the_language_models(family):
         loss = torch.nn.functional.cross_entropy(got.logits[0, :-1], IDS[0, 1:])
         torch.testing.assert_close(got.loss, loss)
         torch.testing.assert_close(ours(IDS, logits_to_keep=1).logits[:, -1], got.logits[:, -1])
-    torch.manual_seed(0)
-    new = list(range(rows, ours.config.text_config.vocab_size))
-    options = dict(max_new_tokens=5, do_sample=True, suppress_tokens=new)
-    made = ours.generate(IDS, **options, output_logits=True, return_dict_in_generate=True)
-    with torch.no_grad():
-        again = theirs(input_ids=made.sequences[:, :-1]).logits[0, IDS.shape[1] - 1 :]
-    torch.testing.assert_close(torch.cat(made.logits)[:, :rows], again, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"], indirect=True)

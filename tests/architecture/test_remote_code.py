@@ -4,14 +4,11 @@ It does what people do, and then what vLLM 0.33.0 (`vllm/model_executor/models/t
 SGLang 0.5.23 (`srt/models/transformers.py`, `srt/multimodal/processors/transformers_auto.py`) do, by their sources.
 """
 
-import ast
 import json
-import sys
 
 import pytest
 import tiny_parts as parts
 import torch
-from paths import ROOT
 from PIL import Image
 from remote_code import run_blocked
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, pipeline
@@ -35,14 +32,14 @@ PROMPT = "<image> and <image>, which"
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]
 
 STRANGER = """
-import json, shutil, torch
+import json, torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers import AutoProcessor, pipeline
 from transformers.dynamic_module_utils import get_class_from_dynamic_module as get
-folder, again, damaged, prompt = sys.argv[1:5]
-messages = json.loads(sys.argv[5])
+folder, again, prompt = sys.argv[1:4]
+messages = json.loads(sys.argv[4])
 names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
 found = [get("modeling_normalign_llava." + name, folder).__name__ for name in names]
 config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -59,21 +56,8 @@ with torch.no_grad():
 pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True)
 said = pipe(images=[image], text=text, max_new_tokens=5, do_sample=False, return_full_text=False)
 model.save_pretrained(again)
-shutil.copytree(folder, damaged)
-state = {k: v for k, v in load_file(again + "/model.safetensors").items() if k != "lm_head.weight"}
-save_file(state, damaged + "/model.safetensors", metadata={"format": "pt"})
-errors = []
-for load in (
-    lambda: AutoModelForImageTextToText.from_pretrained(damaged, trust_remote_code=True),
-    lambda: pipeline("image-text-to-text", model=damaged, trust_remote_code=True),
-):
-    try:
-        load()
-    except Exception as error:
-        errors.append(str(error))
 stranger = {
     "found": found,
-    "errors": errors,
     "modules": [type(x).__module__.split(".")[0] for x in (config, base, model, multimodal)],
     "names": [type(x).__name__ for x in (config, base, model, multimodal, processor)],
     "logits": logits[0, -1].tolist(),
@@ -140,22 +124,12 @@ print(json.dumps([stranger, engine]))
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, checkpoint):
     """What a stranger and an engine found; `again/` beside the checkpoint is what the stranger saved."""
-    again, damaged = (checkpoint.with_name(name) for name in ("again", "damaged"))
-    words = [checkpoint, again, damaged, PROMPT, json.dumps(MESSAGES)]
+    words = [checkpoint, checkpoint.with_name("again"), PROMPT, json.dumps(MESSAGES)]
     return run_blocked(tmp_path_factory.mktemp("stranger"), STRANGER + ENGINE, *words)
 
 
-@pytest.fixture(scope="module")
-def got(run):
-    return run[0]
-
-
-@pytest.fixture(scope="module")
-def engine(run):
-    return run[1]
-
-
-def test_a_stranger_gets_what_the_installed_package_gives(checkpoint, got):
+def test_a_stranger_gets_what_the_installed_package_gives(checkpoint, run):
+    got, _ = run
     assert got["modules"] == ["transformers_modules"] * 4
     heads = ["NormAlignLlavaForConditionalGeneration"] * 2
     assert got["names"] == ["NormAlignLlavaConfig", "NormAlignLlavaModel", *heads, "LlavaProcessor"]
@@ -177,20 +151,14 @@ def test_a_stranger_gets_what_the_installed_package_gives(checkpoint, got):
 
     # What the stranger saves is again a complete checkpoint.
     again = checkpoint.with_name("again")
-    assert {path.name for path in again.glob("*.py")} == {path.name for path in checkpoint.glob("*.py")}
-    for name in ("configuration_normalign_llava.py", "modeling_normalign_llava.py"):
+    for name in ("configuration_normalign_llava.py", "modeling_normalign_llava.py", "config.json"):
         assert (again / name).read_text() == (checkpoint / name).read_text()
-    assert (again / "config.json").read_text() == (checkpoint / "config.json").read_text()
-
-
-def test_names_and_refusals_are_a_stranger_s_too(got):
     names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
     assert got["found"] == names  # from the two files alone
-    assert len(got["errors"]) == 2
-    assert all("lacks 1 tensors" in error and "lm_head.weight" in error for error in got["errors"])
 
 
-def test_an_engine_finds_classes_attention_float32_norm_and_placeholders(checkpoint, engine):
+def test_an_engine_finds_classes_attention_float32_norm_and_placeholders(checkpoint, run):
+    _, engine = run
     # In this order, since SGLang takes the first that is no configuration.
     assert engine["auto_map"][:3] == ["AutoConfig", "AutoModel", "AutoModelForImageTextToText"]
     assert engine["base"] == ["NormAlignLlavaModel", "transformers_modules"]
@@ -204,9 +172,6 @@ def test_an_engine_finds_classes_attention_float32_norm_and_placeholders(checkpo
     assert token == "<image>" and token_id == configured
     assert engine["replacements"] == [["image", [token_id] * parts.FEATURES["clip"]]] * 2
     assert engine["ids"].count(token_id) == 2 * parts.FEATURES["clip"]
-
-
-def test_merged_embeddings_and_positions_give_the_model_s_own_logits(checkpoint, engine):
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     processor = AutoProcessor.from_pretrained(checkpoint)
     with torch.no_grad():
@@ -214,18 +179,3 @@ def test_merged_embeddings_and_positions_give_the_model_s_own_logits(checkpoint,
         expected = model(**inputs).logits[0]
     assert engine["ids"] == inputs["input_ids"][0].tolist()
     torch.testing.assert_close(torch.tensor(engine["logits"]), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_code_imports_public_modules_alone():
-    imported = set()
-    for name in ("configuration", "modeling"):
-        for node in ast.walk(ast.parse((ROOT / f"{name}_normalign_llava.py").read_text())):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            imported |= {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
-    assert imported == {
-        "torch", "torch.nn.functional", "transformers", "transformers.integrations",
-        "transformers.models.auto.modeling_auto", "transformers.models.llava",
-        "transformers.quantizers", "transformers.utils", "transformers.utils.quantization_config",
-        "configuration_normalign_llava",
-    }  # fmt: skip

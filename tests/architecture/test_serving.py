@@ -1,5 +1,7 @@
-"""`transformers serve` on a checkpoint, in a process that cannot import the package, asked by the openai client."""
+"""A checkpoint served in a process that cannot import the package: by transformers, asked by the openai client, and by
+vLLM, if `VLLM_PYTHON` names a Python that has it; test_remote_code.py does what an engine does."""
 
+import json
 import os
 import re
 import socket
@@ -11,15 +13,13 @@ import httpx
 import pytest
 import tiny
 import tiny_parts as parts
-from asking import data_url, generate, request
+from asking import generate, request
 from paths import DOCS
 from PIL import Image
 from remote_code import BLOCK
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.data.rows.parse import parse_row
-from normalign_llava.train.collator import ConversationCollator
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -31,13 +31,9 @@ IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with what the page takes as given: `my-model` and `kite.png`. Texts begin with a first token."""
+    """A folder with what the page takes as given: `my-model` and `kite.png`."""
     root = tmp_path_factory.mktemp("serving")
-    language = parts.language(root / "language", tied=False, chat_template="{{ bos_token }}" + parts.CHATML)
-    tokenizer = AutoTokenizer.from_pretrained(language)
-    tokenizer.bos_token, tokenizer.add_bos_token = "Z", True
-    tokenizer.save_pretrained(language)
-    build_checkpoint(parts.vision(root / "vision"), language, root / "built")
+    build_checkpoint(parts.vision(root / "vision"), parts.language(root / "language", tied=False), root / "built")
     model = AutoModelForImageTextToText.from_pretrained(root / "built")
     tiny.heeding(model).save_pretrained(root / "my-model")
     AutoProcessor.from_pretrained(root / "built").save_pretrained(root / "my-model")
@@ -80,23 +76,13 @@ def ask(url, messages, **options):
     )  # fmt: skip
 
 
-def prompt_in_training(processor, text, *images) -> int:
-    """Tokens before the answer, in a batch of training."""
-    urls = [{"path": data_url(image)} for image in images]
-    row = parse_row({"question": text, "answer": "A", "images": urls}) | {"source": "", "row": 0}
-    batch = ConversationCollator(processor)([row])
-    assert (batch["input_ids"] == processor.tokenizer.bos_token_id).sum() == 1
-    return int((batch["labels"][0] >= 0).nonzero()[0])
-
-
 def test_answers_are_those_of_generate(folder, url):
-    answers, processor = [], AutoProcessor.from_pretrained(folder / "my-model")
+    answers = []
     for images in ([], IMAGES[:1], IMAGES[1:], IMAGES):
         expected, prompt, ids, _ = generate(folder / "my-model", "what is it", *images)
         answer = ask(url, request("what is it", *images))
         assert answer.choices[0].message.content == expected
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, len(ids))
-        assert prompt == prompt_in_training(processor, "what is it", *images)
         streamed = ask(url, request("what is it", *images), stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == expected
         answers.append(expected)
@@ -109,3 +95,43 @@ def test_the_page_s_client_is_answered(folder, url):
     process = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     expected, *_ = generate(folder / "my-model", "What is in the image?", IMAGES[0], tokens=64)
     assert process.stdout == f"{expected}\n", process.stderr
+
+
+VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    model, asked = sys.argv[1], json.load(open(sys.argv[2]))
+    llm = LLM(model, trust_remote_code=True, model_impl="transformers", dtype="float32", enforce_eager=True,
+              max_model_len=128, limit_mm_per_prompt={"image": 2})
+    answers = [x.outputs[0] for x in llm.chat(asked, SamplingParams(temperature=0, max_tokens=8, logprobs=1))]
+    pairs = [list(zip(x.token_ids, x.logprobs)) for x in answers]
+    print(json.dumps([[[token for token, _ in x], [options[token].logprob for token, options in x]] for x in pairs]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM")
+@pytest.mark.parametrize("kind, norm", [("siglip", "layer_norm"), ("registers", "rms_norm")])
+def test_vllm_answers_as_transformers(tmp_path, kind, norm):
+    language = parts.language(
+        tmp_path / "l", tied=kind == "siglip", hidden_size=64, num_key_value_heads=2, head_dim=32
+    )  # of the sizes that vLLM's attention has
+    build_checkpoint(parts.vision(tmp_path / "v", kind), language, tmp_path / "model", norm=norm)
+    (tmp_path / "ask.py").write_text(VLLM)
+    asked = [request("what is it", *images) for images in (IMAGES[:1], [], IMAGES)]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.run(
+        [os.environ["VLLM_PYTHON"], tmp_path / "ask.py", tmp_path / "model", tmp_path / "asked.json"],
+        capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-5000:]
+    answers = json.loads([line for line in process.stdout.splitlines() if line.startswith("[[")][-1])
+    for images, (ids, logprobs) in zip((IMAGES[:1], [], IMAGES), answers, strict=True):
+        _, _, expected_ids, expected_logprobs = generate(tmp_path / "model", "what is it", *images)
+        assert ids == expected_ids
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)

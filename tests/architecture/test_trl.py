@@ -4,29 +4,24 @@ import logging
 import math
 
 import pytest
+import tiny
+import tiny_parts as parts
 import torch
 import training
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
-from transformers import AutoProcessor, BitsAndBytesConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import AutoProcessor, BitsAndBytesConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import retrofit_checkpoint
+from normalign_llava.assembly.chat_template import multimodal_chat_template
 
 
 IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
-SHORT = dict(
-    max_steps=1,
-    logging_steps=1,
-    per_device_train_batch_size=2,
-    report_to="none",
-    save_strategy="no",
-    disable_tqdm=True,
-    use_cpu=True,
-    bf16=False,
-)
+SHORT = dict(max_steps=1, logging_steps=1, per_device_train_batch_size=2, report_to="none", save_strategy="no")
+SHORT |= dict(disable_tqdm=True, use_cpu=True, bf16=False)
 
 
 def said(role, text):
@@ -44,40 +39,22 @@ def dpo(model, folder, processor, **options):
     return DPOTrainer(model, args=arguments, train_dataset=preferences(), processing_class=processor)
 
 
-def first_loss(trainer):
-    trainer.train()
-    return trainer.state.log_history[0]["loss"]
-
-
-# ---------------------------------------------------------------------------------- reference models and LLaVA folders
-@pytest.fixture(scope="module")
-def llava(checkpoint, tmp_path_factory):
-    """A stock LLaVA folder with the checkpoint's weights and processor."""
-    folder = tmp_path_factory.mktemp("llava")
-    ours = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    ours_alone = ("model_type", "architectures", "auto_map", *NormAlignLlavaConfig.__annotations__)
-    config = LlavaConfig(**{name: value for name, value in ours.config.to_dict().items() if name not in ours_alone})
-    stock = LlavaForConditionalGeneration(config)
-    stock.load_state_dict(ours.state_dict(), strict=False)
-    stock.save_pretrained(folder)
-    AutoProcessor.from_pretrained(checkpoint).save_pretrained(folder)
-    return folder
-
-
-def test_a_llava_folder_gives_no_reference_model(tmp_path, llava, caplog):
+def test_a_llava_folder_gives_no_reference_model(tmp_path, caplog):
+    llava = parts.llava(tmp_path / "llava", tiny.llava())
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(llava)
     assert model.name_or_path == model.config.name_or_path == ""
     assert "a reference or an adapter's base loaded by it would differ" in caplog.text
     processor = AutoProcessor.from_pretrained(llava)
+    processor.chat_template = processor.tokenizer.chat_template = multimodal_chat_template(parts.CHATML)[0]
     with pytest.raises(OSError):
         dpo(model, tmp_path / "dpo", processor)
-    retrofit_checkpoint(str(llava), tmp_path / "ours")
+    retrofit_checkpoint(llava, tmp_path / "ours")
     ours = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "ours")
-    trainer = dpo(ours, tmp_path / "dpo", AutoProcessor.from_pretrained(tmp_path / "ours"), learning_rate=0.0)
-    assert first_loss(trainer) == pytest.approx(math.log(2), abs=1e-6)
+    trainer = dpo(ours, tmp_path / "dpo", processor, learning_rate=0.0)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-# ----------------------------------------------------------------------------------------------- what is trained moves
 def conversations(count=4):
     answers = [said("user", "what is it") + said("assistant", f"a kite {i}") for i in range(count)]
     return Dataset.from_list([{"images": [IMAGES[i % 2]], "messages": row} for i, row in enumerate(answers)])
@@ -106,40 +83,28 @@ def test_adapters_on_the_tower_move_under_gradient_checkpointing(tmp_path, check
     assert all(not torch.equal(after[name], before[name]) for name in read)
 
 
-QLORA = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-
-
 def test_a_gain_that_trl_casts_is_told_of_once_with_a_remedy(tmp_path, caplog):
     logging.getLogger("normalign_llava").warning_once.cache_clear()  # of what other tests were told
     checkpoint = training.checkpoint(tmp_path, hidden_size=64, intermediate_size=128, head_dim=32)
     lora = LoraConfig(target_modules=r".*language_model.*q_proj", modules_to_save=["multi_modal_projector"])
 
-    def trainer():
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    options = dict(bf16=True, max_steps=3, learning_rate=2e-5, lr_scheduler_type="constant")
+    remedy = ""
+    for dtype, changed in ((torch.bfloat16, 0), (torch.float32, 64)):
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(
-            checkpoint, quantization_config=BitsAndBytesConfig(**QLORA), dtype=torch.bfloat16
+            checkpoint, quantization_config=quantization, dtype=torch.bfloat16
         )
-        options = dict(bf16=True, max_steps=3, learning_rate=2e-5, lr_scheduler_type="constant")
-        return sft(model, tmp_path / "out", checkpoint, lora, **options)
-
-    def gain(trainer):
-        return next(p for n, p in trainer.model.named_parameters() if n.endswith("default.norm.weight"))
-
-    def told():
-        return [record.getMessage() for record in caplog.records if "The gain is trained in" in record.getMessage()]
-
-    def moved(trainer):
-        before = gain(trainer).detach().cpu().clone()
+        trainer = sft(model, tmp_path / "out", checkpoint, lora, **options)
+        exec(remedy, {"trainer": trainer})
+        gain = next(p for n, p in trainer.model.named_parameters() if n.endswith("default.norm.weight"))
+        before = gain.detach().cpu().clone()
+        assert gain.dtype == dtype
         trainer.train()
-        return int((gain(trainer).cpu() != before).sum())
-
-    cast = trainer()
-    assert gain(cast).dtype == torch.bfloat16
-    assert moved(cast) == 0
-    (message,) = told()
-    assert "torch.bfloat16" in message
-    caplog.clear()
-    fixed = trainer()
-    exec(message.partition("make it float32: ")[2], {"trainer": fixed})
-    assert gain(fixed).dtype == torch.float32
-    assert moved(fixed) == 64
-    assert not told()
+        assert int((gain.cpu() != before).sum()) == changed
+        told = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "The gain is trained in" in text]
+        assert ["torch.bfloat16" in text for text in told] == ([] if remedy else [True])
+        remedy = "".join(told).partition("make it float32: ")[2]
+        caplog.clear()

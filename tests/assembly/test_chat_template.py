@@ -65,19 +65,8 @@ def test_image_parts_become_the_image_token_in_every_family(name):
     template = multimodal_chat_template(TEMPLATES[name], image_token="<|image's|>")[0]
     images = {"type": "image"}, {"type": "image", "image": np.zeros((2, 2, 3))}
     with_images = render(template, parts(chat("What?", "This.", "Why?"), *images))
-    as_text = render(template, chat("<|image's|><|image's|>What?", "This.", "Why?"))
-    assert with_images == as_text
+    assert with_images == render(template, chat("<|image's|><|image's|>What?", "This.", "Why?"))
     assert with_images.count("<|image's|>") == 2
-
-
-@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "llava_next", "llava_1_5"])
-def test_templates_that_print_the_image_token_keep_their_own_layout(name):
-    messages = parts(chat("What?"), {"type": "image"})
-    new = multimodal_chat_template(TEMPLATES[name])[0]
-    assert render(new, messages, add_generation_prompt=True) == render(
-        TEMPLATES[name], messages, add_generation_prompt=True
-    )
-    assert "multimodal" not in new  # as the preamble has it
 
 
 def built(folder, tokenizer, template):
@@ -88,14 +77,11 @@ def built(folder, tokenizer, template):
     return AutoProcessor.from_pretrained(folder)
 
 
-OTHERS = [adds for adds in ADDING if adds != "first and last"]
-
-
 @pytest.mark.parametrize(
     "name, adds",
     [
         *((name, "first and last") for name in TEMPLATES),
-        *product(["smollm2", "llama2", "gemma3", "llava_1_5"], OTHERS),
+        *product(["smollm2", "llama2", "gemma3", "llava_1_5"], [adds for adds in ADDING if adds != "first and last"]),
     ],
 )
 def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
@@ -139,7 +125,7 @@ def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
 
 def test_templates_and_tokenizers_that_cannot_agree_are_refused(tmp_path):
     some = "{% if messages[0]['role'] == 'system' %}{{ bos_token }}{% endif %}" + SMOLLM2
-    with pytest.raises(ValueError, match="prints '<s>'.* before some conversations only.*--chat-template"):
+    with pytest.raises(ValueError, match="'<s>' before a text.* before some only.*--chat-template"):
         built(tmp_path, adding_tokenizer(["<s>"]), some)
     tokenizer = tiny_parts.tokenizer(extra=("<bos>",))  # which is no token of its own in a text
     adds = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 3)])
@@ -173,9 +159,6 @@ def test_marks_hold_tool_calls_but_not_what_tools_say(name):
         call = '{"name": "tide", "parameters": {"port": "Brest"}}<|eot_id|>'
     answer = "<think>\n\n</think>\n\nLow tide." if name == "qwen3" else "Low tide."
     assert marked(new, TOOL_CALL, tools=[WEATHER]) == [call, answer + END_OF_TURN[name]]
-    if name == "qwen2_5":  # text before the call is marked too
-        messages = [TOOL_CALL[0], {**TOOL_CALL[1], "content": "Let me look."}, *TOOL_CALL[2:]]
-        assert marked(new, messages)[0] == "Let me look.\n" + call
 
 
 @pytest.mark.parametrize("name", ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"])
@@ -221,10 +204,10 @@ def test_vicuna_written_out():
         "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
         "detailed, and polite answers to the user's questions. "
     )
-    messages = chat("What?", "A kite.", "And?")
     new, has_marks = multimodal_chat_template(None)
     assert has_marks
-    assert render(new, parts(messages, {"type": "image"}), add_generation_prompt=True) == (
+    messages = parts(chat("What?", "A kite.", "And?"), {"type": "image"})
+    assert render(new, messages, add_generation_prompt=True) == (
         f"<s>{system}USER: <image>What? ASSISTANT: A kite.</s>USER: And? ASSISTANT:"
     )
     assert render(new, chat(("system", "Be kind."), "What?")) == "<s>Be kind. USER: What? "

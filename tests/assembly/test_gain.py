@@ -8,9 +8,8 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig
 
-from normalign_llava.assembly import embedding_table
 from normalign_llava.assembly.gain import embedding_statistics
 
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.slow
 NAME = "model.embed_tokens.weight"
 
 
-def table(rows=50, width=24, seed=0) -> torch.Tensor:
+def table(rows=5000, width=24, seed=0) -> torch.Tensor:
     """An embedding matrix with rows of very different norms, two of them zero."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, width, generator=generator) * torch.rand(rows, 1, generator=generator) * 3
@@ -28,16 +27,19 @@ def table(rows=50, width=24, seed=0) -> torch.Tensor:
     return weight
 
 
-def reference(weight, exclude=()):
-    """Norms of the rows that count, and their places, by numpy in float64."""
-    wide = weight.double().numpy() if isinstance(weight, torch.Tensor) else weight.astype(np.float64)
-    norms = np.sqrt((wide**2).sum(1))
-    places = np.array([i for i in range(len(norms)) if norms[i] > 0 and i not in exclude])
-    return norms[places], places
+def store(folder, **tensors):
+    """A folder with these tensors, of a model that transformers does not know."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
 
 
 def assert_measures(statistics, weight, *, scale=1.0, exclude=()):
-    norms, places = reference(weight, exclude)
+    """The norms of the rows that count, by numpy in float64."""
+    all_norms = np.sqrt((weight.double().numpy() ** 2).sum(1))
+    places = np.array([i for i in range(len(all_norms)) if all_norms[i] > 0 and i not in exclude])
+    norms = all_norms[places]
     order = np.argsort(-norms)[: len(statistics.top)]
     assert statistics.mean == pytest.approx(norms.mean(), rel=1e-12)
     assert statistics.n_text == pytest.approx(norms.mean() * scale, rel=1e-12)
@@ -51,47 +53,25 @@ def assert_measures(statistics, weight, *, scale=1.0, exclude=()):
     np.testing.assert_allclose([token.norm for token in statistics.top], norms[order], rtol=1e-12)
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Seven rows of 24 float32 a chunk, so that tables of 50 rows take several and the last one is short."""
-    monkeypatch.setattr(embedding_table, "_CHUNK_BYTES", 7 * 24 * 4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_every_floating_dtype(tmp_path, dtype, small_chunks):
-    weight = table().to(dtype)
-    save_file({"a.first": torch.ones(5), NAME: weight, "z.last": torch.ones(3, 3)}, tmp_path / "model.safetensors")
-    statistics = embedding_statistics(str(tmp_path), top=7)
+def test_the_language_model_s_table_in_every_dtype(tmp_path, dtype):
+    weight, name = table().to(dtype), "model.language_model.embed_tokens.weight"
+    others = ("model.vision.word_embeddings.weight", "model.layers.61.embed_tokens.weight")
+    folder = store(tmp_path, **{name: weight, **dict(zip(others, (table(seed=1), table(seed=2)), strict=True))})
+    statistics = embedding_statistics(folder, top=7)
     assert_measures(statistics, weight)
-    assert statistics.tensor == NAME
+    assert statistics.tensor == name and len(statistics.top) == 7
     assert statistics.gain == pytest.approx(statistics.n_text / 24**0.5, rel=1e-12)
-    assert len(statistics.top) == 7
-
-
-def test_one_file_by_its_own_path(tmp_path):
-    weight = table()
-    save_file({NAME: weight}, tmp_path / "weights.safetensors")
-    assert_measures(embedding_statistics(str(tmp_path / "weights.safetensors")), weight)
-    assert_measures(embedding_statistics(str(tmp_path)), weight)
-    save_file({NAME: weight}, tmp_path / "copy.safetensors")
-    with pytest.raises(ValueError, match=r"2 \.safetensors files.*copy\.safetensors, weights\.safetensors"):
-        embedding_statistics(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    "config, name",
-    [
-        (tiny.text_config(), "model.embed_tokens.weight"),
-        (GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2), "transformer.wte.weight"),
-        (tiny.text_config(cls=GPTNeoXConfig), "gpt_neox.embed_in.weight"),
-    ],
+    "cls, name", [(LlamaConfig, "embed_tokens"), (GPT2Config, "wte"), (GPTNeoXConfig, "embed_in")]
 )
-def test_language_models_as_transformers_saves_them(tmp_path, config, name):
-    model = AutoModelForCausalLM.from_config(config)
+def test_language_models_as_transformers_saves_them(tmp_path, cls, name):
+    model = AutoModelForCausalLM.from_config(tiny.text_config(cls=cls, n_embd=32, n_layer=1, n_head=2))
     model.save_pretrained(tmp_path)
     statistics = embedding_statistics(str(tmp_path))
-    assert statistics.tensor == name
-    assert statistics.model_type == config.model_type
+    assert statistics.tensor.endswith(f".{name}.weight") and statistics.model_type == cls.model_type
     assert_measures(statistics, model.get_input_embeddings().weight.detach())
 
 
@@ -103,9 +83,7 @@ def test_vision_language_checkpoints_leave_out_the_image_token(tmp_path, make, l
         weight[tiny.IMAGE + 1] = weight[tiny.IMAGE]  # vocabulary padding, as the build makes it
         weight[:5] = 0
     model.save_pretrained(tmp_path, save_original_format=legacy)
-    statistics = embedding_statistics(str(tmp_path))
-    assert_measures(statistics, weight.detach(), exclude=(tiny.IMAGE, tiny.IMAGE + 1))
-    assert statistics.tensor.endswith("embed_tokens.weight")
+    assert_measures(embedding_statistics(str(tmp_path)), weight.detach(), exclude=(tiny.IMAGE, tiny.IMAGE + 1))
 
 
 @pytest.mark.parametrize(
@@ -123,37 +101,23 @@ def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, text, sc
     statistics = embedding_statistics(str(tmp_path))
     assert_measures(statistics, model.get_input_embeddings().weight.detach(), scale=scale, exclude=(tiny.IMAGE,))
     assert statistics.n_text == pytest.approx(n_text, rel=1e-12)
-    assert statistics.model_type == text.model_type
     torch.testing.assert_close(model.model.multi_modal_projector.norm.weight[0].item(), statistics.gain)
 
 
-@pytest.mark.parametrize("other", ["model.vision.word_embeddings.weight", "model.layers.61.embed_tokens.weight"])
-def test_the_language_models_table_is_preferred(tmp_path, other):
-    weight = table()
-    name = "model.language_model.embed_tokens.weight"
-    save_file({other: table(seed=1), name: weight}, tmp_path / "model.safetensors")
-    assert_measures(embedding_statistics(str(tmp_path)), weight)
-
-
 def test_what_cannot_be_measured_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no weights.*no files"):
-        embedding_statistics(str(tmp_path))
     for tensors, message in (
         ({f"{part}.embed_tokens.weight": table() for part in ("encoder", "decoder")}, "2 tensors.*Name a language"),
         ({"vision_model.embeddings.patch_embedding.weight": table()}, "0 tensors called.*Name a language model"),
-        ({NAME: torch.ones(8, 8, dtype=torch.uint8)}, f"{NAME}.*U8.*quantized.*Measure the checkpoint"),
+        ({NAME: torch.ones(8, 8, dtype=torch.uint8)}, "quantized .*uint8.*Load it in full precision"),
     ):
-        save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=message):
-            embedding_statistics(str(tmp_path))
-    (tmp_path / "model.safetensors").unlink()
-    torch.save({NAME: table()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="no weights.*pytorch_model.bin.*save it again"):
+            embedding_statistics(store(tmp_path, **tensors))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="model.safetensors cannot be loaded.*Save or fetch"):
         embedding_statistics(str(tmp_path))
-    save_file({NAME: table()}, tmp_path / "model.safetensors")
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match="model.safetensors of .* is damaged"):
+    file.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no weights in safetensors.*save it again"):
         embedding_statistics(str(tmp_path))
 
 
@@ -165,19 +129,15 @@ print(json.dumps(asdict(embedding_statistics(sys.argv[1], top=3))))
 """
 
 
-@pytest.mark.parametrize("dtype, shard", [(torch.float32, "5GB"), (torch.bfloat16, "1MB")])
-def test_hub_sends_only_the_header_and_the_tensor(hub, prepared, tmp_path, dtype, shard):
+def test_of_the_hub_s_weights_the_file_with_the_embeddings_is_fetched(hub, prepared, tmp_path):
     sizes = dict(vocab_size=997, hidden_size=64, intermediate_size=4096, num_hidden_layers=3)
-    LlamaForCausalLM(tiny.text_config(**sizes)).to(dtype).save_pretrained(tmp_path / "model", max_shard_size=shard)
+    model = AutoModelForCausalLM.from_config(tiny.text_config(**sizes))
+    model.save_pretrained(tmp_path / "model", max_shard_size="1MB")
     repository = hub.serve("acme/model.v1", tmp_path / "model")
     client = prepared.run(["-c", CLIENT, "acme/model.v1"])
     assert client.returncode == 0, client.stderr
     local = json.loads(json.dumps(asdict(embedding_statistics(str(tmp_path / "model"), top=3))))
     assert json.loads(client.stdout) == {**local, "model": "acme/model.v1"}
-
-    weights = {path: size for path, size in repository.files().items() if path.endswith(".safetensors")}
-    assert (len(weights) > 1) == (shard == "1MB")
-    sent = {path.removeprefix("acme/model.v1/"): count for path, count in hub.sent.items()}
-    (holder,) = [path for path in sent if path in weights]
-    header = int.from_bytes((tmp_path / "model" / holder).read_bytes()[:8], "little")
-    assert sent[holder] == 8 + header + 997 * 64 * dtype.itemsize < 0.2 * sum(weights.values())
+    weights = {path for path in repository.files() if path.endswith(".safetensors")}
+    holder = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"][NAME]
+    assert {path.removeprefix("acme/model.v1/") for path in hub.sent} & weights == {holder} < weights

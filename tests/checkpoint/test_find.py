@@ -13,8 +13,6 @@ import train_data
 import training
 from hub_server import HubServer
 
-from normalign_llava.train.run import main as train
-
 
 CLIENT = """
 import json, sys
@@ -49,32 +47,29 @@ def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
         *no_names, unknown, unversioned, model = asked(names, environment)
         assert all(said.startswith(f"{path} is no file or f") for path, said in zip(paths, no_names, strict=True))
         for name, said in (("user/none", unknown), ("user/model", unversioned)):
-            assert said.startswith(f"{name} is no file or folder here, and the Hub has no model of that name and revi")
+            assert said.startswith(f"{name} is no file or folder here, and the Hub ({hub.url}) has none")
         assert model == "user/model"
         about = [request.split("?")[0] for request in hub.requests if "/api/models/" in request]
         assert about.count("GET /api/models/user/none") == 1 and {path.split("/")[3] for path in about} == {"user"}
-    for changes, why in (({}, f"({hub.url}) cannot be asked: "), ({"HF_HUB_OFFLINE": "1"}, "offline")):
+    for changes, why in (({}, f"({hub.url})"), ({"HF_HUB_OFFLINE": "1"}, "offline")):
         unreachable, kept = asked([absent, known], environment | changes)
         assert unreachable.startswith("user/none is no file or folder here, and the Hub") and why in unreachable
         assert kept == "user/model"
 
 
-TRAIN = {"max_steps": 1, "learning_rate": 1e-3, "bf16": False, "use_cpu": True, "report_to": "none"}
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Parts, a LLaVA and a NormAlign-LLaVA; and an adapter, data and the words of training on them."""
+    """Parts, a LLaVA and a NormAlign-LLaVA; an adapter of it, images, data, and a recipe."""
     folder = tmp_path_factory.mktemp("trained")
     training.checkpoint(folder)
     parts.llava(folder / "llava", tiny.llava(tied=False))
-    rows = [train_data.llava("<image>\nwhat is it?", f"it is {number}", "red.png") for number in range(2)]
+    trainer = training.trainer(folder / "adapter", folder / "model", max_steps=1, use_peft=True)
+    trainer.train()
+    trainer.save_model()
     train_data.images(folder / "images", "red.png")
-    options = {**TRAIN, "dataset_name": train_data.write_json(folder / "data", rows)}
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    adapter = ["--output_dir", folder / "adapter", "--model_name_or_path", folder / "model", "--use_peft", "true"]
-    train([*words, *map(str, adapter)])
-    return folder, words
+    train_data.write_json(folder / "data", [train_data.llava("<image>\nwhat is it?", "it is red", "red.png")] * 2)
+    training.recipe(folder, folder, model_name_or_path="bea/model", max_steps=1, use_cpu=True)
+    return folder
 
 
 COMMANDS = {
@@ -83,19 +78,18 @@ COMMANDS = {
     "merge {folder}/adapter --base bea/model --output {new}": {"model"},
     "diagnose bea/model --data {folder}/images --output {new}": {"model"},
     "gain bea/language --critical --revision main": {"language"},
-    "train --model_name_or_path bea/model --output_dir {new}": {"model"},
+    "train {folder}/recipe.yaml --output_dir {new}": {"model"},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_all_files_of_a_repository_that_moves_are_of_one_commit(hub, prepared, trained, tmp_path, command):
-    folder, options = trained
     for name in ("vision", "language", "llava", "model"):
-        repository = hub.serve(f"bea/{name}", folder / name)
+        repository = hub.serve(f"bea/{name}", trained / name)
         repository.resolve = partial(resolve_and_move, repository, repository.resolve)
-    words = command.format(folder=folder, new=tmp_path / "new").split()
-    done = prepared.run(["-m", "normalign_llava", *words, *(options if words[0] == "train" else ())])
+    words = command.format(folder=trained, new=tmp_path / "new").split()
+    done = prepared.run(["-m", "normalign_llava", *words])
     assert done.returncode == 0, done.stderr
     read = re.findall(r"bea/(\w+)/resolve/(\w+)/", "\n".join(hub.requests))
     assert {name for name, _ in read} == COMMANDS[command] and "main" not in dict(read).values()

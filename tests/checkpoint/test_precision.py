@@ -51,18 +51,11 @@ def test_what_is_only_run_takes_the_fastest_precision_that_fits(processor, caplo
     assert dtype_to_load("auto", config, size) == dtype_to_load("auto", config, size) == expected
     (line,) = caplog.messages
     assert f"Loading in {name if expected == 'auto' else expected}" in line and "only emulates" in line
-    assert ("float32 would take" in line) == (expected != "float32")
     assert dtype_to_load(stored, config, size) == stored and "only emulates it" in caplog.messages[1]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
-def test_a_precision_that_is_fast_here_is_kept(processor, caplog):
-    processor(0.3)
-    for stored in (torch.bfloat16, torch.float16):
-        assert dtype_to_load("auto", LlavaConfig(text_config=LlamaConfig(), dtype=stored), 0) == "auto"
-    processor(5.0)
-    assert dtype_to_load("auto", LlavaConfig(dtype=torch.float32), 0) == dtype_to_load("auto", None, 0) == "auto"
-    assert not caplog.records
+    processor(0.3)  # in which both are fast
+    for kept in (stored, torch.float32):
+        assert dtype_to_load("auto", LlavaConfig(text_config=LlamaConfig(), dtype=kept), 0) == "auto"
+    assert len(caplog.messages) == 2
 
 
 def test_what_is_free_is_at_most_what_the_machine_has_and_falls_with_what_is_taken():

@@ -3,12 +3,12 @@
 Code in them writes the file `marker` beside the folder when it runs.
 """
 
-import ast
 import json
 import os
 import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,21 +16,15 @@ import stored
 import tiny_parts as parts
 import train_data
 import training
-from paths import ROOT
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from normalign_llava.checkpoint.names import INDEX, WEIGHTS
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
 from normalign_llava.cli import app
-from normalign_llava.train.run import main as train
 
 
 pytestmark = pytest.mark.slow
-
-
-OPTIONS = ["--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_steps", "1", "--bf16", "false"]
-OPTIONS += ["--report_to", "none", "--disable_tqdm", "true"]
 
 
 # -------------------------------------------------------------------------------- functions that spoil a good folder
@@ -102,19 +96,11 @@ def lacking(name: str):
     return lambda folder: (folder / name).unlink()
 
 
-def config(**changes):
-    return lambda folder: edit(folder / "config.json", **changes)
+def settings(file: str, **changes):
+    return lambda folder: edit(folder / file, **changes)
 
 
-def cut_short(folder: Path) -> None:
-    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size // 2)
-
-
-def tensor_missing(folder: Path) -> None:
-    tensors = dict(list(load_file(folder / WEIGHTS).items())[3:])
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
+config = partial(settings, "config.json")
 CODE = {
     "tokenizer": foreign("tokenizer_config.json", "AutoTokenizer", tokenizer_class="Evil"),
     "processor": foreign("processor_config.json", "AutoProcessor"),
@@ -132,8 +118,6 @@ ELSEWHERE = {
 }
 BROKEN = {
     "hidden size 10^9": config(text_config={"hidden_size": 10**9}),
-    "weights cut short": cut_short,
-    "tensor missing": tensor_missing,
     "no weights": lacking(WEIGHTS),
     "list for text_config": config(text_config=[1, 2]),
     "feature layer that does not exist": config(vision_feature_layer=99),
@@ -149,12 +133,13 @@ def good(tmp_path_factory):
     root = tmp_path_factory.mktemp("good")
     stored.in_one_file(training.checkpoint(root))
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", "red.png") for i in range(6)]
-    (root / "data").mkdir()
     train_data.write_json(root / "data", rows)
+    training.recipe(root, root, max_steps=1)
     train_data.images(root / "images", "red.png")
     (root / "images" / "metadata.jsonl").write_text('{"file_name": "red.png", "question": "What is this?"}\n')
-    words = ["--model_name_or_path", root / "model", "--dataset_name", root / "data" / "data.json", *OPTIONS]
-    train([str(word) for word in (*words, "--output_dir", root / "adapter", "--use_peft", "true")])
+    trainer = training.trainer(root / "adapter", root / "model", max_steps=1, use_peft=True)
+    trainer.train()
+    trainer.save_model()
     return root
 
 
@@ -166,13 +151,12 @@ def refused(good, tmp_path):
     def run(command: str, spoil) -> str:
         spoil(model)
         words = {
-            "train": ["--model_name_or_path", model, "--output_dir", output, *OPTIONS],
+            "train": [good / "recipe.yaml", "--model_name_or_path", model, "--output_dir", output],
             "merge": [good / "adapter", "--base", model, "--output", output],
             "diagnose": [model, "--data", good / "images", "--samples", 1, "--output", output],
             "publish": [model, "--repo-id", "me/model", "--dry-run"],
             "build": ["--from-llava", model, "--output", output],
         }.get(command, [model])
-        words += ["--dataset_name", good / "data" / "data.json"] if command == "train" else []
         error = stopped(command, *words)
         assert not (tmp_path / "marker").exists() and not output.exists()
         return error
@@ -201,32 +185,22 @@ def test_no_command_runs_code_that_comes_with_a_checkpoint(refused, command, kin
     assert kind != "pickle" or "save it again" in error
 
 
-def test_every_auto_class_is_told_whether_to_run_code():
-    calls = []
-    for file in ROOT.rglob("*.py"):
-        if {"tests", ".venv", "build"} & {*file.relative_to(ROOT).parts}:
-            continue
-        text = file.read_text()
-        for node in ast.walk(ast.parse(text)) if ".from_pretrained(" in text else ():
-            if isinstance(node, ast.Call) and re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(node.func)):
-                keywords = {keyword.arg for keyword in node.keywords}
-                calls.append((file.name, node.lineno, bool(keywords & {"trust_remote_code", None})))
-    assert calls and all(told for *_, told in calls), calls
-
-
-def test_an_adapter_that_brings_code_is_neither_merged_nor_published(good, tmp_path):
-    adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
-    foreign("processor_config.json", "AutoProcessor")(adapter)
-    assert "auto_map in processor_config.json" in stopped("merge", adapter, "--output", tmp_path / "out")
-    assert "auto_map in processor_config.json" in stopped("publish", adapter, "--repo-id", "me/x", "--dry-run")
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (foreign("processor_config.json", "AutoProcessor"), "auto_map in processor_config.json"),
+        (settings("adapter_config.json", megatron_config={"a": 1}), "megatron_core in adapter_config.json"),
+        (
+            settings("adapter_config.json", rest=[{"attn_implementation": "evil/it"}]),
+            "attn_implementation evil/it in ad",
+        ),
+        (settings("adapter_config.json", init_lora_weights="pissa_niter_4"), "which changes the base"),
+    ],
+)
+def test_an_adapter_that_brings_code_or_changed_its_base_is_not_merged(good, tmp_path, spoil, said):
+    spoil(adapter := shutil.copytree(good / "adapter", tmp_path / "adapter"))
+    assert said in stopped("merge", adapter, "--output", tmp_path / "out")
     assert not (tmp_path / "marker").exists()
-
-
-def test_an_adapter_that_names_a_module_or_a_kernel_is_refused(good, tmp_path):
-    adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
-    edit(adapter / "adapter_config.json", megatron_config={"a": 1}, rest=[{"attn_implementation": "evil/it"}])
-    with pytest.raises(ValueError, match="megatron_core in adapter_config.json, attn_implementation evil/it in adap"):
-        check_files(adapter)
 
 
 @pytest.mark.parametrize("command", ["train", "gain"])
@@ -285,16 +259,3 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
 def test_a_broken_checkpoint_ends_in_a_sentence(refused, tmp_path, command, kind):
     error = refused(command, KINDS[kind])
     assert str(tmp_path / "model") in error or "feature_layer" in error, error
-
-
-@pytest.mark.parametrize(
-    "file, content, words",
-    [
-        ("adapter_config.json", {"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the base"),
-        ("training.json", {"quantization": "nf4"}, "training.json may have settings as quantization"),
-    ],
-)
-def test_an_adapter_with_broken_settings_is_not_merged(good, tmp_path, file, content, words):
-    adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
-    edit(adapter / file, **content)
-    assert re.search(words, stopped("merge", adapter, "--output", tmp_path / "out"))

@@ -11,7 +11,6 @@ import vlm_families
 import vlm_processors
 from transformers import LlavaProcessor
 from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils import is_torchvision_available
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint.precision import compute_dtype, four_bits
@@ -44,12 +43,6 @@ def test_images_go_through_the_processor_of_each_family(name, tmp_path):
     seen = probe(model, inputs, tokenizer=handle.processor.tokenizer).interface
     newlines = seen.newline.count if seen.newline else 0
     assert len(inputs) == 2 and seen.visual.count + newlines == placeholders >= 12
-
-
-@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is there")
-def test_a_processor_that_needs_torchvision_names_it_and_the_extra(tmp_path):
-    with pytest.raises(ImportError, match=rf"processor of {tmp_path} needs torchvision.*\[vision\]"):
-        resolve_model(vlm_processors.save("smolvlm", tmp_path))
 
 
 def test_dtype(checkpoint):

@@ -188,7 +188,7 @@ def test_a_folder_with_anything_else_is_refused_before_weights_are_read(alone, r
     before = hashes(tmp_path)
     for output, name in ((notes, "thoughts.txt"), (empty, "chat_template.jinja")):
         result = cli(empty, "--data", root / "images", "--output", output)
-        assert result.exit_code == 1 and f"holds {name}, which no earlier run" in result.output, result.output
+        assert result.exit_code == 1 and f"holds {name}, which is not" in result.output, result.output
     assert hashes(tmp_path) == before
 
 

@@ -41,11 +41,11 @@ def weights(folder) -> dict[str, Tensor]:
     }
 
 
-def assert_merged(folder, adapter, base, quantization=None, dtype=None, realigned=None, stored=False) -> None:
+def assert_merged(folder, adapter, base, quantization=None, dtype=None, realigned=None) -> None:
     """That a merged checkpoint is, bit for bit, PEFT's merge of the loaded base in float32, dequantized, then cast.
 
     `quantization` is a `BitsAndBytesConfig`; `dtype` that of the checkpoint, by default the base's; `realigned` is
-    another start of the gain. `stored`: the base's files are quantized.
+    another start of the gain.
     """
     in_4_bits = quantization is not None and quantization.load_in_4bit
     loading = quantization.bnb_4bit_compute_dtype if in_4_bits else "auto"
@@ -53,7 +53,7 @@ def assert_merged(folder, adapter, base, quantization=None, dtype=None, realigne
         base, dtype=loading, quantization_config=quantization, device_map="cpu"
     )
     dtype = dtype or NormAlignLlavaForConditionalGeneration.config_class.from_pretrained(base).dtype
-    if quantization or stored:
+    if quantization:
         for module in model.modules():
             if type(module).__name__ == "Linear4bit":
                 module.weight.quant_state.dtype = torch.float32

@@ -17,8 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import sort_checkpoints
 
-from ...checkpoint.files import json_or_none
-from ...checkpoint.lock import only_writer
+from ...checkpoint.files import json_or_none, only_writer
 from ...checkpoint.names import ADAPTER_CONFIG, STATE, TRAINING_RECORD
 from ...errors import Console, NotWritable, write_failure
 
