@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes batches of parsed rows, with labels on exactly the answers."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from trl.trainer.utils import pad
 from ..assembly.processing import settle
 from ..checkpoint.loading import loading
 from ..data.rows.checks import tokens_per_image
-from ..data.rows.images import ImageRules, decode_image, image_problem
+from ..data.rows.images import decode_image
 from ..data.rows.parse import BadRow, DroppedRow, DroppedRows
 from ..data.rows.reports import by_kind
 from .packing import without_padding
@@ -104,13 +103,6 @@ class ConversationCollator:
         if images := [image for images, _ in opened for image in images]:
             batch |= self.processor.image_processor(images, return_tensors="pt")
         return without_padding(batch) if self.padding_free else batch
-
-    def readable(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Rows without those of bad images, if such may be skipped."""
-        skip = self.bad_rows == "skip" or self.skippable
-        for row in rows:
-            if not skip or not image_problem(row["images"], ImageRules(), self.max_image_pixels):
-                yield row
 
     def _encoded(self, examples: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """Token ids and labels of each row, `(T,)`, with one image token for each image."""

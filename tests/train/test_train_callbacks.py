@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run measures, prints and answers, against figures found by other means; training does not notice."""
+"""What a run measures and prints, against figures found by other means; training does not notice."""
 
 import copy
 import json
@@ -10,13 +10,10 @@ import tiny
 import torch
 import training
 from documented import documented
-from PIL import Image
-from train_data import inside
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.train.callbacks.depth_probe import DYNAMICS, CosineProbe, layer_cosines
 from normalign_llava.train.callbacks.measurements import PARTS
-from normalign_llava.train.callbacks.samples import SampleCallback
 from normalign_llava.train.modules.model import base_model
 
 
@@ -45,7 +42,7 @@ def make_trainer(checkpoint, folder, rank=0, dropout=0.0, images=1, **options) -
     steps = dict(max_steps=3, gradient_accumulation_steps=2, learning_rate=1e-2, lr_scheduler_type="constant", seed=3)
     adapters = dict(use_peft=True, lora_r=rank, lora_dropout=dropout) if rank else {}
     data = training.rows(12, images=lambda number: images)
-    given = {**steps, **adapters, "sample_count": 0, **options}
+    given = {**steps, **adapters, **options}
     return training.trainer(folder, checkpoint, data, cls=Watched, **given)
 
 
@@ -179,7 +176,7 @@ def test_evaluation_does_not_count(checkpoint, tmp_path):
     assert not any("/" in name for entry in trainer.state.log_history if "eval_loss" in entry for name in entry)
 
 
-# --------------------------------------------------------------------------------- the log, the depth probe, examples
+# --------------------------------------------------------------------------------- -------- the log, the depth probe
 def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
     keys = set()
     for use_peft in (False, True):
@@ -261,67 +258,6 @@ def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):
     assert lines(tmp_path)[0] == first[0]
 
 
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    """With a head of its own: a tied one makes an untrained model repeat its last token."""
-    return training.checkpoint(tmp_path_factory.mktemp("parts"), tied=False, seed=5)
-
-
-def turn(role: str, *parts: str | None):
-    return {"role": role, "content": [{"type": "text" if part else "image", "text": part} for part in parts]}
-
-
-ONE, TWO = turn("user", None, "which colour"), turn("user", "and this", None)
-GREEN = turn("assistant", "green")
-ROWS = [
-    {"images": [inside("red")], "messages": [ONE, turn("assistant", "red")]},
-    {"images": [inside("green"), inside("blue")], "messages": [ONE, GREEN, TWO, turn("assistant", "blue")]},
-    {"images": [], "messages": [turn("user", "say yes"), turn("assistant", "yes")]},
-]
-PROMPTS = [
-    "<|im_start|>user\n<image>which colour<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>user\n<image>which colour<|im_end|>\n<|im_start|>assistant\ngreen<|im_end|>\n"
-    "<|im_start|>user\nand this<image><|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>user\nsay yes<|im_end|>\n<|im_start|>assistant\n",
-]
-
-
-def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(untied, tmp_path):
-    evaluated = dict(eval_strategy="steps", eval_steps=2, held_out=training.rows(2), max_steps=4, learning_rate=1e-3)
-    trainer = make_trainer(untied, tmp_path, rank=2, gradient_checkpointing=True, **evaluated)
-    trainer.add_callback(SampleCallback(ROWS, 8, 1000))
-    tiny.heeding(trainer.model)
-    trainer.train()
-    folder = tmp_path / "samples"
-    colours = {"images/0-0.png": "red", "images/1-0.png": "green", "images/1-1.png": "blue"}
-    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert sorted(files) == [*colours, "step-2.json", "step-4.json"]
-    images = {name: Image.new("RGB", (20, 20), colour) for name, colour in colours.items()}
-    for name, image in images.items():
-        assert Image.open(folder / name).tobytes() == image.tobytes()
-    examples = json.loads((folder / "step-4.json").read_text(encoding="utf-8"))
-    assert [example["images"] for example in examples] == [[*colours][:1], [*colours][1:], []]
-    assert [example["truth"] for example in examples] == ["red", "blue", "yes"]
-    many = "user: which colour\nassistant: green\nuser: and this"
-    assert [example["question"] for example in examples] == ["which colour", many, "say yes"]
-    for prompt, example in zip(PROMPTS, examples, strict=True):
-        assert example["answer"] == decoded(trainer, prompt, [images[name] for name in example["images"]])
-    assert len({example["answer"] for example in examples}) > 1
-
-
-def decoded(trainer, prompt: str, images: list[Image.Image]) -> str:
-    """Token by token, without a cache."""
-    processor, model = trainer.processing_class, base_model(trainer.model).eval()
-    inputs = processor(text=prompt, images=images or None, return_tensors="pt")
-    ids, pixels = inputs["input_ids"], inputs.get("pixel_values")
-    start = ids.shape[1]
-    while ids.shape[1] < start + 8 and ids[0, -1] != processor.tokenizer.eos_token_id:
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels).logits
-        ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return processor.tokenizer.decode(ids[0, start:], skip_special_tokens=True).strip()
-
-
 def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_path):
     runs = []
     for measure in (False, True):
@@ -335,10 +271,9 @@ def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_p
         else:
             batch = trainer.data_collator(list(trainer.train_dataset.select(range(2))))
             trainer.add_callback(CosineProbe((0, 1, 2), batch))
-            trainer.add_callback(SampleCallback(training.rows(2), 8, 1000))
         trainer.train()
         runs.append((trainer.model.state_dict(), [entry["loss"] for entry in logs(trainer)]))
-    assert (tmp_path / "samples").exists() and (tmp_path / "dynamics.jsonl").exists()
+    assert (tmp_path / DYNAMICS).exists()
     (plain, losses), (watched, same_losses) = runs
     assert losses == same_losses
     training.assert_equal(watched, plain)

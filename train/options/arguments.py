@@ -68,14 +68,14 @@ WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 """Schedules of transformers that ignore `warmup_steps`."""
 
 LEAST = dict.fromkeys(("per_device_train_batch_size", "global_batch_size", "probe_rows"), 1)
-LEAST |= dict.fromkeys(("sample_count", "seed", "data_seed", "dataloader_num_workers", "max_grad_norm"), 0)
+LEAST |= dict.fromkeys(("seed", "data_seed", "dataloader_num_workers", "max_grad_norm"), 0)
 LEAST |= {"dataset_num_proc": 1, "max_length": 1, "warmup_steps": 0}
 """The least value of options of numbers."""
 
 
 @dataclass
 class NormAlignConfig(TrainingOptions, SFTConfig):
-    """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module, samples and probes.
+    """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module and probes.
 
     Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns alone. Unless `bf16` or
     `fp16` is given, steps are in bfloat16 where this machine is fast in it ([`half_precision_pays`]), or in float16 on
