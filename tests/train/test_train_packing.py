@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -83,17 +84,11 @@ def test_flex_attention_keeps_rows_apart(checkpoint):
 LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
 
 
-def sampler(count=43, *, rank=0, processes=1, rows_per_pass=2, accumulation=2, drop_last=False) -> BalancedSampler:
-    return BalancedSampler(
-        SeedableRandomSampler(range(count), data_seed=5),
-        LENGTHS[:count],
-        rows_per_step=rows_per_pass * accumulation * processes,
-        rows_per_pass=rows_per_pass,
-        accumulation=accumulation,
-        processes=processes,
-        rank=rank,
-        drop_last=drop_last,
-    )
+def sampler(count, rank=0, processes=1, drop_last=False) -> BalancedSampler:
+    """Two passes of two rows without packing."""
+    args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=2, dataloader_drop_last=drop_last)
+    args.world_size, args.process_index = processes, rank
+    return BalancedSampler(SeedableRandomSampler(range(count), data_seed=5), LENGTHS[:count], args)
 
 
 def test_rows_go_longest_first_to_the_pass_with_the_fewest_tokens():
@@ -113,26 +108,23 @@ def test_passes_differ_by_no_more_than_the_longest_row(passes):
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("count", [5, 24, 41, 43])
 def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, processes, drop_last):
-    rows_per_pass = accumulation = 2
     for epoch in (0, 1):
-        given, packed = [], []
+        padded, packed = [], []
         for rank in range(processes):
             order = SeedableRandomSampler(range(count), data_seed=5)
             order.set_epoch(epoch)
-            batches = BatchSampler(order, rows_per_pass, drop_last)
-            given.append(list(BatchSamplerShard(batches, processes, rank) if processes > 1 else batches))
-            balanced_sampler = sampler(count, rank=rank, processes=processes, drop_last=drop_last)
-            balanced_sampler.set_epoch(epoch)
-            packed.append(list(balanced_sampler))
-            assert len(packed[-1]) == len(balanced_sampler)
-        assert len({len(passes) for passes in packed}) == 1
-        assert [len(passes) for passes in packed] == [len(batches) for batches in given]
-        for start in range(0, len(packed[0]), accumulation):
-            expected, found = (
-                sorted(row for each in which for rows in each[start : start + accumulation] for row in rows)
-                for which in (given, packed)
+            batches = BatchSampler(order, 2, drop_last)
+            padded.append(list(BatchSamplerShard(batches, processes, rank) if processes > 1 else batches))
+            passes = sampler(count, rank, processes, drop_last)
+            passes.set_epoch(epoch)
+            packed.append(list(passes))
+            assert len(packed[-1]) == len(passes) == len(padded[-1]) == len(padded[0])
+        for start in range(0, len(packed[0]), 2):
+            expected, got = (
+                sorted(row for own in which for rows in own[start : start + 2] for row in rows)
+                for which in (padded, packed)
             )
-            assert found == expected
+            assert got == expected
 
 
 # ------------------------------------------------------------------------------------------------------------ training
