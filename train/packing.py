@@ -28,16 +28,13 @@ def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
     seed = args.seed if args.data_seed is None else args.data_seed
     sampler: Sampler
     if grouped:
-        sampler = SeededLengthGroups(lengths, _rows_per_step(args), seed)
+        rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        sampler = SeededLengthGroups(lengths, rows_per_step, seed)
     elif args.train_sampling_strategy == "sequential":
         sampler = SequentialSampler(rows)
     else:  # the order that accelerate gives a run without packing
         sampler = SeedableRandomSampler(rows, data_seed=seed)
     return BalancedSampler(sampler, lengths, args) if args.packing else sampler
-
-
-def _rows_per_step(args: NormAlignConfig) -> int:
-    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 class SeededLengthGroups(LengthGroupedSampler):
@@ -59,16 +56,10 @@ class SeededLengthGroups(LengthGroupedSampler):
 
 
 def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[list[int]]:
-    """Gives each row, longest first, to the forward pass that has the fewest tokens so far.
+    """The positions of the rows of each pass: rows go, longest first, to the pass with the fewest tokens so far.
 
-    Args:
-        lengths: Tokens of each row.
-        passes: Forward passes of all processes together, at most as many as rows.
-        processes: Number of processes; divides `passes`.
-
-    Returns:
-        The positions of the rows of each pass: first a pass of every process, then the next of every process, largest
-        first. The order of processes alternates, so that the sums of tokens over a process's passes are close too.
+    First comes a pass of every process, then the next of every process, largest first. The order of processes
+    alternates, so that the sums of tokens over a process's passes are close too.
     """
     open_passes: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(passes)]
     for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
@@ -86,27 +77,17 @@ class BalancedSampler(BatchRebalanceSampler):
     """The rows of each forward pass of one process, of nearly equal tokens; a step has those without packing.
 
     It extends transformers' sampler, whose batches the Trainer takes as they are, for one process. That one has an
-    order of its own, and balances padded lengths.
+    order of its own, and balances padded lengths. The order here is that of `sampler`, the same on every process.
 
     The last step of an epoch has a multiple of `train_batch_size` rows for each process, as accelerate has it: rows
     from the start of the epoch fill it, or `dataloader_drop_last` drops its rest.
-
-    Args:
-        sampler: Gives the rows in order, the same on every process.
-        lengths: Tokens of each row.
-        args: Numbers of rows and processes.
     """
 
     def __init__(self, sampler: Sampler[int], lengths: list[int], args: NormAlignConfig):
-        super().__init__(
-            lengths,
-            _rows_per_step(args),
-            args.world_size,
-            args.gradient_accumulation_steps,
-            rank=args.process_index,
-            drop_last=args.dataloader_drop_last,
-        )
         self.sampler, self.together = sampler, args.train_batch_size * args.world_size
+        rows_per_step = self.together * args.gradient_accumulation_steps
+        places = {"rank": args.process_index, "drop_last": args.dataloader_drop_last}
+        super().__init__(lengths, rows_per_step, args.world_size, args.gradient_accumulation_steps, **places)
         self.rows_of_epoch = len(lengths)
         if self.drop_last:
             self.rows_of_epoch -= len(lengths) % self.together
@@ -134,14 +115,8 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
     """A padded batch of B rows as one sequence of their N tokens, kept apart by their position ids.
 
     transformers builds the mask of such a sequence, for every implementation of attention, from position ids that
-    start again, if no attention mask is given and the cache is off.
-
-    Args:
-        batch: `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values`, which stay as they are.
-
-    Returns:
-        `input_ids`, `labels` and `position_ids` `(1, N)`; the rest. The first label of each row is masked: the token
-        before it belongs to another row.
+    start again, if no attention mask is given and the cache is off. `input_ids`, `labels` and `position_ids` are
+    `(1, N)`. The first label of each row is masked: the token before it belongs to another row.
     """
     real = batch.pop("attention_mask").bool()
     batch["labels"][torch.arange(len(real)), real.int().argmax(1)] = -100
@@ -173,7 +148,4 @@ class PackedAttentionCheck(TrainerCallback):
         half = args.bf16 or args.fp16
         if by_place > (0.05 if half else 1e-3) or by_others > (0.01 if half else 1e-5):
             kind = model.config.get_text_config().model_type
-            raise ValueError(
-                f"padding_free cannot be used with this language model ({kind}): it does not keep the rows of one "
-                "sequence apart. Leave it out."
-            )
+            raise ValueError(f"padding_free cannot be used with a {kind}, which mixes rows. Leave it out.")

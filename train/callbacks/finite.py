@@ -43,9 +43,7 @@ class FiniteCheck(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if damaged := weights_not_finite(model):
-            raise FloatingPointError(
-                f"{len(damaged)} tensors of the model are not finite, first {damaged[0]}. Train another checkpoint."
-            )
+            raise FloatingPointError(f"{damaged[0]} of the model is not finite. Train another checkpoint.")
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Forgets the step before, also one that was never taken."""

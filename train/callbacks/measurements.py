@@ -24,11 +24,8 @@ PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
 class Measurements(TrainerCallback):
     """Measures the modules at the steps that are logged; at others it costs next to nothing.
 
-    docs/options.md lists what is logged. The trainer passes in the norm that it clips by, and adds what
-    [`~Measurements.collect`] returns to its logs: sums over all micro-batches and processes of the step.
-
-    A part that is frozen has no entry. DeepSpeed keeps the gradients to itself. The steps measured are those of
-    `logging_steps` and `logging_first_step`; `logging_strategy="epoch"` has none.
+    docs/options.md lists what is logged: sums over all micro-batches and processes of the step. A part that is
+    frozen has no entry. DeepSpeed keeps the gradients to itself. `logging_strategy="epoch"` has no such steps.
     """
 
     def __init__(self, args: TrainingArguments):
@@ -42,7 +39,7 @@ class Measurements(TrainerCallback):
         self._norms: dict[str, Tensor] = {}  # the sum of norms, and their number
 
     def after_clip(self, total_norm: Tensor | float | None) -> None:
-        """Takes the norm of all gradients before clipping, without waiting for the device; DeepSpeed has None."""
+        """Takes the norm of all gradients before clipping, without waiting for the device; None is DeepSpeed's."""
         if total_norm is None or not self.max_grad_norm:
             return
         norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
@@ -50,10 +47,7 @@ class Measurements(TrainerCallback):
         self._clipped.append(self._divisor > 1)
 
     def collect(self) -> dict[str, float]:
-        """What was measured since the last call; empty if the step is not a logged one.
-
-        Every process must call it at the same step: it sums over processes.
-        """
+        """What was measured since the last call, if the step is a logged one, over all processes, which all call."""
         if not self._measuring:
             return {}
         self._measuring = False

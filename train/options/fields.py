@@ -129,6 +129,7 @@ class ModelOptions:
     load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits: frozen, or under adapters.")
     load_in_8bit: bool = option(False, "Quantize the language model's layers to 8 bits.")
     use_bnb_nested_quant: bool = option(True, "Whether to quantize the constants of 4-bit quantization too.")
+    bnb_4bit_quant_storage: str | None = refused(None, "it is for FSDP, under which 4 bits are not tested here")
 
 
 def names_in(text: str) -> list[str]:
