@@ -86,9 +86,8 @@ class BalancedSampler(BatchRebalanceSampler):
     def __init__(self, sampler: Sampler[int], lengths: list[int], args: NormAlignConfig):
         self.sampler, self.together = sampler, args.train_batch_size * args.world_size
         rows_per_step = self.together * args.gradient_accumulation_steps
-        places = {"rank": args.process_index, "drop_last": args.dataloader_drop_last}
-        super().__init__(lengths, rows_per_step, args.world_size, args.gradient_accumulation_steps, **places)
-        self.rows_of_epoch = len(lengths)
+        super().__init__(lengths, rows_per_step, args.world_size, args.gradient_accumulation_steps)
+        self.rank, self.drop_last, self.rows_of_epoch = args.process_index, args.dataloader_drop_last, len(lengths)
         if self.drop_last:
             self.rows_of_epoch -= len(lengths) % self.together
         elif self.dp_size > 1:

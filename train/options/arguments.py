@@ -113,6 +113,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             self.deepspeed_plugin.set_deepspeed_weakref()  # under ZeRO-3, models are loaded in its precision
         # The filter hides steps that are not finite from the log, and waits for the device at every batch.
         self.logging_nan_inf_filter = self.bad_steps == "skip"
+        self.hub_token = (self.hub_token or "").strip() or None  # a block of YAML ends in a line break
 
     def _choose_precision(self) -> None:
         configured = os.environ.get("ACCELERATE_MIXED_PRECISION")  # in accelerate's configuration
