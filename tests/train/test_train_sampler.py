@@ -8,7 +8,6 @@ import pytest
 import torch
 import train_data
 from accelerate import Accelerator, skip_first_batches
-from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from train_data import answers, llava, read, write_json
 
@@ -28,40 +27,17 @@ def processor():
 LENGTHS = np.random.default_rng(0).integers(10, 2000, 1003).tolist()
 
 
-def sampler(seed=0, rows=1003) -> SeededLengthGroups:
-    return SeededLengthGroups(LENGTHS[:rows], 8, seed)
-
-
 def test_the_order_follows_from_seed_and_epoch():
-    one, orders = sampler(seed=3), []
+    one, orders = SeededLengthGroups(LENGTHS, 8, seed=3), []
     for epoch in (0, 1, 0):
         one.set_epoch(epoch)
         orders.append(list(one))
         torch.rand(1)  # as dropout does
     first, second, again = orders
-    assert first == again == list(one) == list(sampler(seed=3)) and first != second != list(sampler(seed=5)) != first
+    assert first == again == list(one) != second and list(SeededLengthGroups(LENGTHS, 8, seed=5)) not in orders
     assert sorted(first) == sorted(second) == list(range(1003))
     spread = np.mean([np.ptp(np.take(LENGTHS, first[start : start + 8])) for start in range(0, 1000, 8)])
     assert spread < 0.1 * np.ptp(LENGTHS)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_two_processes_share_an_optimizer_step(index):
-    """Of each group of 8 rows, 2 processes with 2 rows in a batch get 2 batches each."""
-
-    def prepared():
-        loader = DataLoader(list(range(40)), batch_size=2, sampler=sampler(rows=40), collate_fn=torch.tensor)
-        return prepare_data_loader(loader, num_processes=2, process_index=index, put_on_device=False)
-
-    loader, expected = prepared(), sampler(rows=40)
-    for epoch in range(2):
-        expected.set_epoch(epoch)
-        order = list(expected)
-        batches = [order[start : start + 2] for start in range(2 * index, 40, 4)]
-        assert [batch.tolist() for batch in loader] == batches
-    resumed = prepared()
-    resumed.set_epoch(1)
-    assert [batch.tolist() for batch in skip_first_batches(resumed, 3)] == batches[3:]
 
 
 # ----------------------------------------------------------------------------------------------------------- mixtures
