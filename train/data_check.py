@@ -43,7 +43,7 @@ class DataCheck:
         for form, count in sorted(report.forms.items(), key=lambda form: -form[1]):
             table.add_row(f"of the form {form}", f"{count:,}")
         table.add_row("images in the others", f"{report.images or 0:,}")
-        lengths = "give a checkpoint with --model to count tokens"
+        lengths = "give a checkpoint with --model to count tokens" if report.valid else "none"
         if self.example:
             lengths = f"{report.shortest:,} to {report.longest:,} tokens, median {report.median:,.0f}"
         table.add_row("lengths", lengths)
