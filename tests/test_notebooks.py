@@ -73,7 +73,7 @@ def test_a_model_is_built_trained_merged_compared_published_and_asked(run, hub, 
     small = dict(VISION=vision, LANGUAGE=language, DRAWN={"train": 4, "test": 2}, STEPS=1, BATCH=2)
     variables = {"HF_TOKEN": hub.token("ann")}
     cells = run("finetune", variables, **small, REPO_ID="ann/m", CHECK_LOADING=False)
-    check_figures(cells, "images", "curves", "answers")
+    check_figures(cells, "images", "curves")
     tables = [shown(cells[name], "text/html") for name in ("build", "recipe", "merge", "compare")]
     assert all("<pre" in "".join(table) for table in tables)
     assert "".join(output.text for output in cells["chat"] if output.get("name") == "stdout")

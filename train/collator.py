@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes batches of parsed rows, with labels on exactly the answers."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,8 @@ from trl.trainer.utils import pad
 from ..assembly.processing import settle
 from ..checkpoint.untrusted import loading
 from ..data.rows.checks import tokens_per_image
-from ..data.rows.images import ImageRules, decode_image, image_problem
+from ..data.rows.images import decode_image
 from ..data.rows.parse import BadRow, DroppedRow, DroppedRows
-from ..data.rows.reports import by_kind
 from .packing import without_padding
 
 
@@ -40,18 +39,12 @@ class ConversationCollator:
     the answers are labelled: in the text, hundreds would be tokenized.
 
     Args:
-        processor: The processor; its chat template must have generation marks. It is settled, see [`settle`].
-        pad_to_multiple_of: The length of a batch is a multiple of this.
+        processor: Its chat template must have generation marks. It is settled, see [`settle`].
+        pad_to_multiple_of, padding_free: As in `SFTConfig`; without padding, see [`without_padding`].
         max_image_pixels: Images with more pixels are bad.
-        bad_rows: `"stop"` raises at a bad image, `"skip"` records the row in `dropped_rows`; a share, or None for the
-            default, skips as many rows as `skippable`, see [`prepare_rows`].
-        dropped_rows: Where rows with bad images are recorded.
-        padding_free: Rows one after another in one sequence, as [`without_padding`] makes them.
-        skippable: Rows that a process may skip.
-        share: The share of its rows that it may skip, if that is more.
-
-    Raises:
-        ValueError: The chat template marks no answer; when called, a bad image and its row.
+        bad_rows: `"stop"` raises ValueError at a bad image, `"skip"` records the row in `dropped_rows`; a share, or
+            None for the default, skips as many rows as `skippable`, see [`prepare_rows`].
+        skippable, share: Rows that a process may skip, and the share of its rows, if that is more.
     """
 
     processor: LlavaProcessor
@@ -64,7 +57,7 @@ class ConversationCollator:
     share: float = 0.0
 
     def __post_init__(self):
-        self._skipped: dict[tuple[str, int], DroppedRow] = {}
+        self._skipped: set[tuple[str, int]] = set()
         self._rows = 0
         settle(self.processor)
         self._tokens_per_image = tokens_per_image(self.processor)
@@ -77,12 +70,7 @@ class ConversationCollator:
             )
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """A batch of B parsed rows, padded on the right to T tokens.
-
-        Returns:
-            `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
-            With `padding_free`, what [`without_padding`] returns.
-        """
+        """A batch of rows, padded on the right: ids, mask and labels `(rows, tokens)`, and `pixel_values`."""
         self._rows += len(examples)
         opened = [self._images(example) for example in examples]
         rows = []
@@ -92,25 +80,15 @@ class ConversationCollator:
             repeats = np.where(ids.numpy() == self.processor.image_token_id, self._tokens_per_image, 1)
             rows.append([torch.from_numpy(np.repeat(row.numpy(), repeats)) for row in (ids, labels)])
         all_ids, all_labels = zip(*rows, strict=True)
-        padding = {
-            "input_ids": (all_ids, self.processor.tokenizer.pad_token_id),
-            "attention_mask": ([torch.ones_like(ids) for ids in all_ids], 0),
-            "labels": (all_labels, _IGNORED),
-        }
+        padded = partial(pad, pad_to_multiple_of=self.pad_to_multiple_of)
         batch = {
-            name: pad(tensors, value, pad_to_multiple_of=self.pad_to_multiple_of)
-            for name, (tensors, value) in padding.items()
+            "input_ids": padded(all_ids, self.processor.tokenizer.pad_token_id),
+            "attention_mask": padded([torch.ones_like(ids) for ids in all_ids], 0),
+            "labels": padded(all_labels, _IGNORED),
         }
         if images := [image for images, _ in opened for image in images]:
             batch |= self.processor.image_processor(images, return_tensors="pt")
         return without_padding(batch) if self.padding_free else batch
-
-    def readable(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Rows without those of bad images, if such may be skipped."""
-        skip = self.bad_rows == "skip" or self.skippable
-        for row in rows:
-            if not skip or not image_problem(row["images"], ImageRules(), self.max_image_pixels):
-                yield row
 
     def _encoded(self, examples: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """Token ids and labels of each row, `(T,)`, with one image token for each image."""
@@ -132,15 +110,10 @@ class ConversationCollator:
                 images.append(decode_image(image, self.max_image_pixels))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
-                skipped = list(self._skipped.values())
-                self._skipped[dropped.source, dropped.row] = dropped
+                self._skipped.add((dropped.source, dropped.row))
                 if self.bad_rows != "skip" and len(self._skipped) > max(self.skippable, self.share * self._rows):
-                    lines = ["This process skipped as many rows before as it may:", *by_kind(skipped, 5), ""]
-                    before = "\n".join(lines) if skipped else ""
-                    raise BadRow(
-                        f"{dropped}. {before}Fix it, or skip such rows with --bad_rows skip; --check_images finds all "
-                        "of data in memory before the first step."
-                    ) from error
+                    count = f"This process met {len(self._skipped)} bad row(s)."
+                    raise BadRow(f"{dropped}. {count} Fix it, or skip such rows with --bad_rows skip.") from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))
@@ -149,7 +122,8 @@ class ConversationCollator:
 
     def _remove_labels(self, labels: Tensor, example: dict[str, Any], bad: bool) -> None:
         """Removes labels that are not to be learned from one row `(T,)`, in place."""
-        spans, learned = _spans(labels), example["learned"]
+        edges = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int().diff().nonzero().flatten().tolist()
+        spans, learned = list(zip(edges[::2], edges[1::2], strict=True)), example["learned"]
         if all(learned):
             learned = [True] * len(spans)  # however many a template marks
         elif len(spans) != len(learned):
@@ -182,9 +156,3 @@ def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for message in example["messages"]
     ]
-
-
-def _spans(labels: Tensor) -> list[tuple[int, int]]:
-    """Start and stop of each run of labels."""
-    edges = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int().diff().nonzero().flatten().tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -8,14 +8,11 @@ import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import fields
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 
 from ..data.sources.arguments import DataArguments
@@ -23,17 +20,12 @@ from ..errors import Terminated, check_installed
 from .options.fields import ModelOptions, TrainingOptions
 
 
-RECIPES, CONFIGS = files(__package__) / "recipes", files(__package__) / "accelerate_configs"
+RECIPES, CONFIGS = (Path(__file__).parent / name for name in ("recipes", "accelerate_configs"))
 USAGE = "normalign train RECIPE [--option value ...]"
-OPTIONS = (DataArguments, TrainingOptions, ModelOptions)
-"""The dataclasses that are known before TRL is imported."""
 NO_MODEL = "Make it with `normalign build` or the stage before, or name another with --model_name_or_path."
 
-PACKAGES = {
-    "load_in_4bit": ("bitsandbytes", "qlora"),
-    "load_in_8bit": ("bitsandbytes", "qlora"),
-    "deepspeed": ("deepspeed", "deepspeed"),
-}
+PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit"), ("bitsandbytes", "qlora"))
+PACKAGES |= {"deepspeed": ("deepspeed", "deepspeed")}
 """Options that need a package, and the extra that has it."""
 
 SHOWN = {
@@ -51,22 +43,22 @@ SHOWN = {
 
 def show_help() -> None:
     """Prints the usage, the package's recipes and `SHOWN`."""
-    texts = {field.name: field.metadata["help"] for options in OPTIONS for field in fields(options)}
+    known = (*fields(DataArguments), *fields(TrainingOptions), *fields(ModelOptions))
+    texts = {field.name: field.metadata["help"] for field in known}
     texts["accelerate_config"] = "ddp, fsdp2, zero2, zero3, or a file that accelerate reads."
     texts["num_processes"] = "How many, one for each GPU. Default: what the file says."
     console = Console(highlight=False)
     console.print(f"\nUsage: {USAGE}\n", markup=False)
     console.print(
         "Train a checkpoint. RECIPE is a YAML file of options, or the name of one that comes with the package: "
-        f"{', '.join(sorted(own_files(RECIPES)))}. It may be left out. Options override it.\n"
+        f"{names_of_files(RECIPES)}. It may be left out. Options override it.\n"
     )
+    table = Table.grid(padding=(0, 2))
     for group, names in SHOWN.items():
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold cyan", no_wrap=True)
+        table.add_row(f"[bold]{group}[/]")
         for name in names:
-            table.add_row(f"--{name}", texts[name])
-        console.print(Panel(table, title=group, title_align="left", border_style="dim"))
-    console.print("`normalign train --help-all` lists every option, those of TRL's SFTConfig included.")
+            table.add_row(f"  --{name}", texts[name])
+    console.print(table, "\n`normalign train --help-all` lists every option, those of TRL's SFTConfig included.")
 
 
 def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: bool) -> str:
@@ -99,10 +91,7 @@ def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     known, _ = parser.parse_known_args(words)
     if known.hub_token:
-        raise ValueError(
-            "Everybody on this machine can read a command line, so --hub_token cannot be given there. Log in with "
-            "`hf auth login`, or set HF_TOKEN."
-        )
+        raise ValueError("Everybody on this machine can read a command line. Set HF_TOKEN in place of --hub_token.")
     options = recipe | {name: value for name, value in vars(known).items() if value is not None}
     for name, (package, extra) in PACKAGES.items():
         if str(options.get(name)).lower() not in ("none", "false"):
@@ -111,20 +100,17 @@ def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
 
 
-def recipe_file(recipe: str | os.PathLike, folder: Traversable = RECIPES) -> Path:
+def recipe_file(recipe: str | os.PathLike, folder: Path = RECIPES) -> Path:
     """The file of a recipe, or of others in a `folder` of the package: the path itself, or the one of that name."""
-    if Path(recipe).is_file():
-        return Path(recipe)
-    files = own_files(folder)
-    if str(recipe) not in files:
-        names = ", ".join(sorted(files))
-        raise ValueError(f"There is no file {recipe}, and none of that name in the package: {names}.")
-    return files[str(recipe)]
+    for file in (Path(recipe), folder / f"{recipe}.yaml"):
+        if file.is_file():
+            return file
+    raise ValueError(f"There is no file {recipe}, and none of that name in the package: {names_of_files(folder)}.")
 
 
-def own_files(folder: Traversable) -> dict[str, Path]:
-    """The files in a folder of the package, by name."""
-    return {Path(entry.name).stem: Path(str(entry)) for entry in folder.iterdir()}
+def names_of_files(folder: Path) -> str:
+    """The names by which [`recipe_file`] finds the files in a folder."""
+    return ", ".join(sorted(file.stem for file in folder.iterdir()))
 
 
 def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
@@ -147,8 +133,8 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    number = [] if processes is None else ["--num_processes", str(processes)]
-    words = ["--quiet", "--config_file", str(file), *number, "-m", "normalign_llava.train", *arguments]
+    words = ["--quiet", "--config_file", str(file), *([f"--num_processes={processes}"] if processes else [])]
+    words += ["-m", "normalign_llava.train", *arguments]
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # of ended processes
     try:
         launch_command(launch_command_parser().parse_args(words))

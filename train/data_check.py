@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks data as training does, without a model's weights: `normalign data`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,35 +22,29 @@ from .modules.load import check_architecture
 
 @dataclass
 class DataCheck:
-    """What is in a data set.
+    """What is in a data set: counts of its rows, and the reasons why some cannot be trained on.
 
-    Attributes:
-        report: Counts of its rows.
-        counts_tokens: Whether a checkpoint was given, without which rows have no lengths.
-        faults: The reasons, with the first row and the number of rows; empty if all is well.
-        example: Text of a valid row in pieces that are learned or not; empty without a checkpoint.
-        stops: Whether training would stop at a fault; it skips a few bad rows of large data.
+    `stops` is whether training would stop at them; it skips a few bad rows of large data. With a checkpoint there is
+    an example: the text of a row, in pieces that are learned or not.
     """
 
     report: SourceReport
-    counts_tokens: bool
-    faults: list[str] = field(default_factory=list)
-    example: list[tuple[str, bool]] = field(default_factory=list)
-    stops: bool = False
+    faults: list[str]
+    stops: bool
+    example: list[tuple[str, bool]]
 
     def table(self, name: str) -> Table:
-        """The counts of rows, files, forms, images and tokens."""
         report, table = self.report, Table(title=name, show_header=False)
         table.add_row("rows", f"{report.found:,}")
         for file, count in report.files.items():
             table.add_row(f"in {Path(file).name}", f"{count:,}")
-        skipped = ", which training skips by default" * bool(report.bad and not self.stops)
+        skipped = ", which training skips by default" if report.bad and not self.stops else ""
         table.add_row("that cannot be trained on", f"{report.bad:,}{skipped}")
         for form, count in sorted(report.forms.items(), key=lambda form: -form[1]):
             table.add_row(f"of the form {form}", f"{count:,}")
         table.add_row("images in the others", f"{report.images or 0:,}")
-        lengths = "none" if self.counts_tokens else "give a checkpoint with --model to count tokens"
-        if self.counts_tokens and report.longest:
+        lengths = "give a checkpoint with --model to count tokens" if report.valid else "none"
+        if self.example:
             lengths = f"{report.shortest:,} to {report.longest:,} tokens, median {report.median:,.0f}"
         table.add_row("lengths", lengths)
         for title, text in not_read(report.left_out, report.changed).items():
@@ -86,23 +80,21 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
     rows = all_rows(opened, 0, checks)
     valid = check_rows(rows, reader, opened, checks, report)
     count_contents(rows, valid, report)
-    check = DataCheck(report, collator is not None)
-    share = share_of_bad_rows(None, opened, len(rows))
-    check.stops = len(report.dropped) > share * len(rows)
+    faults, example, share = list[str](), list[tuple[str, bool]](), share_of_bad_rows(None, opened, len(rows))
+    stops = len(report.dropped) > share * len(rows)
     if report.bad:
-        passed = share if check.stops else 0.0
-        message = bad_rows_message(opened, report.dropped, len(rows), shown=None, share=passed)
-        check.faults.append(message)
+        shown = share if stops else 0.0
+        faults.append(bad_rows_message(opened, report.dropped, len(rows), shown=None, share=shown))
     try:
         check_images_are_read(opened.name, len(valid), report.images or 0, report.unread)
     except ValueError as error:
-        check.faults.append(str(error))
-        check.stops = True
+        faults.append(str(error))
+        stops = True
     warn_of_captions(opened.name, report.forms)
     if collator and len(valid):
         first = next((number for number, count in enumerate(valid["image_count"]) if count), 0)
-        check.example = _pieces(collator, rows_on_access(valid, reader)[first])
-    return check
+        example = _pieces(collator, rows_on_access(valid, reader)[first])
+    return DataCheck(report, faults, stops, example)
 
 
 def _pieces(collator: ConversationCollator, row: dict[str, Any]) -> list[tuple[str, bool]]:

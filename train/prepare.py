@@ -306,7 +306,7 @@ def normalign_config(
     options = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
     if not options.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
         logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
-    options |= {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
+    options |= {"assistant_only_loss": True, "remove_unused_columns": False}
     if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
         options["hub_strategy"] = HubStrategy.END
     return NormAlignConfig(**options)

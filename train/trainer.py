@@ -204,19 +204,13 @@ class NormAlignTrainer(SFTTrainer):
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
     def _add_callbacks(self) -> None:
-        """Adds what checks steps, prints lines, answers held-out rows and records cosines."""
+        """Adds what checks steps, prints lines and records cosines."""
         args = self.args
         self.finite = FiniteCheck(args)
         self.add_callback(self.finite)
         if args.padding_free:
             self.add_callback(PackedAttentionCheck)
         show_lines(self)
-        if self.eval_dataset is not None and args.sample_count != 0:
-            from .callbacks.samples import held_out_samples
-
-            sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
-            if samples := held_out_samples(self.eval_dataset, self.data_collator, args, sharded):
-                self.add_callback(samples)
         if args.probe_steps:
             from .callbacks.depth_probe import CosineProbe  # late: few runs have one
 

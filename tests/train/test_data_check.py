@@ -16,46 +16,41 @@ from normalign_llava.train.data_check import check_data
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.fixture
-def model(checkpoint):
-    return str(checkpoint)
-
-
 def command(*words):
     return CliRunner().invoke(app, ["data", *map(str, words)], env={"COLUMNS": "200"})
 
 
-def test_counts_and_lengths_are_those_of_training(tmp_path, model):
+def test_counts_and_lengths_are_those_of_training(tmp_path, checkpoint):
     path = write_json(tmp_path, mixed_rows())
-    check = check_data(DataSource(str(path)), model)
-    trained = read(path, open_checkpoint(model).processor)
+    check = check_data(DataSource(str(path)), str(checkpoint))
+    trained = read(path, open_checkpoint(checkpoint).processor)
     (report,) = trained.report.sources
     report.skippable = 0  # of training alone
     assert check.report == report and report.found == 5 and check.faults == []
 
 
-def test_the_marked_text_is_what_the_collator_labels(tmp_path, model):
+def test_the_marked_text_is_what_the_collator_labels(tmp_path, checkpoint):
     rows = [llava("No image.", "None."), {"image": "red.png", "prompt": "Which?", "completion": "A red one. "}]
     path = write_json(tmp_path, rows)
-    processor = open_checkpoint(model).processor
+    processor = open_checkpoint(checkpoint).processor
     data = read(path, processor).train
     batch = ConversationCollator(processor)([data[1]])
     learned = processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0])
-    pieces = check_data(DataSource(str(path)), model).example
+    pieces = check_data(DataSource(str(path)), str(checkpoint)).example
     assert [text for text, is_learned in pieces if is_learned] == [learned] and "A red one." in learned
     images = int((batch["input_ids"] == processor.image_token_id).sum())
     assert (f"{processor.image_token} x {images}", False) in pieces
-    shown = command(path, "--model", model)
+    shown = command(path, "--model", checkpoint)
     assert shown.exit_code == 0 and f"[[{learned}]]" in shown.output and "Which?" in shown.output
 
 
-def test_every_fault_comes_at_once(tmp_path, model):
+def test_every_fault_comes_at_once(tmp_path, checkpoint):
     rows = [llava("Q", ""), llava("<image>Q", "A"), llava("<image>Q", "A", "none.png"), {"a": 1}, "no row"]
     rows += [llava("<image>Q", "A", "/etc/passwd"), {"messages": "Q"}, llava("Q", ""), llava("Q", "<|im_end|>")]
     rows += [{"question": "Q", "answer": {"a": 5}}, {"question": "Q", "answer": {"a": 6}}]
     path = write_json(tmp_path, rows)
     (tmp_path / "broken.png").write_bytes(image_bytes()[:40])
-    found = command(path, "--model", model)
+    found = command(path, "--model", checkpoint)
     assert found.exit_code == 1
     assert all(f"data.json, row {number}" in found.output for number in (0, 1, 2, 3, 4, 5, 6, 8, 9))
     assert "got {'a': 5} (2 rows)" in found.output and "no visible character (2 rows)" in found.output

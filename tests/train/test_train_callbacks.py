@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run measures, prints and answers, against figures found by other means; training does not notice."""
+"""What a run measures and prints, against figures found by other means; training does not notice."""
 
 import copy
 import json
@@ -10,13 +10,10 @@ import tiny
 import torch
 import training
 from documented import documented
-from PIL import Image
-from train_data import inside
 
 from normalign_llava import NormAlignTrainer
-from normalign_llava.train.callbacks.depth_probe import DYNAMICS, CosineProbe, layer_cosines
+from normalign_llava.train.callbacks.depth_probe import DYNAMICS, layer_cosines
 from normalign_llava.train.callbacks.measurements import PARTS
-from normalign_llava.train.callbacks.samples import SampleCallback
 from normalign_llava.train.modules.model import base_model
 
 
@@ -45,8 +42,7 @@ def make_trainer(checkpoint, folder, rank=0, dropout=0.0, images=1, **options) -
     steps = dict(max_steps=3, gradient_accumulation_steps=2, learning_rate=1e-2, lr_scheduler_type="constant", seed=3)
     adapters = dict(use_peft=True, lora_r=rank, lora_dropout=dropout) if rank else {}
     data = training.rows(12, images=lambda number: images)
-    given = {**steps, **adapters, "sample_count": 0, **options}
-    return training.trainer(folder, checkpoint, data, cls=Watched, **given)
+    return training.trainer(folder, checkpoint, data, cls=Watched, **{**steps, **adapters, **options})
 
 
 def logs(trainer) -> list[dict]:
@@ -56,22 +52,11 @@ def logs(trainer) -> list[dict]:
 # -------------------------------------------------------------------------------------------------------- measurements
 def part_of(name: str) -> str:
     """By hand, and stricter than what is tested: the names are spelled out."""
-    name = name.removeprefix("base_model.model.")
-    if name.startswith("model.vision_tower."):
-        return "vision_tower"
-    if name.startswith("model.multi_modal_projector."):
-        name = name.removeprefix("model.multi_modal_projector.").replace("modules_to_save.default.", "")
-        return {"norm.weight": "gain", "norm.bias": "bias"}.get(name, "projector")
-    assert name.startswith("model.language_model.")
-    return "language_model"
-
-
-def trained(model) -> dict[str, dict[str, torch.Tensor]]:
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameters.setdefault(part_of(name), {})[name] = parameter
-    return parameters
+    module, _, rest = name.removeprefix("base_model.model.").removeprefix("model.").partition(".")
+    if module == "multi_modal_projector":
+        own = rest.replace("modules_to_save.default.", "")
+        return {"norm.weight": "gain", "norm.bias": "bias"}.get(own, "projector")
+    return module
 
 
 @pytest.fixture(scope="module", params=[(0, 0.1), (2, 0.0)], ids=["full", "adapters"])
@@ -85,12 +70,11 @@ def step(request, checkpoint, tmp_path_factory):
 
 
 def test_token_norms_are_those_of_the_decoders_input_over_all_micro_batches(step):
-    trainer = step
-    model = copy.deepcopy(base_model(trainer.start)).double().eval()
+    model = copy.deepcopy(base_model(step.start)).double().eval()
     image = model.config.image_token_id
     norms = {"visual": [], "text": []}
-    assert len(trainer.batches) == 2 and any((batch["attention_mask"] == 0).any() for batch in trainer.batches)
-    for batch in trainer.batches:
+    assert len(step.batches) == 2 and any((batch["attention_mask"] == 0).any() for batch in step.batches)
+    for batch in step.batches:
         with torch.no_grad():
             states = model.get_input_embeddings()(batch["input_ids"])
             pixels = batch["pixel_values"].double()
@@ -102,36 +86,34 @@ def test_token_norms_are_those_of_the_decoders_input_over_all_micro_batches(step
                 norms["visual" if number == image else "text"].append(math.sqrt(sum(v * v for v in token)))
     expected = {f"norm/{kind}": sum(values) / len(values) for kind, values in norms.items()}
     assert abs(expected["norm/visual"] - expected["norm/text"]) > 1e-3
-    assert {key: logs(trainer)[0][key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert {key: logs(step)[0][key] for key in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_gradient_norms_are_those_before_clipping(step):
-    trainer = step
-    model = copy.deepcopy(trainer.start).double().train()
+    model = copy.deepcopy(step.start).double().train()
     for module in model.modules():
         module._forward_pre_hooks.clear()  # inputs of a projector beside adapters become float32
     # TRL's forward is a closure over the model it was made for, so the copy's is the class's own.
     del base_model(model).forward
-    count = sum((batch["labels"] != -100).sum() for batch in trainer.batches)
-    for batch in trainer.batches:
+    count = sum((batch["labels"] != -100).sum() for batch in step.batches)
+    for batch in step.batches:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         logits = base_model(model)(**inputs, pixel_values=batch["pixel_values"].double()).logits[:, :-1]
         losses = torch.nn.functional.cross_entropy(logits.mT, batch["labels"][:, 1:], reduction="sum")
         (losses / count).backward()
-    expected = {}
-    for part, parameters in trained(model).items():
-        gradients = [p.grad.flatten() for p in parameters.values() if p.grad is not None]
-        expected[part] = torch.cat(gradients).norm().item()
-    assert set(expected) == set(PARTS) - ({"vision_tower"} if not trainer.learning_rates["vision"] else set())
-    entry = logs(trainer)[0]
-    found = {key.removeprefix("grad_norm/"): value for key, value in entry.items() if key.startswith("grad_norm/")}
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert math.hypot(*found.values()) == pytest.approx(entry["grad_norm"], rel=1e-5)
+    squares = dict.fromkeys(PARTS if step.learning_rates["vision"] else PARTS[1:], 0.0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.grad is not None:
+            squares[part_of(name)] += parameter.grad.square().sum().item()
+    expected = {f"grad_norm/{part}": math.sqrt(square) for part, square in squares.items()}
+    expected["grad_norm"] = math.sqrt(sum(squares.values()))
+    entry = logs(step)[0]
+    assert {key: entry[key] for key in entry if key.startswith("grad_norm")} == pytest.approx(expected, rel=1e-4)
 
 
 def test_clip_share_counts_the_steps_since_the_last_log(checkpoint, tmp_path):
-    trainer = make_trainer(checkpoint, tmp_path, max_steps=6, logging_steps=3, learning_rate=1e-4)
-    trainer.measurements.max_grad_norm = trainer.args.max_grad_norm = 3.23
+    options = dict(max_steps=6, logging_steps=3, learning_rate=1e-4, max_grad_norm=3.23)
+    trainer = make_trainer(checkpoint, tmp_path, **options)
     trainer.train()
     assert len(trainer.totals) == 6
     for entry, totals in zip(logs(trainer), (trainer.totals[:3], trainer.totals[3:]), strict=True):
@@ -171,15 +153,14 @@ def test_frozen_parts_and_absent_images_have_no_entry(checkpoint, tmp_path):
 
 def test_evaluation_does_not_count(checkpoint, tmp_path):
     entries = []
-    for kwargs in ({}, {"eval_strategy": "steps", "eval_steps": 1, "held_out": training.rows(4)}):
-        trainer = make_trainer(checkpoint, tmp_path, **kwargs)
+    for options in ({}, {"eval_strategy": "steps", "eval_steps": 1, "held_out": training.rows(4)}):
+        trainer = make_trainer(checkpoint, tmp_path, **options)
         trainer.train()
         entries.append([{k: v for k, v in entry.items() if "/" in k} for entry in logs(trainer)])
     assert entries[0] == entries[1] and len(entries[0]) == 3
-    assert not any("/" in name for entry in trainer.state.log_history if "eval_loss" in entry for name in entry)
 
 
-# --------------------------------------------------------------------------------- the log, the depth probe, examples
+# --------------------------------------------------------------------------------- -------- the log, the depth probe
 def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
     keys = set()
     for use_peft in (False, True):
@@ -195,34 +176,17 @@ def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
 def test_cosines_are_those_of_the_hidden_states():
     model, batch = tiny.model(), tiny.inputs(images=2, text=7, batch=3, seed=5)
     batch["attention_mask"][0, -3:] = 0
-    found = layer_cosines(model, batch)
-    final = []
-    norm = model.model.language_model.norm
-    hook = norm.register_forward_pre_hook(lambda module, args: final.append(args[0]))
+    measured = layer_cosines(model, batch)
+    model.model.language_model.norm = torch.nn.Identity()  # transformers returns the last state after the final norm
     with torch.no_grad():
-        states = list(model(**batch, output_hidden_states=True).hidden_states)
-    hook.remove()
-    states[-1] = final[0]  # transformers returns the last state after the final norm
-    states = [state.double() for state in states]
+        states = [state.double() for state in model(**batch, output_hidden_states=True).hidden_states]
     image, attended = batch["input_ids"] == tiny.IMAGE, batch["attention_mask"].bool()
-    assert len(found["visual"]) == len(found["text"]) == 2
     for kind, mask in {"visual": image, "text": attended & ~image}.items():
-        expected = [
-            (torch.linalg.vecdot(a, b) / (a.norm(dim=-1) * b.norm(dim=-1)))[mask].mean().item()
-            for a, b in zip(states, states[1:], strict=False)
-        ]
-        assert found[kind] == pytest.approx(expected, abs=1e-6)
-    assert found["visual"] != pytest.approx(found["text"], abs=1e-3)
+        cosines = [torch.cosine_similarity(a, b, -1)[mask] for a, b in zip(states, states[1:], strict=False)]
+        assert len(cosines) == 2 and measured[kind] == pytest.approx([c.mean().item() for c in cosines], abs=1e-6)
+    assert measured["visual"] != pytest.approx(measured["text"], abs=1e-3)
     without_images = layer_cosines(model, tiny.inputs(images=0, batch=2))
     assert without_images["visual"] == [] and len(without_images["text"]) == 2
-
-
-def probed(checkpoint, folder, steps=(0, 1, 3), **kwargs):
-    """A trainer with a probe on two of its rows."""
-    trainer = make_trainer(checkpoint, folder, **kwargs)
-    trainer.probe = CosineProbe(steps, trainer.data_collator(list(trainer.train_dataset.select(range(2)))))
-    trainer.add_callback(trainer.probe)
-    return trainer
 
 
 def lines(folder):
@@ -231,7 +195,7 @@ def lines(folder):
 
 @pytest.mark.parametrize("kwargs", [{"rank": 2, "gradient_checkpointing": True}, {"bf16": True}])
 def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
-    trainer = probed(checkpoint, tmp_path, **kwargs)
+    trainer = make_trainer(checkpoint, tmp_path, probe_steps=[0, 1, 3], probe_rows=2, **kwargs)
     trainer.train()
     written = lines(tmp_path)
     assert [line["step"] for line in written] == [0, 1, 3]
@@ -252,93 +216,26 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
 
 
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):
-    trainer = probed(checkpoint, tmp_path, steps=(0, 2, 3), save_strategy="steps", save_steps=1)
-    trainer.train()
-    first = lines(tmp_path)
-    again = probed(checkpoint, tmp_path, steps=(0, 2, 3))
+    make_trainer(checkpoint, tmp_path, probe_steps=[0, 2, 3], save_strategy="steps", save_steps=1).train()
+    first, again = lines(tmp_path), make_trainer(checkpoint, tmp_path, probe_steps=[0, 2, 3])
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 3]
     assert lines(tmp_path)[0] == first[0]
 
 
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    """With a head of its own: a tied one makes an untrained model repeat its last token."""
-    return training.checkpoint(tmp_path_factory.mktemp("parts"), tied=False, seed=5)
-
-
-def turn(role: str, *parts: str | None):
-    return {"role": role, "content": [{"type": "text" if part else "image", "text": part} for part in parts]}
-
-
-ONE, TWO = turn("user", None, "which colour"), turn("user", "and this", None)
-GREEN = turn("assistant", "green")
-ROWS = [
-    {"images": [inside("red")], "messages": [ONE, turn("assistant", "red")]},
-    {"images": [inside("green"), inside("blue")], "messages": [ONE, GREEN, TWO, turn("assistant", "blue")]},
-    {"images": [], "messages": [turn("user", "say yes"), turn("assistant", "yes")]},
-]
-PROMPTS = [
-    "<|im_start|>user\n<image>which colour<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>user\n<image>which colour<|im_end|>\n<|im_start|>assistant\ngreen<|im_end|>\n"
-    "<|im_start|>user\nand this<image><|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>user\nsay yes<|im_end|>\n<|im_start|>assistant\n",
-]
-
-
-def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(untied, tmp_path):
-    evaluated = dict(eval_strategy="steps", eval_steps=2, held_out=training.rows(2), max_steps=4, learning_rate=1e-3)
-    trainer = make_trainer(untied, tmp_path, rank=2, gradient_checkpointing=True, **evaluated)
-    trainer.add_callback(SampleCallback(ROWS, 8, 1000))
-    tiny.heeding(trainer.model)
-    trainer.train()
-    folder = tmp_path / "samples"
-    colours = {"images/0-0.png": "red", "images/1-0.png": "green", "images/1-1.png": "blue"}
-    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert sorted(files) == [*colours, "step-2.json", "step-4.json"]
-    images = {name: Image.new("RGB", (20, 20), colour) for name, colour in colours.items()}
-    for name, image in images.items():
-        assert Image.open(folder / name).tobytes() == image.tobytes()
-    examples = json.loads((folder / "step-4.json").read_text(encoding="utf-8"))
-    assert [example["images"] for example in examples] == [[*colours][:1], [*colours][1:], []]
-    assert [example["truth"] for example in examples] == ["red", "blue", "yes"]
-    many = "user: which colour\nassistant: green\nuser: and this"
-    assert [example["question"] for example in examples] == ["which colour", many, "say yes"]
-    for prompt, example in zip(PROMPTS, examples, strict=True):
-        assert example["answer"] == decoded(trainer, prompt, [images[name] for name in example["images"]])
-    assert len({example["answer"] for example in examples}) > 1
-
-
-def decoded(trainer, prompt: str, images: list[Image.Image]) -> str:
-    """Token by token, without a cache."""
-    processor, model = trainer.processing_class, base_model(trainer.model).eval()
-    inputs = processor(text=prompt, images=images or None, return_tensors="pt")
-    ids, pixels = inputs["input_ids"], inputs.get("pixel_values")
-    start = ids.shape[1]
-    while ids.shape[1] < start + 8 and ids[0, -1] != processor.tokenizer.eos_token_id:
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels).logits
-        ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return processor.tokenizer.decode(ids[0, start:], skip_special_tokens=True).strip()
-
-
 def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_path):
     runs = []
     for measure in (False, True):
-        evaluated = dict(eval_strategy="steps", eval_steps=1, held_out=training.rows(2))
         torch.manual_seed(0)  # for adapters
-        trainer = make_trainer(checkpoint, tmp_path, rank=2, dropout=0.3, **evaluated)
+        probe_steps = [0, 1, 2] if measure else None
+        trainer = make_trainer(checkpoint, tmp_path, rank=2, dropout=0.3, probe_steps=probe_steps)
         for layer in base_model(trainer.model).model.language_model.layers:
             layer.self_attn.attention_dropout = 0.3
         if not measure:
             trainer.remove_callback(trainer.measurements)
-        else:
-            batch = trainer.data_collator(list(trainer.train_dataset.select(range(2))))
-            trainer.add_callback(CosineProbe((0, 1, 2), batch))
-            trainer.add_callback(SampleCallback(training.rows(2), 8, 1000))
         trainer.train()
         runs.append((trainer.model.state_dict(), [entry["loss"] for entry in logs(trainer)]))
-    assert (tmp_path / "samples").exists() and (tmp_path / "dynamics.jsonl").exists()
-    (plain, losses), (watched, same_losses) = runs
+    assert (tmp_path / DYNAMICS).exists()
+    (plain, losses), (seen, same_losses) = runs
     assert losses == same_losses
-    training.assert_equal(watched, plain)
+    training.assert_equal(seen, plain)

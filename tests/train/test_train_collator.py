@@ -1,5 +1,7 @@
 """Batches: labels on exactly the answers, images in their places, bad images without effect."""
 
+from itertools import groupby
+
 import pytest
 import tiny_parts
 import torch
@@ -23,14 +25,8 @@ def row(raw, number=0) -> dict:
 
 def labelled(processor, labels) -> list[str]:
     """The text of each unbroken stretch of labels."""
-    texts, stretch = [], []
-    for token in [*labels.tolist(), -100]:
-        if token != -100:
-            stretch.append(token)
-        elif stretch:
-            texts.append(processor.tokenizer.decode(stretch))
-            stretch = []
-    return texts
+    stretches = groupby(labels.tolist(), lambda token: token != -100)
+    return [processor.tokenizer.decode(list(tokens)) for is_label, tokens in stretches if is_label]
 
 
 TWO_TURNS = {
@@ -70,27 +66,11 @@ def test_labels_of_two_turns_and_two_images(processor):
     assert torch.equal(batch["pixel_values"], torch.stack(expected))
 
 
-OURS = sorted(set(END_OF_TURN) - {"llama2"})
-TRLS = {"lfm2": "<|im_end|>", "qwen2_5_vl": "<|im_end|>", "cohere": "<|END_OF_TURN_TOKEN|>"}  # marks with a line break
-
-
-@pytest.mark.parametrize("family", [*OURS, *TRLS])
-def test_labels_in_the_templates_of_many_families(family):
-    end = {**END_OF_TURN, **TRLS}[family]
-    special = {end, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>"} - {"</s>"}
-    processor = train_data.processor(byte_tokenizer(*sorted(special)), TEMPLATES[family])
-    raw = {**TWO_TURNS, "messages": [dict(message) for message in TWO_TURNS["messages"]]}
-    raw["messages"][1]["content"] = "\n A red\nkite. \n"
-    batch = ConversationCollator(processor)([row(raw), row(llava("Q", "A"))])
-    second = "Yes, blue." + end
-    if family == "qwen3":  # opens the last answer with an empty thought, which the model has to generate
-        second = "<think>\n\n</think>\n\n" + second
-    assert labelled(processor, batch["labels"][0]) == ["A red\nkite." + end, second]
-    assert labelled(processor, batch["labels"][1])[0].endswith("A" + end)
+FAMILIES = [*sorted(set(END_OF_TURN) - {"llama2"}), "lfm2", "qwen2_5_vl", "cohere"]
 
 
 @pytest.mark.parametrize("multiple", [None, 8])
-@pytest.mark.parametrize("family", [*OURS, *TRLS])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
     """TRL's repeats image tokens in the text and finds the answers afterwards; here it is the reference."""
     processor = train_data.processor(byte_tokenizer(), TEMPLATES[family])
@@ -103,17 +83,15 @@ def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
         {"image": inside("blue"), "question": "Which colour?", "answer": "blue"},
         {"image": inside("white"), "caption": "A white square."},
     ]
-    rows = [row(each, number) for number, each in enumerate(raw)]
-    assert {len(each["images"]) for each in rows} == {0, 1, 2} and all(all(each["learned"]) for each in rows)
+    rows = [row(one, number) for number, one in enumerate(raw)]
     reference = DataCollatorForVisionLanguageModeling(
         processor, assistant_only_loss=True, pad_to_multiple_of=multiple
-    )([{"messages": _messages(each), "images": [decode_image(i, 10**6) for i in each["images"]]} for each in rows])
+    )([{"messages": _messages(one), "images": [decode_image(i, 10**6) for i in one["images"]]} for one in rows])
     batch = ConversationCollator(processor, pad_to_multiple_of=multiple)(rows)
     labels, theirs = batch.pop("labels"), reference.pop("labels")
     assert_equal(dict(batch), dict(reference))
     differ = labels != theirs
     assert (labels[differ] == -100).all()  # TRL's also has the white space after the end of a turn
-    assert family in TRLS or not differ.any()
     assert not processor.tokenizer.decode(theirs[differ]).strip()
 
 
@@ -154,7 +132,7 @@ def test_a_share_of_a_long_stream_grows_with_its_rows(processor):
     collate = ConversationCollator(processor, bad_rows=0.1, skippable=1, share=0.1)
     for number in range(5):  # one of ten
         collate([{**bad, "row": number}, *[good] * 9])
-    with pytest.raises(ValueError, match=r"row 5: .*as it may:\n.*row 0: .*truncated.*\(5 rows\)\nFix it, or skip"):
+    with pytest.raises(ValueError, match=r"row 5: .*truncated.* 6 bad row.* Fix it, or skip"):
         collate([{**bad, "row": 5}])
 
 

@@ -28,8 +28,8 @@ def make(tmp_path, checkpoint):
         if weight:
             with torch.no_grad():
                 model.get_parameter(weight).view(-1)[0] = math.nan
-        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, **options}
-        return training.trainer(tmp_path / "out", checkpoint, model=model, **options)
+        saved = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+        return training.trainer(tmp_path / "out", checkpoint, model=model, **{**saved, **options})
 
     return make
 
@@ -40,24 +40,14 @@ def stopped(trainer) -> str:
     return str(caught.value)
 
 
-def in_step(trainer, steps, break_):
-    """Calls `break_`, which hooks something, in the batches of these steps."""
-    batch = trainer.training_step
+def with_infinite_gradients(trainer, steps):
+    """The trainer, where the norm's input gets infinite gradients in these steps."""
 
-    def training_step(*args, **kwargs):
-        hook = break_() if trainer.state.global_step + 1 in steps else None
-        loss = batch(*args, **kwargs)
-        if hook:
-            hook.remove()
-        return loss
+    def multiply(module, inputs, outputs):
+        return (inputs[0] * (math.inf if trainer.state.global_step + 1 in steps else 1),)
 
-    trainer.training_step = training_step
+    projector_norm(trainer.model).register_full_backward_hook(multiply)
     return trainer
-
-
-def gradients_of_the_norm(trainer):
-    norm = projector_norm(trainer.model)
-    return lambda: norm.register_full_backward_hook(lambda module, given, got: (given[0] * math.inf,))
 
 
 # ------------------------------------------------------------------------------------------------ weights at the start
@@ -65,7 +55,7 @@ def gradients_of_the_norm(trainer):
 def test_damaged_weights_are_named_before_the_first_step(make, adapters):
     trainer = make("model.multi_modal_projector.norm.weight", use_peft=adapters)
     said = stopped(trainer)
-    assert "tensors of the model are not finite, first" in said and "norm" in said and trainer.state.global_step == 0
+    assert "norm.weight of the model is not finite" in said and trainer.state.global_step == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -83,7 +73,7 @@ def test_weights_are_checked_without_a_copy_of_them(dtype, value):
     model["empty"] = torch.nn.Linear(0, 7, bias=False)  # as a process's shard can be
     with Largest() as largest:
         assert weights_not_finite(model) == []
-    assert largest.made == 3  # one number of each that is not empty
+    assert largest.made == 1
     with torch.no_grad():
         model["bad"].weight[3, 2] = value
     assert weights_not_finite(model) == ["bad.weight"]
@@ -117,24 +107,21 @@ def test_the_module_that_it_came_from_is_named(make, name):
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_gradients_alone_stop_it_too(make, max_grad_norm):
     trainer = make(max_grad_norm=max_grad_norm)
-    said = stopped(in_step(trainer, {3}, gradients_of_the_norm(trainer)))
-    assert said.startswith("Step 3 has values that are not finite, first in the gradients, with finite outputs. The l")
+    start = "Step 3 has values that are not finite, first in the gradients, with finite outputs. The l"
+    assert stopped(with_infinite_gradients(trainer, {3})).startswith(start)
 
 
 def test_weights_that_the_last_step_spoiled_are_not_saved(make, tmp_path):
     trainer = make(max_steps=1, learning_rate=1e39, save_strategy="no")
     trainer.train()
-    with pytest.raises(
-        FloatingPointError, match=r"After step 1, \d+ tensors of the model are not finite, first .*\. The"
-    ):
+    with pytest.raises(FloatingPointError, match=r"After step 1, \d+ tensors of the model are not finite, first"):
         trainer.save_model()
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
 # ------------------------------------------------------------------------------------------------------------ going on
 def test_a_step_can_be_skipped(make, tmp_path, caplog):
-    trainer = make(bad_steps="skip")
-    trainer = in_step(trainer, {2, 3}, gradients_of_the_norm(trainer))
+    trainer = with_infinite_gradients(make(bad_steps="skip"), {2, 3})
     assert math.isfinite(trainer.train().training_loss)
     first, second, third, fourth = (stored.weights(tmp_path / "out" / f"checkpoint-{step}") for step in (1, 2, 3, 4))
     assert all(torch.equal(first[name], value) for name, value in {**second, **third}.items())
@@ -145,8 +132,7 @@ def test_a_step_can_be_skipped(make, tmp_path, caplog):
 
 def test_skipping_every_step_ends(make):
     trainer = make(bad_steps="skip", max_steps=30, save_strategy="no")
-    said = stopped(in_step(trainer, range(3, 30), gradients_of_the_norm(trainer)))
-    assert said.startswith("Step 12 has values") and "So had the 9 steps before it." in said
+    assert stopped(with_infinite_gradients(trainer, range(3, 30))).startswith("Step 12 has values")
 
 
 def test_gradients_that_overflow_in_fp16_are_the_scalers_affair(make, monkeypatch):

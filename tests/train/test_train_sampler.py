@@ -8,15 +8,11 @@ import pytest
 import torch
 import train_data
 from accelerate import Accelerator, skip_first_batches
-from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from train_data import answers, llava, read, write_json
 
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.packing import ModalityLengthGroupedSampler
-
-
-BATCH = 8
+from normalign_llava.train.packing import SeededLengthGroups
 
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -28,65 +24,20 @@ def processor():
 
 
 # ------------------------------------------------------------------------------------------------------ length groups
-def data(rows=1003, share=0.6, seed=0):
-    random = np.random.default_rng(seed)
-    return random.integers(10, 2000, rows), random.random(rows) < share
-
-
-def sampler(seed=0, rows=1003, share=0.6) -> ModalityLengthGroupedSampler:
-    return ModalityLengthGroupedSampler(*data(rows, share), BATCH, seed)
-
-
-def batches(order):
-    return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
-
-
-@pytest.mark.parametrize(("rows", "share"), [(1003, 0.6), (1000, 0.0), (999, 1.0), (5, 0.5), (16, 0.5), (0, 0.5)])
-def test_every_row_once_and_modalities_apart(rows, share):
-    grouped = sampler(rows=rows, share=share)
-    order = list(grouped)
-    assert sorted(order) == list(range(rows)) == list(range(len(grouped)))
-    has_image = data(rows, share)[1]
-    mixed = [n for n, batch in enumerate(batches(order)) if len({bool(has_image[row]) for row in batch}) == 2]
-    assert len(mixed) <= 1 and all(n >= rows // BATCH - 1 for n in mixed)
-
-
-def test_lengths_in_a_batch_are_alike_and_batches_come_in_random_order():
-    lengths = data()[0]
-    whole = [lengths[batch] for batch in batches(list(sampler())) if len(batch) == BATCH][:-1]
-    spread = np.mean([batch.max() - batch.min() for batch in whole])
-    assert spread < 0.1 * (lengths.max() - lengths.min())
-    means = np.array([batch.mean() for batch in whole])
-    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.3
+LENGTHS = np.random.default_rng(0).integers(10, 2000, 1003).tolist()
 
 
 def test_the_order_follows_from_seed_and_epoch():
-    one, orders = sampler(seed=3), []
+    one, orders = SeededLengthGroups(LENGTHS, 8, seed=3), []
     for epoch in (0, 1, 0):
         one.set_epoch(epoch)
         orders.append(list(one))
+        torch.rand(1)  # as dropout does
     first, second, again = orders
-    assert first == again == list(sampler(seed=3)) and first != second != list(sampler(seed=4)) != first
-
-
-def prepared(index):
-    loader = DataLoader(list(range(40)), batch_size=2, sampler=sampler(rows=40), collate_fn=torch.tensor)
-    return prepare_data_loader(loader, num_processes=2, process_index=index, put_on_device=False)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_two_processes_share_an_optimizer_step(index):
-    """Of each group of 8 rows, 2 processes with 2 rows in a batch get 2 batches each."""
-    loader = prepared(index)
-    found = [[batch.tolist() for batch in loader] for _ in range(2)]
-    expected = sampler(rows=40)
-    for number in range(2):
-        expected.set_epoch(number)
-        order = list(expected)
-        assert found[number] == [order[start : start + 2] for start in range(2 * index, 40, 4)]
-    resumed = prepared(index)
-    resumed.set_epoch(1)
-    assert [batch.tolist() for batch in skip_first_batches(resumed, 3)] == found[1][3:]
+    assert first == again == list(one) != second and list(SeededLengthGroups(LENGTHS, 8, seed=5)) not in orders
+    assert sorted(first) == sorted(second) == list(range(1003))
+    spread = np.mean([np.ptp(np.take(LENGTHS, first[start : start + 8])) for start in range(0, 1000, 8)])
+    assert spread < 0.1 * np.ptp(LENGTHS)
 
 
 # ----------------------------------------------------------------------------------------------------------- mixtures

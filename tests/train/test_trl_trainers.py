@@ -52,26 +52,18 @@ def turn(role: str, text: str, images=()) -> list[dict]:
     return [{"role": role, "content": [*images, {"type": "text", "text": text}]}]
 
 
-def columns(*names: str):
-    """A function that makes rows with these columns."""
-
-    def row(number: int) -> dict:
-        question, right = (
-            turn("user", f"what is {number}?", [{"type": "image"}]),
-            turn("assistant", COLOURS[number % 4]),
-        )
+def rows(*columns: str) -> Dataset:
+    """Eight rows with images and these columns."""
+    made = []
+    for number in range(8):
+        question = turn("user", f"what is {number}?", [{"type": "image"}])
+        right, wrong = turn("assistant", COLOURS[number % 4]), turn("assistant", "no idea")
         values = {"images": [image(number)], "prompt": question, "messages": question + right, "completion": right}
-        values |= {"chosen": right, "rejected": turn("assistant", "no idea"), "label": number % 2 == 0}
-        return {name: values[name] for name in ("images", *names)}
-
-    return row
+        made.append({**values, "chosen": right, "rejected": wrong, "label": number % 2 == 0})
+    return Dataset.from_list(made).select_columns(["images", *columns])
 
 
-conversation, pair = columns("messages"), columns("prompt", "chosen", "rejected")
-
-
-def rows(kind, count=8) -> Dataset:
-    return Dataset.from_list([kind(number) for number in range(count)])
+MESSAGES, PAIR = ["messages"], ["prompt", "chosen", "rejected"]
 
 
 def length(completions, **kwargs):
@@ -80,23 +72,19 @@ def length(completions, **kwargs):
 
 SAMPLED = dict(num_generations=4, max_completion_length=8)
 TRAINERS = {
-    "sft": (SFTTrainer, SFTConfig, conversation, dict(max_length=None, assistant_only_loss=True), {}),
-    "dpo": (DPOTrainer, DPOConfig, pair, dict(max_length=None), {}),
-    "kto": (KTOTrainer, KTOConfig, columns("prompt", "completion", "label"), dict(max_length=None), {}),
-    "grpo": (GRPOTrainer, GRPOConfig, columns("prompt"), SAMPLED, dict(reward_funcs=length)),
-    "rloo": (RLOOTrainer, RLOOConfig, columns("prompt"), SAMPLED, dict(reward_funcs=length)),
+    "sft": (SFTTrainer, SFTConfig, MESSAGES, dict(max_length=None, assistant_only_loss=True), {}),
+    "dpo": (DPOTrainer, DPOConfig, PAIR, dict(max_length=None), {}),
+    "kto": (KTOTrainer, KTOConfig, ["prompt", "completion", "label"], dict(max_length=None), {}),
+    "grpo": (GRPOTrainer, GRPOConfig, ["prompt"], SAMPLED, dict(reward_funcs=length)),
+    "rloo": (RLOOTrainer, RLOOConfig, ["prompt"], SAMPLED, dict(reward_funcs=length)),
 }
 
 
-def make(kind: str, model, folder, options=None, **given):
+def make(kind: str, model, folder, **others):
     """TRL's trainer of a kind on tiny data."""
-    trainer, config, row, needed, more = TRAINERS[kind]
-    args = config(str(folder), **{**SHORT, **needed, **(options or {})})
-    return trainer(model, args=args, train_dataset=rows(row), **more, **given)
-
-
-def losses(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer, config, columns, options, more = TRAINERS[kind]
+    args = config(str(folder), **SHORT, **options)
+    return trainer(model, args=args, train_dataset=rows(*columns), **more, **others)
 
 
 KINDS = ["sft", "dpo", "grpo", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("kto", "rloo"))]
@@ -111,7 +99,7 @@ def test_each_trainer_trains_every_module(tmp_path, checkpoint, kind):
     assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
     assert {f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias")} <= names
     if kind == "dpo":
-        assert losses(trainer)[0] == pytest.approx(math.log(2), abs=1e-6)
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,10 +113,9 @@ def test_without_the_norm_each_trainer_ends_as_stock_llava(tmp_path, kind):
     start = weights(ours)
     stock.load_state_dict(ours.state_dict())
     stock.generation_config = ours.generation_config
-    given = {"processing_class": AutoProcessor.from_pretrained(folder)}
-    given |= {"ref_model": reference} if kind in ("dpo", "kto") else {}
+    others = {"ref_model": reference} if kind in ("dpo", "kto") else {}
     for model in (ours, stock):
-        make(kind, model, tmp_path / "out", **given).train()
+        make(kind, model, tmp_path / "out", processing_class=AutoProcessor.from_pretrained(folder), **others).train()
     assert moved(start, ours)
     assert_equal(weights(ours), weights(stock))
 
@@ -157,24 +144,19 @@ def changed(folder, base) -> set[str]:
     return {module_of(name) for name, value in ours.items() if not torch.equal(value, theirs[name])}
 
 
-def command(name: str) -> list[str]:
-    """A command of the page, in words."""
-    text = next(block for block in blocks("bash") if name in block)
-    return text.split()
-
-
-def run(words: list[str], folder: Path) -> None:
-    """Runs a command where nothing has imported the package, with an empty cache of remote code."""
-    program = {"trl": [sys.executable, "-m", "trl.cli.main"], "accelerate": [sys.executable]}[words[0]]
-    words = words[1:] if words[0] == "trl" else [str(ROOT / word) for word in words[2:3]] + words[3:]
-    environment = {**os.environ, "HF_HOME": str(folder / "home"), "CI": "1"}
-    done = subprocess.run([*program, *words], cwd=folder, env=environment, capture_output=True, text=True)
+def run(name: str, *options: str) -> None:
+    """Runs the page's command with a name where nothing has imported the package, with an empty HF_HOME."""
+    first, *words = next(block for block in blocks("bash") if name in block).split()
+    program = ["-m", "trl.cli.main", *words] if first == "trl" else [str(ROOT / words[1]), *words[2:]]
+    environment = {**os.environ, "HF_HOME": str(Path("home").absolute()), "CI": "1"}
+    command = [sys.executable, *program, *ON_TINY, *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def history(folder: Path) -> list[dict]:
-    state = max(folder.glob("checkpoint-*/trainer_state.json"))
-    return json.loads(state.read_text())["log_history"]
+def first_log(folder: str) -> dict:
+    state = max(Path(folder).glob("checkpoint-*/trainer_state.json"))
+    return json.loads(state.read_text())["log_history"][0]
 
 
 @pytest.mark.nightly
@@ -183,22 +165,20 @@ def test_dpo_and_grpo_by_their_recipes_and_sft_by_trl_s_command(tmp_path, checkp
     (tmp_path / "my-model").symlink_to(checkpoint)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     vqa = [{"image": image(i), "question": f"what is {i}?", "answer": COLOURS[i % 4]} for i in range(8)]
-    for name, data in (("my-data", rows(conversation)), ("my-pairs", rows(pair)), ("my-questions", vqa)):
-        (tmp_path / name).mkdir()
-        data = Dataset.from_list(data) if isinstance(data, list) else data
-        data.to_parquet(str(tmp_path / name / "train.parquet"))
-    run([*command("examples/dpo.yaml"), *ON_TINY], tmp_path)
-    assert history(tmp_path / "my-model-dpo")[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)  # logged in 4 digits
-    run([*command("examples/grpo.py"), *ON_TINY, "--num_generations=4", "--max_completion_length=8"], tmp_path)
-    logged = history(tmp_path / "my-model-grpo")[0]
+    data = {"my-data": rows(*MESSAGES), "my-pairs": rows(*PAIR), "my-questions": Dataset.from_list(vqa)}
+    for name, questions in data.items():
+        Path(name).mkdir()
+        questions.to_parquet(f"{name}/train.parquet")
+    run("examples/dpo.yaml")
+    assert first_log("my-model-dpo")["loss"] == pytest.approx(math.log(2), abs=1e-4)  # logged in 4 digits
+    run("examples/grpo.py", "--num_generations=4", "--max_completion_length=8")
+    logged = first_log("my-model-grpo")
     assert {"rewards/correct/mean", "rewards/short/mean"} <= logged.keys() and logged["reward_std"] > 0
     for name in ("my-model-dpo", "my-model-grpo"):
-        merge_adapter(tmp_path / name, tmp_path / f"{name}-merged", base_quantization="none")
-        assert changed(tmp_path / f"{name}-merged", checkpoint) == {"projector", "norm", "language"}, name
-
-    run([*command("trl sft"), *ON_TINY, f"--output_dir={tmp_path / 'sft'}"], tmp_path)
-    assert changed(tmp_path / "sft", checkpoint) == {"vision", "projector", "norm", "language"}
-
+        merge_adapter(name, f"{name}-merged", base_quantization="none")
+        assert changed(f"{name}-merged", checkpoint) == {"projector", "norm", "language"}, name
+    run("trl sft", "--output_dir=sft")
+    assert changed("sft", checkpoint) == {"vision", "projector", "norm", "language"}
     assert "normalign merge my-model-dpo --output my-model-merged --base-quantization none" in PAGE
-    done = subprocess.run([sys.executable, "-c", blocks("python")[1]], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", blocks("python")[1]], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured, checked, shown and answered while a model is trained."""
+"""What is measured, checked and shown while a model is trained."""

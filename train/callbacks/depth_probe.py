@@ -31,11 +31,7 @@ class CosineProbe(TrainerCallback):
     before the final norm. A list is empty if the batch has no such tokens. Lines of the same step or later ones, which
     a run wrote before it was resumed, are dropped.
 
-    The model and the random state are left as they were, so a run is the same with and without the probe.
-
-    Args:
-        steps: Optimizer steps after which to measure; 0 is before training.
-        batch: The collated probe rows, the same on every process; labels are ignored.
+    A run is the same with and without the probe. Step 0 is before training. `batch` is the same on every process.
     """
 
     def __init__(self, steps: Sequence[int], batch: dict[str, Tensor]):
@@ -51,17 +47,15 @@ class CosineProbe(TrainerCallback):
         return cls(args.probe_steps or (), collator(list(islice(rows, args.probe_rows))))
 
     def collect(self) -> dict[str, float]:
-        """The means over the layers, `cosine/visual` and `cosine/text`, if they were measured since the last call."""
+        """The means over the layers, if they were measured since the last call."""
         means, self._means = self._means, {}
         return means
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Measures before the first step."""
         if state.global_step == 0:
             self.on_step_end(args, state, control, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        """Measures after one of the steps."""
         if state.global_step not in self.steps:
             return
         batch = {name: value.to(args.device) for name, value in self.batch.items()}
@@ -69,7 +63,11 @@ class CosineProbe(TrainerCallback):
             curves = layer_cosines(model, batch)
         self._means = {f"cosine/{kind}": sum(curve) / len(curve) for kind, curve in curves.items() if curve}
         if state.is_world_process_zero:
-            _replace_line(Path(args.output_dir) / DYNAMICS, {"step": state.global_step, **curves})
+            path, line = Path(args.output_dir) / DYNAMICS, {"step": state.global_step, **curves}
+            texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            texts = [text for text in texts if json.loads(text)["step"] < line["step"]] + [json.dumps(line)]
+            with atomic_write(path) as written:
+                written.write_text("\n".join(texts) + "\n", encoding="utf-8")
 
 
 def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:
@@ -83,10 +81,3 @@ def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[
         model(**batch, use_cache=False, logits_to_keep=1)
     curves = depth.result().cosine
     return {kind: curves[kind].mean if kind in curves else [] for kind in ("visual", "text")}
-
-
-def _replace_line(path: Path, line: dict) -> None:
-    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    texts = [text for text in texts if json.loads(text)["step"] < line["step"]] + [json.dumps(line)]
-    with atomic_write(path) as written:
-        written.write_text("\n".join(texts) + "\n", encoding="utf-8")

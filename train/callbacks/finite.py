@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops a run at the first step whose loss or gradients are not finite, and names the module they came from."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,11 +42,8 @@ class FiniteCheck(TrainerCallback):
         self._step = self._skipped = 0
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Raises FloatingPointError if weights are not finite from the start."""
         if damaged := weights_not_finite(model):
-            raise FloatingPointError(
-                f"{len(damaged)} tensors of the model are not finite, first {damaged[0]}. Train another checkpoint."
-            )
+            raise FloatingPointError(f"{damaged[0]} of the model is not finite. Train another checkpoint.")
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Forgets the step before, also one that was never taken."""
@@ -64,14 +60,7 @@ class FiniteCheck(TrainerCallback):
     def is_step_finite(self, model: nn.Module, total_norm: Tensor | float | None, scaler: GradScaler | None) -> bool:
         """Whether the optimizer may take this step. All processes must call it at the same time.
 
-        Args:
-            model: The model, not wrapped.
-            total_norm: The norm of all gradients; None if DeepSpeed does not know it, below 0 if it is not finite.
-            scaler: The gradient scaler of fp16.
-
-        Raises:
-            FloatingPointError: Loss or gradients are not finite, and `bad_steps` is "stop" or the last steps were
-                skipped too. The message names step, module and the last complete checkpoint.
+        `total_norm`, of all gradients, is None if DeepSpeed does not know it, and below 0 if it is not finite.
         """
         if total_norm is not None:
             norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
@@ -87,21 +76,16 @@ class FiniteCheck(TrainerCallback):
         place = self._first_module(model, batches) or ("the loss" if losses else "the gradients, with finite outputs")
         problem = f"Step {self._step} has values that are not finite, first in {place}."
         self._skipped += 1
-        if self.args.bad_steps == "stop":
-            skip = ", or skip such steps with --bad_steps skip, in a resumed run too"
-            raise FloatingPointError(f"{problem} {self._remedy(skip)}")
-        if self._skipped == MAX_CONSECUTIVE_SKIPS:
-            before = f"So had the {MAX_CONSECUTIVE_SKIPS - 1} steps before it."
-            raise FloatingPointError(f"{problem} {before} {self._remedy()}")
-        logger.warning(f"{problem} The step is skipped.")
-        return False
+        if self.args.bad_steps == "skip" and self._skipped < MAX_CONSECUTIVE_SKIPS:
+            logger.warning(f"{problem} The step is skipped.")
+            return False
+        raise FloatingPointError(
+            f"{problem} {self._remedy()} --bad_steps skip, in a resumed run too, skips such steps, but not "
+            f"{MAX_CONSECUTIVE_SKIPS} in a row."
+        )
 
     def check_weights(self, model: nn.Module) -> None:
-        """Checks the weights before they are saved. If they are sharded, all processes must call it at the same time.
-
-        Raises:
-            FloatingPointError: Some of them are NaN or infinite.
-        """
+        """Checks the weights before they are saved. If they are sharded, all processes must call it together."""
         if damaged := weights_not_finite(model):
             raise FloatingPointError(
                 f"After step {self._step}, {len(damaged)} tensors of the model are not finite, first {damaged[0]}. "
@@ -126,10 +110,10 @@ class FiniteCheck(TrainerCallback):
                     module.reshard()  # as a backward pass would: gradients are those of shards
         return next(iter(gather_object(first)), "")
 
-    def _remedy(self, skip: str = "") -> str:
+    def _remedy(self) -> str:
         last = newest_complete(self.args.output_dir, self.args.world_size)
         remaining = f"The last complete checkpoint is {last}." if last else "There is no complete checkpoint yet."
-        return f"{remaining} Start again with lower learning rates{skip}."
+        return f"{remaining} Start again with lower learning rates."
 
 
 @torch.no_grad()
@@ -138,15 +122,13 @@ def weights_not_finite(model: nn.Module) -> list[str]:
 
     Only sharded weights are compared with other processes: the first process alone may save weights that all have.
     """
-    names, largest, sharded = [], [], is_deepspeed_zero3_enabled()
+    largest, sharded = {}, is_deepspeed_zero3_enabled()
     for name, parameter in model.named_parameters():
         shard = parameter.ds_tensor if is_deepspeed_zero3_enabled() else parameter
         if isinstance(shard, DTensor):
             shard, sharded = shard.to_local(), True
         if shard.is_floating_point() and shard.numel():  # 4-bit weights are packed
-            names.append(name)
             # `isfinite` makes copies: of an embedding matrix, they are more than stage 1 takes besides weights.
-            largest.append(torch.linalg.vector_norm(shard, torch.inf))
-    on_host = torch.stack([value.float().to(largest[0].device) for value in largest]).tolist() if largest else []
-    damaged = [name for name, value in zip(names, on_host, strict=True) if not math.isfinite(value)]
+            largest[name] = torch.linalg.vector_norm(shard, torch.inf)
+    damaged = [name for name, value in largest.items() if not value.isfinite()]
     return list(dict.fromkeys(gather_object(damaged))) if sharded else damaged

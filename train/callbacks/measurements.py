@@ -24,11 +24,8 @@ PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
 class Measurements(TrainerCallback):
     """Measures the modules at the steps that are logged; at others it costs next to nothing.
 
-    docs/options.md lists what is logged. The trainer passes in the norm that it clips by, and adds what
-    [`~Measurements.collect`] returns to its logs: sums over all micro-batches and processes of the step.
-
-    A part that is frozen has no entry. DeepSpeed keeps the gradients to itself. The steps measured are those of
-    `logging_steps` and `logging_first_step`; `logging_strategy="epoch"` has none.
+    docs/options.md lists what is logged: sums over all micro-batches and processes of the step. A part that is
+    frozen has no entry. DeepSpeed keeps the gradients to itself. `logging_strategy="epoch"` has no such steps.
     """
 
     def __init__(self, args: TrainingArguments):
@@ -36,36 +33,31 @@ class Measurements(TrainerCallback):
         self._hooks: list[Any] = []
         self._measuring = False
         self._inputs: dict[str, Any] = {}  # of the forward pass, until its tokens are measured
-        self._total_norm: Tensor | float | None = None  # of this step's gradients
+        self._divisor: Tensor | float = 1.0  # of this step's clipping
+        self._clipped: list[Tensor] = []  # whether gradients were, of each step since the last log
         self._grad_norms: dict[str, Tensor] = {}
-        self._norms: dict[str, Tensor] = {}  # the sum of norms, and their number, in all processes
-        self._clipped: Tensor | int = 0
-        self._clippings = 0
+        self._norms: dict[str, Tensor] = {}  # the sum of norms, and their number
 
     def after_clip(self, total_norm: Tensor | float | None) -> None:
-        """Takes the norm of all gradients before clipping, without waiting for the device; DeepSpeed has None."""
-        if total_norm is None:
+        """Takes the norm of all gradients before clipping, without waiting for the device; None is DeepSpeed's."""
+        if total_norm is None or not self.max_grad_norm:
             return
-        self._total_norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-        self._clipped = self._clipped + (self._clip_factor() > 1)
-        self._clippings += 1
+        norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+        self._divisor = torch.as_tensor((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)  # as torch's
+        self._clipped.append(self._divisor > 1)
 
     def collect(self) -> dict[str, float]:
-        """What was measured since the last call; empty if the step is not a logged one.
-
-        Every process must call it at the same step: it sums over processes.
-        """
+        """What was measured since the last call, if the step is a logged one, over all processes, which all call."""
         if not self._measuring:
             return {}
         self._measuring = False
         values = {name: value.item() for name, value in (norm_values(self._model) | self._grad_norms).items()}
-        sums = reduce(torch.stack(list(self._norms.values())), "sum").double()
-        for name, (total, count) in zip(self._norms, sums.tolist(), strict=True):
+        for name, (total, count) in reduce(self._norms, "sum").items():
             if count:
-                values[name] = total / count
-        if self._clippings:
-            values["clip/share"] = float(self._clipped) / self._clippings
-        self._clipped, self._clippings = 0, 0
+                values[name] = (total / count).item()
+        if self._clipped:
+            values["clip/share"] = torch.stack(self._clipped).float().mean().item()
+        self._clipped = []
         return values
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -97,16 +89,13 @@ class Measurements(TrainerCallback):
         norms: dict[str, list[Tensor]] = {}
         for name, parameter in trained_parameters(model).items():
             if parameter.grad is not None:
-                norms.setdefault(f"grad_norm/{_part(name)}", []).append(_full_norm(parameter.grad).to(args.device))
+                norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                norms.setdefault(f"grad_norm/{_part(name)}", []).append(norm.to(args.device))
         # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
-        factor, norm = self._clip_factor(), torch.linalg.vector_norm
-        self._grad_norms = {name: norm(torch.stack(parts)) * factor for name, parts in norms.items()}
-
-    def _clip_factor(self):
-        # The divisor of torch's clipping.
-        if self._total_norm is None or not self.max_grad_norm:
-            return 1.0
-        return torch.as_tensor((self._total_norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)
+        self._grad_norms = {
+            name: torch.linalg.vector_norm(torch.stack(parts)) * self._divisor for name, parts in norms.items()
+        }
 
     def _keep_inputs(self, module, args, kwargs):
         self._inputs = kwargs
@@ -146,8 +135,3 @@ def _part(name: str) -> str:
     if module == "norm":
         return "gain" if name.endswith("weight") else "bias"
     return {"vision": "vision_tower", "language": "language_model"}.get(module, module)
-
-
-def _full_norm(gradient: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
-import difflib
-import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 from accelerate import DeepSpeedPlugin, PartialState
 from accelerate.utils import broadcast_object_list
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import BitsAndBytesConfig, SchedulerType
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers import BitsAndBytesConfig
+from transformers.integrations import get_available_reporting_integrations
 from trl import ModelConfig, SFTConfig, TrlParser, get_quantization_config
 
 from ...checkpoint.precision import half_precision_pays
@@ -56,26 +52,17 @@ BOTH_STAGES: dict[str, Any] = {
 }
 """Defaults of both stages."""
 
-ONE_LEARNING_RATE = "it would train every module at one learning rate. Remove it: "
-REFUSED_SECTIONS = {
-    "optimizer": f"{ONE_LEARNING_RATE}optim and others are options",
-    "scheduler": f"{ONE_LEARNING_RATE}lr_scheduler_type is an option",
-    "torch_autocast": "the option bf16 sets it. Remove it",
-}
-"""Why a section of a DeepSpeed configuration cannot be used, and what to use instead."""
-
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 """Schedules of transformers that ignore `warmup_steps`."""
 
-LEAST = dict.fromkeys(("per_device_train_batch_size", "global_batch_size", "probe_rows"), 1)
-LEAST |= dict.fromkeys(("sample_count", "seed", "data_seed", "dataloader_num_workers", "max_grad_norm"), 0)
-LEAST |= {"dataset_num_proc": 1, "max_length": 1, "warmup_steps": 0}
-"""The least value of options of numbers."""
+LEAST = {"per_device_train_batch_size": 1, "global_batch_size": 1, "learning_rate": 0}
+LEAST |= {f"{module}_learning_rate": 0 for module in ("vision", "projector", "norm", "language")}
+"""The least value of numbers that nobody else checks."""
 
 
 @dataclass
 class NormAlignConfig(TrainingOptions, SFTConfig):
-    """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module, samples and probes.
+    """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module and probes.
 
     Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns alone. Unless `bf16` or
     `fp16` is given, steps are in bfloat16 where this machine is fast in it ([`half_precision_pays`]), or in float16 on
@@ -94,56 +81,32 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
 
     def __post_init__(self):
         check_choices(self)
-        check_numbers(self)
-        if (size := self.device_memory) is not None and not self.dry_run:
-            raise ValueError("--device_memory is for a dry run. Add --dry_run, or leave it out.")
-        if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
-            raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {size}.")
         self.learning_rate_is_given = self.learning_rate is not None
         defaults = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
         if self.load_best_model_at_end:
             defaults.pop("save_steps", None)  # it must be a multiple of eval_steps
         if self.lr_scheduler_type in WITHOUT_WARMUP:
-            if self.warmup_steps:
-                raise ValueError(
-                    f"warmup_steps is {self.warmup_steps:g}, but lr_scheduler_type "
-                    f"{SchedulerType(self.lr_scheduler_type).value} has no warm-up. Leave warmup_steps out, or choose "
-                    "another schedule, such as constant_with_warmup."
-                )
-            self.warmup_steps = 0  # in place of the stage's
+            defaults["warmup_steps"] = 0
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
             if getattr(self, name) is None:
                 setattr(self, name, defaults.get(name, getattr(SFTConfig, name, None)))
         self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
-        if self.dataloader_num_workers is None:
-            self.dataloader_num_workers = 0 if self.use_cpu else default_workers()
+        if self.dataloader_num_workers is None:  # beside an accelerator, the cores of each process but one
+            others = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+            self.dataloader_num_workers = 0 if self.use_cpu else max(0, min(8, others))
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of workers, which fork and have a core each
         if self.dataloader_persistent_workers is None:
             self.dataloader_persistent_workers = self.dataloader_num_workers > 0
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         self.fp16 = bool(self.fp16)
-        self.report_to = "none" if self.report_to in (None, "None") else _names(self.report_to)
+        self.report_to = _names(self.report_to or "none")
         super().__post_init__()
         if self.router_aux_loss_coef is None:
             self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
         check_refused(self)
-        check_trackers(self.report_to)
-        if self.push_to_hub:
-            try:
-                validate_repo_id(name := self.hub_model_id or Path(self.output_dir).absolute().name)
-            except HFValidationError as error:
-                raise ValueError(f"hub_model_id {name!r} cannot be a name on the Hub: {error}") from error
-        if self.do_eval and self.eval_strategy == "no":
-            raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
-        if self.max_steps < 1 and self.max_steps != -1:
-            raise ValueError(
-                f"max_steps is {self.max_steps}, which would train for all epochs. Give 1 or more, or leave it out."
-            )
-        self._check_packing()
+        check_values(self)
         self.padding_free = self.padding_free or self.packing
-        if self.padding_free and self.pad_to_multiple_of:
-            raise ValueError("pad_to_multiple_of pads, and padding_free leaves no padding. Leave one of them out.")
         if self.deepspeed_plugin is not None:
             check_deepspeed(self.deepspeed_plugin, self)
             keep_float32(self.deepspeed_plugin, self)
@@ -151,8 +114,6 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         # The filter hides steps that are not finite from the log, and waits for the device at every batch.
         self.logging_nan_inf_filter = self.bad_steps == "skip"
         self.hub_token = (self.hub_token or "").strip() or None  # a block of YAML ends in a line break
-        if not any(self.learning_rates(use_peft=False).values()):
-            raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
 
     def _choose_precision(self) -> None:
         configured = os.environ.get("ACCELERATE_MIXED_PRECISION")  # in accelerate's configuration
@@ -179,20 +140,6 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         """Whether the Trainer moves the model; a dry run has no weights to move."""
         return False if self.dry_run else super().place_model_on_device
 
-    def _check_packing(self) -> None:
-        if self.packing and self.train_sampling_strategy == "batch_rebalance":
-            raise ValueError("packing balances batches without padding; batch_rebalance does with it. Leave one out.")
-        if self.packing and not (self.average_tokens_across_devices and self.accelerator_config.use_seedable_sampler):
-            raise ValueError(
-                "packing needs average_tokens_across_devices and accelerator_config's use_seedable_sampler, which are "
-                "on by default, or steps would change. Leave both out."
-            )
-        if (self.packing or self.padding_free) and self.neftune_noise_alpha is not None:
-            raise ValueError(
-                "neftune_noise_alpha scales noise by the length of a sequence, which with packing or padding_free "
-                "holds several rows. Leave one out."
-            )
-
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
         """The peak learning rate of each module; 0 if it is frozen, as by default the vision tower with adapters."""
         defaults = STAGES.get(self.stage or "", {})
@@ -207,20 +154,42 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         return rates
 
 
-def check_numbers(args: NormAlignConfig) -> None:
-    """Raises ValueError if a number is NaN, infinite or too small, as TRL and transformers say late or not at all."""
-    for name, value in ((field.name, getattr(args, field.name)) for field in fields(args)):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} must be a finite number, got {value}.")
-        least = 0 if name.endswith("learning_rate") else LEAST.get(name)
-        if least is not None and value is not None and value < least:
+def check_values(args: NormAlignConfig) -> None:
+    """Raises ValueError for values that libraries would pass over, or refuse after long work."""
+    for name, least in LEAST.items():
+        if (value := getattr(args, name)) is not None and not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}.")
-    if args.max_steps == -1 and args.num_train_epochs is not None and args.num_train_epochs <= 0:
-        raise ValueError(f"num_train_epochs must be above 0, got {args.num_train_epochs:g}.")
-    if args.save_steps is not None and args.save_steps <= 0 and args.save_strategy == "steps":
-        raise ValueError(
-            f"save_steps must be above 0, got {args.save_steps:g}. For no checkpoints, save_strategy: no."
-        )
+    if not any(args.learning_rates(use_peft=False).values()):
+        raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
+    usable = get_available_reporting_integrations()
+    if unknown := [name for name in args.report_to or () if name not in usable]:
+        raise ValueError(f"report_to {unknown[0]!r} is not installed. Install it, or use one of: {', '.join(usable)}.")
+    if (size := args.device_memory) is not None and not args.dry_run:
+        raise ValueError("--device_memory is for a dry run. Add --dry_run, or leave it out.")
+    if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
+        raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {size}.")
+    if args.lr_scheduler_type in WITHOUT_WARMUP and args.warmup_steps:
+        raise ValueError(f"This lr_scheduler_type has no warm-up. Leave warmup_steps {args.warmup_steps:g} out.")
+    if args.max_steps < 1 and args.max_steps != -1:
+        raise ValueError(f"max_steps {args.max_steps} would train for all epochs. Give 1 or more, or leave it out.")
+    if args.save_strategy == "steps" and args.save_steps <= 0:
+        raise ValueError(f"save_steps {args.save_steps:g} would save nothing. If that is meant, save_strategy: no.")
+    if args.do_eval and args.eval_strategy == "no":
+        raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
+    contradictions = {
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,  # noise depends on the length of a sequence
+        "pad_to_multiple_of": bool(args.pad_to_multiple_of),
+    }
+    if args.packing:
+        contradictions |= {
+            "train_sampling_strategy batch_rebalance": args.train_sampling_strategy == "batch_rebalance",
+            "average_tokens_across_devices false": not args.average_tokens_across_devices,
+            "use_seedable_sampler false": not args.accelerator_config.use_seedable_sampler,
+        }
+    wrong = [name for name, is_set in contradictions.items() if is_set]
+    if wrong and (args.packing or args.padding_free):
+        name = "packing" if args.packing else "padding_free"
+        raise ValueError(f"{wrong[0]} cannot be used with {name}. Leave one of them out.")
 
 
 @dataclass
@@ -229,18 +198,14 @@ class ModelArguments(ModelOptions, ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        check_refused(self)
         self.lora_modules_to_save = _names(self.lora_modules_to_save) or None
         changed = [f.name for f in fields(self) if f.default is not MISSING and getattr(self, f.name) != f.default]
         adapters = [name for name in changed if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
         if adapters and not self.use_peft:
             raise ValueError(f"{', '.join(adapters)}: adapters are trained with use_peft alone. Add --use_peft.")
-        bits = [name for name in changed if name.startswith("bnb_4bit_")]
-        if bits and not self.load_in_4bit:
-            raise ValueError(f"{', '.join(bits)}: nothing is quantized without load_in_4bit. Add --load_in_4bit.")
-        if "bnb_4bit_quant_storage" in bits:
-            raise ValueError(
-                "bnb_4bit_quant_storage is for FSDP, under which 4 bits are not tested here. Leave it out."
-            )
+        if "bnb_4bit_quant_type" in changed and not self.load_in_4bit:
+            raise ValueError("bnb_4bit_quant_type: nothing is quantized without load_in_4bit. Add --load_in_4bit.")
 
     @property
     def quantization(self) -> BitsAndBytesConfig | None:
@@ -253,12 +218,7 @@ def parse(
 ) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:
     """Parses options: the command line overrides the recipe, which overrides the stage.
 
-    Args:
-        words: `RECIPE --option value ...`, or the options alone if the recipe is read already.
-        recipe: What [`read_command`] read of it.
-
-    Raises:
-        ValueError: There is no such option, or one has a value that it cannot have.
+    `words` are `RECIPE --option value ...`, or the options alone if [`read_command`] has read the recipe.
     """
     if recipe is None:
         words, recipe = read_command(words)
@@ -268,11 +228,7 @@ def parse(
     unknown = parser.set_defaults_with_config(**{name: value for name, value in recipe.items() if name != "env"})
     data, training, model, rest = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
     if unknown := [*unknown, *rest]:
-        options = [option for action in parser._actions for option in action.option_strings]
-        close = difflib.get_close_matches(unknown[0], options)
-        best = max(close, key=lambda option: len(os.path.commonprefix([option, unknown[0]])), default=None)
-        hint = f" Did you mean {best}?" if best else " `normalign train --help-all` lists the options."
-        raise ValueError(f"There is no option {' '.join(unknown)}.{hint}")
+        _refuse(f"There is no option {' '.join(unknown)}")
     for name in ("test_split_size", "eval_dataset_name"):
         if getattr(data, name) and training.eval_strategy == "no":
             raise ValueError(f"{name} needs eval_strategy steps or epoch. Set that, or leave {name} out.")
@@ -303,32 +259,19 @@ def _names(texts: str | list[str] | None) -> list[str]:
     return [name for text in texts for name in names_in(text) or [text]]
 
 
-def check_trackers(names: list[str]) -> None:
-    """Raises ValueError if a tracker of `report_to` is not known to transformers, or cannot be used here."""
-    for name in names:
-        try:
-            for callback in get_reporting_integration_callbacks([name]):
-                type(name, (callback,), {"__del__": lambda self: None})()  # some fail again where they are deleted
-        except (ValueError, RuntimeError, ImportError) as error:
-            raise ValueError(f"report_to {name!r} cannot be used: {error}") from error
-
-
 def check_deepspeed(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:
     """Checks DeepSpeed's configuration and options that DeepSpeed would not follow."""
     if args.bad_steps == "skip":
         raise ValueError("bad_steps cannot be 'skip' with DeepSpeed, which takes the steps itself. Leave it out.")
     if args.fp16:
         raise ValueError("fp16 would round the gain under DeepSpeed. Use bf16, or train without DeepSpeed.")
-    for section, reason in REFUSED_SECTIONS.items():
+    for section, option in {"optimizer": "optim", "scheduler": "lr_scheduler_type", "torch_autocast": "bf16"}.items():
         if section in plugin.deepspeed_config:
-            raise ValueError(f"The DeepSpeed configuration has a section {section!r}: {reason}.")
+            raise ValueError(f"DeepSpeed's section {section!r} would undo options. Remove it; the option is {option}.")
     for name in ("bf16", "fp16"):
-        option, enabled = bool(getattr(args, name)), plugin.get_value(f"{name}.enabled", "auto")
-        if enabled not in ("auto", option):
-            raise ValueError(
-                f"{name} is {enabled} in the configuration of DeepSpeed or accelerate, and the option {name} is "
-                f"{option}. Remove it there: the option decides."
-            )
+        value, enabled = bool(getattr(args, name)), plugin.get_value(f"{name}.enabled", "auto")
+        if enabled not in ("auto", value):
+            raise ValueError(f"{name} is {enabled} in DeepSpeed's configuration. Remove it there: the option decides.")
 
 
 def keep_float32(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:
@@ -341,8 +284,3 @@ def keep_float32(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:
         plugin.deepspeed_config.pop("bf16", None)
         autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         plugin.deepspeed_config["torch_autocast"] = autocast
-
-
-def default_workers() -> int:
-    """Processes that read batches beside an accelerator: the cores of each process but one, and at most 8."""
-    return max(0, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))

@@ -28,6 +28,7 @@ def refused(default: Any, reason: str) -> Any:
 
 PACKING = "packing here divides the rows of each step and cuts none; evaluation has no padding with it"
 PRECISION = "it would round the gain, which is float32; evaluation has the precision of training"
+ANSWERS = "ask a checkpoint with `normalign ask`, or evaluate it with `normalign evaluate CHECKPOINT --data DATA`"
 LIGER = "Liger has no kernels for this architecture"
 PUSHES = "push_to_hub publishes the result once, at the end; send a checkpoint with `normalign publish CHECKPOINT`"
 SUITE = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT`"
@@ -37,7 +38,7 @@ SUITE = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT
 class TrainingOptions:
     """Options of `NormAlignConfig`, beside TRL's."""
 
-    output_dir: str = option(None, "Folder of the result, checkpoints, samples and card.")
+    output_dir: str = option(None, "Folder of the result, checkpoints and card.")
     stage: Literal["align", "tune"] | None = option(None, "Sets defaults: align (projector, norm), tune (everything).")
     arm: Literal["none", "unit", "aligned", "gwc"] | None = option(None, "Arm to train, if not the checkpoint's.")
     global_batch_size: int | None = option(None, "Rows in an optimizer step over all processes, by accumulation.")
@@ -70,10 +71,6 @@ class TrainingOptions:
     dataloader_persistent_workers: bool | None = flag("Whether these processes last until the run ends. Default: yes.")
     padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")
     packing: bool = option(False, "Divide a step's rows into passes of nearly equal tokens, without padding.")
-    sample_count: int | None = option(
-        None, "Held-out examples to answer at each evaluation, in samples/. Default: 4, or 0 with FSDP and ZeRO-3."
-    )
-    sample_max_new_tokens: int = option(64, "Longest answer to a held-out example, in tokens.")
     probe_steps: list[int] | None = option(None, "Steps at which inter-layer cosines are recorded (figure 5).")
     probe_rows: int = option(4, "Rows in the batch on which cosines are recorded.")
     bad_steps: Literal["stop", "skip"] = option("stop", "If loss or gradients are not finite: stop, or skip the step.")
@@ -94,7 +91,7 @@ class TrainingOptions:
     chat_template_path: str | None = refused(None, "the checkpoint has one, set by `normalign build --chat-template`")
     completion_only_loss: bool | None = refused(None, "the loss is on all answers, or on those of the completion")
     dataset_text_field: str = refused("text", "rows are conversations, whose form is known by their columns")
-    do_predict: bool = refused(False, "training predicts nothing; evaluations answer sample_count examples")
+    do_predict: bool = refused(False, ANSWERS)
     eval_packing: bool | None = refused(None, PACKING)
     eval_suite: str | None = refused(None, SUITE)
     eval_suite_limit: int | None = refused(None, SUITE)
@@ -111,6 +108,8 @@ class TrainingOptions:
     parallelism_config: dict[str, Any] | str | None = refused(None, "shard a model with FSDP2 or ZeRO-3 instead")
     remove_unused_columns: bool = refused(False, "the collator needs every column")
     router_aux_loss_coef: float | None = refused(0.0, "LLaVA's outputs have no router logits")
+    sample_count: int | None = refused(None, ANSWERS)
+    sample_max_new_tokens: int | None = refused(None, ANSWERS)
     shuffle_dataset: bool = refused(False, "rows are drawn at random without it, streams by shuffle_buffer_size")
     truncation_mode: str = refused("keep_start", "rows longer than max_length are dropped and counted, never cut")
     trust_remote_code: bool = refused(False, "this package's code is run, never a checkpoint's own")
@@ -130,6 +129,7 @@ class ModelOptions:
     load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits: frozen, or under adapters.")
     load_in_8bit: bool = option(False, "Quantize the language model's layers to 8 bits.")
     use_bnb_nested_quant: bool = option(True, "Whether to quantize the constants of 4-bit quantization too.")
+    bnb_4bit_quant_storage: str | None = refused(None, "it is for FSDP, under which 4 bits are not tested here")
 
 
 def names_in(text: str) -> list[str]:
