@@ -2,11 +2,13 @@
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
 import os
+import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -39,10 +41,10 @@ from .callbacks.measurements import Measurements
 from .callbacks.progress import show_lines
 from .collator import ConversationCollator, blank_image
 from .keeping.checkpoints import only_run, writing_checkpoint
-from .keeping.record import check_publishable, publish_result, training_record, write_card_of
+from .keeping.record import training_record
 from .keeping.summary import check_disk, disk_use, summary
 from .memory import MemoryEstimate, estimate_memory, largest_batch
-from .modules.load import load_model
+from .modules.load import load_model, settle_float16
 from .modules.model import (
     MODULES,
     base_model,
@@ -52,8 +54,6 @@ from .modules.model import (
     frozen_modules,
     load_sharded,
     module_of,
-    name_as_unsharded,
-    pass_over_frozen,
     prepare_sharding,
     replaced,
     train_in_float32,
@@ -62,23 +62,10 @@ from .modules.model import (
 )
 from .options.arguments import keep_float32
 from .packing import PackedAttentionCheck, train_sampler
-from .prepare import checked_rows, normalign_config, prepare
+from .prepare import check_options, checked_rows, normalign_config, open_model, read_data
 
-
-if TYPE_CHECKING:
-    from .callbacks.depth_probe import CosineProbe
 
 logger = get_logger(__name__)  # logs in one process only
-
-OVERRIDDEN = (
-    *("_get_train_sampler", "_run_epoch", "_get_grad_norm", "_total_train_tokens"),
-    *("_save", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state"),
-    *("_load_best_model", "_load_from_checkpoint"),
-)
-"""What is private in the Trainer and overridden here."""
-
-if renamed := set(OVERRIDDEN) - {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}:
-    raise ImportError(f"TRL's SFTTrainer has no {', '.join(sorted(renamed))} any more. Install an older transformers.")
 
 
 class NormAlignTrainer(SFTTrainer):
@@ -132,55 +119,65 @@ class NormAlignTrainer(SFTTrainer):
         if optimizers != (None, None):
             raise ValueError("optimizers have other learning rates than the modules. Give optimizer_cls_and_kwargs.")
         args = normalign_config(args, model, data_collator)
-        ready = prepare(
-            model,
+        if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
+            args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
+        # All is checked, and args are completed, before weights are loaded: options, the model and adapters, rows.
+        check_options(args, model)
+        self.checkpoint, config, processor, peft_config = open_model(
+            model, processing_class, args, quantization_config, peft_config
+        )
+        self.learning_rates = rates = args.learning_rates(peft_config is not None)
+        # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
+        args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
+        train, held_out, collator, report = read_data(
+            train_dataset,
+            eval_dataset,
+            data_collator,
+            processor,
+            config,
             args,
-            collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processor=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            need_images=args.stage == "align" or not rates["language"],
             compares_rows=compute_metrics is not None,
         )
-        self.checkpoint, model = ready.checkpoint, ready.model
-        self.learning_rates = ready.learning_rates
-        commit = ready.checkpoint.revision if ready.checkpoint else None
-        self.record = training_record(model, commit, args, self.learning_rates, ready.report, options)
-        self.build = read_record(model.name_or_path, BUILD_RECORD, commit)
+        loaded: Any = model
+        if self.checkpoint is not None:
+            loaded = load_model(self.checkpoint, args, rates, quantization_config, peft_config is not None)
+        if args.fp16_is_tried and not args.dry_run:
+            settle_float16(loaded, args, largest_batch(args, train, collator))
+        commit = self.checkpoint.revision if self.checkpoint else None
+        self.record = training_record(loaded, commit, args, rates, report, options)
+        self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
         # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
-        self.weights_in = index_folder(model.name_or_path, commit) if ready.checkpoint else []
+        self.weights_in = index_folder(loaded.name_or_path, commit) if self.checkpoint else []
         self.measurements = Measurements(args)
-        self.probe: CosineProbe | None = None
-        # The only place where options change after `prepare`, and are set again. TRL refuses the first two for images
+        self.probe: Any = None
+        # The only place where options change after this, and are set again. TRL refuses the first two for images
         # (huggingface/trl#4339), and reports the third as ignored.
         for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
-        if not isinstance(ready.collator, ConversationCollator):  # another one alone knows what its rows must have
+        if not isinstance(collator, ConversationCollator):  # another one alone knows what its rows must have
             for_trl |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
         if args.dry_run:  # the Trainer would create both
             for_trl |= {"output_dir": gettempdir(), "push_to_hub": False}
         with replaced(args, **for_trl):
             super().__init__(
-                model,
+                loaded,
                 args,
-                ready.collator,
-                ready.train_dataset,
-                ready.eval_dataset,
-                ready.processor,
+                collator,
+                train,
+                held_out,
+                processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
                 callbacks=[self.measurements, *(callbacks or [])],
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-                peft_config=ready.peft_config,
+                peft_config=peft_config,
             )
         self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
         self._finish_model()
         self._add_callbacks()
-        rows = self.get_total_train_batch_size(args)
         steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
-        self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
+        self.facts = summary(self, report, steps)
         self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
@@ -201,6 +198,10 @@ class NormAlignTrainer(SFTTrainer):
         if self.is_fsdp_enabled:
             prepare_sharding(self.accelerator, model)
         if self.is_deepspeed_enabled:
+
+            def pass_over_frozen(model: nn.Module, keys: Any) -> None:  # states have what is trained alone
+                keys.missing_keys[:] = trained_parameters(model).keys() & keys.missing_keys
+
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
     def _add_callbacks(self) -> None:
@@ -239,9 +240,13 @@ class NormAlignTrainer(SFTTrainer):
             optimizer = super().create_optimizer(model)
             modules = {value: module_of(name) for name, value in (model or self.model).named_parameters()}
             groups = [
-                {**group, "params": [p for p in group["params"] if modules[p] == module], "lr": learning_rate}
+                {
+                    **group,
+                    "params": [p for p in group["params"] if modules[p] == name],
+                    "lr": self.learning_rates[name],
+                }
                 for group in optimizer.param_groups
-                for module, learning_rate in ((name, self.learning_rates[name]) for name in MODULES)
+                for name in MODULES
             ]
             optimizer.param_groups = [group for group in groups if group["params"]]
             if self.is_fsdp_enabled:
@@ -270,8 +275,7 @@ class NormAlignTrainer(SFTTrainer):
 
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
         """The memory of a step on the longest rows: [`estimate_memory`]. No weight is read, none need be loaded."""
-        batch = largest_batch(self.args, self.train_dataset, self.data_collator)
-        return estimate_memory(self, batch, gradient_checkpointing)
+        return estimate_memory(self, gradient_checkpointing)
 
     def train(self, *args, **kwargs):
         """The Trainer's training.
@@ -289,14 +293,11 @@ class NormAlignTrainer(SFTTrainer):
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
 
-    @property
-    def _total_train_tokens(self) -> int:
-        # TRL's own count would start again when a run is resumed; the Trainer saves its state.
-        return self.state.num_input_tokens_seen
-
-    @_total_train_tokens.setter
-    def _total_train_tokens(self, count: int) -> None:
-        self.state.num_input_tokens_seen = count
+    # TRL's own count would start again when a run is resumed; the Trainer saves its state.
+    _total_train_tokens = property(
+        lambda self: self.state.num_input_tokens_seen,
+        lambda self, count: setattr(self.state, "num_input_tokens_seen", count),
+    )
 
     def training_step(self, model, inputs, *args, **kwargs):
         """The Trainer's, whose errors say how large the pass was."""
@@ -356,8 +357,9 @@ class NormAlignTrainer(SFTTrainer):
         """
         self.finite.check_weights(self.model)
         folder = Path(output_dir or self.args.output_dir)
-        if isinstance(self.model, FSDPModule):
-            name_as_unsharded(self.model)
+        if isinstance(self.model, FSDPModule):  # whose class FSDP2 derives; saving writes its name and module
+            sharded, own = type(self.model), type(self.model).__bases__[-1]
+            sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
         super().save_model(str(folder), _internal_call=True)
         if self.args.should_save:
             if self.is_in_train:
@@ -371,15 +373,14 @@ class NormAlignTrainer(SFTTrainer):
                 self.publish()
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes our card into `output_dir`, if there is a model. Arguments, which are of TRL's card, are ignored."""
-        if self.is_world_process_zero():
-            write_card_of(Path(self.args.output_dir), self.hub_model_id)
+        """Writes our card into `output_dir` once training is done. Arguments, which are of TRL's card, are ignored."""
+        if self.is_world_process_zero() and not self.is_in_train:
+            from ..hub_cards.card.write import write_card
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """The Trainer's, which also checks a repository that exists: who may write there, and whose card it has."""
-        super().init_hf_repo(token, private)
-        if self.is_world_process_zero():
-            check_publishable(self.hub_model_id, self.args.hub_revision or "main", token or self.args.hub_token)
+            try:
+                write_card(Path(self.args.output_dir), repo_id=self.hub_model_id)
+            except ValueError as error:  # a card by somebody else must not stop what follows
+                logger.warning(f"The card of {self.args.output_dir} was not written: {error}")
 
     def push_to_hub(
         self, *args, token: str | None = None, revision: str | None = None, private: bool | None = None, **kwargs
@@ -388,14 +389,32 @@ class NormAlignTrainer(SFTTrainer):
         if self.hub_model_id is None:
             self.init_hf_repo(token=token or self.hub_token, private=private)
         self.save_model(_internal_call=True)
-        return self.publish(token=token, revision=revision)
+        return self.publish(token, revision)
 
     def publish(self, token: str | None = None, revision: str | None = None) -> Any:
-        """[`publish_result`] of `output_dir`, in the first process."""
+        """Publishes `output_dir` as [`normalign_llava.publish`] does, in the first process.
+
+        An adapter is sent as one if its base is on the Hub; otherwise it is merged.
+
+        Raises:
+            ValueError, OSError: It was not published. The message names the command that does it.
+        """
         if not self.is_world_process_zero():
             return None
-        revision = revision or self.args.hub_revision or "main"
-        return publish_result(self.args.output_dir, self.hub_model_id, revision, token or self.hub_token)
+        from ..hub_cards.push.adapter import recorded_base
+        from ..hub_cards.push.publish import publish
+
+        folder, revision = self.args.output_dir, revision or self.args.hub_revision or "main"
+        as_adapter = recorded_base(Path(folder)) is not None
+        try:
+            token = token or self.hub_token
+            return publish(folder, self.hub_model_id, revision=revision, as_adapter=as_adapter, token=token)
+        except (ValueError, OSError) as error:
+            words = ["normalign", "publish", folder, "--repo-id", self.hub_model_id, "--revision", revision]
+            command = shlex.join([*words, "--adapter"] if as_adapter else words)
+            raise (ValueError if isinstance(error, ValueError) else OSError)(
+                f"{error}\nThe trained model is complete in {folder}. Once that is fixed, publish it: `{command}`."
+            ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # Adapters are PEFT's to save. An empty state is that of DeepSpeed if it does not gather weights.
@@ -461,3 +480,8 @@ class NormAlignTrainer(SFTTrainer):
         # The first process writes trainer_state.json next, which marks the checkpoint as complete for all.
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
+
+
+private = {name for name in vars(NormAlignTrainer) if re.match("_[a-z]", name)} - {"_finish_model", "_add_callbacks"}
+if renamed := private - {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}:
+    raise ImportError(f"TRL's SFTTrainer has no {', '.join(sorted(renamed))} any more. Install an older transformers.")

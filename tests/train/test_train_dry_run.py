@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.train.dry_run import remedy
 from normalign_llava.train.memory import CONTEXT, largest_batch
+from normalign_llava.train.run import remedy
 
 
 pytestmark = pytest.mark.slow
@@ -102,11 +102,11 @@ def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, t
 def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
     """2 images of 3 x 16 x 16 float32 numbers, and 2 rows of ids, mask and labels, 8 bytes each."""
     options = dict(dry_run=True, vision_learning_rate=0.0, language_learning_rate=0.0)
-    two, eight = (
-        training.trainer(tmp_path, checkpoint, gradient_accumulation_steps=steps, **options).estimate_memory()
-        for steps in (2, 8)
-    )
-    batch = 2 * 3 * 16 * 16 * 4 + 2 * two.tokens // 2 * 3 * 8
+    trainers = [
+        training.trainer(tmp_path, checkpoint, gradient_accumulation_steps=steps, **options) for steps in (2, 8)
+    ]
+    two, eight = (trainer.estimate_memory() for trainer in trainers)
+    batch = 2 * 3 * 16 * 16 * 4 + batch_of(trainers[0])["input_ids"].numel() * 3 * 8
     assert (two.parts["batches"], eight.parts["batches"]) == (2 * batch, 8 * batch)
     assert eight.total - two.total == 6 * batch
 
@@ -133,7 +133,7 @@ def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
     mixed.args.per_device_train_batch_size = 2
     assert batch_of(mixed)["input_ids"].shape == (2, lengths[-1])
     small, large = (estimate_with(mixed, rows) for rows in (2, 8))
-    assert (small.rows, large.rows) == (2, 8)
+    assert (small.batch[:8], large.batch[:8]) == ("2 row(s)", "8 row(s)")
     assert 2 < large.parts["activations"] / small.parts["activations"] < 5
 
 

@@ -38,21 +38,19 @@ def is_complete(checkpoint: Path) -> bool:
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     """What a checkpoint lacks that the Trainer would resume without: the mark, optimizer, scheduler, random states."""
     folder = Path(checkpoint)
-    if not folder.is_dir():
-        return ["the folder itself"]
     if not is_complete(folder):
-        return [f"{STATE}, which is written last"]
+        return [f"{STATE}, which is written last" if folder.is_dir() else "the folder itself"]
     random_states = {path.name for path in folder.glob("rng_state*.pth")}
     if not random_states:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
-    missing = []
-    if not any((folder / name).exists() for name in OPTIMIZERS):
-        missing.append("the optimizer's state")
-    if not (folder / "scheduler.pt").exists() and not (folder / "latest").exists():  # DeepSpeed keeps it with the rest
-        missing.append("scheduler.pt")
-    if random_states != ({"rng_state.pth"} if world_size == 1 else {f"rng_state_{n}.pth" for n in range(world_size)}):
-        missing.append(f"random states of {world_size} process(es) (it has those of {len(random_states)})")
-    return missing
+    names = {"rng_state.pth"} if world_size == 1 else {f"rng_state_{rank}.pth" for rank in range(world_size)}
+    present = {
+        "the optimizer's state": any((folder / name).exists() for name in OPTIMIZERS),
+        # DeepSpeed keeps it with the rest.
+        "scheduler.pt": (folder / "scheduler.pt").exists() or (folder / "latest").exists(),
+        f"random states of {world_size} process(es) (it has those of {len(random_states)})": random_states == names,
+    }
+    return [name for name, is_there in present.items() if not is_there]
 
 
 def newest_complete(output_dir: str | os.PathLike, world_size: int) -> Path | None:
@@ -70,8 +68,7 @@ def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
     """Removes an earlier folder of that name, has the checkpoint written, and removes it again if the disk is full.
 
-    The other processes must wait for the first, which removes the earlier folder. Other errors are raised as they
-    are, and so is any error after the checkpoint is complete, which then stays.
+    The other processes must wait for the first, which removes the earlier folder. A checkpoint that is complete stays.
     """
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
@@ -84,10 +81,15 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
         _remove(folder)
         last, free = newest_complete(folder.parent, world_size), shutil.disk_usage(folder.parent).free / 2**20
         raise OSError(
-            f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {free:,.1f} "
-            "MiB are free there. Make room, keep fewer checkpoints (--save_total_limit) or write to another disk "
-            f"(--output_dir), then {f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
+            f"The checkpoint {folder} could not be written: {cause}. {free:,.1f} MiB are free there. Make room, keep "
+            "fewer checkpoints (--save_total_limit) or write to another disk (--output_dir), then "
+            f"{f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
         ) from error
+
+
+def _remove(folder: Path) -> None:
+    (folder / STATE).unlink(missing_ok=True)  # first, or an interrupted removal would leave it marked as complete
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -104,11 +106,6 @@ def writing_result(output: Path) -> Iterator[None]:
             f"The trained model could not be written to {output}: {cause}. Make room, and run the same command with "
             "--resume_from_checkpoint: it goes on from the last checkpoint."
         ) from error
-
-
-def _remove(folder: Path) -> None:
-    (folder / STATE).unlink(missing_ok=True)  # first, or an interrupted removal would leave it marked as complete
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -138,44 +135,38 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
         resume: The option `resume_from_checkpoint`: a folder; `"last"` or true for the newest complete checkpoint in
             `output_dir`, or the beginning if there is none; None or false for the beginning.
     """
-    option, output = str(resume).lower(), Path(output_dir)
-    earlier = checkpoints_in(output)
-    names = ", ".join(path.name for path in earlier)
-    result = ", ".join(name for name in RESULT if (output / name).exists())
+    option, output, earlier = str(resume).lower(), Path(output_dir), checkpoints_in(output_dir)
+    has_result = any((output / name).exists() for name in RESULT)
     if option in ("none", "false"):
-        if not (earlier or result):
-            return None
-        raise ValueError(
-            f"{output} holds an earlier run or a model: {names or result}. Resume from its checkpoints with "
-            "--resume_from_checkpoint, or choose another --output_dir."
-        )
+        if earlier or has_result:
+            raise ValueError(
+                f"{output} holds an earlier run or a model. Resume it with --resume_from_checkpoint, or choose "
+                "another --output_dir."
+            )
+        return None
     if option not in ("last", "true"):
         named = Path(str(resume))
         if missing := missing_from(named, world_size):
             raise ValueError(
                 f"The checkpoint {named} is not complete. It lacks: {'; '.join(missing)}. Name a complete one, or "
-                "let the newest complete one be found with --resume_from_checkpoint last."
+                "let the newest be taken with --resume_from_checkpoint last."
             )
         if earlier and named.resolve().parent != output.resolve():
-            raise ValueError(
-                f"{output} holds checkpoints of another run ({names}) than {named}. Choose another --output_dir."
-            )
+            raise ValueError(f"{output} holds checkpoints of another run than {named}. Choose another --output_dir.")
         return named
     newest = newest_complete(output, world_size)
-    skipped = earlier[earlier.index(newest) + 1 :] if newest else earlier
-    for folder in filter(is_complete, skipped):
-        raise ValueError(
-            f"Resuming from {newest or 'the beginning'} would write over {folder}, which was saved whole but lacks "
-            f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, "
-            "remove it, or choose another --output_dir."
-        )
-    if not newest and result:
-        raise ValueError(f"{output} holds a model and no checkpoint to resume from. Choose another --output_dir.")
     console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
-    for folder in skipped:
+    for folder in earlier[earlier.index(newest) + 1 :] if newest else earlier:
+        if is_complete(folder):
+            raise ValueError(
+                f"Resuming from {newest or 'the beginning'} would write over {folder}, which was saved whole, but "
+                f"without {'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, "
+                "remove it, or choose another --output_dir."
+            )
         console.print(f"Skipped {folder}: it was not written to its end.")
-    start = newest or f"the beginning: {output_dir} holds no complete checkpoint"
-    console.print(f"Resuming from {start}.")
+    if has_result and not newest:
+        raise ValueError(f"{output} holds a model and no checkpoint to resume from. Choose another --output_dir.")
+    console.print(f"Resuming from {newest or f'the beginning: {output_dir} holds no complete checkpoint'}.")
     return newest
 
 

@@ -15,11 +15,11 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from ...assembly.adapter import IN_PRECISION, on_meta
 from ...assembly.arms import ARMS, arm_of
 from ...assembly.processing import check_feature_layer
-from ...checkpoint.names import PICKLES, TRAINING_RECORD
+from ...checkpoint.names import TRAINING_RECORD
 from ...checkpoint.opening import Checkpoint
-from ...checkpoint.untrusted import check_weights
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..options.arguments import NormAlignConfig, autocast_dtype
@@ -29,17 +29,6 @@ from .model import MODULES, PLACES, projector_norm, trained_parameters, watching
 END = torch.finfo(torch.float16).max
 LARGEST = END / 4
 """The largest hidden state with which a run begins in float16; they may grow while it is trained."""
-
-
-def check_checkpoint(checkpoint: Checkpoint, training: NormAlignConfig) -> None:
-    """Raises ValueError if a checkpoint cannot be trained as `training` says; no weights are loaded."""
-    folder = checkpoint.name
-    if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
-        raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
-    check_architecture(checkpoint.model_type, folder)
-    stored = any(file.suffix in (".safetensors", *PICKLES) for file in Path(folder).glob("*model*"))
-    if stored or not training.dry_run:
-        check_weights(folder, checkpoint.revision)  # as loading does, but before rows are read
 
 
 def check_architecture(model_type: str | None, name: str) -> None:
@@ -79,7 +68,7 @@ def load_model(
 ) -> NormAlignLlavaForConditionalGeneration:
     """Loads a checkpoint as the arm of `training`, and aligns a norm that this adds or resets.
 
-    What is trained in full is read in float32, the rest in the dtype of `model_init_kwargs`, see [`frozen_dtype`].
+    What is trained in full is read in float32, the rest in the dtype of `model_init_kwargs`: [`frozen_dtype`].
     """
     config = config_of_arm(checkpoint, training.arm)
     kwargs = {name: value for name, value in (training.model_init_kwargs or {}).items() if name != "revision"}
@@ -109,15 +98,23 @@ def load_model(
         # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
         norm.to_empty(device="cpu")
     if quantization_config is not None and not use_peft:
-        train_beside_quantized(model)
+        # transformers refuses any quantized model without adapters, TRL rounds all that may be trained to bfloat16
+        # before [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
+        model.is_quantized = False
+        model.requires_grad_(False)
+
+        def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
+            for name in state.keys() - trained_parameters(module).keys():
+                del state[name]
+
+        model.register_load_state_dict_pre_hook(load_trained)
     return model
 
 
 def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
     """The dtype of what is not trained: by default the checkpoint's own if steps are autocast to it, or else float32.
 
-    Raises:
-        ValueError: The option asks for another half precision than that of steps, which torch does not mix.
+    Raises ValueError if it is another half precision than that of steps, which torch does not mix.
     """
     if is_deepspeed_zero3_enabled():
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
@@ -135,33 +132,26 @@ def check_quantized(
     config: NormAlignLlavaConfig,
     quantization: BitsAndBytesConfig,
     training: NormAlignConfig,
-    peft_config: LoraConfig | None,
+    adapters: LoraConfig | None,
 ) -> None:
     """Raises ValueError if a linear layer of the language model, which is quantized, would be trained in full."""
     if quantization.llm_int8_skip_modules is not None:
-        raise ValueError(
-            "llm_int8_skip_modules cannot be used: the language model's layers are quantized, and no others. "
-            "Leave it out."
-        )
-    if peft_config and peft_config.use_dora and quantization.load_in_8bit and training.device.type == "cpu":
-        raise ValueError("use_dora with load_in_8bit fails in PEFT on a CPU. Leave one of them out, or use 4 bits.")
+        raise ValueError("llm_int8_skip_modules is set here: the language model is quantized alone. Leave it out.")
     rate = training.learning_rates(use_peft=False)["language"]
-    if rate and peft_config is None:
+    if rate and adapters is None:
         raise ValueError(
-            "The language model would be quantized, and quantized weights cannot be trained, as "
-            f"language_learning_rate {rate:g} asks for. Leave out the quantization, add --use_peft, or freeze it with "
-            "--language_learning_rate 0."
+            f"language_learning_rate is {rate:g}, and quantized weights cannot be trained. Leave out the quantization "
+            "or the learning rate (--language_learning_rate 0), or add --use_peft."
         )
-    with torch.device("meta"):
-        model = NormAlignLlavaForConditionalGeneration(config)
-    linears = [name for name, module in model.model.language_model.named_modules() if isinstance(module, nn.Linear)]
-    for layer in (f"model.language_model.{name}" for name in linears):
-        for name in (peft_config and peft_config.modules_to_save) or ():
-            if any(path.endswith(name) for path in accumulate(layer.split("."), "{}.{}".format)):  # as in PEFT
-                raise ValueError(
-                    f"modules_to_save names {name}, of which {layer} would be quantized, and quantized weights cannot "
-                    "be trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
-                )
+    for path, module in on_meta(config).named_modules():
+        if isinstance(module, nn.Linear) and path.startswith("model.language_model."):
+            parents = [*accumulate(path.split("."), "{}.{}".format)]
+            for name in (adapters and adapters.modules_to_save) or ():
+                if any(parent.endswith(name) for parent in parents):  # as in PEFT
+                    raise ValueError(
+                        f"modules_to_save names {name}, of which {path} would be quantized, and quantized weights "
+                        "cannot be trained. Name it in target_modules: adapters can be put on it."
+                    )
 
 
 def _without_weights(
@@ -186,8 +176,6 @@ def _without_weights(
         raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
     from bitsandbytes.functional import create_dynamic_map, name2qmap
 
-    from ...assembly.adapter import IN_PRECISION  # late: few runs quantize
-
     name2qmap.setdefault("dynamic", create_dynamic_map())  # or the first model's, on meta, would be kept for all
     quantization_config.llm_int8_skip_modules = IN_PRECISION  # as `from_pretrained` of the model has it
     quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
@@ -201,22 +189,6 @@ def _without_weights(
             if module.weight.quant_state.nested:
                 module.weight.quant_state.offset = torch.zeros(())  # which is read where bytes are counted
     return model
-
-
-def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
-    """Has TRL and the Trainer take a model whose quantized layers are frozen, without adapters.
-
-    transformers refuses any quantized model without adapters, TRL rounds all that may be trained to bfloat16 before
-    [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
-    """
-    model.is_quantized = False
-    model.requires_grad_(False)
-
-    def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
-        for name in state.keys() - trained_parameters(module).keys():
-            del state[name]
-
-    model.register_load_state_dict_pre_hook(load_trained)
 
 
 def settle_float16(
@@ -248,14 +220,12 @@ def settle_float16(
 @torch.no_grad()
 def largest_hidden_state(model: NormAlignLlavaForConditionalGeneration, batch: dict[str, Any]) -> float:
     """The largest absolute value that a module gives in a forward pass in float16; infinity if one is not finite."""
-    device = model.device
     largest: list[Tensor] = []
-
-    def keep(name: str, outputs: list[Tensor]) -> None:
-        largest.extend(output.float().abs().max() for output in outputs)
-
     names = ("input_ids", "attention_mask", "position_ids", "pixel_values")
-    inputs = {name: batch[name].to(device) for name in names if name in batch}
-    with watching_outputs(model, keep), torch.autocast(device.type, torch.float16):
+    inputs = {name: batch[name].to(model.device) for name in names if name in batch}
+    with (
+        watching_outputs(model, lambda name, outputs: largest.extend(x.float().abs().max() for x in outputs)),
+        torch.autocast(model.device.type, torch.float16),
+    ):
         model.model(**inputs, use_cache=False)
     return torch.stack(largest).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
