@@ -28,7 +28,7 @@ from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
 from .collator import ConversationCollator
 from .command import NO_MODEL
-from .modules.load import check_architecture, check_quantized, config_of_arm, frozen_dtype
+from .modules.load import check_architecture, config_of_arm, frozen_dtype
 from .options.arguments import NormAlignConfig
 
 
@@ -38,9 +38,7 @@ DROPPED_ROWS = "dropped_rows.jsonl"
 """File in `output_dir` with the rows that were dropped, and why."""
 
 
-def normalign_config(
-    args: TrainingArguments | None, model: Any, collator: DataCollator | None = None
-) -> NormAlignConfig:
+def normalign_config(args: TrainingArguments | None, model: Any, collator: Any = None) -> NormAlignConfig:
     """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with four exceptions.
 
     The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
@@ -127,6 +125,8 @@ def open_model(
         adapters = language_adapter(adapters, config, args.learning_rates(use_peft=True))
         adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores the base's name alone
     if quantization is not None:
+        from .modules.adapter import check_quantized
+
         check_quantized(config, quantization, args, adapters)
     if processor is None:
         if checkpoint is None and not model.name_or_path:

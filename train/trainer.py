@@ -44,22 +44,8 @@ from .keeping.checkpoints import only_run, writing_checkpoint
 from .keeping.record import training_record
 from .keeping.summary import check_disk, disk_use, summary
 from .memory import MemoryEstimate, estimate_memory, largest_batch
+from .modules import model as parts
 from .modules.load import load_model, settle_float16
-from .modules.model import (
-    MODULES,
-    base_model,
-    eval_frozen,
-    fill_gradients,
-    freeze,
-    frozen_modules,
-    load_sharded,
-    module_of,
-    prepare_sharding,
-    replaced,
-    train_in_float32,
-    trained_parameters,
-    wrap_forward,
-)
 from .options.arguments import keep_float32
 from .packing import PackedAttentionCheck, train_sampler
 from .prepare import check_options, checked_rows, normalign_config, open_model, read_data
@@ -128,7 +114,7 @@ class NormAlignTrainer(SFTTrainer):
         )
         self.learning_rates = rates = args.learning_rates(peft_config is not None)
         # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
-        args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
+        args.learning_rate = next((rates[module] for module in parts.MODULES if rates[module]), args.learning_rate)
         train, held_out, collator, report = read_data(
             train_dataset,
             eval_dataset,
@@ -158,7 +144,7 @@ class NormAlignTrainer(SFTTrainer):
             for_trl |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
         if args.dry_run:  # the Trainer would create both
             for_trl |= {"output_dir": gettempdir(), "push_to_hub": False}
-        with replaced(args, **for_trl):
+        with parts.replaced(args, **for_trl):
             super().__init__(
                 loaded,
                 args,
@@ -183,24 +169,20 @@ class NormAlignTrainer(SFTTrainer):
 
     def _finish_model(self) -> None:
         """Freezes modules, makes what is trained float32, and wraps the forward pass. TRL has added the adapters."""
-        args, model = self.args, base_model(self.model)
+        args, model = self.args, parts.base_model(self.model)
         if isinstance(self.model, PeftModel):
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
-            if not is_deepspeed_zero3_enabled():  # it has no quantized base
-                from .modules.adapter import restore_copies
-
-                restore_copies(self.model)
-        freeze(self.model, self.learning_rates)
-        train_in_float32(self.model)
+        parts.freeze(self.model, self.learning_rates)
+        parts.train_in_float32(self.model)
         # On a CPU, TRL's head lacks Triton, and scoring every position is two thirds of a small model's step.
         model.only_answers = args.device.type == "cpu"
-        wrap_forward(model, blank_image(self.processing_class))
+        parts.wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
-            prepare_sharding(self.accelerator, model)
+            parts.prepare_sharding(self.accelerator, model)
         if self.is_deepspeed_enabled:
 
             def pass_over_frozen(model: nn.Module, keys: Any) -> None:  # states have what is trained alone
-                keys.missing_keys[:] = trained_parameters(model).keys() & keys.missing_keys
+                keys.missing_keys[:] = parts.trained_parameters(model).keys() & keys.missing_keys
 
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
@@ -233,12 +215,11 @@ class NormAlignTrainer(SFTTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, its parameter groups split by module, each with the module's learning rate.
 
-        The Trainer has one learning rate only (huggingface/transformers#10140). Weight decay stays as it sets it: none
-        on biases and norms, so none on the gain.
+        The Trainer has one only (huggingface/transformers#10140). Biases and norms, and so the gain, do not decay.
         """
         if self.optimizer is None:
             optimizer = super().create_optimizer(model)
-            modules = {value: module_of(name) for name, value in (model or self.model).named_parameters()}
+            modules = {value: parts.module_of(name) for name, value in (model or self.model).named_parameters()}
             groups = [
                 {
                     **group,
@@ -246,11 +227,11 @@ class NormAlignTrainer(SFTTrainer):
                     "lr": self.learning_rates[name],
                 }
                 for group in optimizer.param_groups
-                for name in MODULES
+                for name in parts.MODULES
             ]
             optimizer.param_groups = [group for group in groups if group["params"]]
             if self.is_fsdp_enabled:
-                optimizer.register_step_pre_hook(fill_gradients)
+                optimizer.register_step_pre_hook(parts.fill_gradients)
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset=None):
@@ -264,13 +245,12 @@ class NormAlignTrainer(SFTTrainer):
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
-            rows, _ = checked_rows(eval_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
-            return self.get_test_dataloader(rows)  # the other keeps a loader, whatever rows are asked for next
+            return self.get_test_dataloader(eval_dataset)  # the other keeps a loader, whatever rows are asked for next
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
-        rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args, split="eval")
+        rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
         return super().get_test_dataloader(rows)
 
     def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
@@ -278,11 +258,7 @@ class NormAlignTrainer(SFTTrainer):
         return estimate_memory(self, gradient_checkpointing)
 
     def train(self, *args, **kwargs):
-        """The Trainer's training.
-
-        Raises:
-            ValueError: `dry_run` loaded no weights, another process writes to `output_dir`, or the disk has no room.
-        """
+        """The Trainer's. Raises ValueError if another process writes to `output_dir`, or the disk has no room."""
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
         if self.args.should_save:
@@ -312,7 +288,7 @@ class NormAlignTrainer(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """TRL's loss, with frozen modules in evaluation mode."""
         if self.model.training:
-            eval_frozen(base_model(self.model))
+            parts.eval_frozen(parts.base_model(self.model))
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training:
             self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
@@ -349,11 +325,8 @@ class NormAlignTrainer(SFTTrainer):
         """Saves what the Trainer saves, the records of building and training, and in `output_dir` the card.
 
         With `push_to_hub`, a user's call that saves to `output_dir` publishes it too. Under FSDP and ZeRO-3 all
-        processes must call it, as the Trainer's; otherwise the first one alone may.
-
-        Raises:
-            ValueError, OSError: What [`publish`] raises.
-            FloatingPointError: Training made weights NaN or infinite.
+        processes must call it, as the Trainer's; otherwise the first one alone may. Raises FloatingPointError if
+        training made weights NaN or infinite.
         """
         self.finite.check_weights(self.model)
         folder = Path(output_dir or self.args.output_dir)
@@ -392,12 +365,9 @@ class NormAlignTrainer(SFTTrainer):
         return self.publish(token, revision)
 
     def publish(self, token: str | None = None, revision: str | None = None) -> Any:
-        """Publishes `output_dir` as [`normalign_llava.publish`] does, in the first process.
+        """Publishes `output_dir`, in the first process; an adapter as one if its base is on the Hub, or else merged.
 
-        An adapter is sent as one if its base is on the Hub; otherwise it is merged.
-
-        Raises:
-            ValueError, OSError: It was not published. The message names the command that does it.
+        Raises ValueError or OSError if it was not published; the message names the command that does it.
         """
         if not self.is_world_process_zero():
             return None
@@ -421,13 +391,13 @@ class NormAlignTrainer(SFTTrainer):
         if isinstance(self.model, PeftModel) or state_dict == {} or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        folder, model, frozen = Path(output_dir or self.args.output_dir), self.model, frozen_modules(self.model)
+        folder, model, frozen = Path(output_dir or self.args.output_dir), self.model, parts.frozen_modules(self.model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
             # What is frozen is written as it was read.
-            trained = trained_parameters(model)
+            trained = parts.trained_parameters(model)
             model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
             model.load_state_dict(trained, strict=False)
-        with no_progress_bar(), replaced(self, model=model):
+        with no_progress_bar(), parts.replaced(self, model=model):
             super()._save(str(folder), {})
         layout = stored_tensors(model, state_dict)
         write_weights(folder, layout, linked=unchanged_files(layout, frozen, self.weights_in))
@@ -437,13 +407,13 @@ class NormAlignTrainer(SFTTrainer):
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
-            load_sharded(self.model, Path(resume_from_checkpoint))
+            parts.load_sharded(self.model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
-        freeze(self.model, self.learning_rates)
+        parts.freeze(self.model, self.learning_rates)
         self.weights_in.insert(0, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
@@ -457,9 +427,9 @@ class NormAlignTrainer(SFTTrainer):
         if self.is_deepspeed_enabled:
 
             def trained(**kwargs: bool) -> dict[str, torch.Tensor]:
-                return {name: value.data for name, value in trained_parameters(self.model).items()}
+                return {name: value.data for name, value in parts.trained_parameters(self.model).items()}
 
-            with replaced(self.model_wrapped, module_state_dict=trained):
+            with parts.replaced(self.model_wrapped, module_state_dict=trained):
                 self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
         elif isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
             plugin = self.accelerator.state.fsdp_plugin

@@ -214,7 +214,10 @@ def test_a_command_refuses_it_before_rows_are_read_and_a_trainer_for_a_model_too
     for words, message in (
         (["--lora_target_modules", "q_proj", "w_proj"], "peft_config names w_proj"),
         (["--lora_target_parameters", "q_proj.weight,k_proj.weight"], "sets target_parameters"),
-        (["--load_in_4bit", "--lora_modules_to_save", "gate_proj"], "gate_proj, of which model.*gate_proj would be"),
+        (
+            ["--load_in_4bit", "--lora_modules_to_save", "gate_proj"],
+            "names model.*gate_proj, which would be quantized",
+        ),
         (["--use_peft", "false", "--load_in_4bit"], "language_learning_rate is .* add --use_peft"),
     ):
         with pytest.raises(ValueError, match=message):

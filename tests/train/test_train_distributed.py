@@ -49,8 +49,7 @@ OPTIONS |= dict(learning_rate=1e-3, vision_learning_rate=2e-4, projector_learnin
 OPTIONS |= dict(train_sampling_strategy="sequential", save_strategy="no", report_to="none", disable_tqdm="true")
 # A larger epsilon shows gradients of a wrong scale, and hides the rounding errors of those that are truly zero.
 OPTIONS |= dict(adam_epsilon=1e-5, logging_steps=1)
-EVALUATED = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1)
-EVALUATED |= dict(sample_count=2, sample_max_new_tokens=5, probe_steps=2)
+EVALUATED = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1, probe_steps=2)
 LORA = dict(use_peft="true", lora_r=4, lora_dropout=0.0, vision_learning_rate=0)
 SAVED = dict(save_strategy="steps", save_steps=2)
 # Two steps an epoch. The run is resumed in the third.
@@ -108,7 +107,6 @@ class Room:
             "packed lora": {**PACKED, **LORA},
             "bad step": {"bad_steps": "skip"},
             "broken": {"save_strategy": "steps", "save_steps": 1},
-            "unasked": {"eval_dataset_name": self.data["eval"], "eval_strategy": "epoch", "max_steps": 1},
         }
         self.done: dict[tuple, Path] = {}
 
@@ -212,9 +210,9 @@ def mixed(room):
 PACKING = ("packed", "packed resumed", "packed lora")
 NIGHTLY = {
     "one": ("lora", "qlora", "frozen in 4 bits", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
-    "ddp": ("mixed resumed", "lora", "qlora", "frozen in 4 bits", "skipped", "bad step", "broken", "unasked")
+    "ddp": ("mixed resumed", "lora", "qlora", "frozen in 4 bits", "skipped", "bad step", "broken")
     + ("grouped epochs", "grouped epochs resumed", *PACKING),
-    "fsdp2": ("mixed resumed", "lora", "bfloat16", "autocast", "bad step", "broken", "unasked", *PACKING),
+    "fsdp2": ("mixed resumed", "lora", "bfloat16", "autocast", "bad step", "broken", *PACKING),
 }
 
 
@@ -241,9 +239,6 @@ def test_two_processes_end_with_the_weights_and_losses_of_one(mode, mixed):
         assert [image for _, image, _ in found["batches"]] == expected
     assert seen(one, "mixed", 0)["processes"] == 1
     assert_same_run(folder / "mixed", one / "mixed", weights=1e-6, figures=1e-5)
-    for step in (2, 4):
-        answers = f"mixed/samples/step-{step}.json"
-        assert (folder / answers).read_text() == (one / answers).read_text()
     found, expected = (json.loads((each / "mixed" / "dynamics.jsonl").read_text()) for each in (folder, one))
     assert found["step"] == expected["step"] == 2
     assert found["visual"] + found["text"] == pytest.approx(expected["visual"] + expected["text"], abs=1e-4)
@@ -373,15 +368,6 @@ def assert_gain_moved(weights: dict[str, torch.Tensor]) -> None:
     gain = next(weight for name, weight in weights.items() if name.endswith("norm.weight") and "projector" in name)
     assert gain.dtype == torch.float32
     assert gain.std() > 1e-4  # it begins with one value in every place
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2", pytest.param("zero3", marks=ZERO)])
-def test_no_examples_are_answered_by_a_sharded_model_unless_asked_for(mode, nightly):
-    folder = nightly(mode, zero="unasked")
-    asked = mode == "ddp"
-    assert len(list((folder / "unasked" / "samples").glob("step-*.json"))) == asked
-    assert (folder / "stderr").read_text().count("Ask for some with --sample_count 4") == (not asked)
 
 
 @pytest.mark.nightly

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: one process at a time writes them, which is complete, from which a run resumes.
 
-The file `trainer_state.json` marks a checkpoint as complete: the first process writes it last, after every process has
-written its part. The Trainer itself takes the folder with the highest number, whatever is in it, and silently starts
-a fresh optimizer if the optimizer's file is missing.
+The first process writes `trainer_state.json` last, which marks a checkpoint as complete. The Trainer itself takes the
+folder with the highest number, whatever is in it, and starts a fresh optimizer without its file.
 """
 
 import os
@@ -66,10 +65,7 @@ def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
 
 @contextmanager
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
-    """Removes an earlier folder of that name, has the checkpoint written, and removes it again if the disk is full.
-
-    The other processes must wait for the first, which removes the earlier folder. A checkpoint that is complete stays.
-    """
+    """Removes an earlier folder of that name, for which other processes must wait, and what a full disk cut short."""
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
         _remove(folder)
@@ -127,13 +123,10 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
 
 
 def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, world_size: int) -> Path | None:
-    """The checkpoint to resume from, or None to start from the beginning.
+    """The checkpoint to resume from, or None to start from the beginning; the first process prints which it is.
 
-    The first process prints which it is, and which incomplete ones are newer, on standard error.
-
-    Args:
-        resume: The option `resume_from_checkpoint`: a folder; `"last"` or true for the newest complete checkpoint in
-            `output_dir`, or the beginning if there is none; None or false for the beginning.
+    `resume` is a folder; `"last"` or true for the newest complete checkpoint in `output_dir`, or the beginning if
+    there is none; None or false for the beginning.
     """
     option, output, earlier = str(resume).lower(), Path(output_dir), checkpoints_in(output_dir)
     has_result = any((output / name).exists() for name in RESULT)
@@ -187,11 +180,6 @@ def after_stop(output_dir: str | os.PathLike, world_size: int, step: int) -> str
     if (json_or_none(output / TRAINING_RECORD) or {}).get("steps_done") == step:
         return f"The trained model is complete in {output}."
     if newest := newest_complete(output, world_size):
-        return (
-            f"Step {step} was done. Resume with the same command and --resume_from_checkpoint "
-            f"{shlex.quote(str(newest))}. What was done since then is lost."
-        )
-    return (
-        f"Step {step} was done. {output} holds no complete checkpoint, so it is lost. Start again with the same "
-        "command; a lower --save_steps saves earlier."
-    )
+        resume = f"--resume_from_checkpoint {shlex.quote(str(newest))}"
+        return f"Step {step} was done. Resume with the same command and {resume}. What was done since then is lost."
+    return f"Step {step} was done. {output} holds no complete checkpoint, so it is lost. A lower --save_steps helps."

@@ -17,7 +17,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import nn
-from transformers import SchedulerType
 
 from ...checkpoint.weights import check_space, free_space, module_of_file, shards_of, stored_tensors, unchanged_files
 from ...data.rows.parse import DroppedRows
@@ -29,9 +28,7 @@ from ..shapes import OPTIMIZER
 from .checkpoints import checkpoints_in
 
 
-ROWS = {"vision": "vision tower", "projector": "projector", "norm": "norm", "language": "language model"}
-ROWS["adapters"] = "adapters"
-"""Rows of the table, by module."""
+TITLES = {"vision": "vision tower", "language": "language model"}
 
 
 def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
@@ -47,12 +44,9 @@ def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
             "processes": args.world_size,
             "accumulation": args.gradient_accumulation_steps,
             "packed": args.packing,
-            "workers": args.dataloader_num_workers,
         },
         "steps": steps,
         "warmup_steps": args.get_warmup_steps(steps),
-        "schedule": SchedulerType(args.lr_scheduler_type).value,
-        "optimizer": str(args.optim.value),
         "autocast": autocast_dtype(args),
         "precision_because": args.precision_because,
     }
@@ -64,7 +58,7 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
     A 4-bit weight counts as the parameters that it stands for; PEFT's untrained copies of modules do not count.
     """
     empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
-    rows = {key: {"module": name, **empty} for key, name in ROWS.items()}
+    rows = {key: {"module": TITLES.get(key, key), **empty} for key in (*learning_rates, "adapters")}
     dtypes = {key: Counter[str]() for key in rows}
     for name, parameter in model.named_parameters():
         if ".original_module." not in name:
@@ -168,9 +162,7 @@ def _run(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
     return {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided}",
-        "Reading": f"by {batch['workers']:,} process(es) for each" if batch["workers"] else "in the same process",
-        "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
-        "Optimizer": facts["optimizer"],
+        "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up",
         "Autocast": f"{facts['autocast'] or 'none'}{because}",
         "Disk": f"{gib(disk['total'])} ({checkpoints}); {gib(free_space(output_dir))} are free",
     }

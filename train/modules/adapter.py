@@ -6,17 +6,17 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from ...assembly.adapter import on_meta, put_on_meta
 from ...checkpoint.loading import loading
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..options.arguments import NormAlignConfig
 from ..options.fields import names_in
 
 
@@ -142,16 +142,32 @@ def _check_effect(
         )
 
 
+def check_quantized(
+    config: NormAlignLlavaConfig,
+    quantization: BitsAndBytesConfig,
+    args: NormAlignConfig,
+    adapters: LoraConfig | None,
+) -> None:
+    """Raises ValueError if a linear layer of the language model, which is quantized, would be trained in full."""
+    if quantization.llm_int8_skip_modules is not None:
+        raise ValueError("llm_int8_skip_modules is set here: the language model is quantized alone. Leave it out.")
+    rate = args.learning_rates(use_peft=False)["language"]
+    if rate and adapters is None:
+        raise ValueError(
+            f"language_learning_rate is {rate:g}, and quantized weights cannot be trained. Leave out the quantization "
+            "or the learning rate (--language_learning_rate 0), or add --use_peft."
+        )
+    for path, module in on_meta(config).named_modules():
+        names = [name for name in (adapters and adapters.modules_to_save) or () if path.endswith(name)]  # as in PEFT
+        layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+        if names and layers and path.startswith("model.language_model"):
+            raise ValueError(
+                f"modules_to_save names {path}, which would be quantized, and quantized weights cannot be trained. "
+                "Name its layers in target_modules: adapters can be put on them."
+            )
+
+
 def _linear_layers(model: nn.Module) -> list[str]:
     """Names of the language model's linear layers, without their paths."""
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     return sorted({path.rpartition(".")[2] for path in linears if path.startswith("model.language_model.")})
-
-
-def restore_copies(model: PeftModel) -> None:
-    """Gives PEFT's copies of modules the base's values again, in float32: TRL rounds them on a quantized base."""
-    for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            copied = module.modules_to_save["default"]
-            for parameter, value in zip(copied.parameters(), module.original_module.parameters(), strict=True):
-                parameter.data = value.to(parameter.device, torch.float32, copy=True)

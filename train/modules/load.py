@@ -3,19 +3,16 @@
 
 import copy
 import math
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ...assembly.adapter import IN_PRECISION, on_meta
 from ...assembly.arms import ARMS, arm_of
 from ...assembly.processing import check_feature_layer
 from ...checkpoint.names import TRAINING_RECORD
@@ -128,43 +125,11 @@ def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str
     return name
 
 
-def check_quantized(
-    config: NormAlignLlavaConfig,
-    quantization: BitsAndBytesConfig,
-    training: NormAlignConfig,
-    adapters: LoraConfig | None,
-) -> None:
-    """Raises ValueError if a linear layer of the language model, which is quantized, would be trained in full."""
-    if quantization.llm_int8_skip_modules is not None:
-        raise ValueError("llm_int8_skip_modules is set here: the language model is quantized alone. Leave it out.")
-    rate = training.learning_rates(use_peft=False)["language"]
-    if rate and adapters is None:
-        raise ValueError(
-            f"language_learning_rate is {rate:g}, and quantized weights cannot be trained. Leave out the quantization "
-            "or the learning rate (--language_learning_rate 0), or add --use_peft."
-        )
-    for path, module in on_meta(config).named_modules():
-        if isinstance(module, nn.Linear) and path.startswith("model.language_model."):
-            parents = [*accumulate(path.split("."), "{}.{}".format)]
-            for name in (adapters and adapters.modules_to_save) or ():
-                if any(parent.endswith(name) for parent in parents):  # as in PEFT
-                    raise ValueError(
-                        f"modules_to_save names {name}, of which {path} would be quantized, and quantized weights "
-                        "cannot be trained. Name it in target_modules: adapters can be put on it."
-                    )
-
-
 def _without_weights(
-    cls: type[NormAlignLlavaForConditionalGeneration],
-    config: NormAlignLlavaConfig,
-    *,
-    dtype: str,
-    quantization_config: BitsAndBytesConfig | None = None,
-    device_map: Any = None,
-    **kwargs: Any,
+    cls: Any, config: NormAlignLlavaConfig, quantization_config: BitsAndBytesConfig | None = None, **kwargs: Any
 ) -> NormAlignLlavaForConditionalGeneration:
     """The model that `from_pretrained` would load, on meta: shapes and dtypes alone, also in 4 bits."""
-    precision = getattr(torch, dtype)
+    precision, device_map = getattr(torch, kwargs.pop("dtype")), kwargs.pop("device_map", None)
     with torch.device("meta"):
         model = cls._from_config(config, dtype=precision, **kwargs)
     for name, parameter in model.named_parameters():
@@ -175,6 +140,8 @@ def _without_weights(
     if quantization_config.load_in_8bit:
         raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
     from bitsandbytes.functional import create_dynamic_map, name2qmap
+
+    from ...assembly.adapter import IN_PRECISION  # late: few runs quantize
 
     name2qmap.setdefault("dynamic", create_dynamic_map())  # or the first model's, on meta, would be kept for all
     quantization_config.llm_int8_skip_modules = IN_PRECISION  # as `from_pretrained` of the model has it

@@ -2,7 +2,6 @@
 """The model to train: its parts by name, which are frozen, in which precision and mode they run, and sharded."""
 
 import json
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
@@ -95,7 +93,13 @@ def train_in_float32(model: nn.Module) -> None:
         lambda module, inputs: _cast(inputs, module.linear_1)
     )
     for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper) and module_of(f"{name}.") == "language":
+        if not isinstance(module, ModulesToSaveWrapper):
+            continue
+        if not is_deepspeed_zero3_enabled():  # PEFT's copies, which TRL rounds on a quantized base
+            copied, original = module.modules_to_save["default"].parameters(), module.original_module.parameters()
+            for parameter, value in zip(copied, original, strict=True):
+                parameter.data = value.to(parameter.device, torch.float32, copy=True)
+        if module_of(f"{name}.") == "language":
             module.register_forward_pre_hook(
                 lambda module, *inputs: _cast(inputs, module.modules_to_save), with_kwargs=True
             )
@@ -104,13 +108,10 @@ def train_in_float32(model: nn.Module) -> None:
 
 def _cast(values: Any, like: nn.Module) -> Any:
     """Floating point tensors in the precision of a module, unless autocast casts them where they are used."""
-    dtype = next(like.parameters()).dtype
-
-    def cast(value: Tensor) -> Tensor:
-        kept = torch.is_autocast_enabled(value.device.type) or not value.is_floating_point()
-        return value if kept else value.to(dtype)
-
-    return tree_map_only(Tensor, cast, values)
+    first = next(like.parameters())
+    if torch.is_autocast_enabled(first.device.type):
+        return values
+    return tree_map_only(Tensor, lambda value: value.to(first.dtype) if value.is_floating_point() else value, values)
 
 
 def wrap_forward(model: NormAlignLlavaForConditionalGeneration, blank_image: Tensor) -> None:
@@ -165,8 +166,7 @@ def _unbound(forward: Callable) -> Callable:
 def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     """Puts modules without a trained parameter into evaluation mode, so that they have no dropout.
 
-    A frozen language model still has to carry gradients to the projector. transformers checkpoints decoder layers in
-    training mode only, so checkpointed layers stay in that mode, and are computed in evaluation mode.
+    transformers checkpoints layers in training mode only, so those stay in it, and are computed in evaluation mode.
     """
     for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
         if not trained_parameters(module):
@@ -212,7 +212,6 @@ def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForCondition
     def shard(module: nn.Module, **kwargs: Any) -> FSDPModule:
         return fully_shard(module, **kwargs | ({"mp_policy": MixedPrecisionPolicy()} if type(module) is norm else {}))
 
-    @wraps(prepare)
     def prepare_with_norm(*args: Any, **kwargs: Any) -> Any:
         with replaced(fsdp, fully_shard=shard):
             return prepare(*args, **kwargs)
@@ -241,11 +240,10 @@ def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Evaluation mode without gradients, in the precision of training; then modes and random states are as before."""
+    """Evaluation mode without gradients, in the precision of training; then modes and random state are as before."""
     devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
     dtype = torch.bfloat16 if args.bf16 else torch.float16
     autocast = torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
-    python, numpy = random.getstate(), np.random.get_state()
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.random.fork_rng(devices), autocast, torch.no_grad():
@@ -254,8 +252,6 @@ def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextmanager
