@@ -50,12 +50,10 @@ class MemoryEstimate(Printed):
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room for it."""
         return self.total <= self.available - self.reserved
 
     @property
@@ -66,7 +64,6 @@ class MemoryEstimate(Printed):
         return f"{begin}: {gib(self.total)} of the {gib(self.available)} of {self.device}{kept}."
 
     def renderable(self) -> Group:
-        """The parts and the verdict."""
         sizes = [[name, gib(size)] for name, size in {**self.parts, "all": self.total}.items()]
         return Group(titled_table("Memory", [self.batch, "at the peak of a step"], sizes), self.verdict)
 
@@ -107,7 +104,7 @@ def largest_batch(args: NormAlignConfig, rows: Dataset | IterableDataset, collat
 
 
 def estimate_memory(trainer: SFTTrainer, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
-    """The memory of a step of a trainer on its longest rows; no weight is read or changed.
+    """The memory of a step of a trainer on its longest rows; ValueError if it cannot be followed.
 
     A forward and a backward pass are run with a shape in place of each weight, and what they allocate is followed
     storage by storage. Optimizer states are there from the start, as after the first step, and gradients if steps are
@@ -116,30 +113,21 @@ def estimate_memory(trainer: SFTTrainer, gradient_checkpointing: bool | None = N
 
     One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO, what is divided
     among processes is divided; a layer that is gathered for its turn does not count.
-
-    Args:
-        gradient_checkpointing: Whether it is used, by default as in the trainer's arguments.
-
-    Raises:
-        ValueError: The step cannot be followed.
     """
     args, passes = trainer.args, trainer.args.gradient_accumulation_steps
     batch = largest_batch(args, trainer.train_dataset, trainer.data_collator)
-    static = static_bytes(trainer.model, args)
     try:
         parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"The memory of a step cannot be estimated for this model: {error}") from error
-    parts += Counter(static | {GRADIENTS: 0})  # those that live at the peak
+    parts += Counter(static_bytes(trainer.model, args) | {GRADIENTS: 0})  # gradients are those at the peak
     parts[GRADIENTS] = int(parts[GRADIENTS] * _shares(args)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
     parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())
     ids, positions = batch["input_ids"], batch.get("position_ids")
     rows = len(ids) if positions is None else int((positions == 0).sum())
-    images = len(batch.get("pixel_values", ()))
-    counted = {name: parts[name] for name in PARTS if parts[name]}
-    shape = f"{rows:,} row(s), {ids.numel():,} tokens, {images:,} image(s)"
-    return MemoryEstimate(counted, shape, *_device(args))
+    shape = f"{rows:,} row(s), {ids.numel():,} tokens, {len(batch.get('pixel_values', ())):,} image(s)"
+    return MemoryEstimate({name: parts[name] for name in PARTS if parts[name]}, shape, *_device(args))
 
 
 def _device(args: NormAlignConfig) -> tuple[str, int, int]:
@@ -157,13 +145,11 @@ def gib(size: int) -> str:
 
 
 def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer states on each device, by part.
+    """Bytes of weights, gradients and optimizer states on each device, by part, counted tensor by tensor.
 
-    They are counted tensor by tensor: parameters with the constants of 4-bit and 8-bit quantization, and buffers; a
-    gradient in the dtype of each trained parameter; AdamW's two states in that dtype, or in bitsandbytes' 32 or 8
-    bits. FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all; DDP
-    keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with
-    the states. States of paged optimizers count although they may lie in the CPU's memory.
+    FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all; DDP keeps
+    a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with the
+    states. States of paged optimizers count although they may lie in the CPU's memory.
     """
     sizes = dict.fromkeys((WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

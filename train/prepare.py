@@ -41,9 +41,8 @@ DROPPED_ROWS = "dropped_rows.jsonl"
 def normalign_config(args: TrainingArguments | None, model: Any, collator: Any = None) -> NormAlignConfig:
     """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with four exceptions.
 
-    The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
-    tokens would be labels. (A collator of another kind makes its own labels.) Rows longer than `max_length` are
-    dropped, not cut. `packing` keeps the rows of each step. Nothing is pushed before the end of training.
+    The loss is on the assistant's turns, or image tokens would be labels, unless another collator makes the labels.
+    Long rows are dropped, not cut. `packing` keeps the rows of each step. Nothing is pushed before the end.
     """
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
@@ -117,8 +116,8 @@ def open_model(
         if not args.dry_run or any(file.suffix in (".safetensors", *PICKLES) for file in folder.glob("*model*")):
             check_weights(checkpoint.name, checkpoint.revision)  # as loading does, but before rows are read
         config = config_of_arm(checkpoint, args.arm)
-        settled = {"revision": checkpoint.revision, "dtype": frozen_dtype(config, args)}
-        args.model_init_kwargs = {**(args.model_init_kwargs or {}), **settled}
+        args.model_init_kwargs = dict(args.model_init_kwargs or {}, revision=checkpoint.revision)
+        args.model_init_kwargs["dtype"] = frozen_dtype(config, args)
     if adapters is not None:
         from .modules.adapter import language_adapter
 

@@ -108,11 +108,7 @@ def make_trainer(
 
 
 def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
-    """Checks all that training checks, and prints the summary and the memory of a step; writes no output.
-
-    Returns:
-        Whether the step fits.
-    """
+    """Checks all that training checks, prints the summary and the memory of a step, and returns whether it fits."""
 
     def make(more: Sequence[str] = ()) -> NormAlignTrainer:
         return make_trainer(*parse([*words, *more], recipe))[0]

@@ -137,8 +137,7 @@ class NormAlignTrainer(SFTTrainer):
         self.weights_in = index_folder(loaded.name_or_path, commit) if self.checkpoint else []
         self.measurements = Measurements(args)
         self.probe: Any = None
-        # The only place where options change after this, and are set again. TRL refuses the first two for images
-        # (huggingface/trl#4339), and reports the third as ignored.
+        # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
         for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
         if not isinstance(collator, ConversationCollator):  # another one alone knows what its rows must have
             for_trl |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
@@ -169,13 +168,13 @@ class NormAlignTrainer(SFTTrainer):
 
     def _finish_model(self) -> None:
         """Freezes modules, makes what is trained float32, and wraps the forward pass. TRL has added the adapters."""
-        args, model = self.args, parts.base_model(self.model)
+        model = parts.base_model(self.model)
         if isinstance(self.model, PeftModel):
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
         parts.freeze(self.model, self.learning_rates)
         parts.train_in_float32(self.model)
         # On a CPU, TRL's head lacks Triton, and scoring every position is two thirds of a small model's step.
-        model.only_answers = args.device.type == "cpu"
+        model.only_answers = self.args.device.type == "cpu"
         parts.wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
             parts.prepare_sharding(self.accelerator, model)

@@ -144,14 +144,6 @@ def test_what_is_trained_in_full_on_a_quantized_base_is_not_rounded(bases, tmp_p
     assert_computes_the_same(trainer, tmp_path)
 
 
-def test_every_option_that_trl_has_is_in_the_table():
-    names = {field.name for field in fields(ModelConfig) if field.name.startswith(("lora_", "use_"))}
-    used = {name for options, _ in TRAINED for name in options}
-    assert names - {"use_peft", "use_bnb_nested_quant", "lora_target_parameters"} == {
-        name for name in used if name in names
-    }
-
-
 IDLE = "peft_config names {}, which would have no effect. .* layers 0 to 1"
 OTHER = "sets {}, .* could not be merged"
 TIES = "The embeddings of this model are its head too"
@@ -210,15 +202,11 @@ def test_a_command_refuses_it_before_rows_are_read_and_a_trainer_for_a_model_too
     with pytest.raises(ValueError, match="lacks 1 tensors"):
         trained(LoraConfig(), unloadable[True], tmp_path)
     command = ["--stage", "tune", "--output_dir", str(tmp_path / "run"), "--dataset_name", str(tmp_path / "none.json")]
-    command += ["--model_name_or_path", str(unloadable[True]), "--use_peft", "--report_to", "none"]
+    command += ["--model_name_or_path", str(unloadable[True]), "--report_to", "none", "--load_in_4bit"]
     for words, message in (
-        (["--lora_target_modules", "q_proj", "w_proj"], "peft_config names w_proj"),
-        (["--lora_target_parameters", "q_proj.weight,k_proj.weight"], "sets target_parameters"),
-        (
-            ["--load_in_4bit", "--lora_modules_to_save", "gate_proj"],
-            "names model.*gate_proj, which would be quantized",
-        ),
-        (["--use_peft", "false", "--load_in_4bit"], "language_learning_rate is .* add --use_peft"),
+        (["--use_peft", "--lora_target_modules", "q_proj", "w_proj"], "peft_config names w_proj"),
+        (["--use_peft", "--lora_modules_to_save", "gate_proj"], "names model.*gate_proj, which would be quantized"),
+        ([], "language_learning_rate is .* add --use_peft"),
     ):
         with pytest.raises(ValueError, match=message):
             main([*command, *words])

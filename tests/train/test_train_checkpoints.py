@@ -54,22 +54,16 @@ def test_a_checkpoint_that_lacks_a_file_or_its_end_is_not_complete(run):
         assert "trainer_state.json" in missing_from(folder, 1)[0]
 
 
-def test_random_states_are_those_of_as_many_processes(run):
+@pytest.mark.parametrize("optimizer", ["optimizer.bin", "optimizer_0/.metadata", "latest"])
+def test_states_of_several_processes_and_of_fsdp_and_deepspeed_count(run, optimizer):
     folder = run / "checkpoint-4"
+    (folder / optimizer).parent.mkdir(exist_ok=True)
+    (folder / "optimizer.pt").rename(folder / optimizer)
+    assert missing_from(folder, 1) == []
     assert "random states of 2 process(es) (it has those of 1)" in missing_from(folder, 2)[0]
     shutil.copyfile(folder / "rng_state.pth", folder / "rng_state_1.pth")
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     assert missing_from(folder, 2) == [] and missing_from(folder, 1) and missing_from(folder, 3)
-
-
-@pytest.mark.parametrize("optimizer", ["optimizer.bin", "optimizer_0/.metadata", "latest"])
-def test_fsdps_and_deepspeeds_optimizers_count(run, optimizer):
-    folder = run / "checkpoint-4"
-    (folder / "optimizer.pt").unlink()
-    (folder / optimizer).parent.mkdir(exist_ok=True)
-    with (folder / optimizer).open("wb") as file:
-        torch.save({}, file)
-    assert missing_from(folder, 1) == []
 
 
 def test_the_newest_complete_one_is_found_by_number(run):
@@ -122,7 +116,7 @@ def test_an_earlier_run_is_not_written_over(written, run):
             resolve_resume(resume, run, 1)
 
 
-def test_an_earlier_folder_does_not_mix_with_the_new_one(run):
+def test_an_earlier_folder_does_not_mix_with_the_new_one_and_a_complete_one_stays(run):
     folder = run / "checkpoint-4"
     with writing_checkpoint(folder, 1):
         assert not folder.exists()
@@ -132,10 +126,6 @@ def test_an_earlier_folder_does_not_mix_with_the_new_one(run):
             folder.mkdir()
             raise error
         assert raised.value is error and folder.exists()
-
-
-def test_a_disk_that_is_full_later_does_not_cost_a_checkpoint(run):
-    folder = run / "checkpoint-4"
     with pytest.raises(OSError, match="No space left"), writing_checkpoint(folder, 1):
         shutil.copytree(run / "checkpoint-2", folder)
         raise OSError(28, "No space left on device")  # as when older checkpoints are removed
@@ -192,9 +182,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_of_a_model(tmp_path,
     for folder, said, cause in reports[:3]:
         output = tmp_path / folder
         assert cause == causes[folder] and f"{folder}/checkpoint-4 could not be written: " in said
-        assert "MiB are free there" in said
-        for option in ("--save_total_limit", "--output_dir", f"--resume_from_checkpoint {folder}/checkpoint-2"):
-            assert option in said
+        assert f"--resume_from_checkpoint {folder}/checkpoint-2" in said
         assert [path.name for path in output.glob("*checkpoint*")] == ["checkpoint-2"]
         assert resolve_resume("last", output, 1) == output / "checkpoint-2"
     for folder, said, _ in reports[3:]:
@@ -254,13 +242,11 @@ def test_frozen_modules_are_links_to_what_training_began_with_and_stay_whatever_
     assert linked(saved[0], run) == {*FROZEN}
 
 
-@pytest.mark.parametrize("how", ["in one file", "in bfloat16", "changed by hand", "from the Hub's cache"])
+@pytest.mark.parametrize("how", ["in one file", "changed by hand", "from the Hub's cache"])
 def test_what_the_base_does_not_hold_is_written_once(checkpoint, tmp_path, how):
     base, run, model = shutil.copytree(checkpoint, tmp_path / "base"), tmp_path / "run", None
     if how == "in one file":
         stored.in_one_file(base)
-    elif how == "in bfloat16":
-        stored.store(base, {name: value.bfloat16() for name, value in stored.weights(base).items()})
     elif how == "changed by hand":
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(base)
         with torch.no_grad():
@@ -307,11 +293,11 @@ def bytes_of(folder) -> int:
     return sum({each.st_ino: each.st_size for each in files if each.st_nlink == 1}.values())
 
 
-@pytest.mark.parametrize("how", ["align", "tune", "adapters", "one file"])
+@pytest.mark.parametrize("how", ["align", "adapters", "one file"])
 def test_what_a_run_writes_is_known_before_it_starts(tmp_path, large, how):
     options = {"max_steps": 5, "save_total_limit": 2}
     options |= {"use_peft": True, "lora_r": 32} if how == "adapters" else {}
-    options |= {"language_learning_rate": 1e-3, "vision_learning_rate": None} if how in ("tune", "adapters") else {}
+    options |= {"language_learning_rate": 1e-3, "vision_learning_rate": None} if how == "adapters" else {}
     if how == "one file":
         large = shutil.copytree(large, tmp_path / "large")
         stored.in_one_file(large)

@@ -86,8 +86,6 @@ class Room:
             "mixed": {**untied, **EVALUATED, **SAVED, "eval_dataset_name": self.data["eval"]},
             "lora": LORA,
             "qlora": QLORA,
-            "bfloat16": {"dtype": "bfloat16"},
-            "autocast": {"dtype": "bfloat16", "bf16": "true"},
             "half": half,
             "frozen": {**half, **FROZEN, "model_name_or_path": self.half},
             "frozen in 4 bits": {**half, **FROZEN, "model_name_or_path": self.half, "load_in_4bit": "true"},
@@ -209,10 +207,10 @@ def mixed(room):
 
 PACKING = ("packed", "packed resumed", "packed lora")
 NIGHTLY = {
-    "one": ("lora", "qlora", "frozen in 4 bits", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
+    "one": ("lora", "qlora", "frozen in 4 bits", "half", "bad step", "epochs", "epochs lora", *PACKING),
     "ddp": ("mixed resumed", "lora", "qlora", "frozen in 4 bits", "skipped", "bad step", "broken")
     + ("grouped epochs", "grouped epochs resumed", *PACKING),
-    "fsdp2": ("mixed resumed", "lora", "bfloat16", "autocast", "bad step", "broken", *PACKING),
+    "fsdp2": ("mixed resumed", "lora", "bad step", "broken", *PACKING),
 }
 
 
@@ -310,19 +308,6 @@ def test_beside_frozen_layers_a_run_ends_as_in_one_process_with_a_float32_gain(m
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["bfloat16", "autocast"])
-def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, nightly):
-    folder, one = nightly("fsdp2"), nightly("one")
-    assert seen(folder, name, 1)["gain dtype"] == "torch.float32"
-    assert_gain_moved(stored.weights(folder / name))
-    losses, expected = (
-        [step["loss"] for step in seen(where, kind, 0)["logs"] if "loss" in step]
-        for where, kind in ((folder, name), (one, "bfloat16"))
-    )
-    assert losses == pytest.approx(expected, rel=1e-2)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES[2:])
 def test_deepspeed_in_bfloat16_trains_and_saves_float32(mode, room, nightly):
     for name in ("half", "half resumed"):
@@ -400,11 +385,12 @@ def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"nothing": 3}, ["There is no option --nothing 3."]),
-        pytest.param({"dataset_name": "bad"}, ["bad/data.json, row 103: ", "row 104: "], marks=pytest.mark.nightly),
+        ({"dataset_name": "bad"}, ["bad/data.json, row 103: ", "row 104: "]),
     ],
     ids=["same", "different"],
 )

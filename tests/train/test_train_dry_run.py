@@ -9,7 +9,6 @@ import training
 import yaml
 from typer.testing import CliRunner
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
 from normalign_llava.train.memory import CONTEXT, largest_batch
 from normalign_llava.train.run import remedy
@@ -72,6 +71,10 @@ def test_shapes_alone_take_what_loaded_weights_take_and_checkpointing_is_asked_a
         assert trainer.estimate_memory(False) == more
     loaded = training.trainer(tmp_path, checkpoint, **options)  # later, so that nothing of the others remains
     assert without.facts["modules"] == loaded.facts["modules"] and loaded.estimate_memory() == more
+    if not options:
+        assert more.parts["weights"] == sum(x.nbytes for x in [*loaded.model.parameters(), *loaded.model.buffers()])
+        frozen = training.trainer(tmp_path, checkpoint, dry_run=True, vision_learning_rate=0.0).estimate_memory(False)
+        assert frozen.parts["activations"] < more.parts["activations"]
 
 
 def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
@@ -88,17 +91,6 @@ def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
         assert plain.state.log_history[0][name] == estimated.state.log_history[0][name]
 
 
-def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, tmp_path):
-    def parts(**options):
-        return training.trainer(tmp_path, checkpoint, dry_run=True, **options).estimate_memory().parts
-
-    plain, frozen = parts(), parts(vision_learning_rate=0.0)
-    less = parts(gradient_checkpointing=True, vision_learning_rate=0.0)
-    assert less["activations"] < frozen["activations"] < plain["activations"]
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    assert plain["weights"] == sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
-
-
 def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
     """2 images of 3 x 16 x 16 float32 numbers, and 2 rows of ids, mask and labels, 8 bytes each."""
     options = dict(dry_run=True, vision_learning_rate=0.0, language_learning_rate=0.0)
@@ -111,28 +103,17 @@ def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
     assert eight.total - two.total == 6 * batch
 
 
-@pytest.fixture(scope="module")
-def mixed(checkpoint, tmp_path_factory):
-    """A trainer on shapes, and rows of several lengths."""
-    data = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda number: 1 + number % 4)
-    options = dict(dry_run=True, per_device_train_batch_size=8, global_batch_size=8, vision_learning_rate=0.0)
-    return training.trainer(tmp_path_factory.mktemp("mixed"), checkpoint, data, **options)
-
-
 def batch_of(trainer):
     return largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
 
 
-def estimate_with(trainer, rows):
-    trainer.args.per_device_train_batch_size = rows
-    return trainer.estimate_memory()
-
-
-def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
-    lengths = sorted(mixed.train_dataset["length"])
-    mixed.args.per_device_train_batch_size = 2
-    assert batch_of(mixed)["input_ids"].shape == (2, lengths[-1])
-    small, large = (estimate_with(mixed, rows) for rows in (2, 8))
+def test_the_longest_rows_decide_and_memory_grows_with_them(checkpoint, tmp_path):
+    rows = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda number: 1 + number % 4)
+    trainer = training.trainer(tmp_path, checkpoint, rows, dry_run=True, vision_learning_rate=0.0)
+    small = trainer.estimate_memory()
+    assert batch_of(trainer)["input_ids"].shape == (2, max(trainer.train_dataset["length"]))
+    trainer.args.per_device_train_batch_size = 8
+    large = trainer.estimate_memory()
     assert (small.batch[:8], large.batch[:8]) == ("2 row(s)", "8 row(s)")
     assert 2 < large.parts["activations"] / small.parts["activations"] < 5
 

@@ -1,7 +1,5 @@
 import json
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -35,35 +33,6 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     assert (record["options"]["seed"], record["options"]["warmup_steps"]) == (5, 0.03)
     assert (record["stage"], record["arm"], record["quantization"]) == ("align", "gwc", None)
     assert str(tmp_path) not in json.dumps(record) and str(parts) not in json.dumps(record)
-
-
-IMPORTED = """
-import sys
-import normalign_llava.cli
-from transformers import TrainerCallback
-from normalign_llava.train.options.arguments import parse
-from normalign_llava.train.run import train
-
-class Imported(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
-        own = [name for name in files if name.startswith("normalign_llava.") and "__init__" not in files[name]]
-        print("IMPORTED", *own)
-
-train(*parse(sys.argv[1:]), [Imported()])
-"""
-"""Prints the modules of this package with code in them that are imported by the first step."""
-
-
-def test_a_run_imports_what_it_uses(tmp_path, parts):
-    file = training.recipe(tmp_path, parts, stage="align", max_steps=1)
-    done = subprocess.run([sys.executable, "-c", IMPORTED, file], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("IMPORTED"))
-    modules = [name.removeprefix("normalign_llava.") for name in line.split()[1:]]
-    above = {name for name in modules if name.startswith(("hub_cards", "evaluate", "diagnose"))}
-    assert above == {"diagnose.measure.families", "diagnose.measure.positions"}
-    assert len(modules) <= 55, sorted(modules)
 
 
 def test_a_checkpoint_of_the_hub_is_asked_for_once(hub, prepared, tmp_path, parts):

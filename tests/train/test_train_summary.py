@@ -42,21 +42,16 @@ def test_every_parameter_counts_in_its_module_at_its_learning_rate(checkpoint, t
     assert sum(row["parameters"] for row in rows.values()) == model.num_parameters()
     assert sum(row["trained"] for row in rows.values()) == model.num_parameters(only_trainable=True)
     assert rows["vision tower"]["trained"] == 0
-    assert {name: row["learning_rate"] for name, row in rows.items()} == {
-        "vision tower": 0.0, "projector": 1e-3, "norm": 3e-4, "language model": 2e-5
-    }  # fmt: skip
-    assert {tuple(row["dtypes"]) for row in rows.values()} == {("float32",)}
+    assert [row["learning_rate"] for row in rows.values()] == [0.0, 1e-3, 3e-4, 2e-5]
 
     model = training.trainer(tmp_path, checkpoint, use_peft=True).model
     adapted = table(model)
     adapters = adapted.pop("adapters")
-    assert {name: row["parameters"] for name, row in adapted.items()} == {
-        name: row["parameters"] for name, row in rows.items()
-    }
+    assert [row["parameters"] for row in adapted.values()] == [row["parameters"] for row in rows.values()]
     assert adapters["parameters"] == adapters["trained"] == elements(model, "lora_")
-    assert adapters["learning_rate"] == 2e-5
+    assert adapters["learning_rate"] == 2e-5 and adapted["language model"]["trained"] == 0
     trained = sum(row["trained"] for row in (*adapted.values(), adapters))
-    assert adapted["language model"]["trained"] == 0 and trained == model.get_nb_trainable_parameters()[0]
+    assert trained == model.get_nb_trainable_parameters()[0]
 
 
 def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):

@@ -216,13 +216,8 @@ def test_what_is_trained_is_float32_and_what_is_frozen_as_it_was_read(
 
 
 def test_two_half_precisions_are_not_mixed(tmp_path, half):
-    stored = tmp_path / "float16"
-    shutil.copytree(half, stored)
-    NormAlignLlavaForConditionalGeneration.from_pretrained(half, dtype="float16").save_pretrained(stored)
-    trainer = training.trainer(tmp_path / "out", stored, bf16=True, **FROZEN, dry_run=True)
-    assert {dtype for row in trainer.facts["modules"] for dtype in row["dtypes"]} == {"float32"}
     with pytest.raises(ValueError, match="dtype float16 and steps in bfloat16 .* Use --dtype bfloat16, or float32"):
-        training.trainer(tmp_path / "out", stored, bf16=True, dtype="float16", **FROZEN)
+        training.trainer(tmp_path / "out", half, bf16=True, dtype="float16", **FROZEN)
 
 
 def test_a_checkpoint_of_two_precisions_is_written_and_read_as_it_is(tmp_path, half):

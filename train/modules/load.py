@@ -163,7 +163,7 @@ def settle_float16(
 ) -> None:
     """Leaves `args.fp16` on if hidden states of a batch stay well below 65,504, or else has all trained in float32.
 
-    `args.precision_because` says so, and the model's 4-bit layers follow. All processes must call it together.
+    All processes must call it together.
     """
     if getattr(model, "hf_device_map", None) is None:
         model.to(args.device)
