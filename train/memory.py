@@ -104,7 +104,7 @@ def largest_batch(args: NormAlignConfig, rows: Dataset | IterableDataset, collat
 
 
 def estimate_memory(trainer: SFTTrainer, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
-    """The memory of a step of a trainer on its longest rows; ValueError if it cannot be followed.
+    """The memory of a step of a trainer on its longest rows; no weight is read. ValueError if it cannot be followed.
 
     A forward and a backward pass are run with a shape in place of each weight, and what they allocate is followed
     storage by storage. Optimizer states are there from the start, as after the first step, and gradients if steps are

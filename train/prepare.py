@@ -85,11 +85,7 @@ def open_model(
     quantization: BitsAndBytesConfig | None,
     adapters: PeftConfig | None,
 ) -> tuple[Checkpoint | None, NormAlignLlavaConfig, LlavaProcessor, LoraConfig | None]:
-    """The checkpoint of a name, the model's configuration and processor, and the configuration of adapters for it.
-
-    Raises:
-        ValueError: The model cannot be trained as the arguments say.
-    """
+    """The checkpoint of a name; configuration and processor of the model, and the configuration of its adapters."""
     checkpoint = None
     if isinstance(model, nn.Module):
         if quantization is not None:
@@ -97,10 +93,7 @@ def open_model(
         if isinstance(model, PeftModel):
             raise ValueError("The model has adapters. Give peft_config, or merge them first: `normalign merge`.")
         if adapters is None and getattr(model.config, "quantization_config", None) is not None:
-            raise ValueError(
-                "Without adapters, what is quantized is saved as the model's folder has it. Give that folder and "
-                "quantization_config in place of the model."
-            )
+            raise ValueError("Without adapters, a quantized model is given by its folder and quantization_config.")
         check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
         config = model.config
         if args.arm not in (None, arm := arm_of(config)):
@@ -118,14 +111,12 @@ def open_model(
         config = config_of_arm(checkpoint, args.arm)
         args.model_init_kwargs = dict(args.model_init_kwargs or {}, revision=checkpoint.revision)
         args.model_init_kwargs["dtype"] = frozen_dtype(config, args)
+    if adapters is not None or quantization is not None:
+        from .modules.adapter import check_quantized, language_adapter  # late: few runs have them
     if adapters is not None:
-        from .modules.adapter import language_adapter
-
         adapters = language_adapter(adapters, config, args.learning_rates(use_peft=True))
         adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores the base's name alone
     if quantization is not None:
-        from .modules.adapter import check_quantized
-
         check_quantized(config, quantization, args, adapters)
     if processor is None:
         if checkpoint is None and not model.name_or_path:
@@ -146,7 +137,6 @@ def read_data(
     args: NormAlignConfig,
     *,
     need_images: bool,
-    compares_rows: bool,
 ) -> tuple[Dataset | IterableDataset, Any, DataCollator, DataReport]:
     """Training and held-out rows (one data set, or several by name), their collator, and a report."""
     named = train if isinstance(train, DataArguments) else None
@@ -157,8 +147,6 @@ def read_data(
     if args.padding_free and not (padding_free and (own or not args.packing)):
         name = "packing" if args.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
-    if padding_free and compares_rows:
-        raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
     args.padding_free = padding_free
     if named:
         dropped = None if args.dry_run else DroppedRows(Path(args.output_dir) / DROPPED_ROWS)
@@ -196,7 +184,7 @@ def read_data(
             raise ValueError("A streamed data set has no length. Set max_steps.")
         if args.packing or args.train_sampling_strategy == "group_by_length":
             raise ValueError(
-                "packing and group_by_length need the lengths of all rows. A stream has none: use neither."
+                "packing and group_by_length need the lengths of rows, and a stream has none. Use neither."
             )
         args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has a single shard
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
@@ -245,10 +233,7 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
     """Forward passes per optimizer step that give the global batch on any number of processes."""
     config = args.accelerator_config
     if config.split_batches or config.dispatch_batches or "num_steps" in (config.gradient_accumulation_kwargs or {}):
-        raise ValueError(
-            "accelerator_config's split_batches, dispatch_batches and num_steps would change the rows in an optimizer "
-            "step. Leave them out, and set global_batch_size."
-        )
+        raise ValueError("accelerator_config's settings would change the rows in an optimizer step. Leave them out.")
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
     world_size = world_size or args.world_size

@@ -43,7 +43,7 @@ from .collator import ConversationCollator, blank_image
 from .keeping.checkpoints import only_run, writing_checkpoint
 from .keeping.record import training_record
 from .keeping.summary import check_disk, disk_use, summary
-from .memory import MemoryEstimate, estimate_memory, largest_batch
+from .memory import estimate_memory, largest_batch
 from .modules import model as parts
 from .modules.load import load_model, settle_float16
 from .options.arguments import keep_float32
@@ -107,6 +107,8 @@ class NormAlignTrainer(SFTTrainer):
         args = normalign_config(args, model, data_collator)
         if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
             args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
+        if compute_metrics is not None and getattr(data_collator or args, "padding_free", False):
+            raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
         # All is checked, and args are completed, before weights are loaded: options, the model and adapters, rows.
         check_options(args, model)
         self.checkpoint, config, processor, peft_config = open_model(
@@ -123,7 +125,6 @@ class NormAlignTrainer(SFTTrainer):
             config,
             args,
             need_images=args.stage == "align" or not rates["language"],
-            compares_rows=compute_metrics is not None,
         )
         loaded: Any = model
         if self.checkpoint is not None:
@@ -133,7 +134,7 @@ class NormAlignTrainer(SFTTrainer):
         commit = self.checkpoint.revision if self.checkpoint else None
         self.record = training_record(loaded, commit, args, rates, report, options)
         self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
-        # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
+        # Where files of frozen modules are found, the newest first. Those of a given model may differ from it.
         self.weights_in = index_folder(loaded.name_or_path, commit) if self.checkpoint else []
         self.measurements = Measurements(args)
         self.probe: Any = None
@@ -212,10 +213,7 @@ class NormAlignTrainer(SFTTrainer):
             keep_float32(self.accelerator.state.deepspeed_plugin, self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, its parameter groups split by module, each with the module's learning rate.
-
-        The Trainer has one only (huggingface/transformers#10140). Biases and norms, and so the gain, do not decay.
-        """
+        """The Trainer's, which has one learning rate (huggingface/transformers#10140), with one for each module."""
         if self.optimizer is None:
             optimizer = super().create_optimizer(model)
             modules = {value: parts.module_of(name) for name, value in (model or self.model).named_parameters()}
@@ -252,9 +250,7 @@ class NormAlignTrainer(SFTTrainer):
         rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
         return super().get_test_dataloader(rows)
 
-    def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
-        """The memory of a step on the longest rows: [`estimate_memory`]. No weight is read, none need be loaded."""
-        return estimate_memory(self, gradient_checkpointing)
+    estimate_memory = estimate_memory
 
     def train(self, *args, **kwargs):
         """The Trainer's. Raises ValueError if another process writes to `output_dir`, or the disk has no room."""

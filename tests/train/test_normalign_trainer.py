@@ -227,7 +227,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     unnamed.name_or_path = ""
     stream = IterableDataset.from_generator(lambda: map(messages, range(8)))
     for message, args, given in (
-        ("is a 'llava' model. Build a NormAlign-LLaVA checkpoint", {}, dict(model=stock)),
+        ("is a 'llava' model. Make a NormAlign-LLaVA of it", {}, dict(model=stock)),
         ("is of arm 'gwc'. To train it as arm 'unit', give its path", dict(arm="unit"), {}),
         ("which reads no images", {}, dict(processing_class=processor.tokenizer)),
         ("The model names no folder to load its processor from", {}, dict(model=unnamed)),
@@ -235,7 +235,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
         ("padding_free needs a Conv", dict(padding_free=True), dict(data_collator=list)),
         ("train_dataset is a list. Give a Dataset, as Dataset.from_list", {}, dict(train_dataset=[messages(1)])),
         ("no length. Set max_steps", dict(max_steps=-1), dict(train_dataset=stream)),
-        ("need the lengths of all rows", dict(train_sampling_strategy="group_by_length"), dict(train_dataset=stream)),
+        ("need the lengths of rows", dict(train_sampling_strategy="group_by_length"), dict(train_dataset=stream)),
         ("PrefixTuningConfig. Give a LoraConfig", {}, dict(peft_config=PrefixTuningConfig(num_virtual_tokens=2))),
         ("but its learning rate is 0", dict(language_learning_rate=0.0), dict(peft_config=ALL_LINEAR)),
         ("Give optimizer_cls_and_kwargs", {}, dict(optimizers=(torch.optim.SGD(model.parameters()), None))),

@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 import re
 import shutil
@@ -241,6 +242,56 @@ def test_a_checkpoint_of_two_precisions_is_written_and_read_as_it_is(tmp_path, h
     written = weights_of(tmp_path / "tuned")
     assert {written[name].dtype for name in written if "vision_tower" in name} == {torch.bfloat16}
     assert {written[name].dtype for name in written if "vision_tower" not in name} == {torch.float32}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_beside_a_frozen_quantized_model_the_projector_is_trained_and_all_is_written_as_it_was(tmp_path, half, bits):
+    options = {f"load_in_{bits}bit": True, "bf16": True}
+    trainer = training.trainer(tmp_path, half, **FROZEN, **options, save_strategy="steps", save_steps=2)
+    kinds = {type(each).__name__ for each in trainer.model.model.language_model.modules()}
+    assert {4: "Linear4bit", 8: "Linear8bitLt"}[bits] in kinds
+    built, before = weights_of(half), weights(trainer.model)
+    projector = {name for name in built if "projector" in name}
+    assert all(torch.equal(before[name], built[name]) for name in projector)  # float32, and not rounded
+    trainer.train()
+    assert moved(before, trainer.model) == projector
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        trainer.save_model() if folder == tmp_path else None
+        trained = {name: trainer.model.get_parameter(name).detach() for name in projector}
+        training.assert_equal(weights_of(folder), {**built, **trained})
+        config = json.loads((folder / "config.json").read_text())
+        assert config["dtype"] == "bfloat16" and "quantization_config" not in config
+    assert trainer.record["quantization"][f"load_in_{bits}bit"]
+    training.trainer(tmp_path / "second", tmp_path, use_peft=True, load_in_4bit=True, bf16=True).train()
+
+
+def test_the_gradient_through_frozen_4_bit_layers_is_that_of_what_they_stand_for(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, **FROZEN, load_in_4bit=True)
+    plain = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        checkpoint, quantization_config=trainer.model.config.quantization_config
+    ).dequantize()
+    inputs = batch(trainer)
+    plain.double()(**{n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}).loss.backward()
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, dict(inputs)).backward()
+    for name, parameter in trainer.model.named_parameters():
+        if "projector" in name:
+            expected = plain.get_parameter(name).grad
+            assert (parameter.grad - expected).norm() < 1e-3 * expected.norm(), name
+
+
+def test_what_would_train_a_quantized_weight_is_refused_by_name(tmp_path, checkpoint):
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, quantization_config=quantization)
+    skipping = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "vision_tower"])
+    for given, settings, message in (
+        (str(checkpoint), quantization, r"language_learning_rate 0\.001 would train quantized weights"),
+        (str(checkpoint), skipping, "llm_int8_skip_modules is set here"),
+        (model, None, "given by its folder and quantization_config"),
+    ):
+        args, rows = training.arguments(tmp_path / "out"), training.rows(2)
+        with pytest.raises(ValueError, match=message):
+            NormAlignTrainer(given, args, train_dataset=rows, quantization_config=settings)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: one process at a time writes them, which is complete, from which a run resumes.
 
-The first process writes `trainer_state.json` last, which marks a checkpoint as complete. The Trainer itself takes the
-folder with the highest number, whatever is in it, and starts a fresh optimizer without its file.
+The first process writes `trainer_state.json` last, which marks a checkpoint as complete.
 """
 
 import os
@@ -19,7 +18,7 @@ from transformers.trainer_utils import sort_checkpoints
 from ...checkpoint.files import json_or_none
 from ...checkpoint.lock import only_writer
 from ...checkpoint.names import ADAPTER_CONFIG, STATE, TRAINING_RECORD
-from ...errors import Console, NotWritable, write_failure
+from ...errors import Console, write_failure
 
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
@@ -112,10 +111,10 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
         if PartialState().is_main_process:
             try:
                 lock.enter_context(only_writer(output_dir, wait=0))
-            except (ValueError, NotWritable) as error:
+            except ValueError as error:
                 problem = [str(error)]
             except OSError as error:
-                problem = [f"The --output_dir {output_dir} cannot be written to: {error}. Choose another."]
+                problem = [f"--output_dir {output_dir} cannot be written to: {error}"]
         broadcast_object_list(problem)
         if problem[0]:
             raise ValueError(problem[0])
@@ -133,17 +132,13 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     if option in ("none", "false"):
         if earlier or has_result:
             raise ValueError(
-                f"{output} holds an earlier run or a model. Resume it with --resume_from_checkpoint, or choose "
-                "another --output_dir."
+                f"{output} holds an earlier run or a model. Add --resume_from_checkpoint, or change --output_dir."
             )
         return None
     if option not in ("last", "true"):
         named = Path(str(resume))
         if missing := missing_from(named, world_size):
-            raise ValueError(
-                f"The checkpoint {named} is not complete. It lacks: {'; '.join(missing)}. Name a complete one, or "
-                "let the newest be taken with --resume_from_checkpoint last."
-            )
+            raise ValueError(f"The checkpoint {named} lacks {'; '.join(missing)}. Name a complete one, or last.")
         if earlier and named.resolve().parent != output.resolve():
             raise ValueError(f"{output} holds checkpoints of another run than {named}. Choose another --output_dir.")
         return named
@@ -152,9 +147,8 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     for folder in earlier[earlier.index(newest) + 1 :] if newest else earlier:
         if is_complete(folder):
             raise ValueError(
-                f"Resuming from {newest or 'the beginning'} would write over {folder}, which was saved whole, but "
-                f"without {'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, "
-                "remove it, or choose another --output_dir."
+                f"Resuming from {newest or 'the beginning'} would write over {folder}, which lacks nothing but "
+                f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes, or remove it."
             )
         console.print(f"Skipped {folder}: it was not written to its end.")
     if has_result and not newest:

@@ -97,10 +97,7 @@ def code_commit() -> str | None:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The hardware of all processes: names of the `devices`, their `count`, and the `machine` in words.
-
-    A machine's CPU counts once. All processes must call this at the same time, each with its own device.
-    """
+    """The `devices` of all processes, which must call this together, their `count`, and the `machine` in words."""
     accelerator, name = device.type in ("cuda", "xpu"), platform.machine()
     with suppress(OSError, StopIteration):  # as on Linux
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -125,8 +122,7 @@ def check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: P
     if names:
         changes = "; ".join(f"{name} (was {old.get(name)}, is {new.get(name)})" for name in names)
         raise ValueError(
-            f"{checkpoint} was written by a run that differs in {changes}. Resume with the same, or start a new run "
-            "in another --output_dir."
+            f"{checkpoint} is of a run that differs in {changes}. Resume with the same, or change --output_dir."
         )
 
 

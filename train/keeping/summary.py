@@ -3,7 +3,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
@@ -26,9 +26,6 @@ from ..modules.model import base_model, frozen_modules, module_of, trained_param
 from ..options.arguments import NormAlignConfig, autocast_dtype
 from ..shapes import OPTIMIZER
 from .checkpoints import checkpoints_in
-
-
-TITLES = {"vision": "vision tower", "language": "language model"}
 
 
 def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
@@ -58,7 +55,8 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
     A 4-bit weight counts as the parameters that it stands for; PEFT's untrained copies of modules do not count.
     """
     empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
-    rows = {key: {"module": TITLES.get(key, key), **empty} for key in (*learning_rates, "adapters")}
+    names = {"vision": "vision tower", "language": "language model"}
+    rows = {key: {"module": names.get(key, key), **empty} for key in (*learning_rates, "adapters")}
     dtypes = {key: Counter[str]() for key in rows}
     for name, parameter in model.named_parameters():
         if ".original_module." not in name:
@@ -69,8 +67,9 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
             if parameter.requires_grad:
                 rows[key]["trained"] += count
                 rows[key]["learning_rate"] = learning_rates[module_of(name)]
-    names = {key: [dtype for dtype, _ in count.most_common()] for key, count in dtypes.items()}
-    return [{**row, "dtypes": names[key]} for key, row in rows.items() if row["parameters"]]
+    for key, counter in dtypes.items():
+        rows[key]["dtypes"] = [dtype for dtype, _ in counter.most_common()]
+    return [row for row in rows.values() if row["parameters"]]
 
 
 def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Sequence[Path]) -> dict[str, int]:
@@ -119,14 +118,31 @@ def check_disk(output_dir: str | os.PathLike, size: int) -> None:
 def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
     """Options, and what [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
     options = {"stage": record["stage"], "arm": record["arm"], **record["options"]}
-    modules = titled_table("Modules", ["", "parameters", "trained", "dtype", "learning rate"], _modules(facts))
-    data = titled_table("Data", ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"], _data(facts))
-    left_out = []  # files of each data set, what of it is not read, and what was changed
+    modules, data, left_out = [], [], []
+    for row in facts["modules"]:
+        rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
+        counts = [f"{row['parameters']:,}", f"{row['trained']:,}"]
+        modules.append([row["module"], *counts, " + ".join(row["dtypes"]), rate])
+    totals = [sum(row[name] for row in facts["modules"]) for name in ("parameters", "trained")]
+    modules.append(["all", *(f"{total:,}" for total in totals)])
     for source in facts["data"]:
-        files = {Path(name).name: rows for name, rows in source["files"].items()}
+        name, tokens = Path(source["source"]).name, "streamed"
+        numbers = [source[name] for name in ("found", "bad", "too_long", "used", "images")]
+        if source["longest"] is not None:
+            tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
+        counts = ["" if number is None else f"{number:,}" for number in numbers]
+        data.append([name, source["split"], *counts, tokens])
+        files = {Path(file).name: rows for file, rows in source["files"].items()}
         lines = ({"files": counted(files)} if files else {}) | not_read(source["left_out"], source["changed"])
-        left_out += [Text(f"{Path(source['source']).name}, {title}: {text}") for title, text in lines.items()]
-    return Group("Options", _pairs(options), modules, data, *left_out, _pairs(_run(facts, Path(output_dir))))
+        left_out += [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
+    return Group(
+        "Options",
+        _pairs(options),
+        titled_table("Modules", ["", "parameters", "trained", "dtype", "learning rate"], modules),
+        titled_table("Data", ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"], data),
+        *left_out,
+        _pairs(_run(facts, Path(output_dir))),
+    )
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
@@ -134,23 +150,6 @@ def render_dropped(dropped: DroppedRows) -> list[str]:
     rows = dropped.read()
     count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
     return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)] if rows else []
-
-
-def _modules(facts: dict[str, Any]) -> Iterator[list[str]]:
-    for row in facts["modules"]:
-        rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
-        yield [row["module"], f"{row['parameters']:,}", f"{row['trained']:,}", " + ".join(row["dtypes"]), rate]
-    yield ["all", *(f"{sum(row[name] for row in facts['modules']):,}" for name in ("parameters", "trained"))]
-
-
-def _data(facts: dict[str, Any]) -> Iterator[list[str]]:
-    for source in facts["data"]:
-        numbers = [source[name] for name in ("found", "bad", "too_long", "used", "images")]
-        tokens = "streamed"
-        if source["longest"] is not None:
-            tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
-        counts = ["" if number is None else f"{number:,}" for number in numbers]
-        yield [Path(source["source"]).name, source["split"], *counts, tokens]
 
 
 def _run(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:

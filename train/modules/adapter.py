@@ -41,10 +41,8 @@ def language_adapter(
     """A copy of a LoRA configuration, limited to the language model: PEFT's names match in the vision tower too.
 
     The projector, with its norm, is trained in full and saved with the adapter, and so is a trained vision tower.
-    `target_modules` are names of linear layers or a regular expression; by default all of the decoder's.
-
-    Raises:
-        ValueError: Something that was named would not be trained, or the result could not be merged.
+    `target_modules` are names of linear layers or a regular expression; by default all of the decoder's. ValueError
+    is raised if something that was named would not be trained, or the result could not be merged.
     """
     if not isinstance(config, LoraConfig):
         raise ValueError(f"peft_config is a {type(config).__name__}. Give a LoraConfig: others cannot be merged here.")
@@ -55,15 +53,11 @@ def language_adapter(
     refused |= set() if config.lora_alpha else {"lora_alpha"}
     if refused:
         named = ", ".join(f"{name} {getattr(config, name)!r}" for name in sorted(refused))
-        raise ValueError(
-            f"peft_config sets {named}, with which adapters would not be trained here, or could not be merged. "
-            "Leave it out."
-        )
+        raise ValueError(f"peft_config sets {named}: such adapters cannot be trained here and merged. Leave it out.")
     config, model = copy.deepcopy(config), on_meta(model_config)
     targets, excluded = config.target_modules, config.exclude_modules or ()
-    if targets in (None, "all-linear"):
-        targets = ()
-    elif isinstance(targets, str):
+    targets = () if targets in (None, "all-linear") else targets
+    if isinstance(targets, str):
         targets = names_in(targets) or targets  # TRL makes text of a list of one name
     config.target_modules = targets if isinstance(targets, str) else set(targets or _linear_layers(model))
     ends = {name: rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded)}  # as PEFT reads a name
@@ -86,8 +80,7 @@ def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[
         for name in filter(path.endswith, requested):  # as PEFT does
             if re.match(r"model$|model\.(vision_tower|multi_modal_projector)", path):
                 raise ValueError(
-                    f"modules_to_save names {name}, which is {path} too. The vision tower and the projector are "
-                    "trained in full by learning rates of their own. Name modules of the language model."
+                    f"modules_to_save names {name}, so {path} too, which has its own learning rate. Leave it out."
                 )
     return [*requested, *parts] or None
 
@@ -126,27 +119,20 @@ def _check_effect(
         idle += [f"token {index}" for index in indices if not 0 <= index < count or index == image]
     if idle:
         raise ValueError(
-            f"peft_config names {', '.join(idle)}, which would have no effect. Adapters are put on linear layers of "
-            f"the language model, {', '.join(_linear_layers(model))}, layers 0 to "
-            f"{model.config.text_config.num_hidden_layers - 1}; tokens are those of its embeddings, but the image's."
+            f"peft_config names {', '.join(idle)}, which would have no effect. Adapters are put on "
+            f"{', '.join(_linear_layers(model))} in layers 0 to {model.config.text_config.num_hidden_layers - 1}."
         )
     if "lm_head" in adapters:
-        raise ValueError(
-            "target_modules names lm_head, whose adapter would not be trained: the loss is computed from its weight "
-            "alone. Leave it out, or train it in full: modules_to_save with lm_head."
-        )
+        raise ValueError("An adapter on lm_head would not be trained. Train it in full: modules_to_save with lm_head.")
     if model.lm_head.weight is embeddings.weight and (tokens or embedded in adapters):
         raise ValueError(
-            "The embeddings of this model are its head too (tie_word_embeddings), so adapters of them, or of tokens, "
-            "cannot be merged. Leave them out, or train the embeddings in full: modules_to_save with embed_tokens."
+            "The embeddings of this model are its head too, so adapters on them cannot be merged. Train them in full: "
+            "modules_to_save with embed_tokens."
         )
 
 
 def check_quantized(
-    config: NormAlignLlavaConfig,
-    quantization: BitsAndBytesConfig,
-    args: NormAlignConfig,
-    adapters: LoraConfig | None,
+    config: NormAlignLlavaConfig, quantization: BitsAndBytesConfig, args: NormAlignConfig, adapters: LoraConfig | None
 ) -> None:
     """Raises ValueError if a linear layer of the language model, which is quantized, would be trained in full."""
     if quantization.llm_int8_skip_modules is not None:
@@ -154,16 +140,14 @@ def check_quantized(
     rate = args.learning_rates(use_peft=False)["language"]
     if rate and adapters is None:
         raise ValueError(
-            f"language_learning_rate is {rate:g}, and quantized weights cannot be trained. Leave out the quantization "
-            "or the learning rate (--language_learning_rate 0), or add --use_peft."
+            f"language_learning_rate {rate:g} would train quantized weights. Set it to 0, or add --use_peft."
         )
     for path, module in on_meta(config).named_modules():
         names = [name for name in (adapters and adapters.modules_to_save) or () if path.endswith(name)]  # as in PEFT
         layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
         if names and layers and path.startswith("model.language_model"):
             raise ValueError(
-                f"modules_to_save names {path}, which would be quantized, and quantized weights cannot be trained. "
-                "Name its layers in target_modules: adapters can be put on them."
+                f"modules_to_save names {path}, which would be quantized. Name its layers in target_modules."
             )
 
 

@@ -24,17 +24,12 @@ from .model import MODULES, PLACES, projector_norm, trained_parameters, watching
 
 
 END = torch.finfo(torch.float16).max
-LARGEST = END / 4
-"""The largest hidden state with which a run begins in float16; they may grow while it is trained."""
 
 
 def check_architecture(model_type: str | None, name: str) -> None:
     """Raises ValueError if a model is not a NormAlign-LLaVA."""
     if model_type != NormAlignLlavaConfig.model_type:
-        raise ValueError(
-            f"{name} is a {model_type!r} model. Build a NormAlign-LLaVA checkpoint from it with `normalign build` "
-            "(--vision and --language, or --from-llava), and train that."
-        )
+        raise ValueError(f"{name} is a {model_type!r} model. Make a NormAlign-LLaVA of it: `normalign build`.")
 
 
 def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConfig:
@@ -46,8 +41,7 @@ def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConf
         return config
     if {arm, stored} != {"aligned", "gwc"} and (Path(checkpoint.name) / TRAINING_RECORD).exists():
         raise ValueError(
-            f"{checkpoint.name} was trained as arm {stored!r}; arm {arm!r} would discard its gain. Start from an "
-            f"untrained checkpoint: `normalign build --arm {arm}`."
+            f"{checkpoint.name} was trained as arm {stored!r}; arm {arm!r} would discard its gain. Build another."
         )
     norm = "layer_norm" if config.projector_norm == "none" else config.projector_norm
     neutral = {"projector_norm": norm, "projector_gain_init": "text_norm", "gradient_compensation": "global"}
@@ -109,10 +103,7 @@ def load_model(
 
 
 def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
-    """The dtype of what is not trained: by default the checkpoint's own if steps are autocast to it, or else float32.
-
-    Raises ValueError if it is another half precision than that of steps, which torch does not mix.
-    """
+    """The dtype of what is frozen, by default the checkpoint's own if steps are autocast to it, or else float32."""
     if is_deepspeed_zero3_enabled():
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
     autocast, dtype = autocast_dtype(training), (training.model_init_kwargs or {}).get("dtype")
@@ -170,7 +161,7 @@ def settle_float16(
     largest = broadcast_object_list([largest_hidden_state(model, batch)])[0]
     reach = f"reach {largest:,.0f}" if math.isfinite(largest) else "overflow"
     args.precision_because = f"hidden states of the longest rows {reach}, and float16 ends at {END:,.0f}"
-    if largest < LARGEST:
+    if largest < END / 4:  # they may grow while it is trained
         return
     args.fp16, args.mixed_precision = False, "no"
     args.model_init_kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32"}

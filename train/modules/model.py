@@ -63,10 +63,9 @@ def base_model(model: nn.Module) -> NormAlignLlavaForConditionalGeneration:
 def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
     """Makes exactly the modules with a learning rate trainable; layers under adapters stay frozen."""
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            continue  # packed 4-bit weights
-        trained = learning_rates[module_of(name)] > 0
-        parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
+        if parameter.is_floating_point():  # packed 4-bit weights are not
+            trained = learning_rates[module_of(name)] > 0
+            parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -229,8 +228,7 @@ def load_sharded(model: FSDPModule, folder: Path) -> None:
 def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     """Before a step under FSDP2, gives zero gradients to trained parameters that have none, unless all have none.
 
-    Those are the vision tower's layers after the one that is read. Without a state for every trained parameter, torch
-    refuses to load the optimizer's states.
+    The vision tower's last layers are not read, but torch refuses to load states of some parameters alone.
     """
     trained = [value for group in optimizer.param_groups for value in group["params"] if value.requires_grad]
     if any(parameter.grad is not None for parameter in trained):
