@@ -34,7 +34,7 @@ def dry_run(*words):
 
 def test_a_dry_run_reads_no_weights_and_writes_nothing_and_finds_what_stops_training(tmp_path, parts):
     checkpoint = tmp_path / "without-weights"
-    shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors*"))
     file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
     before = sorted(tmp_path.rglob("*"))
     status, shown = dry_run(file, "--device_memory", "24GiB")
