@@ -79,10 +79,10 @@ def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
 
 
 def largest_batch(args: NormAlignConfig, rows: Dataset | IterableDataset, collator: DataCollator) -> dict[str, Any]:
-    """The forward pass of the longest rows, as the collator makes it; with packing, the one of most tokens.
+    """The forward pass of the longest rows, as collated; with packing, the one of most tokens.
 
-    Of a stream, whose lengths are not known, the first row is repeated and filled with tokens that are learned, up to
-    `max_length`.
+    Of a stream, whose lengths are not known, the first row is repeated and filled with tokens that are
+    learned, up to `max_length`.
     """
     count = args.per_device_train_batch_size
     if isinstance(collator, ConversationCollator):
@@ -104,15 +104,15 @@ def largest_batch(args: NormAlignConfig, rows: Dataset | IterableDataset, collat
 
 
 def estimate_memory(trainer: SFTTrainer, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
-    """The memory of a step of a trainer on its longest rows; no weight is read. ValueError if it cannot be followed.
+    """The memory of a step on the longest rows, without weights; ValueError if it cannot be followed.
 
-    A forward and a backward pass are run with a shape in place of each weight, and what they allocate is followed
-    storage by storage. Optimizer states are there from the start, as after the first step, and gradients if steps are
-    accumulated; so are the batches of the step. Kernels and autocast are the CPU's, also if a GPU is asked about. What
-    a kernel allocates inside is not seen.
+    A forward and a backward pass are run with a shape in place of each weight, and what they allocate is
+    followed storage by storage. Optimizer states are there from the start, and gradients if steps are
+    accumulated; so are the batches of the step. Kernels and autocast are the CPU's, also if a GPU is asked
+    about. What a kernel allocates inside is not seen.
 
-    One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO, what is divided
-    among processes is divided; a layer that is gathered for its turn does not count.
+    One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO, what is
+    divided among processes is divided; a layer that is gathered for its turn does not count.
     """
     args, passes = trainer.args, trainer.args.gradient_accumulation_steps
     batch = largest_batch(args, trainer.train_dataset, trainer.data_collator)
@@ -145,11 +145,11 @@ def gib(size: int) -> str:
 
 
 def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer states on each device, by part, counted tensor by tensor.
+    """Bytes of weights, gradients and optimizer states on each device, by part.
 
-    FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all; DDP keeps
-    a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with the
-    states. States of paged optimizers count although they may lie in the CPU's memory.
+    FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3
+    all; DDP keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in
+    float32 once more. States of paged optimizers count although they may lie in the CPU's memory.
     """
     sizes = dict.fromkeys((WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What [`NormAlignTrainer`] checks before weights are loaded: options, model and adapters, then rows."""
+"""What [`NormAlignTrainer`] checks before weights are loaded: options, model, adapters, rows."""
 
 import copy
 from dataclasses import fields, replace
@@ -39,10 +39,10 @@ DROPPED_ROWS = "dropped_rows.jsonl"
 
 
 def normalign_config(args: TrainingArguments | None, model: Any, collator: Any = None) -> NormAlignConfig:
-    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with four exceptions.
+    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it does in TRL, but:
 
-    The loss is on the assistant's turns, or image tokens would be labels, unless another collator makes the labels.
-    Long rows are dropped, not cut. `packing` keeps the rows of each step. Nothing is pushed before the end.
+    The loss is on the assistant's turns, or image tokens would be labels, unless another collator makes
+    them. Long rows are dropped, not cut. `packing` keeps the rows of each step. Only the end is pushed.
     """
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
@@ -59,7 +59,7 @@ def normalign_config(args: TrainingArguments | None, model: Any, collator: Any =
 
 
 def check_options(args: NormAlignConfig, model: Any) -> None:
-    """Raises ValueError if options cannot be used on this machine, or with this account; sets the accumulation."""
+    """Raises ValueError if options cannot be used here or with this account; sets the accumulation."""
     if getattr(model, "hf_device_map", None) is None:
         check_one_gpu(args)
     if args.dry_run and is_deepspeed_zero3_enabled():
@@ -85,22 +85,22 @@ def open_model(
     quantization: BitsAndBytesConfig | None,
     adapters: PeftConfig | None,
 ) -> tuple[Checkpoint | None, NormAlignLlavaConfig, LlavaProcessor, LoraConfig | None]:
-    """The checkpoint of a name; configuration and processor of the model, and the configuration of its adapters."""
+    """The checkpoint of a name, the model's configuration and processor, and that of its adapters."""
     checkpoint = None
     if isinstance(model, nn.Module):
         if quantization is not None:
-            raise ValueError("quantization_config is for a model that is loaded here. Load yours with it.")
+            raise ValueError("quantization_config is for a model loaded here. Load yours with it.")
         if isinstance(model, PeftModel):
-            raise ValueError("The model has adapters. Give peft_config, or merge them first: `normalign merge`.")
+            raise ValueError("The model has adapters. Give peft_config, or merge them first.")
         if adapters is None and getattr(model.config, "quantization_config", None) is not None:
-            raise ValueError("Without adapters, a quantized model is given by its folder and quantization_config.")
+            raise ValueError("Give a quantized model without adapters by folder and quantization_config.")
         check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
         config = model.config
         if args.arm not in (None, arm := arm_of(config)):
-            raise ValueError(f"The model is of arm {arm!r}. To train it as arm {args.arm!r}, give its path.")
+            raise ValueError(f"The model is of arm {arm!r}. To train arm {args.arm!r}, give its path.")
     else:
         if quantization is not None and is_deepspeed_zero3_enabled():
-            raise ValueError("load_in_4bit and load_in_8bit cannot be used with ZeRO-3. Use ddp or zero2.")
+            raise ValueError("load_in_4bit and load_in_8bit do not go with ZeRO-3. Use ddp or zero2.")
         checkpoint = open_checkpoint(model, (args.model_init_kwargs or {}).get("revision"), remedy=NO_MODEL)
         folder = Path(checkpoint.name)
         if folder.exists() and folder.resolve() == Path(args.output_dir).resolve():
@@ -120,10 +120,10 @@ def open_model(
         check_quantized(config, quantization, args, adapters)
     if processor is None:
         if checkpoint is None and not model.name_or_path:
-            raise ValueError("The model names no folder to load its processor from. Give processing_class.")
+            raise ValueError("The model names no folder with its processor. Give processing_class.")
         processor = (checkpoint or open_checkpoint(model.name_or_path)).processor
     if not isinstance(processor, LlavaProcessor):
-        raise ValueError(f"processing_class is a {type(processor).__name__}, which reads no images. Leave it out.")
+        raise ValueError(f"processing_class is a {type(processor).__name__}. Give a LlavaProcessor, or none.")
     settle(processor)
     return checkpoint, config, processor, adapters
 
@@ -138,7 +138,7 @@ def read_data(
     *,
     need_images: bool,
 ) -> tuple[Dataset | IterableDataset, Any, DataCollator, DataReport]:
-    """Training and held-out rows (one data set, or several by name), their collator, and a report."""
+    """Training and held-out rows (one data set or several by name), their collator, and a report."""
     named = train if isinstance(train, DataArguments) else None
     if named and (collator or held_out):
         raise ValueError("DataArguments name held-out rows too, and have a collator. Leave eval_dataset and that out.")
@@ -233,7 +233,7 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
     """Forward passes per optimizer step that give the global batch on any number of processes."""
     config = args.accelerator_config
     if config.split_batches or config.dispatch_batches or "num_steps" in (config.gradient_accumulation_kwargs or {}):
-        raise ValueError("accelerator_config's settings would change the rows in an optimizer step. Leave them out.")
+        raise ValueError("accelerator_config's values would change the rows in an optimizer step. Leave it out.")
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
     world_size = world_size or args.world_size

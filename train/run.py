@@ -108,7 +108,7 @@ def make_trainer(
 
 
 def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
-    """Checks all that training checks, prints the summary and the memory of a step, and returns whether it fits."""
+    """Checks all that training checks, prints summary and memory of a step; returns whether it fits."""
 
     def make(more: Sequence[str] = ()) -> NormAlignTrainer:
         return make_trainer(*parse([*words, *more], recipe))[0]
@@ -125,10 +125,10 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
 
 
 def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrainer]) -> str:
-    """The first of some changes, from small to large, with which a step fits that does not; it is estimated with each.
+    """The first of some changes, from small to large, with which a step fits that does not.
 
-    They are fewer rows in a pass, halved each time; gradient checkpointing; adapters, or bfloat16 if the language
-    model is frozen; 4 bits; all of that. `make` returns the trainer with further words on the command line.
+    They are fewer rows in a pass, halved each time; gradient checkpointing; adapters, or bfloat16 if the
+    language model is frozen; 4 bits; all of that. `make` returns the trainer with further words.
     """
     args = trainer.args
     halves = [args.per_device_train_batch_size // 2**n for n in range(1, 16)]

@@ -108,14 +108,14 @@ class NormAlignTrainer(SFTTrainer):
         if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
             args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
         if compute_metrics is not None and getattr(data_collator or args, "padding_free", False):
-            raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
-        # All is checked, and args are completed, before weights are loaded: options, the model and adapters, rows.
+            raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one out.")
+        # All is checked, and args are completed, before weights are loaded.
         check_options(args, model)
         self.checkpoint, config, processor, peft_config = open_model(
             model, processing_class, args, quantization_config, peft_config
         )
         self.learning_rates = rates = args.learning_rates(peft_config is not None)
-        # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
+        # That of the optimizer's first group, which is logged, and of which min_lr is a share.
         args.learning_rate = next((rates[module] for module in parts.MODULES if rates[module]), args.learning_rate)
         train, held_out, collator, report = read_data(
             train_dataset,
@@ -134,11 +134,11 @@ class NormAlignTrainer(SFTTrainer):
         commit = self.checkpoint.revision if self.checkpoint else None
         self.record = training_record(loaded, commit, args, rates, report, options)
         self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
-        # Where files of frozen modules are found, the newest first. Those of a given model may differ from it.
+        # Where files of frozen modules are, the newest first. A given model may differ from its own.
         self.weights_in = index_folder(loaded.name_or_path, commit) if self.checkpoint else []
         self.measurements = Measurements(args)
         self.probe: Any = None
-        # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
+        # TRL refuses the first two for images (huggingface/trl#4339), and says it ignores the third.
         for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
         if not isinstance(collator, ConversationCollator):  # another one alone knows what its rows must have
             for_trl |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
@@ -213,7 +213,7 @@ class NormAlignTrainer(SFTTrainer):
             keep_float32(self.accelerator.state.deepspeed_plugin, self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's, which has one learning rate (huggingface/transformers#10140), with one for each module."""
+        """The Trainer's, with a learning rate for each module (huggingface/transformers#10140)."""
         if self.optimizer is None:
             optimizer = super().create_optimizer(model)
             modules = {value: parts.module_of(name) for name, value in (model or self.model).named_parameters()}
@@ -253,7 +253,7 @@ class NormAlignTrainer(SFTTrainer):
     estimate_memory = estimate_memory
 
     def train(self, *args, **kwargs):
-        """The Trainer's. Raises ValueError if another process writes to `output_dir`, or the disk has no room."""
+        """The Trainer's. ValueError if another process writes to `output_dir`, or the disk has no room."""
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
         if self.args.should_save:
@@ -341,7 +341,7 @@ class NormAlignTrainer(SFTTrainer):
                 self.publish()
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes our card into `output_dir` once training is done. Arguments, which are of TRL's card, are ignored."""
+        """Writes our card into `output_dir` once training is done; arguments, of TRL's card, are ignored."""
         if self.is_world_process_zero() and not self.is_in_train:
             from ..hub_cards.card.write import write_card
 
@@ -360,7 +360,7 @@ class NormAlignTrainer(SFTTrainer):
         return self.publish(token, revision)
 
     def publish(self, token: str | None = None, revision: str | None = None) -> Any:
-        """Publishes `output_dir`, in the first process; an adapter as one if its base is on the Hub, or else merged.
+        """Publishes `output_dir`, in the first process; an adapter as one if its base is on the Hub.
 
         Raises ValueError or OSError if it was not published; the message names the command that does it.
         """

@@ -133,28 +133,18 @@ def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_pa
 
 def test_every_option_of_trl_arrives(tmp_path):
     accelerator = {"split_batches": True, "gradient_accumulation_kwargs": {"num_steps": 1}}
-    changed = {
+    given = SFTConfig(
         **dict(use_cpu=True, bf16=False, output_dir=str(tmp_path), hub_token="secret", report_to=["none"], seed=5),
         **dict(eval_strategy="steps", optim="sgd", accelerator_config=accelerator, warmup_steps=0.25, max_length=77),
         **dict(fsdp_config={"min_num_params": 3}, gradient_checkpointing_kwargs={"use_reentrant": True}),
         **dict(model_init_kwargs={"dtype": "bfloat16"}, train_sampling_strategy="sequential", pad_to_multiple_of=8),
-    }
-    given = SFTConfig(**changed)
-    decided = {
-        "assistant_only_loss": True,
-        "hub_strategy": "end",
-        "logging_nan_inf_filter": False,
-        "remove_unused_columns": False,
-        "router_aux_loss_coef": 0.0,
-    }
+    )
+    decided = dict(assistant_only_loss=True, hub_strategy="end", logging_nan_inf_filter=False)
+    decided |= dict(remove_unused_columns=False, router_aux_loss_coef=0.0)
     ours = normalign_config(given, "model")
     assert isinstance(ours, NormAlignConfig) and ours is not given
-    for field in fields(SFTConfig):
-        if field.init:
-            expected = decided.get(field.name, getattr(given, field.name))
-            assert getattr(ours, field.name) == expected, field.name
-    with pytest.raises(ValueError, match="hub_strategy cannot be used here: .* `normalign publish CHECKPOINT`"):
-        normalign_config(SFTConfig(**{**changed, "hub_strategy": "checkpoint"}), "model")
+    for name in (field.name for field in fields(SFTConfig) if field.init):
+        assert getattr(ours, name) == decided.get(name, getattr(given, name)), name
     assert ours.learning_rates(use_peft=False) == dict.fromkeys(("vision", "projector", "norm", "language"), 2e-5)
     plain = TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4)
     assert normalign_config(plain, "").learning_rate == 3e-4
@@ -228,10 +218,10 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     stream = IterableDataset.from_generator(lambda: map(messages, range(8)))
     for message, args, given in (
         ("is a 'llava' model. Make a NormAlign-LLaVA of it", {}, dict(model=stock)),
-        ("is of arm 'gwc'. To train it as arm 'unit', give its path", dict(arm="unit"), {}),
-        ("which reads no images", {}, dict(processing_class=processor.tokenizer)),
-        ("The model names no folder to load its processor from", {}, dict(model=unnamed)),
-        ("for a model that is loaded here", {}, dict(quantization_config=four_bits)),
+        ("is of arm 'gwc'. To train arm 'unit', give its path", dict(arm="unit"), {}),
+        ("Give a LlavaProcessor", {}, dict(processing_class=processor.tokenizer)),
+        ("The model names no folder with its processor", {}, dict(model=unnamed)),
+        ("for a model loaded here", {}, dict(quantization_config=four_bits)),
         ("padding_free needs a Conv", dict(padding_free=True), dict(data_collator=list)),
         ("train_dataset is a list. Give a Dataset, as Dataset.from_list", {}, dict(train_dataset=[messages(1)])),
         ("no length. Set max_steps", dict(max_steps=-1), dict(train_dataset=stream)),
@@ -261,8 +251,8 @@ def test_a_collator_of_ones_own_gets_rows_of_any_columns_as_stock_sfttrainer_tra
         texts = []
         for example in examples:
             question = [{"type": "image"}, {"type": "text", "text": example["query"]}]
-            turns = [{"role": "user", "content": question}]
-            turns += [{"role": "assistant", "content": [{"type": "text", "text": example["label"][0]}]}]
+            answer = [{"type": "text", "text": example["label"][0]}]
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             texts.append(processor.apply_chat_template(turns))
         images = [[example["image"]] for example in examples]
         batch = processor(text=texts, images=images, return_tensors="pt", padding=True)

@@ -57,7 +57,6 @@ EPOCHS = dict(global_batch_size=8, per_device_train_batch_size=2, max_steps=10, 
 EPOCHS |= dict(train_sampling_strategy="random")
 PACKED = {**EPOCHS, "packing": "true"}
 GROUPED = {**EPOCHS, "train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
-QLORA = {**LORA, "load_in_4bit": "true", "dtype": "bfloat16", "bf16": "true"}
 FROZEN = dict(language_learning_rate=0, vision_learning_rate=0)
 RESUMED = {"mixed": 2, "half": 2, "frozen": 2, "grouped epochs": 5, "packed": 5}
 """The steps from which the runs `NAME resumed` go on."""
@@ -85,7 +84,6 @@ class Room:
         self.options = {
             "mixed": {**untied, **EVALUATED, **SAVED, "eval_dataset_name": self.data["eval"]},
             "lora": LORA,
-            "qlora": QLORA,
             "half": half,
             "frozen": {**half, **FROZEN, "model_name_or_path": self.half},
             "frozen in 4 bits": {**half, **FROZEN, "model_name_or_path": self.half, "load_in_4bit": "true"},
@@ -207,8 +205,8 @@ def mixed(room):
 
 PACKING = ("packed", "packed resumed", "packed lora")
 NIGHTLY = {
-    "one": ("lora", "qlora", "frozen in 4 bits", "half", "bad step", "epochs", "epochs lora", *PACKING),
-    "ddp": ("mixed resumed", "lora", "qlora", "frozen in 4 bits", "skipped", "bad step", "broken")
+    "one": ("lora", "frozen in 4 bits", "half", "bad step", "epochs", "epochs lora", *PACKING),
+    "ddp": ("mixed resumed", "lora", "frozen in 4 bits", "skipped", "bad step", "broken")
     + ("grouped epochs", "grouped epochs resumed", *PACKING),
     "fsdp2": ("mixed resumed", "lora", "bad step", "broken", *PACKING),
 }
@@ -296,7 +294,6 @@ def test_packing_changes_no_step(mode, nightly):
     [
         ("ddp", "lora", 1e-6, 1e-5),
         ("fsdp2", "lora", 1e-6, 1e-5),
-        ("ddp", "qlora", 2e-3, 2e-2),
         ("ddp", "frozen in 4 bits", 5e-4, 5e-3),
     ],
 )
@@ -386,24 +383,14 @@ def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"nothing": 3}, ["There is no option --nothing 3."]),
-        ({"dataset_name": "bad"}, ["bad/data.json, row 103: ", "row 104: "]),
-    ],
-    ids=["same", "different"],
-)
-def test_a_launched_run_says_once_what_is_wrong(room, tmp_path, options, said):
-    if "dataset_name" in options:
-        streamed = dict(dataset_streaming="true", shuffle_buffer_size=1, max_steps=40)
-        options = {"dataset_name": room.data["bad"], **streamed}
-    process = room.launch(tmp_path / "out", **options)
+def test_a_launched_run_says_once_what_is_wrong(room, tmp_path):
+    streamed = dict(dataset_streaming="true", shuffle_buffer_size=1, max_steps=40)
+    process = room.launch(tmp_path / "out", dataset_name=room.data["bad"], **streamed)
     errors = process.communicate()[1]
     lines = [line for line in errors.splitlines() if re.match("Error|Then", line)]
     assert process.returncode == 1 and "Traceback" not in errors and "elastic" not in errors, errors
     assert all(re.match("(Error|Then) in process [01]: ", line) for line in lines)
-    assert any(part in lines[0] for part in said) and len(lines) <= len(said), lines
+    assert re.search(r"bad/data.json, row 10[34]: ", lines[0]) and len(lines) <= 2, lines
 
 
 @pytest.mark.nightly

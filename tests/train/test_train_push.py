@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`push_to_hub`: real runs, in processes of their own, that publish their result on the tests' hub."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,7 @@ MODEL = {
     *stored.FILES,
     *("processor_config.json", "tokenizer.json", "tokenizer_config.json"),
 }
-ADAPTER = {*MODEL} - stored.FILES - {"config.json", "generation_config.json"}
-ADAPTER = {name for name in ADAPTER if not name.endswith(".py")} | {"adapter_config.json", "adapter_model.safetensors"}
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
-CALL = """
-import sys
-from normalign_llava.train.options.arguments import parse
-from normalign_llava.train.run import make_trainer
-
-trainer, _ = make_trainer(*parse(sys.argv[1:]))
-trainer.push_to_hub(private=True)
-"""
 
 
 @pytest.fixture
@@ -41,10 +30,10 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
     """A run that publishes."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)  # of clean processes
 
-    def run(token, script=RUN, **options):
+    def run(token, **options):
         published = dict(push_to_hub=True, hub_model_id=REPO, save_strategy="steps", save_steps=1, use_cpu=True)
         file = training.recipe(tmp_path, parts, **{"learning_rate": 1e-2, **published, **options})
-        return prepared.run(["-c", script, file, "--hub_token", token])
+        return prepared.run(["-c", RUN, file, "--hub_token", token])
 
     return run
 
@@ -95,15 +84,3 @@ def test_a_run_that_could_not_publish_is_refused_before_rows_are_read(hub, run, 
     done = run(token := hub.token(account, role), dataset_name=str(tmp_path / "none.json"))
     assert done.returncode == 1 and reason in " ".join(done.stderr.split())
     assert token not in done.stdout + done.stderr and len(hub.repositories) == bool(card)
-
-
-@pytest.mark.nightly
-def test_a_call_publishes_an_adapter_with_its_base_s_commit_as_private_as_it_asks(hub, run, parts):
-    base = hub.serve("bea/base", parts / "model")
-    done = run(hub.token("ann"), script=CALL, model_name_or_path="bea/base", use_peft=True, push_to_hub=False)
-    assert done.returncode == 0, done.stderr
-    repository = hub.repository(REPO)
-    assert repository.private and set(repository.head().files) == ADAPTER
-    settings = json.loads(repository.read("adapter_config.json"))
-    assert (settings["base_model_name_or_path"], settings["revision"]) == ("bea/base", base.commit)
-    assert json.loads(repository.read("training.json"))["model_revision"] == base.commit

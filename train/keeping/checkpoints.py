@@ -64,7 +64,7 @@ def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
 
 @contextmanager
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
-    """Removes an earlier folder of that name, for which other processes must wait, and what a full disk cut short."""
+    """Removes an earlier folder first, for which others must wait, and what a full disk cut short."""
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
         _remove(folder)
@@ -76,8 +76,8 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
         _remove(folder)
         last, free = newest_complete(folder.parent, world_size), shutil.disk_usage(folder.parent).free / 2**20
         raise OSError(
-            f"The checkpoint {folder} could not be written: {cause}. {free:,.1f} MiB are free there. Make room, keep "
-            "fewer checkpoints (--save_total_limit) or write to another disk (--output_dir), then "
+            f"The checkpoint {folder} could not be written: {cause}. {free:,.1f} MiB are free there. Make "
+            "room, keep fewer (--save_total_limit) or write to another disk (--output_dir), then "
             f"{f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
         ) from error
 
@@ -122,10 +122,10 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
 
 
 def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, world_size: int) -> Path | None:
-    """The checkpoint to resume from, or None to start from the beginning; the first process prints which it is.
+    """The checkpoint to resume from, which the first process prints, or None for the beginning.
 
-    `resume` is a folder; `"last"` or true for the newest complete checkpoint in `output_dir`, or the beginning if
-    there is none; None or false for the beginning.
+    `resume` is a folder; `"last"` or true for the newest complete checkpoint in `output_dir`, or the
+    beginning if there is none; None or false for the beginning.
     """
     option, output, earlier = str(resume).lower(), Path(output_dir), checkpoints_in(output_dir)
     has_result = any((output / name).exists() for name in RESULT)
@@ -140,7 +140,7 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
         if missing := missing_from(named, world_size):
             raise ValueError(f"The checkpoint {named} lacks {'; '.join(missing)}. Name a complete one, or last.")
         if earlier and named.resolve().parent != output.resolve():
-            raise ValueError(f"{output} holds checkpoints of another run than {named}. Choose another --output_dir.")
+            raise ValueError(f"{output} holds checkpoints of another run than {named}. Change --output_dir.")
         return named
     newest = newest_complete(output, world_size)
     console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
@@ -152,7 +152,7 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
             )
         console.print(f"Skipped {folder}: it was not written to its end.")
     if has_result and not newest:
-        raise ValueError(f"{output} holds a model and no checkpoint to resume from. Choose another --output_dir.")
+        raise ValueError(f"{output} holds a model, but no checkpoint. Choose another --output_dir.")
     console.print(f"Resuming from {newest or f'the beginning: {output_dir} holds no complete checkpoint'}.")
     return newest
 

@@ -52,11 +52,10 @@ def training_record(
     report: DataReport,
     others: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """The resolved recipe as JSON: options that differ from their default, and all that the stages set.
+    """The resolved recipe as JSON: options that differ from their default, and all that stages set.
 
-    Local paths are cut to their last part. Dropped rows are listed by number; `dropped_rows.jsonl` has the reasons.
-    All processes must call this at the same time. The trainer adds `run`, the facts of [`summary`], and at every save
-    `steps_done` and `seconds`.
+    Local paths are cut to their last part. Dropped rows are listed by number. All processes must call
+    this together. The trainer adds `run`, the facts of [`summary`], and at saves `steps_done`, `seconds`.
     """
     loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
     options = {name: value for name, value in _plain(loaded).items() if value is not None}
@@ -84,7 +83,7 @@ def training_record(
 
 
 def code_commit() -> str | None:
-    """The git commit of this package's own checkout, "-dirty" if files are changed, or that which pip installed."""
+    """The git commit of this package's checkout, "-dirty" if files are changed, or what pip installed."""
     root = Path(__file__).resolve().parents[2]
     git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
     words = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
@@ -97,7 +96,7 @@ def code_commit() -> str | None:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The `devices` of all processes, which must call this together, their `count`, and the `machine` in words."""
+    """The `devices` of all processes, which must call this together, their `count`, and the `machine`."""
     accelerator, name = device.type in ("cuda", "xpu"), platform.machine()
     with suppress(OSError, StopIteration):  # as on Linux
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -110,7 +109,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: Path) -> None:
-    """Raises ValueError unless two records are of one run, whose optimizer and schedule would be taken over."""
+    """Raises ValueError unless two records are of one run, whose optimizer would be taken over."""
 
     def fixed(record: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in record["options"].items() if not name.startswith(MAY_CHANGE)}

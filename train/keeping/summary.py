@@ -52,7 +52,7 @@ def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
 def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str, Any]]:
     """Parameters of each module, how many are trained, their dtypes, and the learning rate.
 
-    A 4-bit weight counts as the parameters that it stands for; PEFT's untrained copies of modules do not count.
+    A 4-bit weight counts as the parameters that it stands for. PEFT's untrained copies do not count.
     """
     empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
     names = {"vision": "vision tower", "language": "language model"}

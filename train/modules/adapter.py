@@ -32,7 +32,7 @@ OPTIONS = {
 """What may be set in a `LoraConfig`: what is trained as it says, and can be merged."""
 
 VALUES = {"init_lora_weights": (True, False, "gaussian"), "task_type": (None, "CAUSAL_LM")}
-"""The values of two of them: others compute adapters from the base or from data, or have another loss."""
+"""The values of two of them: others compute adapters from weights or data, or have another loss."""
 
 
 def language_adapter(
@@ -53,7 +53,7 @@ def language_adapter(
     refused |= set() if config.lora_alpha else {"lora_alpha"}
     if refused:
         named = ", ".join(f"{name} {getattr(config, name)!r}" for name in sorted(refused))
-        raise ValueError(f"peft_config sets {named}: such adapters cannot be trained here and merged. Leave it out.")
+        raise ValueError(f"peft_config sets {named}: such adapters are not trained here. Leave it out.")
     config, model = copy.deepcopy(config), on_meta(model_config)
     targets, excluded = config.target_modules, config.exclude_modules or ()
     targets = () if targets in (None, "all-linear") else targets
@@ -80,7 +80,7 @@ def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[
         for name in filter(path.endswith, requested):  # as PEFT does
             if re.match(r"model$|model\.(vision_tower|multi_modal_projector)", path):
                 raise ValueError(
-                    f"modules_to_save names {name}, so {path} too, which has its own learning rate. Leave it out."
+                    f"modules_to_save names {name}, so {path}, which has its own learning rate. Leave it out."
                 )
     return [*requested, *parts] or None
 
@@ -91,7 +91,7 @@ def _check_effect(
     targets: str | Collection[str],
     excluded: dict[str, str],
 ) -> None:
-    """Raises ValueError if something named has no effect, which PEFT passes over, or is not trained or merged."""
+    """Raises ValueError if something named has no effect, or is not trained or cannot be merged."""
     modules, embeddings = dict(model.named_modules()), model.get_input_embeddings()
 
     def adapted(**changes: Any) -> list[str]:
@@ -123,20 +123,20 @@ def _check_effect(
             f"{', '.join(_linear_layers(model))} in layers 0 to {model.config.text_config.num_hidden_layers - 1}."
         )
     if "lm_head" in adapters:
-        raise ValueError("An adapter on lm_head would not be trained. Train it in full: modules_to_save with lm_head.")
+        raise ValueError("An adapter on lm_head is not trained. Put lm_head into modules_to_save.")
     if model.lm_head.weight is embeddings.weight and (tokens or embedded in adapters):
         raise ValueError(
-            "The embeddings of this model are its head too, so adapters on them cannot be merged. Train them in full: "
-            "modules_to_save with embed_tokens."
+            "The embeddings of this model are its head too, so adapters on them cannot be merged. Put "
+            "embed_tokens into modules_to_save."
         )
 
 
 def check_quantized(
     config: NormAlignLlavaConfig, quantization: BitsAndBytesConfig, args: NormAlignConfig, adapters: LoraConfig | None
 ) -> None:
-    """Raises ValueError if a linear layer of the language model, which is quantized, would be trained in full."""
+    """Raises ValueError if a layer that is quantized would be trained in full."""
     if quantization.llm_int8_skip_modules is not None:
-        raise ValueError("llm_int8_skip_modules is set here: the language model is quantized alone. Leave it out.")
+        raise ValueError("llm_int8_skip_modules is set here, to all but the language model. Leave it out.")
     rate = args.learning_rates(use_peft=False)["language"]
     if rate and adapters is None:
         raise ValueError(

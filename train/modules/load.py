@@ -59,7 +59,7 @@ def load_model(
 ) -> NormAlignLlavaForConditionalGeneration:
     """Loads a checkpoint as the arm of `training`, and aligns a norm that this adds or resets.
 
-    What is trained in full is read in float32, the rest in the dtype of `model_init_kwargs`: [`frozen_dtype`].
+    What is trained in full is read in float32, the rest in the dtype of [`frozen_dtype`].
     """
     config = config_of_arm(checkpoint, training.arm)
     kwargs = {name: value for name, value in (training.model_init_kwargs or {}).items() if name != "revision"}
@@ -89,8 +89,8 @@ def load_model(
         # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
         norm.to_empty(device="cpu")
     if quantization_config is not None and not use_peft:
-        # transformers refuses any quantized model without adapters, TRL rounds all that may be trained to bfloat16
-        # before [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
+        # transformers refuses any quantized model without adapters, TRL rounds all that may be trained before
+        # [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
         model.is_quantized = False
         model.requires_grad_(False)
 
@@ -103,7 +103,7 @@ def load_model(
 
 
 def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
-    """The dtype of what is frozen, by default the checkpoint's own if steps are autocast to it, or else float32."""
+    """The dtype of what is frozen: by default the checkpoint's own if steps are in it, or float32."""
     if is_deepspeed_zero3_enabled():
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
     autocast, dtype = autocast_dtype(training), (training.model_init_kwargs or {}).get("dtype")

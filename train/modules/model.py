@@ -82,8 +82,8 @@ def frozen_modules(model: nn.Module) -> set[str]:
 def train_in_float32(model: nn.Module) -> None:
     """Makes what is trained float32, in which small updates do not vanish, beside frozen modules of half precision.
 
-    Where nothing autocasts, hooks cast what goes into the projector and into modules saved with an adapter, and what
-    these give.
+    Where nothing autocasts, hooks cast what goes into the projector and into modules saved with an
+    adapter, and what these give.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and not is_deepspeed_zero3_enabled():  # where all is float32
@@ -116,10 +116,10 @@ def _cast(values: Any, like: nn.Module) -> Any:
 def wrap_forward(model: NormAlignLlavaForConditionalGeneration, blank_image: Tensor) -> None:
     """Wraps the forward pass for training, over TRL's fused head.
 
-    While `model.only_answers` is true, the fused head gets the hidden states that predict a label, `(1, labels, d)`,
-    and not those of every position. In a pass without images and cache, the vision tower sees a blank image, `(1,
-    channels, height, width)`, and the decoder does not. Other processes may have images, and under FSDP2 and ZeRO-3
-    all must gather the tower's weights in the same order: after the embeddings', before the decoder's.
+    While `model.only_answers` is true, the fused head gets the hidden states that predict a label,
+    `(1, labels, d)`, and not all. In a pass without images and cache, the vision tower sees a blank image,
+    and the decoder does not: other processes may have images, and under FSDP2 and ZeRO-3 all must gather
+    the tower's weights in the same order, after the embeddings' and before the decoder's.
     """
     inner = model.model
     with_head, of_inner = _unbound(model.forward), _unbound(inner.forward)
@@ -226,9 +226,9 @@ def load_sharded(model: FSDPModule, folder: Path) -> None:
 
 
 def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    """Before a step under FSDP2, gives zero gradients to trained parameters that have none, unless all have none.
+    """Before a step under FSDP2, gives zero gradients to trained parameters that alone have none.
 
-    The vision tower's last layers are not read, but torch refuses to load states of some parameters alone.
+    The vision tower's last layers are not read, but torch loads no states of some parameters alone.
     """
     trained = [value for group in optimizer.param_groups for value in group["params"] if value.requires_grad]
     if any(parameter.grad is not None for parameter in trained):
@@ -238,7 +238,7 @@ def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Evaluation mode without gradients, in the precision of training; then modes and random state are as before."""
+    """Evaluation mode without gradients, in training's precision; modes and random state come back."""
     devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
     dtype = torch.bfloat16 if args.bf16 else torch.float16
     autocast = torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
