@@ -115,12 +115,13 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
 
     trainer = make()
     estimate = trainer.estimate_memory()
-    console = Console(quiet=not trainer.is_world_process_zero(), soft_wrap=True)
+    console = Console(quiet=not trainer.is_world_process_zero())
     console.print(render(trainer.record, trainer.facts, trainer.args.output_dir), estimate)
     other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
-    console.print(f"{'With' if checkpointing else 'Without'} gradient checkpointing: {gib(other.total)}.")
+    with_or_without = "With" if checkpointing else "Without"
+    console.print(f"{with_or_without} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)
     if not estimate.fits:
-        console.print(remedy(trainer, make))
+        console.print(remedy(trainer, make), soft_wrap=True)
     return estimate.fits
 
 

@@ -58,6 +58,7 @@ EPOCHS |= dict(train_sampling_strategy="random")
 PACKED = {**EPOCHS, "packing": "true"}
 GROUPED = {**EPOCHS, "train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
 FROZEN = dict(language_learning_rate=0, vision_learning_rate=0)
+LIGHT = dict(arm="aligned", save_steps=1, max_steps=1)
 RESUMED = {"mixed": 2, "half": 2, "frozen": 2, "grouped epochs": 5, "packed": 5}
 """The steps from which the runs `NAME resumed` go on."""
 
@@ -87,14 +88,7 @@ class Room:
             "half": half,
             "frozen": {**half, **FROZEN, "model_name_or_path": self.half},
             "frozen in 4 bits": {**half, **FROZEN, "model_name_or_path": self.half, "load_in_4bit": "true"},
-            "light": {
-                **half,
-                **FROZEN,
-                "model_name_or_path": self.wide,
-                "arm": "aligned",
-                "save_steps": 1,
-                "max_steps": 1,
-            },
+            "light": {**half, **FROZEN, **LIGHT, "model_name_or_path": self.wide},
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
             "epochs": {**untied, **EPOCHS},
             "grouped epochs": {**untied, **GROUPED},
@@ -152,7 +146,10 @@ class Room:
         if mode == "one":
             return [self.prepared.run(worker, **ENVIRONMENT)]
         prepare = prepare_deepspeed_cmd_env if mode.startswith("zero") else prepare_multi_gpu_env
-        made = prepare(launch_arguments(mode))
+        words = ["--config_file", str(CONFIGS / f"{mode}.yaml"), "--num_processes", "2", "--main_process_port", "0"]
+        arguments = _validate_launch_command(launch_command_parser().parse_args([*words, "script.py"]))[0]
+        arguments.deepspeed_fields_from_accelerate_config = ""  # as for a user's own file
+        made = prepare(arguments)
         environment = made[1] if isinstance(made, tuple) else made
         accelerates = {name: value for name, value in environment.items() if os.environ.get(name) != value}
         return self.prepared.run_ranks(worker, **{**accelerates, **ENVIRONMENT})
@@ -163,13 +160,6 @@ class Room:
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen([sys.executable, "-m", "normalign_llava", *words], env=environment, **pipes)
-
-
-def launch_arguments(config: str):
-    words = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", "2", "--main_process_port", "0"]
-    arguments = _validate_launch_command(launch_command_parser().parse_args([*words, "script.py"]))[0]
-    arguments.deepspeed_fields_from_accelerate_config = ""  # as for a user's own file
-    return arguments
 
 
 def seen(folder: Path, name: str, rank: int) -> dict:

@@ -21,11 +21,6 @@ from normalign_llava.train.run import remedy
 pytestmark = pytest.mark.slow
 
 
-def device(size: int) -> str:
-    """`device_memory` of a GPU with so many bytes besides those that are kept free, rounded up a little."""
-    return f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"
-
-
 def dry_run(*words):
     """The exit status of a dry run, and what it prints, on one line."""
     done = CliRunner().invoke(app, ["train", *words, "--dry_run"])
@@ -88,31 +83,23 @@ def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
         assert plain.state.log_history[0][name] == estimated.state.log_history[0][name]
 
 
-def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
-    """2 images of 3 x 16 x 16 float32 numbers, and 2 rows of ids, mask and labels, 8 bytes each."""
-    options = dict(dry_run=True, vision_learning_rate=0.0, language_learning_rate=0.0)
-    trainers = [
-        training.trainer(tmp_path, checkpoint, gradient_accumulation_steps=steps, **options) for steps in (2, 8)
-    ]
-    two, eight = (trainer.estimate_memory() for trainer in trainers)
-    batch = 2 * 3 * 16 * 16 * 4 + batch_of(trainers[0])["input_ids"].numel() * 3 * 8
-    assert (two.parts["batches"], eight.parts["batches"]) == (2 * batch, 8 * batch)
-    assert eight.total - two.total == 6 * batch
-
-
-def batch_of(trainer):
-    return largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
-
-
-def test_the_longest_rows_decide_and_memory_grows_with_them(checkpoint, tmp_path):
+def test_the_longest_rows_decide_and_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
     rows = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda number: 1 + number % 4)
-    trainer = training.trainer(tmp_path, checkpoint, rows, dry_run=True, vision_learning_rate=0.0)
-    small = trainer.estimate_memory()
-    assert batch_of(trainer)["input_ids"].shape == (2, max(trainer.train_dataset["length"]))
+    options = dict(dry_run=True, vision_learning_rate=0.0, language_learning_rate=0.0, gradient_accumulation_steps=2)
+    trainer = training.trainer(tmp_path, checkpoint, rows, **options)
+    batch = largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
+    assert batch["input_ids"].shape == (2, max(rows["length"]))
+    # Images of 3 x 16 x 16 float32 numbers; ids, mask and labels, 8 bytes each.
+    size = len(batch["pixel_values"]) * 3 * 16 * 16 * 4 + batch["input_ids"].numel() * 3 * 8
+    two = trainer.estimate_memory()
+    trainer.args.gradient_accumulation_steps = 8
+    eight = trainer.estimate_memory()
+    assert (two.parts["batches"], eight.parts["batches"]) == (2 * size, 8 * size)
+    assert eight.total - two.total == 6 * size
     trainer.args.per_device_train_batch_size = 8
     large = trainer.estimate_memory()
-    assert (small.batch[:8], large.batch[:8]) == ("2 row(s)", "8 row(s)")
-    assert 2 < large.parts["activations"] / small.parts["activations"] < 5
+    assert (eight.batch[:8], large.batch[:8]) == ("2 row(s)", "8 row(s)")
+    assert 2 < large.parts["activations"] / eight.parts["activations"] < 5
 
 
 def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
@@ -120,7 +107,8 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
         given = dict(zip(words[::2], words[1::2], strict=True))
         options = {name.removeprefix("--"): yaml.safe_load(value) for name, value in given.items()}
         options = {"per_device_train_batch_size": 4, "global_batch_size": 8, **options}
-        return training.trainer(tmp_path, checkpoint, device_memory=device(size), dry_run=True, **options)
+        memory = f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"  # with what is kept free, rounded up a little
+        return training.trainer(tmp_path, checkpoint, device_memory=memory, dry_run=True, **options)
 
     def answer(size, *words):
         return remedy(make(words, size), lambda more: make([*words, *more], size))
