@@ -212,7 +212,10 @@ def contents(folder):
 def test_frozen_modules_are_links_to_what_training_began_with_and_stay_whatever_becomes_of_that(checkpoint, tmp_path):
     base = shutil.copytree(checkpoint, tmp_path / "base")
     run = tmp_path / "run"
+    run.mkdir()
+    (run / "README.md").write_text("another card")
     trainer = aligned(run, base)
+    assert [path.read_text() for path in run.rglob("README.md")] == ["another card"]  # nor TRL's, at each save
     saved = [run / "checkpoint-1", run / "checkpoint-2", run]
     for folder in saved:
         assert linked(folder, base) == {*FROZEN}

@@ -16,7 +16,6 @@ from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.checkpoint.opening import open_checkpoint
-from normalign_llava.hub_cards.card.hand_written import is_ours
 from normalign_llava.train.modules.load import largest_hidden_state, load_model
 from normalign_llava.train.modules.model import base_model, eval_frozen, module_of
 
@@ -130,18 +129,6 @@ def test_a_frozen_decoder_whose_layers_call_dropout_is_checkpointed_without_it()
         found = run()
         assert found[2] == 2 * once
         assert (torch.equal(found[0], output) and torch.equal(found[1], gradient)) != trained
-
-
-def test_the_card_is_ours_and_one_by_hand_stays(tmp_path, checkpoint, caplog):
-    trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=1, max_steps=1)
-    trainer.train()
-    card = tmp_path / "README.md"
-    assert not list(tmp_path.rglob("README.md"))  # nor TRL's, which it writes at each save
-    trainer.save_model()
-    assert is_ours(card.read_text())
-    card.write_text("another card")
-    trainer.save_model()
-    assert card.read_text() == "another card" and "was not written by this package" in caplog.text
 
 
 @pytest.mark.parametrize("bits, bf16", [(4, True), (8, True), (16, False)])
@@ -263,37 +250,31 @@ def test_what_would_train_a_quantized_weight_is_refused_by_name(tmp_path, checkp
             NormAlignTrainer(given, args, train_dataset=rows, quantization_config=settings)
 
 
-@pytest.fixture(scope="module")
-def large(half, tmp_path_factory):
-    """A function that gives the checkpoint with hidden states of about this size."""
-
-    def scaled(size: float) -> Path:
-        folder = tmp_path_factory.mktemp("large") / "model"
-        shutil.copytree(half, folder)
-        model = NormAlignLlavaForConditionalGeneration.from_pretrained(half)
-        with torch.no_grad():
-            for part in ("up_proj", "down_proj"):  # one alone would itself be beyond float16
-                model.model.language_model.layers[0].mlp.get_submodule(part).weight *= (size / 0.002) ** 0.5
-        model.save_pretrained(folder)
-        return folder
-
-    return scaled
+def large(folder: Path, half: Path, size: float) -> str:
+    """The checkpoint with hidden states of about this size."""
+    shutil.copytree(half, folder)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(half)
+    with torch.no_grad():
+        for part in ("up_proj", "down_proj"):  # one alone would itself be beyond float16
+            model.model.language_model.layers[0].mlp.get_submodule(part).weight *= (size / 0.002) ** 0.5
+    model.save_pretrained(folder)
+    return str(folder)
 
 
-def test_the_largest_hidden_state_is_that_of_the_model_in_float64(large, tmp_path):
-    trainer = training.trainer(tmp_path, large(100.0), **FROZEN)
+def test_the_largest_hidden_state_is_that_of_the_model_in_float64(half, tmp_path):
+    trainer, beyond = (
+        training.trainer(tmp_path, large(tmp_path / str(size), half, size), **FROZEN) for size in (100.0, 1e6)
+    )
     inputs = batch(trainer)
     found = largest_hidden_state(trainer.model, inputs)
     exact = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
     states = trainer.model.double()(**exact, output_hidden_states=True).hidden_states
-    assert found == pytest.approx(max(each.abs().max().item() for each in states), rel=0.01) and found > 10
-    assert largest_hidden_state(training.trainer(tmp_path, large(1e6), **FROZEN).model, inputs) == math.inf
+    assert found == pytest.approx(max(state.abs().max().item() for state in states), rel=0.01) and found > 10
+    assert largest_hidden_state(beyond.model, inputs) == math.inf
 
 
 @pytest.mark.parametrize("quantization", [None, BitsAndBytesConfig(load_in_4bit=True)], ids=["16", "4"])
-def test_without_bfloat16_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(
-    tmp_path, large, quantization
-):
+def test_without_bfloat16_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(tmp_path, half, quantization):
     for size, holds, reach in (
         (1000.0, True, r"\d?,?\d{3}"),
         (15_000.0, False, r"\d\d,\d{3}"),
@@ -301,9 +282,8 @@ def test_without_bfloat16_float16_is_taken_only_if_hidden_states_stay_well_below
     ):
         args = training.arguments(tmp_path, **FROZEN, fp16=True, bf16=None)
         args.fp16_is_tried = True  # as on a GPU without bfloat16
-        trainer = NormAlignTrainer(
-            str(large(size)), args, train_dataset=training.rows(), quantization_config=quantization
-        )
+        checkpoint = large(tmp_path / str(size), half, size)
+        trainer = NormAlignTrainer(checkpoint, args, train_dataset=training.rows(), quantization_config=quantization)
         model, recorded = trainer.model, trainer.record["options"]
         assert trainer.args.fp16 == recorded["fp16"] == holds
         assert re.search(f"hidden states .* (reach )?{reach}, .* ends at 65,504", trainer.facts["precision_because"])
