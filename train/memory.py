@@ -2,13 +2,13 @@
 """The memory of a training step, before it is taken: the trainer's own step, on tensors that have shapes alone."""
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import psutil
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, convert_file_size_to_int
@@ -38,26 +38,22 @@ class MemoryEstimate(Printed):
 
     Attributes:
         parts: Bytes of each of `PARTS` at that moment.
-        rows, tokens, images: Of the largest forward pass, with padding.
+        batch: The largest forward pass in words: its rows, tokens with padding, images.
         device: What it was compared with, which has `available` bytes, and `reserved` of them kept free.
     """
 
     parts: dict[str, int]
-    rows: int
-    tokens: int
-    images: int
+    batch: str
     device: str
     available: int
     reserved: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room for it."""
         return self.total <= self.available - self.reserved
 
     @property
@@ -68,10 +64,8 @@ class MemoryEstimate(Printed):
         return f"{begin}: {gib(self.total)} of the {gib(self.available)} of {self.device}{kept}."
 
     def renderable(self) -> Group:
-        """The parts and the verdict."""
         sizes = [[name, gib(size)] for name, size in {**self.parts, "all": self.total}.items()]
-        batch = f"{self.rows:,} row(s), {self.tokens:,} tokens, {self.images:,} image(s)"
-        return Group(titled_table("Memory", [batch, "at the peak of a step"], sizes), self.verdict)
+        return Group(titled_table("Memory", [self.batch, "at the peak of a step"], sizes), self.verdict)
 
 
 def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -85,84 +79,64 @@ def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
 
 
 def largest_batch(args: NormAlignConfig, rows: Dataset | IterableDataset, collator: DataCollator) -> dict[str, Any]:
-    """The forward pass of the longest rows, as the collator makes it.
+    """The forward pass of the longest rows, as collated; with packing, the one of most tokens.
 
-    With packing it is the one of most tokens. Of a stream, whose lengths are not known, the first row is repeated and
-    filled with tokens that are learned, up to `max_length`.
+    Of a stream, whose lengths are not known, the first row is repeated and filled with tokens that are
+    learned, up to `max_length`.
     """
     count = args.per_device_train_batch_size
     if isinstance(collator, ConversationCollator):
         collator = replace(collator, bad_rows="skip", dropped_rows=None)
-    if isinstance(rows, IterableDataset) or "length" not in rows.column_names:
-        batch = collator(list(islice(rows, 1)) * count)
-        return _filled(batch, args.max_length * (count if args.padding_free else 1)) if args.max_length else batch
-    lengths = rows.with_format(None)["length"][:]
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    longest = (order * count)[:count]
-    if args.packing:
-        passes: Any = train_sampler(args, rows)
-        longest = max(passes, key=lambda together: sum(lengths[row] for row in together))
-    return collator([rows[row] for row in longest])
+    if not isinstance(rows, IterableDataset) and "length" in rows.column_names:
+        lengths = rows.with_format(None)["length"][:]
+        longest = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        passes: Any = train_sampler(args, rows) if args.packing else [(longest * count)[:count]]
+        return collator([rows[row] for row in max(passes, key=lambda batch: sum(lengths[row] for row in batch))])
+    batch = collator(list(islice(rows, 1)) * count)
+    missing = (args.max_length or 0) * (count if args.padding_free else 1) - batch["input_ids"].shape[1]
+    if missing > 0:
+        more = {name: batch[name][:, -1:].expand(-1, missing) for name in {*batch} & {"input_ids", "attention_mask"}}
+        more["labels"] = more["input_ids"]
+        if "position_ids" in batch:
+            more["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
+        batch = {**batch, **{name: torch.cat([batch[name], filling], 1) for name, filling in more.items()}}
+    return batch
 
 
-def _filled(batch: dict[str, Any], length: int) -> dict[str, Any]:
-    """A batch whose sequences have `length` tokens, the last of which are learned."""
-    missing = length - batch["input_ids"].shape[1]
-    if missing <= 0:
-        return batch
-    names = batch.keys() & {"input_ids", "attention_mask"}
-    more: dict[str, Any] = {name: batch[name][:, -1:].expand(-1, missing) for name in names}
-    more["labels"] = more["input_ids"]
-    if "position_ids" in batch:
-        more["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
-    return {**batch, **{name: torch.cat([batch[name], more[name]], 1) for name in more}}
+def estimate_memory(trainer: SFTTrainer, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
+    """The memory of a step on the longest rows, without weights; ValueError if it cannot be followed.
 
+    A forward and a backward pass are run with a shape in place of each weight, and what they allocate is
+    followed storage by storage. Optimizer states are there from the start, and gradients if steps are
+    accumulated; so are the batches of the step. Kernels and autocast are the CPU's, also if a GPU is asked
+    about. What a kernel allocates inside is not seen.
 
-def estimate_memory(
-    trainer: SFTTrainer, batch: dict[str, Any], gradient_checkpointing: bool | None = None
-) -> MemoryEstimate:
-    """The memory of a step on a batch that the trainer's collator made; no weight is read or changed.
-
-    A forward and a backward pass are run with a shape in place of each weight; `gradient_checkpointing` is by default
-    that of the trainer's arguments. What they allocate is followed storage by storage, so attention, precision,
-    checkpointing and adapters need no formula.
-    Optimizer states are there from the start, as after the first step, and gradients if steps are accumulated; so are
-    the batches of the step.
-    Kernels and autocast are the CPU's, also if a GPU is asked about. What a kernel allocates inside is not seen.
-
-    One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO, what is divided
-    among processes is divided; a layer that is gathered for its turn does not count.
-
-    Raises:
-        ValueError: The step cannot be followed.
+    One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO, what is
+    divided among processes is divided; a layer that is gathered for its turn does not count.
     """
-    args = trainer.args
-    passes = args.gradient_accumulation_steps
-    static = static_bytes(trainer.model, args)
+    args, passes = trainer.args, trainer.args.gradient_accumulation_steps
+    batch = largest_batch(args, trainer.train_dataset, trainer.data_collator)
     try:
         parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"The memory of a step cannot be estimated for this model: {error}") from error
-    # Of gradients, those that live at the peak.
-    parts += Counter(static | {GRADIENTS: 0})
+    parts += Counter(static_bytes(trainer.model, args) | {GRADIENTS: 0})  # gradients are those at the peak
     parts[GRADIENTS] = int(parts[GRADIENTS] * _shares(args)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
     parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())
-    device, available, reserved = device_memory(args)
-    shape = batch["input_ids"].shape
-    rows = int((batch["position_ids"] == 0).sum()) if "position_ids" in batch else shape[0]
-    images = len(batch.get("pixel_values", ()))
-    counted = {name: parts[name] for name in PARTS if parts[name]}
-    return MemoryEstimate(counted, rows, shape.numel(), images, device, available, reserved)
+    ids, positions = batch["input_ids"], batch.get("position_ids")
+    rows = len(ids) if positions is None else int((positions == 0).sum())
+    shape = f"{rows:,} row(s), {ids.numel():,} tokens, {len(batch.get('pixel_values', ())):,} image(s)"
+    return MemoryEstimate({name: parts[name] for name in PARTS if parts[name]}, shape, *_device(args))
 
 
-def device_memory(args: Any) -> tuple[str, int, int]:
-    """Name, bytes, and bytes to keep free, of the device in `args.device_memory`, of the GPU, or of this machine."""
+def _device(args: NormAlignConfig) -> tuple[str, int, int]:
+    """Name, bytes, and bytes to keep free."""
     if args.device_memory is not None:
         return "device_memory", convert_file_size_to_int(args.device_memory), CONTEXT
     if args.device.type == "cuda":
         return torch.cuda.get_device_name(args.device), torch.cuda.mem_get_info(args.device)[1], CONTEXT
-    return "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
+    return "this machine", psutil.virtual_memory().total, 0
 
 
 def gib(size: int) -> str:
@@ -173,11 +147,9 @@ def gib(size: int) -> str:
 def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer states on each device, by part.
 
-    They are counted tensor by tensor: parameters with the constants of 4-bit and 8-bit quantization, and buffers; a
-    gradient in the dtype of each trained parameter; AdamW's two states in that dtype, or in bitsandbytes' 32 or 8
-    bits. FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all; DDP
-    keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with
-    the states. States of paged optimizers count although they may lie in the CPU's memory.
+    FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3
+    all; DDP keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in
+    float32 once more. States of paged optimizers count although they may lie in the CPU's memory.
     """
     sizes = dict.fromkeys((WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -205,13 +177,10 @@ def _zero_stage() -> int:
 
 def _shares(args: TrainingArguments) -> dict[str, float]:
     """How much of each part a process has."""
-    kind, stage = AcceleratorState().distributed_type, _zero_stage()
-    least = {WEIGHTS: 3, ADAPTERS: 3, GRADIENTS: 2, OPTIMIZER: 1}  # stage of ZeRO that divides it
-    sharded = kind == DistributedType.FSDP
-    shares = {name: 1 / args.world_size if sharded or stage >= least[name] else 1.0 for name in least}
-    if kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        shares[GRADIENTS] = 2.0
-    return shares
+    kind, least = AcceleratorState().distributed_type, {WEIGHTS: 3, ADAPTERS: 3, GRADIENTS: 2, OPTIMIZER: 1}
+    divided = [name for name, stage in least.items() if kind == DistributedType.FSDP or _zero_stage() >= stage]
+    shares = {name: 1 / args.world_size if name in divided else 1.0 for name in least}
+    return shares | ({GRADIENTS: 2.0} if kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) else {})
 
 
 def tensor_bytes(tensor: Tensor) -> int:

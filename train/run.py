@@ -2,10 +2,12 @@
 """A training run from options to checkpoint: check, print the summary, train, save."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from transformers import TrainerCallback
 from trl import get_peft_config
 
@@ -19,6 +21,7 @@ from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_r
 from .keeping.record import check_same_run
 from .keeping.summary import render, render_dropped
 from .memory import gib
+from .modules.model import base_model
 from .options.arguments import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
 from .trainer import NormAlignTrainer
@@ -98,30 +101,50 @@ def make_trainer(
         peft_config=get_peft_config(model),
         options=(data, model),
     )
-    if resume:
-        check_same_run(trainer.record, resume)
-        trainer.record["seconds"] = (json_or_none(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
+    if resume and (before := json_or_none(resume / TRAINING_RECORD)):
+        check_same_run(before, trainer.record, resume)
+        trainer.record["seconds"] = before.get("seconds", 0.0)
     return trainer, resume
 
 
 def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
-    """Checks all that training checks, and prints the summary and the memory of a step; writes no output.
+    """Checks all that training checks, prints summary and memory of a step; returns whether it fits."""
 
-    Returns:
-        Whether the step fits.
-    """
-    from .dry_run import remedy
-
-    def make(more: list[str]) -> NormAlignTrainer:
+    def make(more: Sequence[str] = ()) -> NormAlignTrainer:
         return make_trainer(*parse([*words, *more], recipe))[0]
 
-    trainer = make([])
+    trainer = make()
     estimate = trainer.estimate_memory()
     console = Console(quiet=not trainer.is_world_process_zero())
     console.print(render(trainer.record, trainer.facts, trainer.args.output_dir), estimate)
     other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
-    instead = "With" if checkpointing else "Without"
-    console.print(f"{instead} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)
+    with_or_without = "With" if checkpointing else "Without"
+    console.print(f"{with_or_without} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)
     if not estimate.fits:
         console.print(remedy(trainer, make), soft_wrap=True)
     return estimate.fits
+
+
+def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrainer]) -> str:
+    """The first of some changes, from small to large, with which a step fits that does not.
+
+    They are fewer rows in a pass, halved each time; gradient checkpointing; adapters, or bfloat16 if the
+    language model is frozen; 4 bits; all of that. `make` returns the trainer with further words.
+    """
+    args = trainer.args
+    halves = [args.per_device_train_batch_size // 2**n for n in range(1, 16)]
+    smaller = [["--per_device_train_batch_size", str(rows)] for rows in halves if rows]
+    checkpointing = [] if args.gradient_checkpointing else ["--gradient_checkpointing", "true"]
+    half = ["--dtype", "bfloat16"] if args.model_init_kwargs["dtype"] == "float32" else []
+    in_full = trainer.learning_rates["language"] > 0 and not isinstance(trainer.model, PeftModel)
+    adapters = ["--use_peft", "true"] if in_full else half
+    in_4_bits = [*(adapters if in_full else []), "--load_in_4bit", "true", *half]
+    if getattr(base_model(trainer.model), "is_loaded_in_4bit", False):
+        in_4_bits = []
+    every = [*checkpointing, *in_4_bits, *(smaller[-1] if smaller else [])]
+    for words in filter(None, (*smaller, checkpointing, adapters, in_4_bits, every)):
+        with suppress(ValueError, NameError, ImportError):  # options that do not go together; no bitsandbytes
+            if (estimate := make(words).estimate_memory()).fits:
+                return f"Would fit: {' '.join(words)}. {estimate.verdict}"
+    tried = f", not even {' '.join(every)}" if every else ""
+    return f"Nothing that was tried fits{tried}. Fewer tokens may: lower --max_length."

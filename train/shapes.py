@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ def peak_bytes(
     ledger, half = _Ledger(), torch.float16 if args.fp16 else torch.bfloat16
     batch = {name: value.clone() for name, value in batch.items()}
     tensors = {name: ledger.weight(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    with warnings.catch_warnings(), ExitStack() as stack:
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), ExitStack() as stack:
         _take_as_trained(trainer, checkpointing, stack)
         stack.enter_context(_reparametrize_module(model, tensors, tie_weights=True))
         stack.enter_context(ledger)
@@ -110,7 +110,7 @@ class _Ledger(TorchDispatchMode):
         super().__init__()
         self.parts = Counter[str]()
         self._live, self._highest = Counter[str](), -1
-        self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
+        self._storages: dict[int, SimpleNamespace] = {}
         self._weights: dict[int, Tensor] = {}
 
     def weight(self, tensor: Tensor) -> Tensor:
@@ -126,12 +126,10 @@ class _Ledger(TorchDispatchMode):
 
     def move(self, tensor: Tensor, part: str) -> None:
         """Enters what a tensor takes under another part."""
-        storage = _plain(tensor).untyped_storage()
-        if entry := self._storages.get(storage._cdata):
-            reference, before, size = entry
-            self._storages[storage._cdata] = (reference, part, size)
-            self._live[before] -= size
-            self._live[part] += size
+        if entry := self._storages.get(_plain(tensor).untyped_storage()._cdata):
+            self._live[entry.part] -= entry.size
+            self._live[part] += entry.size
+            entry.part = part
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, aten = kwargs or {}, torch.ops.aten
@@ -156,27 +154,23 @@ class _Ledger(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._count(value.untyped_storage(), WEIGHTS if copied else ACTIVATIONS)  # autocast's copies
         # bitsandbytes' product with 4-bit weights dequantizes them inside.
-        self._mark(args[0].element_size() * math.prod(args[2]) if func.name() == "bitsandbytes::gemm_4bit" else 0)
+        inside = args[0].element_size() * math.prod(args[2]) if func.name() == "bitsandbytes::gemm_4bit" else 0
+        if (total := sum(self._live.values()) + inside) > self._highest:
+            self._highest, self.parts = total, self._live + Counter({ACTIVATIONS: inside})
         if real:
             return result
         # What is changed in place stays the same tensor.
         return tree_map_only(Tensor, lambda meta: shapes[id(meta)] if id(meta) in shapes else _Shape(meta), result)
 
     def _count(self, storage: torch.UntypedStorage, part: str) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        def free(_: weakref.ref) -> None:
+            entry = self._storages.pop(key)
+            self._live[entry.part] -= entry.size
+
+        key = storage._cdata
         if key not in self._storages and key not in self._weights:
-            self._storages[key] = (weakref.ref(storage, lambda _: self._free(key)), part, size)
-            self._live[part] += size
-
-    def _free(self, key: int) -> None:
-        _, part, size = self._storages.pop(key)
-        self._live[part] -= size
-
-    def _mark(self, inside: int) -> None:
-        total = sum(self._live.values()) + inside
-        if total > self._highest:
-            self._highest, self.parts = total, Counter(self._live)
-            self.parts[ACTIVATIONS] += inside
+            self._storages[key] = SimpleNamespace(part=part, size=storage.nbytes(), ref=weakref.ref(storage, free))
+            self._live[part] += storage.nbytes()
 
 
 def _plain(tensor: Tensor) -> Tensor:

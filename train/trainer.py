@@ -2,11 +2,13 @@
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
 import os
+import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -24,7 +26,6 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import SCHEDULER_NAME
 from trl import SFTConfig, SFTTrainer
 
@@ -39,46 +40,17 @@ from .callbacks.measurements import Measurements
 from .callbacks.progress import show_lines
 from .collator import ConversationCollator, blank_image
 from .keeping.checkpoints import only_run, writing_checkpoint
-from .keeping.record import check_publishable, publish_result, training_record, write_card_of
+from .keeping.record import training_record
 from .keeping.summary import check_disk, disk_use, summary
-from .memory import MemoryEstimate, estimate_memory, largest_batch
-from .modules.load import load_model
-from .modules.model import (
-    MODULES,
-    base_model,
-    eval_frozen,
-    fill_gradients,
-    freeze,
-    frozen_modules,
-    load_sharded,
-    module_of,
-    name_as_unsharded,
-    pass_over_frozen,
-    prepare_sharding,
-    replaced,
-    train_in_float32,
-    trained_parameters,
-    wrap_forward,
-)
+from .memory import estimate_memory, largest_batch
+from .modules import model as parts
+from .modules.load import load_model, settle_float16
 from .options.arguments import keep_float32
 from .packing import PackedAttentionCheck, train_sampler
-from .prepare import checked_rows, normalign_config, prepare
+from .prepare import check_options, checked_rows, normalign_config, open_model, read_data
 
-
-if TYPE_CHECKING:
-    from .callbacks.depth_probe import CosineProbe
 
 logger = get_logger(__name__)  # logs in one process only
-
-OVERRIDDEN = (
-    *("_get_train_sampler", "_run_epoch", "_get_grad_norm", "_total_train_tokens"),
-    *("_save", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state"),
-    *("_load_best_model", "_load_from_checkpoint"),
-)
-"""What is private in the Trainer and overridden here."""
-
-if renamed := set(OVERRIDDEN) - {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}:
-    raise ImportError(f"TRL's SFTTrainer has no {', '.join(sorted(renamed))} any more. Install an older transformers.")
 
 
 class NormAlignTrainer(SFTTrainer):
@@ -132,75 +104,85 @@ class NormAlignTrainer(SFTTrainer):
         if optimizers != (None, None):
             raise ValueError("optimizers have other learning rates than the modules. Give optimizer_cls_and_kwargs.")
         args = normalign_config(args, model, data_collator)
-        ready = prepare(
-            model,
-            args,
-            collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processor=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            compares_rows=compute_metrics is not None,
+        if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
+            args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
+        if compute_metrics is not None and getattr(data_collator or args, "padding_free", False):
+            raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one out.")
+        # All is checked, and args are completed, before weights are loaded.
+        check_options(args, model)
+        self.checkpoint, config, processor, peft_config = open_model(
+            model, processing_class, args, quantization_config, peft_config
         )
-        self.checkpoint, model = ready.checkpoint, ready.model
-        self.learning_rates = ready.learning_rates
-        commit = ready.checkpoint.revision if ready.checkpoint else None
-        self.record = training_record(model, commit, args, self.learning_rates, ready.report, options)
-        self.build = read_record(model.name_or_path, BUILD_RECORD, commit)
-        # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
-        self.weights_in = index_folder(model.name_or_path, commit) if ready.checkpoint else []
+        self.learning_rates = rates = args.learning_rates(peft_config is not None)
+        # That of the optimizer's first group, which is logged, and of which min_lr is a share.
+        args.learning_rate = next((rates[module] for module in parts.MODULES if rates[module]), args.learning_rate)
+        train, held_out, collator, report = read_data(
+            train_dataset,
+            eval_dataset,
+            data_collator,
+            processor,
+            config,
+            args,
+            need_images=args.stage == "align" or not rates["language"],
+        )
+        loaded: Any = model
+        if self.checkpoint is not None:
+            loaded = load_model(self.checkpoint, args, rates, quantization_config, peft_config is not None)
+        if args.fp16_is_tried and not args.dry_run:
+            settle_float16(loaded, args, largest_batch(args, train, collator))
+        commit = self.checkpoint.revision if self.checkpoint else None
+        self.record = training_record(loaded, commit, args, rates, report, options)
+        self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
+        # Where files of frozen modules are, the newest first. A given model may differ from its own.
+        self.weights_in = index_folder(loaded.name_or_path, commit) if self.checkpoint else []
         self.measurements = Measurements(args)
-        self.probe: CosineProbe | None = None
-        # The only place where options change after `prepare`, and are set again. TRL refuses the first two for images
-        # (huggingface/trl#4339), and reports the third as ignored.
+        self.probe: Any = None
+        # TRL refuses the first two for images (huggingface/trl#4339), and says it ignores the third.
         for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
-        if not isinstance(ready.collator, ConversationCollator):  # another one alone knows what its rows must have
+        if not isinstance(collator, ConversationCollator):  # another one alone knows what its rows must have
             for_trl |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
         if args.dry_run:  # the Trainer would create both
             for_trl |= {"output_dir": gettempdir(), "push_to_hub": False}
-        with replaced(args, **for_trl):
+        with parts.replaced(args, **for_trl):
             super().__init__(
-                model,
+                loaded,
                 args,
-                ready.collator,
-                ready.train_dataset,
-                ready.eval_dataset,
-                ready.processor,
+                collator,
+                train,
+                held_out,
+                processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
                 callbacks=[self.measurements, *(callbacks or [])],
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-                peft_config=ready.peft_config,
+                peft_config=peft_config,
             )
         self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
         self._finish_model()
         self._add_callbacks()
-        rows = self.get_total_train_batch_size(args)
         steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
-        self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
+        self.facts = summary(self, report, steps)
         self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _finish_model(self) -> None:
         """Freezes modules, makes what is trained float32, and wraps the forward pass. TRL has added the adapters."""
-        args, model = self.args, base_model(self.model)
+        model = parts.base_model(self.model)
         if isinstance(self.model, PeftModel):
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
-            if not is_deepspeed_zero3_enabled():  # it has no quantized base
-                from .modules.adapter import restore_copies
-
-                restore_copies(self.model)
-        freeze(self.model, self.learning_rates)
-        train_in_float32(self.model)
+        parts.freeze(self.model, self.learning_rates)
+        parts.train_in_float32(self.model)
         # On a CPU, TRL's head lacks Triton, and scoring every position is two thirds of a small model's step.
-        model.only_answers = args.device.type == "cpu"
-        wrap_forward(model, blank_image(self.processing_class))
+        model.only_answers = self.args.device.type == "cpu"
+        parts.wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
-            prepare_sharding(self.accelerator, model)
+            parts.prepare_sharding(self.accelerator, model)
         if self.is_deepspeed_enabled:
+
+            def pass_over_frozen(model: nn.Module, keys: Any) -> None:  # states have what is trained alone
+                keys.missing_keys[:] = parts.trained_parameters(model).keys() & keys.missing_keys
+
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
     def _add_callbacks(self) -> None:
@@ -224,22 +206,22 @@ class NormAlignTrainer(SFTTrainer):
             keep_float32(self.accelerator.state.deepspeed_plugin, self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, its parameter groups split by module, each with the module's learning rate.
-
-        The Trainer has one learning rate only (huggingface/transformers#10140). Weight decay stays as it sets it: none
-        on biases and norms, so none on the gain.
-        """
+        """The Trainer's, with a learning rate for each module (huggingface/transformers#10140)."""
         if self.optimizer is None:
             optimizer = super().create_optimizer(model)
-            modules = {value: module_of(name) for name, value in (model or self.model).named_parameters()}
+            modules = {value: parts.module_of(name) for name, value in (model or self.model).named_parameters()}
             groups = [
-                {**group, "params": [p for p in group["params"] if modules[p] == module], "lr": learning_rate}
+                {
+                    **group,
+                    "params": [p for p in group["params"] if modules[p] == name],
+                    "lr": self.learning_rates[name],
+                }
                 for group in optimizer.param_groups
-                for module, learning_rate in ((name, self.learning_rates[name]) for name in MODULES)
+                for name in parts.MODULES
             ]
             optimizer.param_groups = [group for group in groups if group["params"]]
             if self.is_fsdp_enabled:
-                optimizer.register_step_pre_hook(fill_gradients)
+                optimizer.register_step_pre_hook(parts.fill_gradients)
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset=None):
@@ -253,26 +235,18 @@ class NormAlignTrainer(SFTTrainer):
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
-            rows, _ = checked_rows(eval_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
-            return self.get_test_dataloader(rows)  # the other keeps a loader, whatever rows are asked for next
+            return self.get_test_dataloader(eval_dataset)  # the other keeps a loader, whatever rows are asked for next
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
-        rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args, split="eval")
+        rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
         return super().get_test_dataloader(rows)
 
-    def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
-        """The memory of a step on the longest rows: [`estimate_memory`]. No weight is read, none need be loaded."""
-        batch = largest_batch(self.args, self.train_dataset, self.data_collator)
-        return estimate_memory(self, batch, gradient_checkpointing)
+    estimate_memory = estimate_memory
 
     def train(self, *args, **kwargs):
-        """The Trainer's training.
-
-        Raises:
-            ValueError: `dry_run` loaded no weights, another process writes to `output_dir`, or the disk has no room.
-        """
+        """The Trainer's. ValueError if another process writes to `output_dir`, or the disk has no room."""
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
         if self.args.should_save:
@@ -283,14 +257,11 @@ class NormAlignTrainer(SFTTrainer):
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
 
-    @property
-    def _total_train_tokens(self) -> int:
-        # TRL's own count would start again when a run is resumed; the Trainer saves its state.
-        return self.state.num_input_tokens_seen
-
-    @_total_train_tokens.setter
-    def _total_train_tokens(self, count: int) -> None:
-        self.state.num_input_tokens_seen = count
+    # TRL's own count would start again when a run is resumed; the Trainer saves its state.
+    _total_train_tokens = property(
+        lambda self: self.state.num_input_tokens_seen,
+        lambda self, count: setattr(self.state, "num_input_tokens_seen", count),
+    )
 
     def training_step(self, model, inputs, *args, **kwargs):
         """The Trainer's, whose errors say how large the pass was."""
@@ -305,7 +276,7 @@ class NormAlignTrainer(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """TRL's loss, with frozen modules in evaluation mode."""
         if self.model.training:
-            eval_frozen(base_model(self.model))
+            parts.eval_frozen(parts.base_model(self.model))
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training:
             self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
@@ -342,16 +313,14 @@ class NormAlignTrainer(SFTTrainer):
         """Saves what the Trainer saves, the records of building and training, and in `output_dir` the card.
 
         With `push_to_hub`, a user's call that saves to `output_dir` publishes it too. Under FSDP and ZeRO-3 all
-        processes must call it, as the Trainer's; otherwise the first one alone may.
-
-        Raises:
-            ValueError, OSError: What [`publish`] raises.
-            FloatingPointError: Training made weights NaN or infinite.
+        processes must call it, as the Trainer's; otherwise the first one alone may. Raises FloatingPointError if
+        training made weights NaN or infinite.
         """
         self.finite.check_weights(self.model)
         folder = Path(output_dir or self.args.output_dir)
-        if isinstance(self.model, FSDPModule):
-            name_as_unsharded(self.model)
+        if isinstance(self.model, FSDPModule):  # whose class FSDP2 derives; saving writes its name and module
+            sharded, own = type(self.model), type(self.model).__bases__[-1]
+            sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
         super().save_model(str(folder), _internal_call=True)
         if self.args.should_save:
             if self.is_in_train:
@@ -365,15 +334,14 @@ class NormAlignTrainer(SFTTrainer):
                 self.publish()
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes our card into `output_dir`, if there is a model. Arguments, which are of TRL's card, are ignored."""
-        if self.is_world_process_zero():
-            write_card_of(Path(self.args.output_dir), self.hub_model_id)
+        """Writes our card into `output_dir` once training is done; arguments, of TRL's card, are ignored."""
+        if self.is_world_process_zero() and not self.is_in_train:
+            from ..hub_cards.card.write import write_card
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """The Trainer's, which also checks a repository that exists: who may write there, and whose card it has."""
-        super().init_hf_repo(token, private)
-        if self.is_world_process_zero():
-            check_publishable(self.hub_model_id, self.args.hub_revision or "main", token or self.args.hub_token)
+            try:
+                write_card(Path(self.args.output_dir), repo_id=self.hub_model_id)
+            except ValueError as error:  # a card by somebody else must not stop what follows
+                logger.warning(f"The card of {self.args.output_dir} was not written: {error}")
 
     def push_to_hub(
         self, *args, token: str | None = None, revision: str | None = None, private: bool | None = None, **kwargs
@@ -382,27 +350,42 @@ class NormAlignTrainer(SFTTrainer):
         if self.hub_model_id is None:
             self.init_hf_repo(token=token or self.hub_token, private=private)
         self.save_model(_internal_call=True)
-        return self.publish(token=token, revision=revision)
+        return self.publish(token, revision)
 
     def publish(self, token: str | None = None, revision: str | None = None) -> Any:
-        """[`publish_result`] of `output_dir`, in the first process."""
+        """Publishes `output_dir`, in the first process; an adapter as one if its base is on the Hub.
+
+        Raises ValueError or OSError if it was not published; the message names the command that does it.
+        """
         if not self.is_world_process_zero():
             return None
-        revision = revision or self.args.hub_revision or "main"
-        return publish_result(self.args.output_dir, self.hub_model_id, revision, token or self.hub_token)
+        from ..hub_cards.push.adapter import recorded_base
+        from ..hub_cards.push.publish import publish
+
+        folder, revision = self.args.output_dir, revision or self.args.hub_revision or "main"
+        as_adapter = recorded_base(Path(folder)) is not None
+        try:
+            token = token or self.hub_token
+            return publish(folder, self.hub_model_id, revision=revision, as_adapter=as_adapter, token=token)
+        except (ValueError, OSError) as error:
+            words = ["normalign", "publish", folder, "--repo-id", self.hub_model_id, "--revision", revision]
+            command = shlex.join([*words, "--adapter"] if as_adapter else words)
+            raise (ValueError if isinstance(error, ValueError) else OSError)(
+                f"{error}\nThe trained model is complete in {folder}. Once that is fixed, publish it: `{command}`."
+            ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # Adapters are PEFT's to save. An empty state is that of DeepSpeed if it does not gather weights.
         if isinstance(self.model, PeftModel) or state_dict == {} or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        folder, model, frozen = Path(output_dir or self.args.output_dir), self.model, frozen_modules(self.model)
+        folder, model, frozen = Path(output_dir or self.args.output_dir), self.model, parts.frozen_modules(self.model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
             # What is frozen is written as it was read.
-            trained = trained_parameters(model)
+            trained = parts.trained_parameters(model)
             model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
             model.load_state_dict(trained, strict=False)
-        with no_progress_bar(), replaced(self, model=model):
+        with no_progress_bar(), parts.replaced(self, model=model):
             super()._save(str(folder), {})
         layout = stored_tensors(model, state_dict)
         write_weights(folder, layout, linked=unchanged_files(layout, frozen, self.weights_in))
@@ -412,13 +395,13 @@ class NormAlignTrainer(SFTTrainer):
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
-            load_sharded(self.model, Path(resume_from_checkpoint))
+            parts.load_sharded(self.model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
-        freeze(self.model, self.learning_rates)
+        parts.freeze(self.model, self.learning_rates)
         self.weights_in.insert(0, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
@@ -432,9 +415,9 @@ class NormAlignTrainer(SFTTrainer):
         if self.is_deepspeed_enabled:
 
             def trained(**kwargs: bool) -> dict[str, torch.Tensor]:
-                return {name: value.data for name, value in trained_parameters(self.model).items()}
+                return {name: value.data for name, value in parts.trained_parameters(self.model).items()}
 
-            with replaced(self.model_wrapped, module_state_dict=trained):
+            with parts.replaced(self.model_wrapped, module_state_dict=trained):
                 self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
         elif isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
             plugin = self.accelerator.state.fsdp_plugin
@@ -455,3 +438,8 @@ class NormAlignTrainer(SFTTrainer):
         # The first process writes trainer_state.json next, which marks the checkpoint as complete for all.
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
+
+
+private = {name for name in vars(NormAlignTrainer) if re.match("_[a-z]", name)} - {"_finish_model", "_add_callbacks"}
+if renamed := private - {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}:
+    raise ImportError(f"TRL's SFTTrainer has no {', '.join(sorted(renamed))} any more. Install an older transformers.")

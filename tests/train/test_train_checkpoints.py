@@ -54,62 +54,47 @@ def test_a_checkpoint_that_lacks_a_file_or_its_end_is_not_complete(run):
         assert "trainer_state.json" in missing_from(folder, 1)[0]
 
 
-def test_random_states_are_those_of_as_many_processes(run):
+@pytest.mark.parametrize("optimizer", ["optimizer.bin", "optimizer_0/.metadata", "latest"])
+def test_states_of_several_processes_and_of_fsdp_and_deepspeed_count(run, optimizer):
     folder = run / "checkpoint-4"
+    (folder / optimizer).parent.mkdir(exist_ok=True)
+    (folder / "optimizer.pt").rename(folder / optimizer)
+    assert missing_from(folder, 1) == []
     assert "random states of 2 process(es) (it has those of 1)" in missing_from(folder, 2)[0]
     shutil.copyfile(folder / "rng_state.pth", folder / "rng_state_1.pth")
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     assert missing_from(folder, 2) == [] and missing_from(folder, 1) and missing_from(folder, 3)
 
 
-@pytest.mark.parametrize("optimizer", ["optimizer.bin", "optimizer_0/.metadata", "latest"])
-def test_fsdps_and_deepspeeds_optimizers_count(run, optimizer):
-    folder = run / "checkpoint-4"
-    (folder / "optimizer.pt").unlink()
-    (folder / optimizer).parent.mkdir(exist_ok=True)
-    with (folder / optimizer).open("wb") as file:
-        torch.save({}, file)
-    assert missing_from(folder, 1) == []
-
-
-def test_the_newest_complete_one_is_found_by_number(run):
+def test_which_checkpoint_a_run_resumes_from(run, tmp_path, capsys):
     assert newest_complete(run / "none", 1) is None
     os.utime(run / "checkpoint-2")
     for name in ("checkpoint-10", "checkpoint-best"):
         (run / name).mkdir()
     (run / "checkpoint-30").touch()
-    assert newest_complete(run, 1) == run / "checkpoint-4"
-    (run / "checkpoint-4" / "trainer_state.json").unlink()
-    assert newest_complete(run, 1) == run / "checkpoint-2"
-
-
-def test_which_checkpoint_a_run_resumes_from(run, tmp_path, capsys):
     for value in (None, False, "last"):
         assert resolve_resume(value, tmp_path / "none", 1) is None
     for value in ("last", "true", True):
-        assert resolve_resume(value, run, 1) == run / "checkpoint-4"
-    with pytest.raises(ValueError, match="checkpoint-2, checkpoint-4.*--resume_from_checkpoint.*--output_dir"):
+        assert resolve_resume(value, run, 1) == newest_complete(run, 1) == run / "checkpoint-4"
+    with pytest.raises(ValueError, match="holds an earlier run or a model. .*--output_dir"):
         resolve_resume(None, run, 1)
     assert resolve_resume(str(run / "checkpoint-2"), tmp_path / "elsewhere", 1) == run / "checkpoint-2"
     (run / "checkpoint-4" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match="checkpoint-4 is not complete.*trainer_state.json.*Name a complete one"):
+    with pytest.raises(ValueError, match="checkpoint-4 lacks trainer_state.json.*Name a complete one"):
         resolve_resume(str(run / "checkpoint-4"), run, 1)
-    assert resolve_resume("last", run, 1) == run / "checkpoint-2"
+    assert resolve_resume("last", run, 1) == newest_complete(run, 1) == run / "checkpoint-2"
     assert f"Skipped {run / 'checkpoint-4'}" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_weights_alone_cannot_be_resumed_from(checkpoint, tmp_path):
-    training.trainer(tmp_path, checkpoint, **{**SAVED, "max_steps": 1, "save_steps": 1}, save_only_model=True).train()
-    for resume in (str(tmp_path / "checkpoint-1"), "last"):
-        with pytest.raises(ValueError, match="checkpoint-1.*was it written with save_only_model?"):
-            resolve_resume(resume, tmp_path, 1)
+    for file in (run / "checkpoint-2").glob("rng_state*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="checkpoint-2.*was it written with save_only_model?"):
+        resolve_resume(str(run / "checkpoint-2"), run, 1)
 
 
 def test_an_earlier_run_is_not_written_over(written, run):
     (run / "checkpoint-4" / "optimizer.pt").unlink()
     for resume, processes, message in (
         ("last", 1, "from .*checkpoint-2 would write over .*checkpoint-4.*optimizer"),
-        ("last", 2, "from the beginning would write over.*as many processes as wrote it"),
+        ("last", 2, "from the beginning would write over.*as many processes"),
         (str(written / "checkpoint-4"), 1, "holds checkpoints of another run"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -118,11 +103,11 @@ def test_an_earlier_run_is_not_written_over(written, run):
         shutil.rmtree(run / f"checkpoint-{step}")
     (run / "config.json").write_text("{}")
     for resume in (None, "last"):
-        with pytest.raises(ValueError, match="holds .* model.*hoose another"):
+        with pytest.raises(ValueError, match="holds .* model.*--output_dir"):
             resolve_resume(resume, run, 1)
 
 
-def test_an_earlier_folder_does_not_mix_with_the_new_one(run):
+def test_an_earlier_folder_does_not_mix_with_the_new_one_and_a_complete_one_stays(run):
     folder = run / "checkpoint-4"
     with writing_checkpoint(folder, 1):
         assert not folder.exists()
@@ -132,10 +117,6 @@ def test_an_earlier_folder_does_not_mix_with_the_new_one(run):
             folder.mkdir()
             raise error
         assert raised.value is error and folder.exists()
-
-
-def test_a_disk_that_is_full_later_does_not_cost_a_checkpoint(run):
-    folder = run / "checkpoint-4"
     with pytest.raises(OSError, match="No space left"), writing_checkpoint(folder, 1):
         shutil.copytree(run / "checkpoint-2", folder)
         raise OSError(28, "No space left on device")  # as when older checkpoints are removed
@@ -192,9 +173,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_of_a_model(tmp_path,
     for folder, said, cause in reports[:3]:
         output = tmp_path / folder
         assert cause == causes[folder] and f"{folder}/checkpoint-4 could not be written: " in said
-        assert "MiB are free there" in said
-        for option in ("--save_total_limit", "--output_dir", f"--resume_from_checkpoint {folder}/checkpoint-2"):
-            assert option in said
+        assert f"--resume_from_checkpoint {folder}/checkpoint-2" in said
         assert [path.name for path in output.glob("*checkpoint*")] == ["checkpoint-2"]
         assert resolve_resume("last", output, 1) == output / "checkpoint-2"
     for folder, said, _ in reports[3:]:
@@ -233,7 +212,10 @@ def contents(folder):
 def test_frozen_modules_are_links_to_what_training_began_with_and_stay_whatever_becomes_of_that(checkpoint, tmp_path):
     base = shutil.copytree(checkpoint, tmp_path / "base")
     run = tmp_path / "run"
+    run.mkdir()
+    (run / "README.md").write_text("another card")
     trainer = aligned(run, base)
+    assert [path.read_text() for path in run.rglob("README.md")] == ["another card"]  # nor TRL's, at each save
     saved = [run / "checkpoint-1", run / "checkpoint-2", run]
     for folder in saved:
         assert linked(folder, base) == {*FROZEN}
@@ -254,32 +236,30 @@ def test_frozen_modules_are_links_to_what_training_began_with_and_stay_whatever_
     assert linked(saved[0], run) == {*FROZEN}
 
 
-@pytest.mark.parametrize("how", ["in one file", "in bfloat16", "changed by hand", "from the Hub's cache"])
+@pytest.mark.parametrize("how", ["in one file", "changed by hand", "from the Hub's cache"])
 def test_what_the_base_does_not_hold_is_written_once(checkpoint, tmp_path, how):
     base, run, model = shutil.copytree(checkpoint, tmp_path / "base"), tmp_path / "run", None
     if how == "in one file":
         stored.in_one_file(base)
-    elif how == "in bfloat16":
-        stored.store(base, {name: value.bfloat16() for name, value in stored.weights(base).items()})
     elif how == "changed by hand":
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(base)
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
     else:
-        snapshot, base = base, tmp_path / "models--a--b" / "snapshots" / "c"
-        base.mkdir(parents=True)
-        snapshot.rename(tmp_path / "models--a--b" / "blobs")
-        for file in (tmp_path / "models--a--b" / "blobs").iterdir():
+        cache = tmp_path / "models--a--b"
+        (cache / "snapshots" / "c").mkdir(parents=True)
+        blobs, base = base.rename(cache / "blobs"), cache / "snapshots" / "c"
+        for file in blobs.iterdir():
             (base / file.name).symlink_to(Path("../../blobs") / file.name)
     trainer = aligned(run, base, model=model)
     saved = stored.weights(run)
     for name, value in trainer.model.state_dict().items():
         assert name == "lm_head.weight" or torch.equal(saved[name], value), name
     assert linked(run, run / "checkpoint-1") == linked(run / "checkpoint-2", run) == {*FROZEN}
-    if how == "from the Hub's cache":
-        assert linked(run, base) == {*FROZEN} and not any(weight_file(run, each).is_symlink() for each in FROZEN)
-    elif how != "in one file":
+    if how == "changed by hand":
         assert not linked(run, base)
+    elif how == "from the Hub's cache":
+        assert linked(run, base) == {*FROZEN} and not any(weight_file(run, part).is_symlink() for part in FROZEN)
     else:  # a resumed run links to the checkpoint that it resumes from
         shutil.rmtree(run / "checkpoint-2")
         aligned(run, base, resume=str(run / "checkpoint-1"))
@@ -287,16 +267,13 @@ def test_what_the_base_does_not_hold_is_written_once(checkpoint, tmp_path, how):
         training.assert_equal(stored.weights(run), saved)
 
 
-def test_only_what_was_not_trained_is_linked_and_copied_where_links_cannot_be(checkpoint, tmp_path):
-    run = tmp_path / "run"
-    aligned(run, checkpoint, language_learning_rate=1e-3)
-    assert linked(run, checkpoint) == linked(run, run / "checkpoint-1") == {"vision_tower"}
+def test_frozen_modules_are_copied_where_links_cannot_be(checkpoint, tmp_path):
     shared = Path("/dev/shm")
     if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is no other file system")
     with tempfile.TemporaryDirectory(dir=shared) as other:
-        aligned(tmp_path / "copied", shutil.copytree(checkpoint, Path(other) / "base"))
-    for folder in (tmp_path / "copied" / "checkpoint-1", tmp_path / "copied"):
+        aligned(tmp_path, shutil.copytree(checkpoint, Path(other) / "base"))
+    for folder in (tmp_path / "checkpoint-1", tmp_path):
         for module in FROZEN:
             assert weight_file(folder, module).read_bytes() == weight_file(checkpoint, module).read_bytes()
 
@@ -307,11 +284,11 @@ def bytes_of(folder) -> int:
     return sum({each.st_ino: each.st_size for each in files if each.st_nlink == 1}.values())
 
 
-@pytest.mark.parametrize("how", ["align", "tune", "adapters", "one file"])
+@pytest.mark.parametrize("how", ["align", "adapters", "one file"])
 def test_what_a_run_writes_is_known_before_it_starts(tmp_path, large, how):
     options = {"max_steps": 5, "save_total_limit": 2}
     options |= {"use_peft": True, "lora_r": 32} if how == "adapters" else {}
-    options |= {"language_learning_rate": 1e-3, "vision_learning_rate": None} if how in ("tune", "adapters") else {}
+    options |= {"language_learning_rate": 1e-3, "vision_learning_rate": None} if how == "adapters" else {}
     if how == "one file":
         large = shutil.copytree(large, tmp_path / "large")
         stored.in_one_file(large)

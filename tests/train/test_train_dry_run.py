@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dry run: what it needs and writes, what it counts, and that what it proposes fits."""
+"""What is counted before training: parameters, memory, and what a dry run needs, writes and proposes."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 import training
 import yaml
+from transformers import BitsAndBytesConfig, TrainerCallback
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.train.dry_run import remedy
-from normalign_llava.train.memory import CONTEXT, largest_batch
+from normalign_llava.train.keeping.summary import modules
+from normalign_llava.train.memory import CONTEXT, largest_batch, static_bytes
+from normalign_llava.train.run import remedy
 
 
 pytestmark = pytest.mark.slow
-
-
-def device(size: int) -> str:
-    """`device_memory` of a GPU with so many bytes besides those that are kept free, rounded up a little."""
-    return f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"
 
 
 def dry_run(*words):
@@ -29,9 +27,9 @@ def dry_run(*words):
     return done.exit_code, " ".join(done.output.split())
 
 
-def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
+def test_a_dry_run_reads_no_weights_and_writes_nothing_and_finds_what_stops_training(tmp_path, parts):
     checkpoint = tmp_path / "without-weights"
-    shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors*"))
     file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
     before = sorted(tmp_path.rglob("*"))
     status, shown = dry_run(file, "--device_memory", "24GiB")
@@ -42,17 +40,10 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     assert status == 1 and "Does not fit" in shown
     assert "Nothing that was tried fits" in shown
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_dry_run_finds_what_stops_training(tmp_path, parts):
-    pickled = tmp_path / "pickled"
-    shutil.copytree(parts / "model", pickled, ignore=shutil.ignore_patterns("*.safetensors*"))
-    (pickled / "pytorch_model.bin").write_bytes(b"")
-    file = training.recipe(tmp_path, parts)
+    (checkpoint / "pytorch_model.bin").write_bytes(b"")
     for words, message in (
-        (["--device_memory", "24"], "--device_memory must have a unit, as 24GiB has, got 24"),
         (["--global_batch_size", "3"], "3 is not a multiple"),
-        (["--model_name_or_path", str(pickled)], "has no weights in safetensors"),
+        ([], "has no weights in safetensors"),
     ):
         status, shown = dry_run(file, *words)
         assert status == 1 and message in shown
@@ -72,6 +63,10 @@ def test_shapes_alone_take_what_loaded_weights_take_and_checkpointing_is_asked_a
         assert trainer.estimate_memory(False) == more
     loaded = training.trainer(tmp_path, checkpoint, **options)  # later, so that nothing of the others remains
     assert without.facts["modules"] == loaded.facts["modules"] and loaded.estimate_memory() == more
+    if not options:
+        assert more.parts["weights"] == sum(x.nbytes for x in [*loaded.model.parameters(), *loaded.model.buffers()])
+        frozen = training.trainer(tmp_path, checkpoint, dry_run=True, vision_learning_rate=0.0).estimate_memory(False)
+        assert frozen.parts["activations"] < more.parts["activations"]
 
 
 def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
@@ -88,53 +83,23 @@ def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
         assert plain.state.log_history[0][name] == estimated.state.log_history[0][name]
 
 
-def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, tmp_path):
-    def parts(**options):
-        return training.trainer(tmp_path, checkpoint, dry_run=True, **options).estimate_memory().parts
-
-    plain, frozen = parts(), parts(vision_learning_rate=0.0)
-    less = parts(gradient_checkpointing=True, vision_learning_rate=0.0)
-    assert less["activations"] < frozen["activations"] < plain["activations"]
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    assert plain["weights"] == sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
-
-
-def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
-    """2 images of 3 x 16 x 16 float32 numbers, and 2 rows of ids, mask and labels, 8 bytes each."""
-    options = dict(dry_run=True, vision_learning_rate=0.0, language_learning_rate=0.0)
-    two, eight = (
-        training.trainer(tmp_path, checkpoint, gradient_accumulation_steps=steps, **options).estimate_memory()
-        for steps in (2, 8)
-    )
-    batch = 2 * 3 * 16 * 16 * 4 + 2 * two.tokens // 2 * 3 * 8
-    assert (two.parts["batches"], eight.parts["batches"]) == (2 * batch, 8 * batch)
-    assert eight.total - two.total == 6 * batch
-
-
-@pytest.fixture(scope="module")
-def mixed(checkpoint, tmp_path_factory):
-    """A trainer on shapes, and rows of several lengths."""
-    data = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda number: 1 + number % 4)
-    options = dict(dry_run=True, per_device_train_batch_size=8, global_batch_size=8, vision_learning_rate=0.0)
-    return training.trainer(tmp_path_factory.mktemp("mixed"), checkpoint, data, **options)
-
-
-def batch_of(trainer):
-    return largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
-
-
-def estimate_with(trainer, rows):
-    trainer.args.per_device_train_batch_size = rows
-    return trainer.estimate_memory()
-
-
-def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
-    lengths = sorted(mixed.train_dataset["length"])
-    mixed.args.per_device_train_batch_size = 2
-    assert batch_of(mixed)["input_ids"].shape == (2, lengths[-1])
-    small, large = (estimate_with(mixed, rows) for rows in (2, 8))
-    assert (small.rows, large.rows) == (2, 8)
-    assert 2 < large.parts["activations"] / small.parts["activations"] < 5
+def test_the_longest_rows_decide_and_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
+    rows = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda number: 1 + number % 4)
+    options = dict(dry_run=True, vision_learning_rate=0.0, language_learning_rate=0.0, gradient_accumulation_steps=2)
+    trainer = training.trainer(tmp_path, checkpoint, rows, **options)
+    batch = largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
+    assert batch["input_ids"].shape == (2, max(rows["length"]))
+    # Images of 3 x 16 x 16 float32 numbers; ids, mask and labels, 8 bytes each.
+    size = len(batch["pixel_values"]) * 3 * 16 * 16 * 4 + batch["input_ids"].numel() * 3 * 8
+    two = trainer.estimate_memory()
+    trainer.args.gradient_accumulation_steps = 8
+    eight = trainer.estimate_memory()
+    assert (two.parts["batches"], eight.parts["batches"]) == (2 * size, 8 * size)
+    assert eight.total - two.total == 6 * size
+    trainer.args.per_device_train_batch_size = 8
+    large = trainer.estimate_memory()
+    assert (eight.batch[:8], large.batch[:8]) == ("2 row(s)", "8 row(s)")
+    assert 2 < large.parts["activations"] / eight.parts["activations"] < 5
 
 
 def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
@@ -142,7 +107,8 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
         given = dict(zip(words[::2], words[1::2], strict=True))
         options = {name.removeprefix("--"): yaml.safe_load(value) for name, value in given.items()}
         options = {"per_device_train_batch_size": 4, "global_batch_size": 8, **options}
-        return training.trainer(tmp_path, checkpoint, device_memory=device(size), dry_run=True, **options)
+        memory = f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"  # with what is kept free, rounded up a little
+        return training.trainer(tmp_path, checkpoint, device_memory=memory, dry_run=True, **options)
 
     def answer(size, *words):
         return remedy(make(words, size), lambda more: make([*words, *more], size))
@@ -159,3 +125,86 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
     assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
     tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
     assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")
+
+
+RATES = {"vision": 2e-6, "projector": 1e-3, "norm": 3e-4, "language": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Wide enough for bitsandbytes to keep states in 8 bits, and for 4-bit layers of several blocks."""
+    return training.checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=192, head_dim=64)
+
+
+def table(model, rates=RATES):
+    return {row["module"]: row for row in modules(model, rates)}
+
+
+def elements(model, *pieces: str) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if any(piece in name for piece in pieces))
+
+
+def test_every_parameter_counts_in_its_module_at_its_learning_rate(checkpoint, tmp_path):
+    model = training.trainer(tmp_path, checkpoint, vision_learning_rate=0.0).model
+    rows = table(model, {**RATES, "vision": 0.0})
+    assert rows["vision tower"]["parameters"] == elements(model, "vision_tower")
+    assert rows["projector"]["parameters"] == elements(model, "linear_1", "linear_2") == 16 * 32 + 32 + 32 * 32 + 32
+    assert rows["norm"]["parameters"] == 2 * 32
+    assert sum(row["parameters"] for row in rows.values()) == model.num_parameters()
+    assert sum(row["trained"] for row in rows.values()) == model.num_parameters(only_trainable=True)
+    assert rows["vision tower"]["trained"] == 0
+    assert [row["learning_rate"] for row in rows.values()] == [0.0, 1e-3, 3e-4, 2e-5]
+
+    model = training.trainer(tmp_path, checkpoint, use_peft=True).model
+    adapted = table(model)
+    adapters = adapted.pop("adapters")
+    assert [row["parameters"] for row in adapted.values()] == [row["parameters"] for row in rows.values()]
+    assert adapters["parameters"] == adapters["trained"] == elements(model, "lora_")
+    assert adapters["learning_rate"] == 2e-5 and adapted["language model"]["trained"] == 0
+    trained = sum(row["trained"] for row in (*adapted.values(), adapters))
+    assert trained == model.get_nb_trainable_parameters()[0]
+
+
+def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
+    load = partial(NormAlignLlavaForConditionalGeneration.from_pretrained, wide, dtype=torch.bfloat16)
+    nf4 = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    plain, model = load(), load(quantization_config=BitsAndBytesConfig(load_in_4bit=True, **nf4))
+    found, expected = table(model), table(plain)
+    assert [row["parameters"] for row in found.values()] == [row["parameters"] for row in expected.values()]
+    assert found["language model"]["dtypes"] == ["nf4", "bfloat16"] and found["norm"]["dtypes"] == ["float32"]
+    arguments = training.trainer(tmp_path, wide).args
+    linears = [p.numel() for n, p in plain.model.language_model.named_parameters() if n.endswith("_proj.weight")]
+    # Half a byte each; a byte for every 64, whose constants are a float for every 256; two tables of floats.
+    quantized = sum(n // 2 + n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 for n in linears)
+    expected_bytes = static_bytes(plain, arguments)["weights"] - 2 * sum(linears) + quantized
+    assert static_bytes(model, arguments)["weights"] == expected_bytes
+
+
+class Bytes(TrainerCallback):
+    """Bytes of gradients when all are there."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "use_peft"),
+    [("adamw_torch_fused", False), ("adamw_8bit", False), ("adafactor", False), ("paged_adamw_32bit", True)],
+)
+def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer, use_peft):
+    counted = Bytes()
+    options = dict(optim=optimizer, use_peft=use_peft, max_steps=1, vision_learning_rate=0.0)
+    trainer = training.trainer(tmp_path, wide, **options)
+    trainer.add_callback(counted)
+    found = static_bytes(trainer.model, trainer.args)
+    trainer.train()
+    # Tables that all tensors share, and the step, aside.
+    states = sum(
+        value.nbytes
+        for state in trainer.optimizer.state.values()
+        for name, value in state.items()
+        if torch.is_tensor(value) and value.dim() and not name.startswith("qmap")
+    )
+    weights = sum(tensor.nbytes for tensor in [*trainer.model.parameters(), *trainer.model.buffers()])
+    assert found["weights"] + found["adapters"] == weights
+    assert (found["gradients"], found["optimizer"]) == (counted.gradients, states)

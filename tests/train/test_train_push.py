@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`push_to_hub`: real runs, in processes of their own, that publish their result on the tests' hub."""
 
-import json
 from pathlib import Path
 
 import pytest
 import stored
-import train_data
 import training
-from huggingface_hub import ModelCard
 
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card
@@ -25,19 +22,7 @@ MODEL = {
     *stored.FILES,
     *("processor_config.json", "tokenizer.json", "tokenizer_config.json"),
 }
-ADAPTER = MODEL - {
-    *("config.json", "generation_config.json", "configuration_normalign_llava.py", "modeling_normalign_llava.py"),
-    *stored.FILES,
-} | {"adapter_config.json", "adapter_model.safetensors"}
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
-CALL = """
-import sys
-from normalign_llava.train.options.arguments import parse
-from normalign_llava.train.run import make_trainer
-
-trainer, _ = make_trainer(*parse(sys.argv[1:]))
-trainer.push_to_hub(private=True)
-"""
 
 
 @pytest.fixture
@@ -45,10 +30,10 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
     """A run that publishes."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)  # of clean processes
 
-    def run(token, script=RUN, **options):
+    def run(token, **options):
         published = dict(push_to_hub=True, hub_model_id=REPO, save_strategy="steps", save_steps=1, use_cpu=True)
         file = training.recipe(tmp_path, parts, **{"learning_rate": 1e-2, **published, **options})
-        return prepared.run(["-c", script, file, "--hub_token", token])
+        return prepared.run(["-c", RUN, file, "--hub_token", token])
 
     return run
 
@@ -93,34 +78,9 @@ def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tm
         ("ann", "write", b"# By hand", "not written by this package"),
     ],
 )
-def test_a_run_that_could_not_publish_is_refused_before_it_trains(hub, run, tmp_path, account, role, card, reason):
-    options = {"dataset_name": str(tmp_path / "none.json")}  # who may not publish is told before it is looked for
+def test_a_run_that_could_not_publish_is_refused_before_rows_are_read(hub, run, tmp_path, account, role, card, reason):
     if card:
-        options = {}
         hub.create(REPO, files={"README.md": card})
-    done = run(token := hub.token(account, role), **options)
+    done = run(token := hub.token(account, role), dataset_name=str(tmp_path / "none.json"))
     assert done.returncode == 1 and reason in " ".join(done.stderr.split())
     assert token not in done.stdout + done.stderr and len(hub.repositories) == bool(card)
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
-
-
-def test_a_call_publishes_an_adapter_with_its_base_s_commit_as_private_as_it_asks(hub, run, tmp_path, parts):
-    base = hub.serve("bea/base", parts / "model")
-    red = {"bytes": train_data.image_bytes("red"), "path": "red.png"}
-    rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", red) for i in range(8)]
-    train_data.write_parquet(tmp_path / "data" / "train.parquet", rows)
-    (tmp_path / "data" / "README.md").write_text("---\nlicense: cc-by-4.0\nlanguage: en\n---\n")
-    data = hub.serve("cyd/data", tmp_path / "data", kind="dataset")
-    named = dict(model_name_or_path="bea/base", dataset_name="cyd/data", use_peft=True, push_to_hub=False)
-    done = run(hub.token("ann"), script=CALL, **named)
-    assert done.returncode == 0, done.stderr
-    repository = hub.repository(REPO)
-    assert repository.private and set(repository.head().files) == ADAPTER
-    settings = json.loads(repository.read("adapter_config.json"))
-    assert (settings["base_model_name_or_path"], settings["revision"]) == ("bea/base", base.commit)
-    record = json.loads(repository.read("training.json"))
-    assert record["model_revision"] == base.commit and record["before"] is None
-    expected = {"id": "cyd/data", "revision": data.commit, "license": "cc-by-4.0", "language": ["en"]}
-    assert record["data"][0]["dataset"] == expected
-    card = ModelCard(repository.read("README.md").decode())
-    assert "bea/base" in card.data.base_model and card.data.library_name == "peft"

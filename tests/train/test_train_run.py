@@ -1,23 +1,81 @@
+"""A run, and one that is killed and started again: it ends as if it had never stopped, equal to the bit."""
+
 import json
+import os
+import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import stored
 import torch
 import train_data
 import training
+from paths import HELPERS
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.arms import arm_of
 from normalign_llava.cli import app
-from normalign_llava.data.sources import table
+from normalign_llava.data.sources import streams, table
+from normalign_llava.train.options.arguments import parse
 from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
+
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """A checkpoint, its parts, and three data sets."""
+    folder = tmp_path_factory.mktemp("parts")
+    training.checkpoint(folder)
+    files = ("red.png", "green.png", "blue.png")
+    for name, count in {"data": 12, "first": 11, "second": 9}.items():
+        rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", files[i % 3]) for i in range(count)]
+        rows[4] = train_data.llava("and without an image?", "it is words")
+        train_data.write_json(folder / name, rows)
+    return folder
+
+
+def recipe(folder: Path, parts: Path, **options) -> str:
+    folder.mkdir()
+    saved = dict(max_steps=STEPS, save_steps=2, save_total_limit=STEPS, gradient_checkpointing=False)
+    data = str(parts / "first" / "data.json")
+    return training.recipe(folder, parts, **{**saved, "dataset_name": data, **options})
+
+
+def result(output: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """What was logged at each step, and the weights at the end."""
+    # Times differ, and the mean loss is of the steps since the run was resumed.
+    differ = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    logged = [{key: value for key, value in entry.items() if key not in differ} for entry in state["log_history"]]
+    return logged, stored.weights(output)
+
+
+def killed(when: str, file: str, output: Path) -> list:
+    return [HELPERS / "train_killed.py", when, file, "--output_dir", output]
+
+
+def assert_same(whole: Path, resumed: Path) -> None:
+    """Every figure of the log and every weight is equal to the bit."""
+    (logged, weights), (logged_again, weights_again) = result(whole), result(resumed)
+    assert [entry["step"] for entry in logged if "loss" in entry] == list(range(1, STEPS + 1))
+    differing = {
+        key for first, second in zip(logged, logged_again, strict=True) for key in first if first[key] != second[key]
+    }
+    assert not differing
+    training.assert_equal(weights_again, weights)
 
 
 def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path, parts, capsys):
@@ -31,7 +89,6 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
         "vision tower": (0, 0), "projector": (linears, 1e-3), "norm": (64, 1e-3), "language model": (0, 0)
     }  # fmt: skip
     assert record["run"]["disk"]["checkpoints"] == 2
-    assert record["learning_rates"] == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
     assert (record["options"]["seed"], record["options"]["warmup_steps"]) == (5, 0.03)
     assert (record["stage"], record["arm"], record["quantization"]) == ("align", "gwc", None)
     assert str(tmp_path) not in json.dumps(record) and str(parts) not in json.dumps(record)
@@ -139,3 +196,136 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
     record = json.loads((output / "training.json").read_text())
     assert record["data"][0]["dropped"] == [bad] and record["options"]["dataset_name"] == "data:train"
     assert str(tmp_path) not in json.dumps(record)
+
+
+def test_killed_in_a_save_and_resumed_is_as_if_never_stopped(prepared, tmp_path, parts, capfd):
+    file, whole, stopped = recipe(tmp_path / "run", parts), tmp_path / "whole", tmp_path / "stopped"
+    main([file, "--output_dir", str(whole)])
+    done = prepared.run(killed("save:4", file, stopped))
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert not list(stopped.glob("*.safetensors"))
+
+    capfd.readouterr()
+    main([file, "--output_dir", str(stopped), "--resume_from_checkpoint"])
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"Resuming from {stopped}/checkpoint-2." in said and "Skipped" in said
+    assert_same(whole, stopped)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+def test_a_stopped_run_leaves_no_process_and_says_how_to_resume(prepared, tmp_path, parts, number):
+    file, stopped = recipe(tmp_path / "run", parts), tmp_path / "stop ped"
+    done = prepared.run([*killed(f"{number.name}:5", file, stopped), "--dataloader_num_workers", "2"])
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 128 + number and "Traceback" not in done.stderr, done.stderr
+    (readers,) = (line.split()[1:] for line in done.stdout.splitlines() if line.startswith("readers"))
+    assert len(readers) == 2
+    for reader in readers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(reader), 0)
+    assert said.startswith("Stopped. Step 5 was done")
+    advice = said[said.index("--resume") : said.index(". What was done")]
+    assert advice.endswith(f"'{stopped / 'checkpoint-4'}'")
+    main([file, "--output_dir", str(stopped), "--max_steps", "6", *shlex.split(advice)])
+    assert json.loads((stopped / "trainer_state.json").read_text())["global_step"] == 6
+
+
+def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, processor):
+    processor(0.3)
+    file, output = recipe(tmp_path / "run", parts, bf16=None, max_steps=2), tmp_path / "out"
+    main([file, "--output_dir", str(output)])
+    processor(5.0)
+    main([file, "--output_dir", str(output), "--resume_from_checkpoint", "--max_steps", "3"])
+    record = json.loads((output / "training.json").read_text())
+    assert (record["options"]["bf16"], record["run"]["autocast"], record["steps_done"]) == (True, "bfloat16", 3)
+    named = ["--output_dir", str(tmp_path / "other"), "--resume_from_checkpoint", str(output / "checkpoint-2")]
+    assert parse([file, *named])[1].bf16
+    assert not parse([file, *named[:2]])[1].bf16
+
+
+FROZEN = dict(vision_learning_rate=0.0, language_learning_rate=0.0, bf16=True)
+CASES = {
+    "frozen in 4 bits": (dict(**FROZEN, load_in_4bit=True), 0, 0),
+    "frozen in bfloat16": (dict(**FROZEN, dtype="bfloat16"), 0, 0),
+    "4 bits": (dict(use_peft=True, lora_dropout=0.3, load_in_4bit=True, dtype="bfloat16", bf16=True), 0, 0),
+    "grouped by length, into a second epoch": (dict(train_sampling_strategy="group_by_length"), 2, 0),
+    "streamed mixture": (dict(dataset_streaming=True, shuffle_buffer_size=5, dataset_name=None), 0, 3),
+}
+"""Options of both runs, and the workers of the uninterrupted and of the resumed one."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_from_what_a_kill_leaves_is_as_if_never_stopped(tmp_path, parts, case):
+    options, before, after = CASES[case]
+    step = 4
+    if case == "streamed mixture":
+        shares = {"first": 0.7, "second": 0.3}.items()
+        datasets = [{"path": str(parts / name / "data.json"), "fraction": share} for name, share in shares]
+        options, step = {**options, "datasets": datasets}, 2
+    file, whole, stopped = recipe(tmp_path / "run", parts, **options), tmp_path / "whole", tmp_path / "stopped"
+    main([file, "--output_dir", str(whole), "--dataloader_num_workers", str(before)])
+    shutil.copytree(whole / f"checkpoint-{step}", stopped / f"checkpoint-{step}")
+    main([file, "--output_dir", str(stopped), "--resume_from_checkpoint", "--dataloader_num_workers", str(after)])
+    assert_same(whole, stopped)
+
+
+def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):
+    file, out = recipe(tmp_path / "run", parts, max_steps=4), tmp_path / "out"
+    first = prepared.start(killed("wait:3", file, out))
+    while not (tmp_path / "out-waiting").exists():
+        assert first.poll() is None, "it has ended"
+        time.sleep(0.01)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    for more in ([], ["--resume_from_checkpoint"]):
+        with pytest.raises(ValueError, match=f"^{out} is being written to by .*process {first.pid} on"):
+            main([file, "--output_dir", str(out), *more])
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    (tmp_path / "out-go-on").touch()
+    assert first.wait().returncode == 0
+    assert stored.weights(out) and not list(out.glob(".*"))
+
+
+def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts):
+    quantized = dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", bf16=True)
+    file = recipe(tmp_path / "run", parts, lr_scheduler_type="constant", max_steps=2, **quantized)
+    output = main([file, "--output_dir", str(tmp_path / "out")])
+    names = {path.name for path in output.iterdir()}
+    for path in output.iterdir():
+        if path.is_file():
+            path.unlink()  # as if killed before the result was written
+    main([file, "--output_dir", str(output), "--resume_from_checkpoint"])
+    assert {path.name for path in output.iterdir()} == names and "README.md" in names
+    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
+    training.assert_equal(stored.weights(output), stored.weights(output / "checkpoint-2"))
+
+
+def test_a_run_is_resumed_with_what_does_not_change_its_steps_and_not_as_another(tmp_path, parts):
+    file = recipe(tmp_path / "run", parts, max_steps=4)
+    resumed = [file, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
+    out = main([*resumed[:3], "--max_steps", "2"])
+    for words, named in (
+        (resumed[:3], "holds an earlier run or a model.*--resume_from_checkpoint"),
+        ([*resumed, "--learning_rate", "1e-4"], r"learning_rates \(was .*0.001.*, is .*0.0001"),
+        ([*resumed, "--arm", "unit"], r"arm \(was gwc, is unit\)"),
+        ([*resumed, "--use_peft"], "use_peft"),
+        ([*resumed, "--seed", "7"], r"seed \(was 42, is 7\)"),
+        ([*resumed, "--dataset_name", str(parts / "second" / "data.json")], r"data \(was .*11.*, is .*9"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            main(words)
+    main([*resumed, "--save_steps", "1", "--bad_rows", "skip"])
+    assert (out / "checkpoint-3").exists() and (out / "checkpoint-4").exists()
+
+
+def test_a_bad_row_of_a_stream_stops_with_the_checkpoint_from_which_it_is_skipped(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "_FIRST", 5)  # rows that are checked before training
+    rows = [*train_data.mixed_rows() * 2, train_data.llava("Q", "")]
+    path = train_data.write_json(tmp_path / "data", rows, "data.jsonl")
+    options = dict(dataset_name=str(path), dataset_streaming=True, shuffle_buffer_size=1, max_steps=4, save_steps=1)
+    file, out = recipe(tmp_path / "run", parts, **options), tmp_path / "out"
+    message = r"row 10: the answer in turn 1 is empty(.|\n)*--bad_rows skip(.|\n)*_from_checkpoint (\S+)\. What"
+    with pytest.raises(ValueError) as error:
+        main([file, "--output_dir", str(out)])
+    checkpoint = re.search(message, str(error.value))[3]
+    main([file, "--output_dir", str(out), "--resume_from_checkpoint", checkpoint, "--bad_rows", "skip"])
+    assert (out / "checkpoint-4").exists()

@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 import re
 import shutil
@@ -10,23 +11,16 @@ import torch
 import training
 from stored import weights as weights_of
 from training import moved, weights
-from transformers import AutoConfig, BitsAndBytesConfig, FalconConfig, GPT2Config, MixtralConfig
+from transformers import BitsAndBytesConfig, FalconConfig, GPT2Config, MixtralConfig
 from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
-from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.opening import open_checkpoint
-from normalign_llava.hub_cards.card.hand_written import is_ours
 from normalign_llava.train.modules.load import largest_hidden_state, load_model
 from normalign_llava.train.modules.model import base_model, eval_frozen, module_of
 
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("untied"), tied=False)
 
 
 def batch(trainer, count=2):
@@ -51,21 +45,22 @@ def test_a_module_alone_changes_if_it_alone_has_a_learning_rate(tmp_path, checkp
     assert still <= {"model.vision_tower.embeddings.position_embedding.weight"}
 
 
-def test_each_module_has_its_learning_rate_and_no_norm_decays(tmp_path, checkpoint):
+@pytest.mark.parametrize("optimizer", [None, (torch.optim.SGD, {"lr": 1e-5, "momentum": 0.5})], ids=["AdamW", "SGD"])
+def test_each_module_has_its_learning_rate_and_no_norm_decays(tmp_path, checkpoint, optimizer):
     rates = dict(vision_learning_rate=2e-6, projector_learning_rate=3e-4, norm_learning_rate=5e-5)
-    trainer = training.trainer(tmp_path, checkpoint, weight_decay=0.1, learning_rate=1e-5, **rates)
-    optimizer = trainer.create_optimizer()
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    args = training.arguments(tmp_path, weight_decay=0.1, learning_rate=3e-3 if optimizer else 1e-5, **rates)
+    trainer = NormAlignTrainer(
+        str(checkpoint), args, train_dataset=training.rows(2), optimizer_cls_and_kwargs=optimizer
+    )
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     expected = {"vision": 2e-6, "projector": 3e-4, "norm": 5e-5, "language": 1e-5}
-    seen = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            seen.append(name)
+    groups = trainer.create_optimizer().param_groups
+    assert sorted(names[parameter] for group in groups for parameter in group["params"]) == sorted(names.values())
+    for group in groups:
+        assert group.get("momentum") == (0.5 if optimizer else None)
+        for name in (names[parameter] for parameter in group["params"]):
             assert group["lr"] == expected[module_of(name)], name
-            free = name.endswith("bias") or "norm" in name
-            assert group["weight_decay"] == (0.0 if free else 0.1), name
-    assert sorted(seen) == sorted(names.values())
+            assert group["weight_decay"] == (0.0 if name.endswith("bias") or "norm" in name else 0.1), name
 
 
 def test_the_loss_and_every_gradient_are_those_of_trl(tmp_path, checkpoint):
@@ -109,25 +104,6 @@ def test_without_images_the_loss_is_the_decoders_and_the_towers_gradients_zero(t
     assert model.model.vision_tower.get_input_embeddings().weight.grad is not None
 
 
-@pytest.mark.parametrize("frozen", ["vision", "language"])
-def test_a_frozen_module_has_no_dropout_and_a_trained_one_has(tmp_path, checkpoint, frozen):
-    model = training.trainer(tmp_path, checkpoint).model
-    for layer in model.model.vision_tower.modules():
-        if type(layer).__name__ == "CLIPAttention":
-            layer.dropout = 0.5
-    for layer in model.model.language_model.layers:
-        layer.self_attn.attention_dropout = 0.5
-    rates = {"vision_learning_rate": 1e-3, "language_learning_rate": 1e-3, f"{frozen}_learning_rate": 0.0}
-    trainer = training.trainer(tmp_path, checkpoint, model=model, gradient_checkpointing=True, **rates)
-    trainer.model.train()
-    eval_frozen(model)
-    inputs = batch(trainer)
-    tower = [model.get_image_features(inputs["pixel_values"]).pooler_output[0] for _ in range(2)]
-    text = [model.model.language_model(inputs_embeds=torch.ones(1, 9, 32)).last_hidden_state for _ in range(2)]
-    assert torch.equal(*tower) == (frozen == "vision")
-    assert torch.equal(*text) == (frozen == "language")
-
-
 def test_a_frozen_decoder_whose_layers_call_dropout_is_checkpointed_without_it():
     """They call `dropout(..., training=self.training)` in the layer that is in training mode for its checkpoint."""
     dropout = {name: 0.5 for name in FalconConfig().to_dict() if "drop" in name}
@@ -135,8 +111,8 @@ def test_a_frozen_decoder_whose_layers_call_dropout_is_checkpointed_without_it()
     model = tiny.model(text=FalconConfig(vocab_size=tiny.VOCABULARY, **sizes, **dropout), tied=False)
     decoder = model.model.language_model.requires_grad_(False)
     runs, embeddings = [], torch.randn(1, 9, tiny.WIDTH, requires_grad=True)
-    projections = [module for module in decoder.modules() if isinstance(module, torch.nn.Linear)]
-    projections[0].register_forward_hook(lambda *args: runs.append(1))
+    first = next(module for module in decoder.modules() if isinstance(module, torch.nn.Linear))
+    first.register_forward_hook(lambda *args: runs.append(1))
 
     def run():
         runs.clear()
@@ -144,51 +120,20 @@ def test_a_frozen_decoder_whose_layers_call_dropout_is_checkpointed_without_it()
         (gradient,) = torch.autograd.grad(output.square().sum(), embeddings)
         return output, gradient, len(runs)
 
-    *expected, once = run()
+    output, gradient, once = run()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for _ in range(2):  # in every step
+    for trained in (False, False, True):  # in every step
+        decoder.requires_grad_(trained)
         model.train()
         eval_frozen(model)
-        *found, twice = run()
-        assert twice == 2 * once
-        for got, wanted in zip(found, expected, strict=True):
-            assert torch.equal(got, wanted)
-    decoder.requires_grad_(True)
-    model.train()
-    eval_frozen(model)
-    assert not torch.equal(run()[0], run()[0])
+        found = run()
+        assert found[2] == 2 * once
+        assert (torch.equal(found[0], output) and torch.equal(found[1], gradient)) != trained
 
 
-def test_under_adapters_and_gradient_checkpointing_a_frozen_tower_carries_no_gradient(tmp_path, checkpoint):
-    options = dict(load_in_4bit=True, dtype="float32")
-    trainer = training.trainer(tmp_path, checkpoint, use_peft=True, gradient_checkpointing=True, **options)
-    wanted = []
-    model = base_model(trainer.model)
-    model.model.vision_tower.register_forward_hook(
-        lambda m, a, out: wanted.append(out.last_hidden_state.requires_grad)
-    )
-    model.get_input_embeddings().register_forward_hook(lambda m, a, out: wanted.append(out.requires_grad))
-    trainer.train()
-    assert wanted == [True, False] * (len(wanted) // 2)
-    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
-    assert {module_of(name) for name in trained} == {"projector", "norm", "language"}
-    assert all("lora_" in name for name in trained if module_of(name) == "language")
-
-
-def test_the_card_is_ours_and_one_by_hand_stays(tmp_path, checkpoint, caplog):
-    trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=1, max_steps=1)
-    trainer.train()
-    card = tmp_path / "README.md"
-    assert not list(tmp_path.rglob("README.md"))  # nor TRL's, which it writes at each save
-    trainer.save_model()
-    assert is_ours(card.read_text())
-    card.write_text("another card")
-    trainer.save_model()
-    assert card.read_text() == "another card" and "was not written by this package" in caplog.text
-
-
-@pytest.mark.parametrize("bits, bf16", [(4, True), (8, True), (16, True), (16, False)])
-def test_what_is_trained_with_adapters_is_float32_and_moves_and_is_merged(tmp_path, untied, bits, bf16):
+@pytest.mark.parametrize("bits, bf16", [(4, True), (8, True), (16, False)])
+def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, bits, bf16):
+    untied = training.checkpoint(tmp_path / "base", tied=False)
     base = {f"load_in_{bits}bit": True} if bits < 16 else {}
     options = dict(use_peft=True, lora_modules_to_save=["embed_tokens", "lm_head"], dtype="bfloat16", bf16=bf16)
     rates = dict(learning_rate=2e-6, vision_learning_rate=2e-6, lr_scheduler_type="constant")
@@ -208,18 +153,8 @@ def test_what_is_trained_with_adapters_is_float32_and_moves_and_is_merged(tmp_pa
     for part in ("lora_B", *(name.format("modules_to_save.default") for name in saved)):
         shares = [(trained[name] != before[name]).float().mean() for name in names if part in name]
         assert shares and (min(shares) > 0.5 or "embed_tokens" in part), part  # few of whose rows are read
-    for parameter, state in trainer.optimizer.state.items():
-        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == parameter.dtype
-    trainer.model.eval()
-    trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
     trainer.save_model()
-    written = weights_of(tmp_path)
-    assert {value.dtype for value in written.values()} == {torch.float32}
-    merge_adapter(tmp_path, tmp_path / "merged")
-    merged = weights_of(tmp_path / "merged")
-    for part in ("multi_modal_projector", "vision_tower"):
-        for name, value in model.get_submodule(part).modules_to_save["default"].named_parameters():
-            assert torch.equal(merged[f"model.{part}.{name}"], value), name
+    assert {value.dtype for value in weights_of(tmp_path).values()} == {torch.float32}
 
 
 FROZEN = dict(vision_learning_rate=0.0, language_learning_rate=0.0)
@@ -231,11 +166,9 @@ HALF, FULL = ["bfloat16"], ["float32"]
     [
         (FROZEN, HALF, FULL, HALF),
         (dict(learning_rate=0.0, norm_learning_rate=1e-3), HALF, HALF, HALF),
-        (dict(language_learning_rate=0.0), FULL, FULL, HALF),
         (dict(projector_learning_rate=0.0, norm_learning_rate=0.0), FULL, HALF, FULL),
         (dict(use_peft=True), HALF, FULL, HALF),
         (dict(dtype="bfloat16"), FULL, FULL, FULL),
-        (dict(**FROZEN, dtype="float32"), FULL, FULL, FULL),
         (dict(**FROZEN, bf16=False), FULL, FULL, FULL),
         (dict(**FROZEN, bf16=False, dtype="bfloat16"), HALF, FULL, HALF),
         (dict(language_learning_rate=0.0, bf16=False, dtype="float16"), FULL, FULL, ["float16"]),
@@ -259,69 +192,89 @@ def test_what_is_trained_is_float32_and_what_is_frozen_as_it_was_read(
 
 
 def test_two_half_precisions_are_not_mixed(tmp_path, half):
-    stored = tmp_path / "float16"
-    shutil.copytree(half, stored)
-    NormAlignLlavaForConditionalGeneration.from_pretrained(half, dtype="float16").save_pretrained(stored)
-    trainer = training.trainer(tmp_path / "out", stored, bf16=True, **FROZEN, dry_run=True)
-    assert {dtype for row in trainer.facts["modules"] for dtype in row["dtypes"]} == {"float32"}
     with pytest.raises(ValueError, match="dtype float16 and steps in bfloat16 .* Use --dtype bfloat16, or float32"):
-        training.trainer(tmp_path / "out", stored, bf16=True, dtype="float16", **FROZEN)
+        training.trainer(tmp_path / "out", half, bf16=True, dtype="float16", **FROZEN)
 
 
-def test_a_checkpoint_of_two_precisions_is_written_and_read_as_it_is(tmp_path, half):
-    trainer = training.trainer(tmp_path / "aligned", half, bf16=True, **FROZEN)
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_beside_a_frozen_model_the_projector_is_trained_and_all_is_written_as_it_was(tmp_path, half, bits):
+    options = {f"load_in_{bits}bit": True} if bits < 16 else {}
+    trainer = training.trainer(tmp_path, half, **FROZEN, **options, bf16=True, save_strategy="steps", save_steps=2)
+    kinds = {type(module).__name__ for module in trainer.model.model.language_model.modules()}
+    assert {4: "Linear4bit", 8: "Linear8bitLt", 16: "Linear"}[bits] in kinds
+    built, before = weights_of(half), weights(trainer.model)
+    projector = {name for name in built if "projector" in name}
+    assert all(torch.equal(before[name], built[name]) for name in projector)  # float32, and not rounded
     trainer.train()
-    trainer.save_model()
-    built, aligned = weights_of(half), weights_of(tmp_path / "aligned")
-    trained = {name: tensor for name, tensor in aligned.items() if "projector" in name}
-    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
-    assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in trained.values())
-    training.assert_equal(aligned, {**built, **trained})
-    config = AutoConfig.from_pretrained(tmp_path / "aligned")
-    assert {each.dtype for each in (config, config.text_config, config.vision_config)} == {torch.bfloat16}
-    loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "aligned")
-    assert {p.dtype for name, p in loaded.named_parameters() if ".norm." not in name} == {torch.bfloat16}
-    tuned = training.trainer(tmp_path / "tuned", tmp_path / "aligned", bf16=True, vision_learning_rate=0.0)
-    for name, value in base_model(tuned.model).model.multi_modal_projector.named_parameters():
-        assert torch.equal(value, aligned[f"model.multi_modal_projector.{name}"])
+    assert moved(before, trainer.model) == projector
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        trainer.save_model() if folder == tmp_path else None
+        trained = {name: trainer.model.get_parameter(name).detach() for name in projector}
+        assert not any(torch.equal(value, value.bfloat16().float()) for value in trained.values())
+        training.assert_equal(weights_of(folder), {**built, **trained})
+        config = json.loads((folder / "config.json").read_text())
+        assert config["dtype"] == "bfloat16" and "quantization_config" not in config
+    tuned = training.trainer(tmp_path / "tuned", tmp_path, **options, use_peft=bits < 16, bf16=True)
+    tuned.train()
     tuned.save_model()
-    assert AutoConfig.from_pretrained(tmp_path / "tuned").dtype == torch.float32
-    written = weights_of(tmp_path / "tuned")
-    assert {written[name].dtype for name in written if "vision_tower" in name} == {torch.bfloat16}
-    assert {written[name].dtype for name in written if "vision_tower" not in name} == {torch.float32}
+    saved = {name: value.dtype for name, value in weights_of(tmp_path / "tuned").items()}
+    assert {saved[name] for name in saved if "vision_tower" not in name} == {torch.float32}
 
 
-@pytest.fixture(scope="module")
-def large(half, tmp_path_factory):
-    """A function that gives the checkpoint with hidden states of about this size."""
-
-    def scaled(size: float) -> Path:
-        folder = tmp_path_factory.mktemp("large") / "model"
-        shutil.copytree(half, folder)
-        model = NormAlignLlavaForConditionalGeneration.from_pretrained(half)
-        with torch.no_grad():
-            for part in ("up_proj", "down_proj"):  # one alone would itself be beyond float16
-                model.model.language_model.layers[0].mlp.get_submodule(part).weight *= (size / 0.002) ** 0.5
-        model.save_pretrained(folder)
-        return folder
-
-    return scaled
+def test_the_gradient_through_frozen_4_bit_layers_is_that_of_what_they_stand_for(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, **FROZEN, load_in_4bit=True)
+    plain = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        checkpoint, quantization_config=trainer.model.config.quantization_config
+    ).dequantize()
+    inputs = batch(trainer)
+    plain.double()(**{n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}).loss.backward()
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, dict(inputs)).backward()
+    for name, parameter in trainer.model.named_parameters():
+        if "projector" in name:
+            expected = plain.get_parameter(name).grad
+            assert (parameter.grad - expected).norm() < 1e-3 * expected.norm(), name
 
 
-def test_the_largest_hidden_state_is_that_of_the_model_in_float64(large, tmp_path):
-    trainer = training.trainer(tmp_path, large(100.0), **FROZEN)
+def test_what_would_train_a_quantized_weight_is_refused_by_name(tmp_path, checkpoint):
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, quantization_config=quantization)
+    skipping = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "vision_tower"])
+    for given, settings, message in (
+        (str(checkpoint), quantization, r"language_learning_rate 0\.001 would train quantized weights"),
+        (str(checkpoint), skipping, "llm_int8_skip_modules is set here"),
+        (model, None, "Give a quantized model without adapters by folder"),
+    ):
+        args, rows = training.arguments(tmp_path / "out"), training.rows(2)
+        with pytest.raises(ValueError, match=message):
+            NormAlignTrainer(given, args, train_dataset=rows, quantization_config=settings)
+
+
+def large(folder: Path, half: Path, size: float) -> str:
+    """The checkpoint with hidden states of about this size."""
+    shutil.copytree(half, folder)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(half)
+    with torch.no_grad():
+        for part in ("up_proj", "down_proj"):  # one alone would itself be beyond float16
+            model.model.language_model.layers[0].mlp.get_submodule(part).weight *= (size / 0.002) ** 0.5
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_largest_hidden_state_is_that_of_the_model_in_float64(half, tmp_path):
+    trainer, beyond = (
+        training.trainer(tmp_path, large(tmp_path / str(size), half, size), **FROZEN) for size in (100.0, 1e6)
+    )
     inputs = batch(trainer)
     found = largest_hidden_state(trainer.model, inputs)
     exact = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
     states = trainer.model.double()(**exact, output_hidden_states=True).hidden_states
-    assert found == pytest.approx(max(each.abs().max().item() for each in states), rel=0.01) and found > 10
-    assert largest_hidden_state(training.trainer(tmp_path, large(1e6), **FROZEN).model, inputs) == math.inf
+    assert found == pytest.approx(max(state.abs().max().item() for state in states), rel=0.01) and found > 10
+    assert largest_hidden_state(beyond.model, inputs) == math.inf
 
 
 @pytest.mark.parametrize("quantization", [None, BitsAndBytesConfig(load_in_4bit=True)], ids=["16", "4"])
-def test_without_bfloat16_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(
-    tmp_path, large, quantization
-):
+def test_without_bfloat16_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(tmp_path, half, quantization):
     for size, holds, reach in (
         (1000.0, True, r"\d?,?\d{3}"),
         (15_000.0, False, r"\d\d,\d{3}"),
@@ -329,9 +282,8 @@ def test_without_bfloat16_float16_is_taken_only_if_hidden_states_stay_well_below
     ):
         args = training.arguments(tmp_path, **FROZEN, fp16=True, bf16=None)
         args.fp16_is_tried = True  # as on a GPU without bfloat16
-        trainer = NormAlignTrainer(
-            str(large(size)), args, train_dataset=training.rows(), quantization_config=quantization
-        )
+        checkpoint = large(tmp_path / str(size), half, size)
+        trainer = NormAlignTrainer(checkpoint, args, train_dataset=training.rows(), quantization_config=quantization)
         model, recorded = trainer.model, trainer.record["options"]
         assert trainer.args.fp16 == recorded["fp16"] == holds
         assert re.search(f"hidden states .* (reach )?{reach}, .* ends at 65,504", trainer.facts["precision_because"])

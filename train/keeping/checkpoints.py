@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: one process at a time writes them, which is complete, from which a run resumes.
 
-The file `trainer_state.json` marks a checkpoint as complete: the first process writes it last, after every process has
-written its part. The Trainer itself takes the folder with the highest number, whatever is in it, and silently starts
-a fresh optimizer if the optimizer's file is missing.
+The first process writes `trainer_state.json` last, which marks a checkpoint as complete.
 """
 
 import os
@@ -19,7 +17,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 from ...checkpoint.files import json_or_none, only_writer
 from ...checkpoint.names import ADAPTER_CONFIG, STATE, TRAINING_RECORD
-from ...errors import Console, NotWritable, write_failure
+from ...errors import Console, write_failure
 
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
@@ -37,21 +35,19 @@ def is_complete(checkpoint: Path) -> bool:
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     """What a checkpoint lacks that the Trainer would resume without: the mark, optimizer, scheduler, random states."""
     folder = Path(checkpoint)
-    if not folder.is_dir():
-        return ["the folder itself"]
     if not is_complete(folder):
-        return [f"{STATE}, which is written last"]
+        return [f"{STATE}, which is written last" if folder.is_dir() else "the folder itself"]
     random_states = {path.name for path in folder.glob("rng_state*.pth")}
     if not random_states:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
-    missing = []
-    if not any((folder / name).exists() for name in OPTIMIZERS):
-        missing.append("the optimizer's state")
-    if not (folder / "scheduler.pt").exists() and not (folder / "latest").exists():  # DeepSpeed keeps it with the rest
-        missing.append("scheduler.pt")
-    if random_states != ({"rng_state.pth"} if world_size == 1 else {f"rng_state_{n}.pth" for n in range(world_size)}):
-        missing.append(f"random states of {world_size} process(es) (it has those of {len(random_states)})")
-    return missing
+    names = {"rng_state.pth"} if world_size == 1 else {f"rng_state_{rank}.pth" for rank in range(world_size)}
+    present = {
+        "the optimizer's state": any((folder / name).exists() for name in OPTIMIZERS),
+        # DeepSpeed keeps it with the rest.
+        "scheduler.pt": (folder / "scheduler.pt").exists() or (folder / "latest").exists(),
+        f"random states of {world_size} process(es) (it has those of {len(random_states)})": random_states == names,
+    }
+    return [name for name, is_there in present.items() if not is_there]
 
 
 def newest_complete(output_dir: str | os.PathLike, world_size: int) -> Path | None:
@@ -67,11 +63,7 @@ def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
 
 @contextmanager
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
-    """Removes an earlier folder of that name, has the checkpoint written, and removes it again if the disk is full.
-
-    The other processes must wait for the first, which removes the earlier folder. Other errors are raised as they
-    are, and so is any error after the checkpoint is complete, which then stays.
-    """
+    """Removes an earlier folder first, for which others must wait, and what a full disk cut short."""
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
         _remove(folder)
@@ -83,10 +75,15 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
         _remove(folder)
         last, free = newest_complete(folder.parent, world_size), shutil.disk_usage(folder.parent).free / 2**20
         raise OSError(
-            f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {free:,.1f} "
-            "MiB are free there. Make room, keep fewer checkpoints (--save_total_limit) or write to another disk "
-            f"(--output_dir), then {f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
+            f"The checkpoint {folder} could not be written: {cause}. {free:,.1f} MiB are free there. Make "
+            "room, keep fewer (--save_total_limit) or write to another disk (--output_dir), then "
+            f"{f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
         ) from error
+
+
+def _remove(folder: Path) -> None:
+    (folder / STATE).unlink(missing_ok=True)  # first, or an interrupted removal would leave it marked as complete
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -105,11 +102,6 @@ def writing_result(output: Path) -> Iterator[None]:
         ) from error
 
 
-def _remove(folder: Path) -> None:
-    (folder / STATE).unlink(missing_ok=True)  # first, or an interrupted removal would leave it marked as complete
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 @contextmanager
 def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
     """[`only_writer`] for all processes of a run, which must call this: the first takes the lock, or all stop."""
@@ -118,10 +110,10 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
         if PartialState().is_main_process:
             try:
                 lock.enter_context(only_writer(output_dir, wait=0))
-            except (ValueError, NotWritable) as error:
+            except ValueError as error:
                 problem = [str(error)]
             except OSError as error:
-                problem = [f"The --output_dir {output_dir} cannot be written to: {error}. Choose another."]
+                problem = [f"--output_dir {output_dir} cannot be written to: {error}"]
         broadcast_object_list(problem)
         if problem[0]:
             raise ValueError(problem[0])
@@ -129,52 +121,38 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
 
 
 def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, world_size: int) -> Path | None:
-    """The checkpoint to resume from, or None to start from the beginning.
+    """The checkpoint to resume from, which the first process prints, or None for the beginning.
 
-    The first process prints which it is, and which incomplete ones are newer, on standard error.
-
-    Args:
-        resume: The option `resume_from_checkpoint`: a folder; `"last"` or true for the newest complete checkpoint in
-            `output_dir`, or the beginning if there is none; None or false for the beginning.
+    `resume` is a folder; `"last"` or true for the newest complete checkpoint in `output_dir`, or the
+    beginning if there is none; None or false for the beginning.
     """
-    option, output = str(resume).lower(), Path(output_dir)
-    earlier = checkpoints_in(output)
-    names = ", ".join(path.name for path in earlier)
-    result = ", ".join(name for name in RESULT if (output / name).exists())
+    option, output, earlier = str(resume).lower(), Path(output_dir), checkpoints_in(output_dir)
+    has_result = any((output / name).exists() for name in RESULT)
     if option in ("none", "false"):
-        if not (earlier or result):
-            return None
-        raise ValueError(
-            f"{output} holds an earlier run or a model: {names or result}. Resume from its checkpoints with "
-            "--resume_from_checkpoint, or choose another --output_dir."
-        )
+        if earlier or has_result:
+            raise ValueError(
+                f"{output} holds an earlier run or a model. Add --resume_from_checkpoint, or change --output_dir."
+            )
+        return None
     if option not in ("last", "true"):
         named = Path(str(resume))
         if missing := missing_from(named, world_size):
-            raise ValueError(
-                f"The checkpoint {named} is not complete. It lacks: {'; '.join(missing)}. Name a complete one, or "
-                "let the newest complete one be found with --resume_from_checkpoint last."
-            )
+            raise ValueError(f"The checkpoint {named} lacks {'; '.join(missing)}. Name a complete one, or last.")
         if earlier and named.resolve().parent != output.resolve():
-            raise ValueError(
-                f"{output} holds checkpoints of another run ({names}) than {named}. Choose another --output_dir."
-            )
+            raise ValueError(f"{output} holds checkpoints of another run than {named}. Change --output_dir.")
         return named
     newest = newest_complete(output, world_size)
-    skipped = earlier[earlier.index(newest) + 1 :] if newest else earlier
-    for folder in filter(is_complete, skipped):
-        raise ValueError(
-            f"Resuming from {newest or 'the beginning'} would write over {folder}, which was saved whole but lacks "
-            f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, "
-            "remove it, or choose another --output_dir."
-        )
-    if not newest and result:
-        raise ValueError(f"{output} holds a model and no checkpoint to resume from. Choose another --output_dir.")
     console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
-    for folder in skipped:
+    for folder in earlier[earlier.index(newest) + 1 :] if newest else earlier:
+        if is_complete(folder):
+            raise ValueError(
+                f"Resuming from {newest or 'the beginning'} would write over {folder}, which lacks nothing but "
+                f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes, or remove it."
+            )
         console.print(f"Skipped {folder}: it was not written to its end.")
-    start = newest or f"the beginning: {output_dir} holds no complete checkpoint"
-    console.print(f"Resuming from {start}.")
+    if has_result and not newest:
+        raise ValueError(f"{output} holds a model, but no checkpoint. Choose another --output_dir.")
+    console.print(f"Resuming from {newest or f'the beginning: {output_dir} holds no complete checkpoint'}.")
     return newest
 
 
@@ -195,11 +173,6 @@ def after_stop(output_dir: str | os.PathLike, world_size: int, step: int) -> str
     if (json_or_none(output / TRAINING_RECORD) or {}).get("steps_done") == step:
         return f"The trained model is complete in {output}."
     if newest := newest_complete(output, world_size):
-        return (
-            f"Step {step} was done. Resume with the same command and --resume_from_checkpoint "
-            f"{shlex.quote(str(newest))}. What was done since then is lost."
-        )
-    return (
-        f"Step {step} was done. {output} holds no complete checkpoint, so it is lost. Start again with the same "
-        "command; a lower --save_steps saves earlier."
-    )
+        resume = f"--resume_from_checkpoint {shlex.quote(str(newest))}"
+        return f"Step {step} was done. Resume with the same command and {resume}. What was done since then is lost."
+    return f"Step {step} was done. {output} holds no complete checkpoint, so it is lost. A lower --save_steps helps."

@@ -2,10 +2,8 @@
 """What a run leaves with its weights: `training.json`, the model card, the result on the Hub."""
 
 import json
-import logging
 import os
 import platform
-import shlex
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,17 +16,16 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME
 
 from ... import __version__
 from ...assembly.arms import ARM_FIELDS, arm_of
-from ...checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
+from ...checkpoint.names import TRAINING_RECORD
 from ...checkpoint.provenance import read_record
 from ...data.rows.reports import DataReport
 from ..options.arguments import BOTH_STAGES, STAGES, NormAlignConfig
 
 
-logger = logging.getLogger(__name__)
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 MAY_CHANGE = (
     *("save_", "logging_", "log_", "eval_", "report_to", "sample_", "probe_", "max_steps", "num_train_epochs", "hub_"),
@@ -55,12 +52,10 @@ def training_record(
     report: DataReport,
     others: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """The resolved recipe as JSON: options that differ from their default, and all that the stages set.
+    """The resolved recipe as JSON: options that differ from their default, and all that stages set.
 
-    Local paths are cut to their last part. Dropped rows are listed by number; `dropped_rows.jsonl` has the reasons.
-    `before` is the record of the training before this one, and `commit` that of this package's code. All processes
-    must call this at the same time. The trainer adds `run` (the facts of [`summary`]), and at every save `steps_done`,
-    the optimizer steps so far, and their `seconds`.
+    Local paths are cut to their last part. Dropped rows are listed by number. All processes must call
+    this together. The trainer adds `run`, the facts of [`summary`], and at saves `steps_done`, `seconds`.
     """
     loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
     options = {name: value for name, value in _plain(loaded).items() if value is not None}
@@ -78,23 +73,17 @@ def training_record(
         "quantization": None if quantization is None else json.loads(quantization.to_json_string()),
         "text_embedding_norm": model.config.text_embedding_norm,
         "model_revision": commit,
-        "data": [
-            {**_plain(vars(source)), "dropped": [row.row for row in source.dropped]} for source in report.sources
-        ],
+        "data": [_plain(vars(data)) | {"dropped": [row.row for row in data.dropped]} for data in report.sources],
         "hardware": hardware(args.device),
-        "versions": {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
-        | {"normalign_llava": __version__},
+        "versions": {name: version(name) for name in LIBRARIES} | {"normalign_llava": __version__},
         "commit": code_commit(),
-        "before": read_record(model.name_or_path, TRAINING_RECORD, commit),
+        "before": read_record(model.name_or_path, TRAINING_RECORD, commit),  # of the training before this one
         "seconds": 0.0,
     }
 
 
 def code_commit() -> str | None:
-    """The git commit of this package's code, with "-dirty" if tracked files are changed.
-
-    It is known if the code is in its own git checkout, or pip installed it from one.
-    """
+    """The git commit of this package's checkout, "-dirty" if files are changed, or what pip installed."""
     root = Path(__file__).resolve().parents[2]
     git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
     words = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
@@ -107,10 +96,7 @@ def code_commit() -> str | None:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The hardware of all processes: names of the `devices`, their `count`, and the `machine` in words.
-
-    A machine's CPU counts once. All processes must call this at the same time, each with its own device.
-    """
+    """The `devices` of all processes, which must call this together, their `count`, and the `machine`."""
     accelerator, name = device.type in ("cuda", "xpu"), platform.machine()
     with suppress(OSError, StopIteration):  # as on Linux
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -122,77 +108,21 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {"devices": sorted({name for *_, name in seen}), "count": len(set(seen)), "machine": machine}
 
 
-def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
-    """Checks that a run is the one that wrote `checkpoint`, whose optimizer and schedule it would take over."""
-    file = checkpoint / TRAINING_RECORD
-    if not file.exists():
-        return
-    old, new = _fixed(json.loads(file.read_text(encoding="utf-8"))), _fixed(record)
-    differing = [
-        f"{name} (was {old.get(name)}, is {new.get(name)})"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    ]
-    if differing:
+def check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: Path) -> None:
+    """Raises ValueError unless two records are of one run, whose optimizer would be taken over."""
+
+    def fixed(record: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in record["options"].items() if not name.startswith(MAY_CHANGE)}
+        kept |= {name: record.get(name) for name in ("stage", "arm", "learning_rates", "quantization")}
+        return kept | {"data": [[row["source"], row["used"]] for row in record["data"] if row["split"] == "train"]}
+
+    old, new = fixed(before), fixed(record)
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    if names:
+        changes = "; ".join(f"{name} (was {old.get(name)}, is {new.get(name)})" for name in names)
         raise ValueError(
-            f"{checkpoint} was written by a run that differs in {'; '.join(differing)}. Resume with the same, or "
-            "start a new run in another --output_dir."
+            f"{checkpoint} is of a run that differs in {changes}. Resume with the same, or change --output_dir."
         )
-
-
-def _fixed(record: dict[str, Any]) -> dict[str, Any]:
-    """What may not change when a run is resumed."""
-    fixed = {name: value for name, value in record["options"].items() if not name.startswith(MAY_CHANGE)}
-    fixed |= {name: record.get(name) for name in ("stage", "arm", "learning_rates", "quantization")}
-    used = [(source["source"], source["used"]) for source in record["data"] if source["split"] == "train"]
-    return {**fixed, "data": used}
-
-
-def write_card_of(folder: Path, repo_id: str | None) -> None:
-    """Writes the model card of a result, if there is one; text written by hand is kept.
-
-    TRL's card would call it a text-generation model fine-tuned from None. A card that somebody else wrote, or a
-    damaged record, is only a warning: training is done, and the steps that follow must not fail because of it.
-    """
-    if not any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG)):
-        return
-    from ...hub_cards.card.write import write_card
-
-    try:
-        write_card(folder, repo_id=repo_id)
-    except ValueError as error:
-        logger.warning(f"The card of {folder} was not written: {error}")
-
-
-def check_publishable(repo_id: str, revision: str, token: str | None) -> None:
-    """Raises ValueError if [`publish_result`] would refuse a repository that exists: before training, not after it."""
-    from ...hub_cards.card.hand_written import check_replaceable
-    from ...hub_cards.push.repository import find_repository, log_in
-
-    check_replaceable(find_repository(log_in(repo_id, token), repo_id, branch=revision).card, repo_id)
-
-
-def publish_result(folder: str, repo_id: str, revision: str, token: str | None) -> Any:
-    """Publishes a result as [`normalign_llava.publish`] does, whose result it returns.
-
-    An adapter is sent as one if its base is on the Hub; otherwise it is merged.
-
-    Raises:
-        ValueError, OSError: It was not published. The message names the command that does it.
-    """
-    from ...hub_cards.push.adapter import recorded_base
-    from ...hub_cards.push.publish import publish
-
-    as_adapter = recorded_base(Path(folder)) is not None
-    try:
-        return publish(folder, repo_id, revision=revision, as_adapter=as_adapter, token=token)
-    except (ValueError, OSError) as error:
-        words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
-        words += ["--adapter"] if as_adapter else []
-        raise (ValueError if isinstance(error, ValueError) else OSError)(
-            f"{error}\nThe trained model is complete in {folder}. Once that is fixed, publish it with "
-            f"`{shlex.join(words)}`; it need not be trained again."
-        ) from error
 
 
 def _changed(options: Any, always: set[str]) -> dict[str, Any]:

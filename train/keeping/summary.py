@@ -3,7 +3,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
@@ -17,7 +17,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import nn
-from transformers import SchedulerType
 
 from ...checkpoint.weights import check_space, free_space, module_of_file, shards_of, stored_tensors, unchanged_files
 from ...data.rows.parse import DroppedRows
@@ -29,36 +28,22 @@ from ..shapes import OPTIMIZER
 from .checkpoints import checkpoints_in
 
 
-ROWS = {"vision": "vision tower", "projector": "projector", "norm": "norm", "language": "language model"}
-"""Rows of the table, by module; that of adapters comes last."""
-
-
-def summary(
-    model: nn.Module,
-    args: NormAlignConfig,
-    learning_rates: dict[str, float],
-    report: DataReport,
-    rows: int,
-    steps: int,
-) -> dict[str, Any]:
+def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
     """The facts of a run as JSON: modules, data, batch, steps, precision."""
-    batch = {
-        "rows": rows,
-        "per_device": args.per_device_train_batch_size,
-        "processes": args.world_size,
-        "accumulation": args.gradient_accumulation_steps,
-        "packed": args.packing,
-        "workers": args.dataloader_num_workers,
-    }
+    args = trainer.args
     return {
-        "modules": modules(model, learning_rates),
+        "modules": modules(trainer.model, trainer.learning_rates),
         "data": [{**source, "dropped": len(source["dropped"])} for source in asdict(report)["sources"]],
-        "tokens_per_image": base_model(model).config.image_seq_length,
-        "batch": batch,
+        "tokens_per_image": base_model(trainer.model).config.image_seq_length,
+        "batch": {
+            "rows": trainer.get_total_train_batch_size(args),
+            "per_device": args.per_device_train_batch_size,
+            "processes": args.world_size,
+            "accumulation": args.gradient_accumulation_steps,
+            "packed": args.packing,
+        },
         "steps": steps,
         "warmup_steps": args.get_warmup_steps(steps),
-        "schedule": SchedulerType(args.lr_scheduler_type).value,
-        "optimizer": str(args.optim.value),
         "autocast": autocast_dtype(args),
         "precision_because": args.precision_because,
     }
@@ -67,24 +52,24 @@ def summary(
 def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str, Any]]:
     """Parameters of each module, how many are trained, their dtypes, and the learning rate.
 
-    A 4-bit weight counts as the parameters it represents. PEFT's untrained copies of modules that are trained in full
-    do not count.
+    A 4-bit weight counts as the parameters that it stands for. PEFT's untrained copies do not count.
     """
     empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
-    rows = {key: {"module": name, **empty} for key, name in (ROWS | {"adapters": "adapters"}).items()}
+    names = {"vision": "vision tower", "language": "language model"}
+    rows = {key: {"module": names.get(key, key), **empty} for key in (*learning_rates, "adapters")}
     dtypes = {key: Counter[str]() for key in rows}
     for name, parameter in model.named_parameters():
-        if ".original_module." in name:
-            continue
-        key, count = "adapters" if ".lora_" in name else module_of(name), parameter_count(parameter)
-        rows[key]["parameters"] += count
-        packed = type(parameter).__name__ == "Params4bit"
-        dtypes[key][parameter.quant_type if packed else str(parameter.dtype).removeprefix("torch.")] += count
-        if parameter.requires_grad:
-            rows[key]["trained"] += count
-            rows[key]["learning_rate"] = learning_rates[module_of(name)]
-    counted_dtypes = {key: [dtype for dtype, _ in count.most_common()] for key, count in dtypes.items()}
-    return [{**row, "dtypes": counted_dtypes[key]} for key, row in rows.items() if row["parameters"]]
+        if ".original_module." not in name:
+            key, count = "adapters" if ".lora_" in name else module_of(name), parameter_count(parameter)
+            rows[key]["parameters"] += count
+            packed = type(parameter).__name__ == "Params4bit"
+            dtypes[key][parameter.quant_type if packed else str(parameter.dtype).removeprefix("torch.")] += count
+            if parameter.requires_grad:
+                rows[key]["trained"] += count
+                rows[key]["learning_rate"] = learning_rates[module_of(name)]
+    for key, counter in dtypes.items():
+        rows[key]["dtypes"] = [dtype for dtype, _ in counter.most_common()]
+    return [row for row in rows.values() if row["parameters"]]
 
 
 def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Sequence[Path]) -> dict[str, int]:
@@ -133,9 +118,31 @@ def check_disk(output_dir: str | os.PathLike, size: int) -> None:
 def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
     """Options, and what [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
     options = {"stage": record["stage"], "arm": record["arm"], **record["options"]}
-    modules, data = _modules_table(facts["modules"]), _data_table(facts["data"])
-    run = _pairs(_facts(facts, free_space(Path(output_dir))))
-    return Group("Options", _pairs(options), modules, data, *_not_read(facts), run)
+    modules, data, left_out = [], [], []
+    for row in facts["modules"]:
+        rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
+        counts = [f"{row['parameters']:,}", f"{row['trained']:,}"]
+        modules.append([row["module"], *counts, " + ".join(row["dtypes"]), rate])
+    totals = [sum(row[name] for row in facts["modules"]) for name in ("parameters", "trained")]
+    modules.append(["all", *(f"{total:,}" for total in totals)])
+    for source in facts["data"]:
+        name, tokens = Path(source["source"]).name, "streamed"
+        numbers = [source[name] for name in ("found", "bad", "too_long", "used", "images")]
+        if source["longest"] is not None:
+            tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
+        counts = ["" if number is None else f"{number:,}" for number in numbers]
+        data.append([name, source["split"], *counts, tokens])
+        files = {Path(file).name: rows for file, rows in source["files"].items()}
+        lines = ({"files": counted(files)} if files else {}) | not_read(source["left_out"], source["changed"])
+        left_out += [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
+    return Group(
+        "Options",
+        _pairs(options),
+        titled_table("Modules", ["", "parameters", "trained", "dtype", "learning rate"], modules),
+        titled_table("Data", ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"], data),
+        *left_out,
+        _pairs(_run(facts, Path(output_dir))),
+    )
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
@@ -145,36 +152,19 @@ def render_dropped(dropped: DroppedRows) -> list[str]:
     return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)] if rows else []
 
 
-def _modules_table(modules: list[dict[str, Any]]) -> Table:
-    total = {name: sum(row[name] for row in modules) for name in ("parameters", "trained")}
-    rows = []
-    for row in [*modules, {"module": "all", **total}]:
-        counts = [f"{row['parameters']:,}", f"{row['trained']:,}", f"{100 * row['trained'] / row['parameters']:.3g} %"]
-        rate = f"{row.get('learning_rate', 0):g}" if row["trained"] else "frozen"
-        more = [" + ".join(row["dtypes"]), rate] if "dtypes" in row else []
-        rows.append([row["module"], *counts, *more])
-    return titled_table("Modules", ["", "parameters", "trained", "share", "dtype", "learning rate"], rows)
-
-
-def _data_table(sources: list[dict[str, Any]]) -> Table:
-    rows = []
-    for source in sources:
-        numbers = [source[name] for name in ("found", "bad", "too_long", "used", "images")]
-        tokens = "streamed"
-        if source["longest"] is not None:
-            tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
-        counts = ["" if number is None else f"{number:,}" for number in numbers]
-        rows.append([Path(source["source"]).name, source["split"], *counts, tokens])
-    return titled_table("Data", ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"], rows)
-
-
-def _not_read(facts: dict[str, Any]) -> Iterator[Text]:
-    """Lines with the files of each data set, what of it is not read, and what was changed."""
-    for source in facts["data"]:
-        files = {Path(name).name: rows for name, rows in source["files"].items()}
-        lines = ({"files": counted(files)} if files else {}) | not_read(source["left_out"], source["changed"])
-        for title, text in lines.items():
-            yield Text(f"{Path(source['source']).name}, {title}: {text}")
+def _run(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
+    batch, disk = facts["batch"], facts["disk"]
+    passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
+    divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
+    checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
+    because = f" ({facts['precision_because']})" if facts["precision_because"] else ""
+    return {
+        "Tokens per image": f"{facts['tokens_per_image']:,}",
+        "Batch": f"{batch['rows']:,} rows {divided}",
+        "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up",
+        "Autocast": f"{facts['autocast'] or 'none'}{because}",
+        "Disk": f"{gib(disk['total'])} ({checkpoints}); {gib(free_space(output_dir))} are free",
+    }
 
 
 def _pairs(values: dict[str, Any]) -> Table:
@@ -182,26 +172,3 @@ def _pairs(values: dict[str, Any]) -> Table:
     for name, value in values.items():
         table.add_row(name, Text(str(value)))
     return table
-
-
-def _facts(facts: dict[str, Any], free: int) -> dict[str, str]:
-    batch, disk = facts["batch"], facts["disk"]
-    passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
-    divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
-    checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
-    return {
-        "Tokens per image": f"{facts['tokens_per_image']:,}",
-        "Batch": f"{batch['rows']:,} rows {divided}",
-        "Reading": f"by {batch['workers']:,} process(es) for each" if batch["workers"] else "in the same process",
-        "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
-        "Optimizer": facts["optimizer"],
-        "Precision": _precision(facts),
-        "Disk": f"{gib(disk['total'])} ({checkpoints}); {gib(free)} are free",
-    }
-
-
-def _precision(facts: dict[str, Any]) -> str:
-    steps = f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights"
-    steps += f" ({facts['precision_because']})" if facts["precision_because"] else ""
-    frozen = {dtype: None for row in facts["modules"] if not row["trained"] for dtype in row["dtypes"]}
-    return f"{steps}; what is trained is float32{', what is frozen ' if frozen else ''}{' + '.join(frozen)}"

@@ -3,13 +3,11 @@
 
 import copy
 import math
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -17,9 +15,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...assembly.arms import ARMS, arm_of
 from ...assembly.processing import check_feature_layer
-from ...checkpoint.names import PICKLES, TRAINING_RECORD
+from ...checkpoint.names import TRAINING_RECORD
 from ...checkpoint.opening import Checkpoint
-from ...checkpoint.untrusted import check_weights
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..options.arguments import NormAlignConfig, autocast_dtype
@@ -27,28 +24,12 @@ from .model import MODULES, PLACES, projector_norm, trained_parameters, watching
 
 
 END = torch.finfo(torch.float16).max
-LARGEST = END / 4
-"""The largest hidden state with which a run begins in float16; they may grow while it is trained."""
-
-
-def check_checkpoint(checkpoint: Checkpoint, training: NormAlignConfig) -> None:
-    """Raises ValueError if a checkpoint cannot be trained as `training` says; no weights are loaded."""
-    folder = checkpoint.name
-    if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
-        raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
-    check_architecture(checkpoint.model_type, folder)
-    stored = any(file.suffix in (".safetensors", *PICKLES) for file in Path(folder).glob("*model*"))
-    if stored or not training.dry_run:
-        check_weights(folder, checkpoint.revision)  # as loading does, but before rows are read
 
 
 def check_architecture(model_type: str | None, name: str) -> None:
     """Raises ValueError if a model is not a NormAlign-LLaVA."""
     if model_type != NormAlignLlavaConfig.model_type:
-        raise ValueError(
-            f"{name} is a {model_type!r} model. Build a NormAlign-LLaVA checkpoint from it with `normalign build` "
-            "(--vision and --language, or --from-llava), and train that."
-        )
+        raise ValueError(f"{name} is a {model_type!r} model. Make a NormAlign-LLaVA of it: `normalign build`.")
 
 
 def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConfig:
@@ -60,8 +41,7 @@ def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConf
         return config
     if {arm, stored} != {"aligned", "gwc"} and (Path(checkpoint.name) / TRAINING_RECORD).exists():
         raise ValueError(
-            f"{checkpoint.name} was trained as arm {stored!r}; arm {arm!r} would discard its gain. Start from an "
-            f"untrained checkpoint: `normalign build --arm {arm}`."
+            f"{checkpoint.name} was trained as arm {stored!r}; arm {arm!r} would discard its gain. Build another."
         )
     norm = "layer_norm" if config.projector_norm == "none" else config.projector_norm
     neutral = {"projector_norm": norm, "projector_gain_init": "text_norm", "gradient_compensation": "global"}
@@ -79,7 +59,7 @@ def load_model(
 ) -> NormAlignLlavaForConditionalGeneration:
     """Loads a checkpoint as the arm of `training`, and aligns a norm that this adds or resets.
 
-    What is trained in full is read in float32, the rest in the dtype of `model_init_kwargs`, see [`frozen_dtype`].
+    What is trained in full is read in float32, the rest in the dtype of [`frozen_dtype`].
     """
     config = config_of_arm(checkpoint, training.arm)
     kwargs = {name: value for name, value in (training.model_init_kwargs or {}).items() if name != "revision"}
@@ -109,16 +89,21 @@ def load_model(
         # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
         norm.to_empty(device="cpu")
     if quantization_config is not None and not use_peft:
-        train_beside_quantized(model)
+        # transformers refuses any quantized model without adapters, TRL rounds all that may be trained before
+        # [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
+        model.is_quantized = False
+        model.requires_grad_(False)
+
+        def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
+            for name in state.keys() - trained_parameters(module).keys():
+                del state[name]
+
+        model.register_load_state_dict_pre_hook(load_trained)
     return model
 
 
 def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
-    """The dtype of what is not trained: by default the checkpoint's own if steps are autocast to it, or else float32.
-
-    Raises:
-        ValueError: The option asks for another half precision than that of steps, which torch does not mix.
-    """
+    """The dtype of what is frozen: by default the checkpoint's own if steps are in it, or float32."""
     if is_deepspeed_zero3_enabled():
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
     autocast, dtype = autocast_dtype(training), (training.model_init_kwargs or {}).get("dtype")
@@ -131,50 +116,11 @@ def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str
     return name
 
 
-def check_quantized(
-    config: NormAlignLlavaConfig,
-    quantization: BitsAndBytesConfig,
-    training: NormAlignConfig,
-    peft_config: LoraConfig | None,
-) -> None:
-    """Raises ValueError if a linear layer of the language model, which is quantized, would be trained in full."""
-    if quantization.llm_int8_skip_modules is not None:
-        raise ValueError(
-            "llm_int8_skip_modules cannot be used: the language model's layers are quantized, and no others. "
-            "Leave it out."
-        )
-    if peft_config and peft_config.use_dora and quantization.load_in_8bit and training.device.type == "cpu":
-        raise ValueError("use_dora with load_in_8bit fails in PEFT on a CPU. Leave one of them out, or use 4 bits.")
-    rate = training.learning_rates(use_peft=False)["language"]
-    if rate and peft_config is None:
-        raise ValueError(
-            "The language model would be quantized, and quantized weights cannot be trained, as "
-            f"language_learning_rate {rate:g} asks for. Leave out the quantization, add --use_peft, or freeze it with "
-            "--language_learning_rate 0."
-        )
-    with torch.device("meta"):
-        model = NormAlignLlavaForConditionalGeneration(config)
-    linears = [name for name, module in model.model.language_model.named_modules() if isinstance(module, nn.Linear)]
-    for layer in (f"model.language_model.{name}" for name in linears):
-        for name in (peft_config and peft_config.modules_to_save) or ():
-            if any(path.endswith(name) for path in accumulate(layer.split("."), "{}.{}".format)):  # as in PEFT
-                raise ValueError(
-                    f"modules_to_save names {name}, of which {layer} would be quantized, and quantized weights cannot "
-                    "be trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
-                )
-
-
 def _without_weights(
-    cls: type[NormAlignLlavaForConditionalGeneration],
-    config: NormAlignLlavaConfig,
-    *,
-    dtype: str,
-    quantization_config: BitsAndBytesConfig | None = None,
-    device_map: Any = None,
-    **kwargs: Any,
+    cls: Any, config: NormAlignLlavaConfig, quantization_config: BitsAndBytesConfig | None = None, **kwargs: Any
 ) -> NormAlignLlavaForConditionalGeneration:
     """The model that `from_pretrained` would load, on meta: shapes and dtypes alone, also in 4 bits."""
-    precision = getattr(torch, dtype)
+    precision, device_map = getattr(torch, kwargs.pop("dtype")), kwargs.pop("device_map", None)
     with torch.device("meta"):
         model = cls._from_config(config, dtype=precision, **kwargs)
     for name, parameter in model.named_parameters():
@@ -203,35 +149,19 @@ def _without_weights(
     return model
 
 
-def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
-    """Has TRL and the Trainer take a model whose quantized layers are frozen, without adapters.
-
-    transformers refuses any quantized model without adapters, TRL rounds all that may be trained to bfloat16 before
-    [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
-    """
-    model.is_quantized = False
-    model.requires_grad_(False)
-
-    def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
-        for name in state.keys() - trained_parameters(module).keys():
-            del state[name]
-
-    model.register_load_state_dict_pre_hook(load_trained)
-
-
 def settle_float16(
     model: NormAlignLlavaForConditionalGeneration, args: NormAlignConfig, batch: dict[str, Any]
 ) -> None:
     """Leaves `args.fp16` on if hidden states of a batch stay well below 65,504, or else has all trained in float32.
 
-    `args.precision_because` says so, and the model's 4-bit layers follow. All processes must call it together.
+    All processes must call it together.
     """
     if getattr(model, "hf_device_map", None) is None:
         model.to(args.device)
     largest = broadcast_object_list([largest_hidden_state(model, batch)])[0]
     reach = f"reach {largest:,.0f}" if math.isfinite(largest) else "overflow"
     args.precision_because = f"hidden states of the longest rows {reach}, and float16 ends at {END:,.0f}"
-    if largest < LARGEST:
+    if largest < END / 4:  # they may grow while it is trained
         return
     args.fp16, args.mixed_precision = False, "no"
     args.model_init_kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32"}
@@ -248,14 +178,12 @@ def settle_float16(
 @torch.no_grad()
 def largest_hidden_state(model: NormAlignLlavaForConditionalGeneration, batch: dict[str, Any]) -> float:
     """The largest absolute value that a module gives in a forward pass in float16; infinity if one is not finite."""
-    device = model.device
     largest: list[Tensor] = []
-
-    def keep(name: str, outputs: list[Tensor]) -> None:
-        largest.extend(output.float().abs().max() for output in outputs)
-
     names = ("input_ids", "attention_mask", "position_ids", "pixel_values")
-    inputs = {name: batch[name].to(device) for name in names if name in batch}
-    with watching_outputs(model, keep), torch.autocast(device.type, torch.float16):
+    inputs = {name: batch[name].to(model.device) for name in names if name in batch}
+    with (
+        watching_outputs(model, lambda name, outputs: largest.extend(x.float().abs().max() for x in outputs)),
+        torch.autocast(model.device.type, torch.float16),
+    ):
         model.model(**inputs, use_cache=False)
     return torch.stack(largest).nan_to_num(nan=math.inf, posinf=math.inf).max().item()

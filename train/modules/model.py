@@ -2,16 +2,14 @@
 """The model to train: its parts by name, which are frozen, in which precision and mode they run, and sharded."""
 
 import json
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
@@ -21,7 +19,6 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -66,10 +63,9 @@ def base_model(model: nn.Module) -> NormAlignLlavaForConditionalGeneration:
 def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
     """Makes exactly the modules with a learning rate trainable; layers under adapters stay frozen."""
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            continue  # packed 4-bit weights
-        trained = learning_rates[module_of(name)] > 0
-        parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
+        if parameter.is_floating_point():  # packed 4-bit weights are not
+            trained = learning_rates[module_of(name)] > 0
+            parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -86,8 +82,8 @@ def frozen_modules(model: nn.Module) -> set[str]:
 def train_in_float32(model: nn.Module) -> None:
     """Makes what is trained float32, in which small updates do not vanish, beside frozen modules of half precision.
 
-    Where nothing autocasts, a projector takes features in its own precision, and so do further modules that are saved
-    with an adapter; what these give has the precision of the layers around them.
+    Where nothing autocasts, hooks cast what goes into the projector and into modules saved with an
+    adapter, and what these give.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and not is_deepspeed_zero3_enabled():  # where all is float32
@@ -96,7 +92,13 @@ def train_in_float32(model: nn.Module) -> None:
         lambda module, inputs: _cast(inputs, module.linear_1)
     )
     for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper) and module_of(f"{name}.") == "language":
+        if not isinstance(module, ModulesToSaveWrapper):
+            continue
+        if not is_deepspeed_zero3_enabled():  # PEFT's copies, which TRL rounds on a quantized base
+            copied, original = module.modules_to_save["default"].parameters(), module.original_module.parameters()
+            for parameter, value in zip(copied, original, strict=True):
+                parameter.data = value.to(parameter.device, torch.float32, copy=True)
+        if module_of(f"{name}.") == "language":
             module.register_forward_pre_hook(
                 lambda module, *inputs: _cast(inputs, module.modules_to_save), with_kwargs=True
             )
@@ -105,26 +107,19 @@ def train_in_float32(model: nn.Module) -> None:
 
 def _cast(values: Any, like: nn.Module) -> Any:
     """Floating point tensors in the precision of a module, unless autocast casts them where they are used."""
-    dtype = next(like.parameters()).dtype
-
-    def cast(value: Tensor) -> Tensor:
-        kept = torch.is_autocast_enabled(value.device.type) or not value.is_floating_point()
-        return value if kept else value.to(dtype)
-
-    return tree_map_only(Tensor, cast, values)
+    first = next(like.parameters())
+    if torch.is_autocast_enabled(first.device.type):
+        return values
+    return tree_map_only(Tensor, lambda value: value.to(first.dtype) if value.is_floating_point() else value, values)
 
 
 def wrap_forward(model: NormAlignLlavaForConditionalGeneration, blank_image: Tensor) -> None:
     """Wraps the forward pass for training, over TRL's fused head.
 
-    - While `model.only_answers` is true, the fused head gets the hidden states that predict a label, `(1, labels, d)`,
-      and not those of every position.
-    - In a pass without images and cache, the vision tower sees a blank image, and the decoder does not. Other
-      processes may have images, and under FSDP2 and ZeRO-3 all must gather the tower's weights in the same order:
-      after the embeddings', before the decoder's.
-
-    Args:
-        blank_image: `(1, channels, height, width)`.
+    While `model.only_answers` is true, the fused head gets the hidden states that predict a label,
+    `(1, labels, d)`, and not all. In a pass without images and cache, the vision tower sees a blank image,
+    and the decoder does not: other processes may have images, and under FSDP2 and ZeRO-3 all must gather
+    the tower's weights in the same order, after the embeddings' and before the decoder's.
     """
     inner = model.model
     with_head, of_inner = _unbound(model.forward), _unbound(inner.forward)
@@ -170,8 +165,7 @@ def _unbound(forward: Callable) -> Callable:
 def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     """Puts modules without a trained parameter into evaluation mode, so that they have no dropout.
 
-    A frozen language model still has to carry gradients to the projector. transformers checkpoints decoder layers in
-    training mode only, so checkpointed layers stay in that mode, and are computed in evaluation mode.
+    transformers checkpoints layers in training mode only, so those stay in it, and are computed in evaluation mode.
     """
     for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
         if not trained_parameters(module):
@@ -206,9 +200,8 @@ class _FrozenCheckpoint:
 def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForConditionalGeneration) -> None:
     """Names the layers that FSDP2 wraps one by one, unless the user's configuration does, and the norm.
 
-    accelerate's own list has classes of every family the model could be built from, and fails on those it lacks. It
-    also has one policy for all units, with which gain and bias would be used, and their gradients reduced, in
-    bfloat16. So the norm is a unit of its own, with a policy of its own.
+    accelerate's own list fails on classes that the model lacks. Its one policy for all units would use gain and bias,
+    and reduce their gradients, in bfloat16, so the norm is a unit with a policy of its own.
     """
     plugin, prepare, norm = accelerator.state.fsdp_plugin, accelerator.prepare, type(projector_norm(model))
     plugin.set_state_dict_type("FULL_STATE_DICT")  # with another one, the Trainer saves no model
@@ -218,21 +211,11 @@ def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForCondition
     def shard(module: nn.Module, **kwargs: Any) -> FSDPModule:
         return fully_shard(module, **kwargs | ({"mp_policy": MixedPrecisionPolicy()} if type(module) is norm else {}))
 
-    @wraps(prepare)
     def prepare_with_norm(*args: Any, **kwargs: Any) -> Any:
         with replaced(fsdp, fully_shard=shard):
             return prepare(*args, **kwargs)
 
     accelerator.prepare = prepare_with_norm
-
-
-def name_as_unsharded(model: FSDPModule) -> None:
-    """Gives the class that FSDP2 derives from the model's class the name and module of that class.
-
-    Saving writes them into the checkpoint's `auto_map` and copies that module's files.
-    """
-    sharded, own = type(model), type(model).__bases__[-1]
-    sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def load_sharded(model: FSDPModule, folder: Path) -> None:
@@ -242,34 +225,23 @@ def load_sharded(model: FSDPModule, folder: Path) -> None:
         set_model_state_dict(model, load_file(folder / name) if dist.get_rank() == 0 else {}, options=options)
 
 
-def pass_over_frozen(model: nn.Module, keys: _IncompatibleKeys) -> None:
-    """Has a model load states that have the trained parameters alone."""
-    keys.missing_keys[:] = trained_parameters(model).keys() & keys.missing_keys
-
-
 def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    """Before a step under FSDP2, gives zero gradients to trained parameters that have none.
+    """Before a step under FSDP2, gives zero gradients to trained parameters that alone have none.
 
-    Those are the vision tower's layers after the one that is read. Without a state for every trained parameter, torch
-    refuses to load the optimizer's states. If none has a gradient, the step is one that is skipped.
+    The vision tower's last layers are not read, but torch loads no states of some parameters alone.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(parameter.grad is not None for parameter in parameters):
-        for parameter in parameters:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    trained = [value for group in optimizer.param_groups for value in group["params"] if value.requires_grad]
+    if any(parameter.grad is not None for parameter in trained):
+        for parameter in (value for value in trained if value.grad is None):
+            parameter.grad = torch.zeros_like(parameter)
 
 
 @contextmanager
 def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Evaluation mode without gradients, in the precision of training.
-
-    Afterwards each module is in the mode it was in, and random numbers continue as if none had been drawn.
-    """
+    """Evaluation mode without gradients, in training's precision; modes and random state come back."""
     devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
     dtype = torch.bfloat16 if args.bf16 else torch.float16
     autocast = torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
-    python, numpy = random.getstate(), np.random.get_state()
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.random.fork_rng(devices), autocast, torch.no_grad():
@@ -278,8 +250,6 @@ def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextmanager
@@ -287,17 +257,13 @@ def watching_outputs(model: nn.Module, visit: Callable[[str, list[Tensor]], None
     """Calls `visit` with each module's name and the floating-point tensors that it gives, in order."""
 
     def hook(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = (value for value in tree_leaves(output) if isinstance(value, Tensor))
-        visit(name, [value for value in tensors if value.is_floating_point()])
+        visit(name, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()])
 
-    hooks = [
-        module.register_forward_hook(partial(hook, name)) for name, module in base_model(model).named_modules() if name
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in base_model(model).named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(partial(hook, name)))
         yield
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 @contextmanager
