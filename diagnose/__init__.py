@@ -7,8 +7,6 @@
 from typing import TYPE_CHECKING, Any
 
 
-__all__ = ["probe"]
-
 if TYPE_CHECKING:
     from .measure.probe import probe
 

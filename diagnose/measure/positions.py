@@ -45,31 +45,20 @@ def token_kinds(
     special: Iterable[int],
     newline: Tensor | None = None,
 ) -> Tensor:
-    """Boolean masks `(kinds, batch * tokens)` in the order of `report.KINDS`.
+    """Boolean masks `(kinds, batch * tokens)` in the order of `report.KINDS`; padding is in none, others are in one.
 
-    A position is in one of them or, if it is padding, in none.
-
-    Args:
-        ids, attention_mask: `(batch, tokens)`, image tokens expanded; the mask is 0 at padding, or None.
-        config: The model's, with the image token and Ovis' indicators.
-        special: Ids that are neither text nor visual.
-        newline: For each image token in order, whether its row is a learned newline.
+    `special` are ids that are neither text nor visual; `newline` has for each image token in order whether its row is
+    a learned newline.
     """
     image, text = token_positions(ids, attention_mask, config.image_token_id).values()
     ends = torch.zeros_like(image)
     if newline is not None:
         ends[ids == config.image_token_id] = newline.to(ids.device)
-    indicators = _among(ids, getattr(config, "visual_indicator_token_ids", None) or ())
-    other = _among(ids, special) & ~indicators
-    kinds = {
-        "visual": image & ~ends,
-        "text": text & ~indicators & ~other,
-        "special": text & other,
-        "newline": image & ends,
-        "indicator": text & indicators,
-    }
-    return torch.stack([mask.flatten() for mask in kinds.values()])
 
+    def among(wanted: Iterable[int]) -> Tensor:
+        return torch.isin(ids, torch.tensor(sorted(wanted), dtype=ids.dtype, device=ids.device))
 
-def _among(ids: Tensor, wanted: Iterable[int]) -> Tensor:
-    return torch.isin(ids, torch.tensor(sorted(wanted), dtype=ids.dtype, device=ids.device))
+    indicators = among(getattr(config, "visual_indicator_token_ids", None) or ())
+    other = among(special) & ~indicators
+    kinds = (image & ~ends, text & ~indicators & ~other, text & other, image & ends, text & indicators)
+    return torch.stack([mask.flatten() for mask in kinds])

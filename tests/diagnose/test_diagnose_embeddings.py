@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from normalign_llava.assembly.gain import embedding_statistics
-from normalign_llava.diagnose.measure.embeddings import embedding_table_of, gain_of
+from normalign_llava.diagnose.measure.interface import embedding_table_of, gain_of
 
 
 def stretch(model):

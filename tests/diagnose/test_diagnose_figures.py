@@ -11,12 +11,9 @@ from diagnosed import attention_of, diagnosed
 from PIL import Image
 from transformers import LlavaProcessor
 
-from normalign_llava.diagnose.figures import draw
-from normalign_llava.diagnose.figures.attention import attention_figures
-from normalign_llava.diagnose.figures.depth import cosine, norms, rotation
-from normalign_llava.diagnose.figures.interface import interface
-from normalign_llava.diagnose.figures.style import shown
+from normalign_llava.diagnose.figures import attention, cosine, draw, interface, norms, rotation
 from normalign_llava.diagnose.run import shown_image
+from normalign_llava.diagnose.style import shown
 
 
 pytestmark = pytest.mark.slow
@@ -75,7 +72,7 @@ def test_attention_maps_are_means_over_layers_on_one_scale(images):
     ours, baseline = (
         diagnosed(attention=[attention_of("Where?", 30, (3, 4), "image.png", sharp=sharp)]) for sharp in (9.0, 2.0)
     )
-    ((figure, _),) = attention_figures(shown(ours, baseline), images)
+    ((figure, _),) = attention(shown(ours, baseline), images)
     _, *maps, _ = figure.axes
     for axes, report in zip(maps, (baseline, ours), strict=True):
         mean = 100 * np.mean(report.attention[0].maps, axis=0)

@@ -6,7 +6,7 @@ from browser import chromium, load
 from diagnosed import diagnosed, embeddings_of
 from PIL import Image
 
-from normalign_llava.diagnose.page.write import write_page
+from normalign_llava.diagnose.page import write_page
 from normalign_llava.diagnose.report import Attention, Drawing
 
 

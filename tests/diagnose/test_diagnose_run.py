@@ -57,7 +57,7 @@ def images(folder):
 def compared(root):
     """Ours, as training leaves it, against the baseline, in the default folder; and the model's files before."""
     model = root / "ours" / "model"
-    steps = [{"step": step, "visual": [0.5, 0.9], "text": [0.4, 0.8]} for step in (0, 10)]
+    steps = [{"step": step, "visual": [0.5 + step / 100, 0.9], "text": [0.4, 0.8]} for step in (0, 10)]
     (model / "dynamics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     before = hashes(model)
     return diagnose(str(model), against=str(root / "none" / "model"), data=str(root / "images"), samples=6), before
@@ -116,7 +116,7 @@ def test_the_report_holds_what_the_api_returned(compared):
     assert questions == [answer.question for answer in none.attention] and len(questions) == 6
     assert [bool(answer.maps and answer.image) for answer in ours.attention] == [True] * 4 + [False] * 2  # drawn
     assert ours.left_out == none.left_out == []
-    assert [step["step"] for step in content["report"]["dynamics"]] == [0, 10]
+    assert [step["visual"] for step in content["report"]["dynamics"]] == [[0.5, 0.9], [0.6, 0.9]]
 
 
 def test_every_file_is_listed_the_model_as_it_was_and_nobody_named(compared, alone, root):
