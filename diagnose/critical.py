@@ -46,7 +46,7 @@ class Updates:
     angles: list[float]  # the mean angle of update and state, in radians
 
     def rotation(self, norm: float) -> list[float]:
-        """Rotation by each layer, in radians, of a token that enters with a norm (eq. 13, applied layer by layer)."""
+        """Rotation by each layer, in radians, of a token that enters with a norm (eq. 13)."""
         angles = []
         for size, angle in zip(self.sizes, self.angles, strict=True):
             angles.append(rotation_angle(norm, size, angle))
@@ -83,9 +83,9 @@ class Updates:
 def measure_updates(
     decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_text: float, texts: Sequence[str] = PASSAGES
 ) -> Updates:
-    """Measures the updates of the layers of a language model without its head on some texts, one at a time.
+    """Measures the updates of the layers of a language model without its head on some texts.
 
-    Without the first token of each, where many models keep a state of huge norm (an attention sink).
+    Their first tokens are left out: many models keep a state of huge norm there (attention sink).
     """
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:

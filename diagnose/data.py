@@ -27,8 +27,7 @@ from ..fetched.easy_vqa import held_out
 
 logger = logging.getLogger(__name__)
 
-STREAMED_ROWS = 1_000
-"""Samples are drawn from the first so many rows of a data set on the Hub."""
+STREAMED_ROWS = 1_000  # the first ones of a data set on the Hub, from which samples are drawn
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,11 @@ def load_samples(
 
 
 def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: int) -> Iterator[dict[str, Tensor]]:
-    """Model inputs of `samples`, in order, padded on the left: each question after its image, as a user's turn.
+    """Model inputs of `samples`, in order, padded on the left: each question after its image.
 
-    Args:
-        processor: A vision-language model's. Its chat template is used, with the generation prompt; without one,
-            the text is the image token, a line break and the question. A tokenizer without a padding token gets its
-            end-of-sequence token.
-        samples: What to ask, `batch_size` at a time.
+    It is a user's turn of the chat template, with the generation prompt; without a template, the
+    text is the image token, a line break and the question. A tokenizer without a padding token
+    gets its end-of-sequence token.
     """
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
@@ -115,7 +112,8 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
             inputs = _inputs(processor, batch)
         except Exception as error:  # processors raise anything, and never name the sample
             raise ValueError(f"The processor fails for {', '.join(s.name for s in batch)}: {error}") from error
-        yield {name: value for name, value in inputs.items() if name != "labels"}  # PaliGemma's makes labels too
+        # PaliGemma's makes labels too.
+        yield {name: value for name, value in inputs.items() if name != "labels"}
 
 
 def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> Mapping[str, Tensor]:
@@ -146,7 +144,7 @@ def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Ite
 
 
 def _sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
-    """The first image of a row and the question about it; None if the row has no image. It needs no answer."""
+    """The first image of a row and the question about it; None without an image."""
     if file := image_name(raw):
         name += f" ({file.rpartition('/')[2] if '://' in file or os.path.isabs(file) else file})"
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurement in words: the main numbers, and whether they agree with the paper's claims; not answers' quality."""
+"""The measurement in words: the main numbers, and whether they agree with the paper's claims."""
 
 import math
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from .report import Report, number, with_error
 EQUAL = 1.25  # sizes within this factor of each other count as equal
 EQUAL_ROTATION = 1.1  # likewise rotations, if no standard error is known
 EQUAL_ANGLE = 10.0  # angles that differ by at most so many degrees count as equal
-NO_CHANGE = 1.05  # a ratio is nearer to 1 if its distance from 1 is smaller by more than this factor
-NO_CHANGE_ENTROPY = 0.01  # attention is less diffuse if its entropy, of at most 1, is lower by more than this
+NO_CHANGE = 1.05  # a ratio is nearer to 1 if its distance is smaller by more than this factor
+NO_CHANGE_ENTROPY = 0.01  # attention is less diffuse if its entropy is lower by more than this
 
-Checked = tuple[str, str] | None  # outcome and sentence; None if what a claim is about was not measured
+Checked = tuple[str, str] | None  # outcome and sentence; None if it was not measured
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Finding:
 
 
 def verdict(report: Report, against: Report | None = None) -> list[str]:
-    """Two sentences for the top of the page: the main numbers, and how they compare with `against` or the paper."""
+    """Two sentences: the main numbers, and how they compare with `against` or the paper."""
     depth = report.depth
     first = (
         f"Visual tokens enter the decoder at {number(report.entry_ratio, 2)} × the norm of text and rotate "
@@ -49,10 +49,7 @@ def verdict(report: Report, against: Report | None = None) -> list[str]:
 
 
 def findings(report: Report, against: Report | None = None) -> list[Finding]:
-    """The paper's claims, each with what was measured here.
-
-    Claims about models without the norm are checked on `against` if only `report` has the norm.
-    """
+    """The paper's claims; those about models without the norm are about `against` if it is one."""
     baseline = against if against and report.has_norm and not against.has_norm else None
     subject = baseline or report
     if baseline:
@@ -74,7 +71,7 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         ("Figures 4a, 4b: with the norm, norms and rotations of both are nearer to each other.", report, nearness),
         ("Appendix G: with the norm, attention to the image is less diffuse.", report, focus),
     ):
-        outcome, sentence = measured or ("not measured", "What this is about was not measured, or not of both models.")
+        outcome, sentence = measured or ("not measured", "It was not measured, or not of both models.")
         checked.append(Finding(claim, outcome, f"{model.model}: {sentence}" if against else sentence))
     return checked
 
@@ -86,8 +83,8 @@ def _disparity(report: Report) -> Checked:
     if encoder is None or text is None or entry is None:
         return None
     out = encoder.mean / text.mean
-    sentence = f"Out of the encoder they have {number(out, 2)} × the norm of text, as received {number(entry, 2)} ×."
-    return _agrees(min(out, entry) > EQUAL), sentence
+    norms = f"{number(out, 2)} × the norm of text, as received {number(entry, 2)} ×"
+    return _agrees(min(out, entry) > EQUAL), f"Out of the encoder they have {norms}."
 
 
 def _asymmetry(report: Report) -> Checked:
@@ -107,10 +104,8 @@ def _updates(report: Report) -> Checked:
     if not sizes or not angles:
         return None
     factor, apart = math.exp(_distance(sizes)), math.degrees(_distance(angles))
-    sentence = (
-        f"Sizes differ by a factor of {number(factor, 2)}, angles by {number(apart, 2)}° on average over layers."
-    )
-    return _agrees(factor <= EQUAL and apart <= EQUAL_ANGLE), sentence
+    means = f"Sizes differ by a factor of {number(factor, 2)}, angles by {number(apart, 2)}°"
+    return _agrees(factor <= EQUAL and apart <= EQUAL_ANGLE), f"{means} on average over layers."
 
 
 def _bottom(report: Report) -> Checked:
@@ -131,8 +126,8 @@ def _nearness(report: Report, against: Report) -> Checked:
     factor, factor_before = math.exp(_distance(norms)), math.exp(_distance(norms_before))
     outcomes = _nearer(factor, factor_before), _nearer(rotation, before)
     sentence = (
-        f"Norms differ by a factor of {number(factor, 3)} on average over layers, {number(factor_before, 3)} without "
-        f"it; visual tokens rotate {number(rotation, 3)} × as much as text, {number(before, 3)} × without it."
+        f"Norms differ by a factor of {number(factor, 3)} on average over layers, {number(factor_before, 3)} "
+        f"without it; visual tokens rotate {number(rotation, 3)} × as much, {number(before, 3)} × without it."
     )
     return next(word for word in ("disagrees", "no difference", "agrees") if word in outcomes), sentence
 
@@ -148,7 +143,7 @@ def _focus(report: Report, against: Report) -> Checked:
 
 
 def _above(values: list[float], threshold: float) -> tuple[str, str]:
-    """Whether the mean is above a threshold, or "unclear" within two standard errors of it; and the mean in words."""
+    """Whether the mean is above a threshold, or within two standard errors of it; and the mean."""
     mean, error = fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     outcome = "unclear" if abs(mean - threshold) < 2 * error else _agrees(mean > threshold)
     return outcome, with_error(mean, error, digits=3)
@@ -166,7 +161,7 @@ def _agrees(agrees: bool) -> str:
 
 
 def _pairs(report: Report, quantity: str) -> list[tuple[float, float]]:
-    """Means of visual and of text tokens, by state or layer but the last; without NaN, of layers that do nothing."""
+    """Means of visual and of text tokens, by state or layer but the last; no NaN of idle layers."""
     visual, text = (getattr(report.depth, quantity).get(kind) for kind in ("visual", "text"))
     pairs = list(zip(visual.mean, text.mean, strict=True)) if visual and text else []
     pairs = pairs if quantity == "log_norm" else pairs[:-1]

@@ -42,16 +42,10 @@ class ModelHandle:
     config: PreTrainedConfig
     processor: ProcessorMixin | None  # of a vision-language model
     model_class: Any = None  # the class that loads the weights; None for an adapter
-    adapter: Adapter | None = None  # put on its base as in training, whatever the arguments of `load` say
+    adapter: Adapter | None = None  # put on its base as in training, whatever `load` is told
 
     def load(self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
-        """Loads the weights, in eval mode, on a GPU if there is one.
-
-        Args:
-            dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, unless this CPU only
-                emulates it: [`dtype_to_load`].
-            load_in_4bit: Quantize the language model's layers to 4 bits while loading: [`four_bits`].
-        """
+        """Loads the weights, in eval mode, on a GPU if there is one; see [`precision`]."""
         if self.adapter:
             return self.adapter.load().get_base_model()
         dtype, quantization = self.precision(dtype, load_in_4bit)
@@ -66,7 +60,7 @@ class ModelHandle:
     def precision(
         self, dtype: str | torch.dtype, load_in_4bit: bool
     ) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
-        """The dtype and the quantization in which `load` loads a model that is no adapter, given its arguments."""
+        """What `load` loads a model in that is no adapter: [`dtype_to_load`], [`four_bits`]."""
         dtype, checkpoint = torch_dtype(dtype), self.checkpoint
         if not load_in_4bit:
             size = bytes_of_weights(checkpoint.name, checkpoint.revision)
@@ -77,12 +71,9 @@ class ModelHandle:
 
 
 def resolve_model(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelHandle:
-    """Tells from its configuration what `model` is, and loads its processor.
+    """Tells what a folder, Hub id or adapter's folder is, and loads its processor.
 
-    Args:
-        model: Folder or Hub id of a vision-language model or of a language model, or an adapter's folder.
-        revision: Branch, tag or commit of the Hub id.
-        trust_remote_code: Run code from the checkpoint if transformers does not have its architecture.
+    Code from the checkpoint runs with `trust_remote_code`, if transformers lacks its architecture.
     """
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
@@ -105,8 +96,8 @@ def resolve_model(model: str, revision: str | None = None, *, trust_remote_code:
     fitting = (cls for cls, mapping in classes.items() if cls.__name__ in remote or type(config) in mapping)
     if (cls := next(fitting, None)) is None:
         raise ValueError(
-            f"{name} is a {config.model_type!r} model. Give a vision-language model (AutoModelForImageTextToText) or "
-            "a language model (AutoModelForCausalLM)."
+            f"{name} is a {config.model_type!r} model. Give a vision-language model "
+            "(AutoModelForImageTextToText) or a language model (AutoModelForCausalLM)."
         )
     if config.model_type == NormAlignLlavaConfig.model_type:
         processor = opened.processor
@@ -116,10 +107,7 @@ def resolve_model(model: str, revision: str | None = None, *, trust_remote_code:
 
 
 def _processor_class(config: PreTrainedConfig) -> Any:
-    """The class that loads the processor of a vision-language model.
-
-    Without torchvision, which transformers' video processors need, a processor of both is loaded without that part.
-    """
+    """The class that loads a processor: without torchvision, one that makes do without videos."""
     cls = PROCESSOR_MAPPING.get(type(config), AutoProcessor)
     videos = inspect.signature(cls.__init__).parameters.get("video_processor")
     # It cannot be left out of SmolVLM's.

@@ -28,7 +28,7 @@ SECTIONS = {
 def write_page(
     report: Report, against: Report | None, drawings: Sequence[Drawing], folder: Path, *, provenance: Mapping[str, str]
 ) -> None:
-    """Writes `report.html` into `folder`, with style and figures inside, whose files are in the folder."""
+    """Writes `report.html` into `folder`, with the figures inside, whose files are there."""
     models = [report] if against is None else [against, report]
     tables = tables_of(models)
     sections = []
@@ -54,7 +54,7 @@ def write_page(
 
 
 def table(caption: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
-    """A table as the template draws it; the first cell of a row is its header, for which `columns` has a head too.
+    """A table as the template draws it; the first cell of a row is its header.
 
     Columns that hold numbers alone are aligned to the right.
     """
@@ -63,7 +63,7 @@ def table(caption: str, columns: list[str], rows: list[list[str]]) -> dict[str, 
 
 
 def tables_of(models: Sequence[Report]) -> dict[str, list[dict[str, Any]]]:
-    """The tables of each section, and of models and data; of two models, the first is the baseline."""
+    """The tables of each section, and of the data; of two models, the first is the baseline."""
     names = [*(f"{model.model} (baseline)" for model in models[:-1]), models[-1].model]
     interface = [
         *([label, *(spread(getattr(m.interface, stage)) for m in models)] for stage, (_, label) in STAGES.items()),
@@ -73,8 +73,8 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[dict[str, Any]]]:
     ]
     low, high = (number(limit(paper_ratios().values()), 2) for limit in (min, max))
     caption = (
-        "L2 norms from the encoder to the first decoder layer, and ratios of their means: 1 is aligned, and visual "
-        f"tokens of the paper's models have {low} to {high}."
+        "L2 norms from the encoder to the first decoder layer, and ratios of their means: 1 is "
+        f"aligned, and visual tokens of the paper's models have {low} to {high}."
     )
     embeddings = [
         table(

@@ -12,7 +12,7 @@ def paper_tables() -> dict[str, Any]:
 
 
 def paper_ratios() -> dict[str, float]:
-    """Mean norm of visual tokens, the projector's output, over that of text embeddings, by model (tables 2, 3)."""
+    """Mean norm of visual tokens, out of the projector, over that of text embeddings, by model."""
     tables = paper_tables()
     ratios = {row["model"]: row["after_mean"] / row["text_mean"] for row in tables["table_2"]}
     ovis = tables["table_3_ovis2_5"]

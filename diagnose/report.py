@@ -14,12 +14,8 @@ if TYPE_CHECKING:
     from ..assembly.gain import EmbeddingStatistics
 
 
-SCHEMA_VERSION = 1
-"""The version of `report.json`; it grows when a field is renamed, removed or changes its meaning."""
-
+SCHEMA_VERSION = 1  # grows when a field is renamed, removed or changes its meaning
 REPORT, PAGE = "report.json", "report.html"
-"""Files in the folder that a diagnosis writes: the numbers and the page."""
-
 KINDS = ("visual", "text", "special", "newline", "indicator")
 """The kinds of token, as docs/report.md describes them; padding is none."""
 

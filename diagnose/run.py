@@ -37,14 +37,9 @@ from .page import write_page
 from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, DynamicsStep, Report, report_json
 
 
-FOLDER = "diagnostics"
-"""The folder within a checkpoint that holds its report."""
-
-QUESTIONS, QUESTIONS_DRAWN = 16, 4
-"""Attention is measured on the first so many samples, and drawn for the first so many."""
-
+FOLDER = "diagnostics"  # within a checkpoint
 WRITTEN = r"report\.(json|html)|(interface|norms|cosine|rotation|dynamics|(attention|(baseline_)?image)_\d+)\.png"
-"""Names of the files in the folder."""
+QUESTIONS, QUESTIONS_DRAWN = 16, 4  # samples on which attention is measured, and is drawn
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ def _measure(
     """The report of one model; the images that attention is drawn on are written into `folder`."""
     processor = handle.processor
     assert processor is not None
-    dynamics = read_dynamics(Path(handle.checkpoint.name, DYNAMICS))  # before the model is loaded, for its errors
+    dynamics = read_dynamics(Path(handle.checkpoint.name, DYNAMICS))  # first, for its errors
     model = handle.load(**loading)
     count = math.ceil(len(drawn.samples) / batch_size)
     inputs = track(batches(processor, drawn.samples, batch_size), "norms and rotation", count)
@@ -165,8 +160,9 @@ def _measure(
             special = tokenizer_ids(processor.tokenizer)
             try:
                 answer = attention_maps(model, asked, question=sample.question, special_ids=special)
-            except (ValueError, RuntimeError) as error:  # such as out of memory: a map has heads * tokens^2 numbers
-                report.left_out.append(f"Attention, from question {number} on: {str(error).partition(chr(10))[0]}")
+            except (ValueError, RuntimeError) as error:  # out of memory: maps have heads * tokens^2 numbers
+                reason = str(error).partition("\n")[0]
+                report.left_out.append(f"Attention, from question {number} on: {reason}")
                 break
             if number <= QUESTIONS_DRAWN:
                 answer = replace(answer, image=f"{prefix}image_{number}.png")
@@ -183,7 +179,7 @@ def _measure(
 
 
 def read_dynamics(file: Path) -> list[DynamicsStep]:
-    """Inter-layer cosines at each step that training recorded (appendix F, figure 5), in order; empty without any."""
+    """Inter-layer cosines at the steps that training recorded (figure 5)."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return [DynamicsStep(**json.loads(line)) for line in lines]
@@ -192,10 +188,7 @@ def read_dynamics(file: Path) -> list[DynamicsStep]:
 
 
 def shown_image(processor: ProcessorMixin, inputs: dict[str, Tensor], image: Image.Image) -> Image.Image:
-    """The image as the model received it, cropped and resized; `image` itself if that cannot be told.
-
-    It can be told from `pixel_values` of one image, `(1, 3, height, width)`, scaled to 0 to 1 and normalised.
-    """
+    """The image as the model received it, cropped and resized; `image` if that cannot be told."""
     pixels, settings = inputs.get("pixel_values"), vars(processor.image_processor)
     is_scaled = settings.get("do_rescale") and settings.get("do_normalize")
     if pixels is None or pixels.dim() != 4 or len(pixels) != 1 or not is_scaled:
@@ -207,5 +200,5 @@ def shown_image(processor: ProcessorMixin, inputs: dict[str, Tensor], image: Ima
 
 def _written(folder: Path) -> set[str]:
     """Names of the files of the diagnosis in `folder`; empty if there is none."""
-    names = {path.name for path in folder.iterdir()} if (folder / REPORT).is_file() else set()
-    return {name for name in names if re.fullmatch(WRITTEN, name)}
+    paths = folder.iterdir() if (folder / REPORT).is_file() else ()
+    return {path.name for path in paths if re.fullmatch(WRITTEN, path.name)}

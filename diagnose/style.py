@@ -44,9 +44,8 @@ class Shown:
 def shown(report: Report, against: Report | None) -> list[Shown]:
     """The models in the paper's order, baseline first, with names that fit and that matplotlib can draw."""
     model = Shown(report, elide(printable(report.model), 30))
-    if against is None:
-        return [model]
-    return [Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True), model]
+    baseline = against and Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True)
+    return [baseline, model] if baseline else [model]
 
 
 def printable(text: str) -> str:
@@ -83,7 +82,7 @@ def tidy(axes: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def ratio_title(values: Sequence[float | None], sentence: str, otherwise: str) -> str:
-    """`sentence` with the model's ratio for {}, then the baseline's in parentheses; `otherwise` without a ratio."""
+    """`sentence` with the model's ratio for {}, then the baseline's; `otherwise` without a ratio."""
     *baseline, ratio = (None if value is None else f"{number(value, 3)} ×" for value in values)
     if ratio is None:
         return otherwise

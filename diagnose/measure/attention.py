@@ -19,31 +19,19 @@ from .probe import in_evaluation_mode, model_inputs
 def attention_maps(
     model: nn.Module, batch: Mapping[str, Tensor], *, question: str, special_ids: Iterable[int] = ()
 ) -> Attention:
-    """Attention from the text after an image to the image, for every layer, of one question.
+    """Attention from the text after an image to the image, by layer, of a batch of one sequence.
 
-    Averaged over heads and over the `text` positions (`report.KINDS`) after the last visual token: the question, and
-    what the chat template puts behind it. Several images, or the tiles of one, are taken together in token order.
+    Averaged over heads and over the `text` positions (`report.KINDS`) after the last visual token:
+    the question, and what the chat template puts behind it. Several images, or the tiles of one,
+    are taken together in token order.
 
-    Layers without an attention map (linear attention), with NaN in it, or whose mask hides a part of the image from
-    some of that text (a sliding window, chunks), are left out of the result.
-
-    Only the decoder is switched to eager attention, which takes `heads * tokens^2` numbers for one layer, and back
-    afterwards. The head is not run.
-
-    Args:
-        model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
-        batch: Inputs of its forward pass for one sequence. Labels are ignored.
-        question: The question, for the result.
-        special_ids: Ids of special tokens, in addition to those in the configuration.
-
-    Raises:
-        ValueError: The model cannot be read (`find_parts`), the batch has no visual token or no text after the last
-            one, or no layer gives a map.
+    Layers without an attention map (linear attention), with NaN in it, or whose mask hides a part
+    of the image from some of that text (a sliding window, chunks), are left out of the result.
+    Only the decoder is eager meanwhile, which takes `heads * tokens^2` numbers for one layer.
     """
     parts = find_parts(model)
     inputs, config, decoder = model_inputs(parts, batch), parts.model.config, parts.decoder
-    special = boundary_ids(config) | set(special_ids)
-    kinds = token_kinds(inputs["input_ids"], inputs.get("attention_mask"), config, special)
+    kinds = token_kinds(inputs, config, boundary_ids(config) | set(special_ids))
     visual, text = (kinds[KINDS.index(kind)].nonzero().flatten().cpu() for kind in ("visual", "text"))
     asking = text[text > visual.max()] if len(visual) else visual
     if not len(asking):
@@ -69,8 +57,8 @@ def attention_maps(
         parts.inner(**inputs, use_cache=False)
     if not (received := {number: row for number, row in received.items() if row.sum() > 0}):
         raise ValueError(
-            f"None of the {len(decoder.layers)} layers of {type(decoder).__name__} has an attention map "
-            "that reaches the whole image."
+            f"None of the {len(decoder.layers)} layers of {type(decoder).__name__} has an attention "
+            "map that reaches the whole image."
         )
     shares = [row.sum().item() for row in received.values()]
     # Learned queries are not places in the image, even if their number is a square.
@@ -90,18 +78,14 @@ def attention_maps(
 
 
 def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
-    """Whether a mask that eager attention adds, `(1, 1, tokens, tokens)`, hides no position of `visual` from `asking`.
-
-    Families configure windows in different places, or not at all.
-    """
+    """Whether an additive mask, `(1, 1, tokens, tokens)`, hides no `visual` from `asking`."""
     return mask is None or bool((mask[0, 0, asking][:, visual] > torch.finfo(mask.dtype).min / 2).all())
 
 
 def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
     """Rows and columns of an image's visual tokens, by the ratio of its height to its width.
 
-    None for several images or tiles, or with tokens that are not part of the image (class token, registers, newline
-    rows).
+    None for several images or tiles, or with tokens of no place (class token, newline rows).
     """
     patches, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
     if patches is not None:
@@ -117,10 +101,7 @@ def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None
 
 
 def bottom_bias(shares: Tensor) -> float:
-    """Sum of the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: from 0 to 3, even is 1.
-
-    If three does not divide the number of rows, the row at the edge counts in part.
-    """
-    rows = len(shares)
-    weights = (torch.arange(1, rows + 1, dtype=shares.dtype) - 2 * rows / 3).clamp(0, 1)  # of each row, in that third
+    """Sum of the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: even is 1."""
+    rows = len(shares)  # of which the one at the third's edge counts in part
+    weights = (torch.arange(1, rows + 1, dtype=shares.dtype) - 2 * rows / 3).clamp(0, 1)
     return 3 * (weights @ shares.sum(1)).item()

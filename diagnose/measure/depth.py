@@ -25,16 +25,17 @@ def widest(device: torch.device) -> torch.dtype:
 class RunningMoments:
     """Running moments of values by group (Chan, Golub and LeVeque's update), in the widest float.
 
-    Nothing is copied from a GPU until they are asked for, so that it does not have to be waited for.
+    Nothing is copied from a GPU, which would have to be waited for, until they are asked for.
     """
 
     def __init__(self):
-        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, sum of squared distances from the mean
+        # Count, mean, sum of squared distances from the mean.
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None
 
     def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
-        """Adds values `(..., n)`, and returns the means of these alone by group, NaN without values.
+        """Adds values `(..., n)`, and returns the means of these alone by group, NaN without any.
 
-        The groups have boolean masks `(groups, ..., n)`, outside which values may be NaN; by default there is one.
+        Groups have boolean masks `(groups, ..., n)`, outside which values may be NaN.
         """
         values = values.detach().to(widest(values.device))
         masks = torch.ones_like(values) > 0 if masks is None else masks.to(values.device)
@@ -52,7 +53,7 @@ class RunningMoments:
         return means
 
     def results(self) -> Tensor:
-        """Mean, standard deviation and count by group, `(3, groups, ...)`; the former are NaN without values."""
+        """Mean, standard deviation (NaN without values) and count by group, `(3, groups, ...)`."""
         assert self._state is not None
         count, mean, squares = (part.cpu().double() for part in self._state)
         moments = torch.stack([mean, (squares / count.clamp(min=1)).sqrt()])
@@ -89,7 +90,7 @@ class DepthProbe:
         self._steps, self._cosines = ([RunningMoments() for _ in layers] for _ in range(2))
         self._last, self._final = RunningMoments(), RunningMoments()
         self._ratios = RunningMoments()  # of visual to text rotation, one for each pass
-        # Of the current pass: masks of the kinds, the last state with its norms, mean rotations by layer.
+        # Of the current pass: masks of the kinds, the last state and its norms, mean rotations.
         self._masks: Tensor | None = None
         self._state: tuple[Tensor, Tensor] | None = None
         self._rotations: list[Tensor] = []
@@ -98,8 +99,8 @@ class DepthProbe:
     def watching(self, masks: Callable[[], Tensor]) -> Iterator[None]:
         """Measures every forward pass within.
 
-        `masks` returns those of the kinds, `(len(KINDS), batch * tokens)`, in the current pass. It is called when the
-        decoder runs: the positions of newlines are known only by then.
+        `masks` returns those of the kinds, `(len(KINDS), batch * tokens)`, in the current pass. It
+        is called when the decoder runs: the positions of newlines are known only by then.
         """
 
         def begin(layer: nn.Module, args: tuple) -> None:
@@ -115,10 +116,7 @@ class DepthProbe:
             yield
 
     def result(self) -> Depth:
-        """Curves of all quantities, and the asymmetry.
-
-        Raises ValueError if states are not finite, or visual or text tokens are all zero.
-        """
+        """Curves of all quantities, and the asymmetry; an error for states that have none."""
         steps = torch.stack([moments.results() for moments in self._steps])  # of each layer, (3, kinds, quantities)
         measured = dict(zip(QUANTITIES, steps.unbind(-1), strict=True))
         for name, last in zip(("norm", "log_norm"), self._last.results().unbind(-1), strict=True):
@@ -131,14 +129,14 @@ class DepthProbe:
                 continue
             for state in (~of_kind["norm"].isfinite().all(0)).nonzero():
                 raise ValueError(
-                    f"The {kind} tokens' hidden states are NaN or infinite in state {state.item()}. Load the model in "
-                    "bfloat16 or float32, and check its weights."
+                    f"The {kind} tokens' hidden states are NaN or infinite in state {state.item()}. Load "
+                    "the model in bfloat16 or float32, and check its weights."
                 )
             zero = (of_kind["log_norm"][2] == 0).nonzero()
             if len(zero) and kind in ("visual", "text"):
                 raise ValueError(
-                    f"All {kind} tokens are zero in state {zero[0].item()}, so they have no direction. Check that the "
-                    "projector's weights were trained and loaded."
+                    f"All {kind} tokens are zero in state {zero[0].item()}, so they have no direction. "
+                    "Check that the projector's weights were trained and loaded."
                 )
             if not len(zero):  # a padding token's row may be all zero
                 for name, (mean, std, _) in of_kind.items():

@@ -34,7 +34,7 @@ class Parts:
     """The modules of a vision-language model."""
 
     model: PreTrainedModel  # without adapters around it
-    inner: PreTrainedModel  # the base model, whose forward merges image features and text embeddings
+    inner: PreTrainedModel  # the base model, whose forward merges image features and text
     decoder: Any  # the language model without its head; it has `layers` and `norm`
     projector_name: str | None  # in `model`; None if not known for this family
     projector: nn.Module | None
@@ -49,7 +49,7 @@ def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """The parts of `model`, with or without PEFT adapters. Raises ValueError if it would not be measured rightly."""
+    """The parts of `model`, with or without PEFT adapters. Raises ValueError if it has others."""
     if not isinstance(model, PreTrainedModel):
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
             raise ValueError("Prompt tuning adds tokens that are not in the batch. Measure the model without it.")
@@ -62,9 +62,9 @@ def find_parts(model: nn.Module) -> Parts:
     layers, final_norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     if None in needed or decoder is inner or not isinstance(layers, nn.ModuleList) or final_norm is None:
         raise ValueError(
-            f"{type(model).__name__} ({family}) cannot be read: only models with visual tokens in the decoder's "
-            "sequence can, none with cross-attention, and no language model alone. They need config.image_token_id, "
-            "get_image_features, and get_decoder() with layers and norm."
+            f"{type(model).__name__} ({family}) cannot be read: no language model alone can, and none "
+            "with cross-attention. It needs config.image_token_id, get_image_features, and "
+            "get_decoder() with layers and norm."
         )
     name = PROJECTORS.get(family, "multi_modal_projector")
     projector = dict(inner.named_modules()).get(name)

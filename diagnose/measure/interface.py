@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L2 norms on the way from the vision encoder into the language model (tables 1 to 3), of the embedding matrix (tables
-6 to 8), and of the projector's gain (table 5)."""
+"""L2 norms on the way into the language model (tables 1 to 3), of its embeddings (6 to 8), of the gain (5)."""
 
 import math
 from collections import defaultdict
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ...assembly.embedding_table import EmbeddingRows
 from ...assembly.gain import EmbeddingStatistics, counted_rows, statistics_of
@@ -30,8 +29,7 @@ class InterfaceProbe:
         self._table = parts.projector if isinstance(parts.projector, nn.Embedding) else None
         self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
         self._row_norms = row_norms(parts.model.get_input_embeddings())
-        self.newline: Tensor | None = None
-        """For each image token of the last forward pass, in order, whether it is a learned newline."""
+        self.newline: Tensor | None = None  # whether image tokens of the last pass are newlines
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -116,25 +114,23 @@ def row_norms(embeddings: nn.Module) -> Tensor:
         return embedding_row_norms(embeddings.weight)  # type: ignore[arg-type]
 
 
-def embedding_table_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str
-) -> EmbeddingStatistics:
-    """The table of a model in memory, which may be sharded or offloaded, without the image token's row."""
+def embedding_table_of(model: PreTrainedModel, tokenizer: Any = None, *, name: str) -> EmbeddingStatistics:
+    """The table of a model in memory, which may be offloaded, without the image token's row."""
     norms, width = row_norms(model.get_input_embeddings()), model.config.get_text_config().hidden_size
     return statistics_of(EmbeddingRows("", norms, width, model.config, tokenizer), name, top=10)
 
 
 @torch.no_grad()
 def gain_of(model: PreTrainedModel) -> Gain | None:
-    """Size of gain and bias, and their distance from the start, in float64; of an offloaded model, too.
+    """Size of gain and bias, and their distance from the start, in float64.
 
-    None for a model of another architecture or without the norm. If PEFT trains a copy of the projector, that copy is
-    measured.
+    None for a model of another architecture or without the norm. A copy that PEFT trains counts.
     """
     if model.config.model_type != NormAlignLlavaConfig.model_type or model.config.projector_norm == "none":
         return None
     norm = model.base_model.multi_modal_projector.norm
-    start = initial_gain(model.config, model.config.text_embedding_norm or math.nan)  # of the initial embeddings
+    # Of the initial embeddings.
+    start = initial_gain(model.config, model.config.text_embedding_norm or math.nan)
     # Rounded as the gain is, so that a gain that never moved has distance 0.
     stored = torch.tensor(start, dtype=norm.weight.dtype).double()
     with align_module_device(norm):

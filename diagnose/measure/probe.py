@@ -43,8 +43,7 @@ def probe(
         The report, with `interface` and `depth` filled.
 
     Raises:
-        ValueError: The model cannot be read (`find_parts`), no batch has a visual token, or hidden states are NaN or
-            infinite.
+        ValueError: The model cannot be read, no token is visual, or states are NaN or infinite.
     """
     parts = find_parts(model)
     config = parts.model.config
@@ -54,7 +53,7 @@ def probe(
     inputs: dict[str, Any] = {}
 
     def masks() -> Tensor:
-        return token_kinds(inputs["input_ids"], inputs.get("attention_mask"), config, special, interface.newline)
+        return token_kinds(inputs, config, special, interface.newline)
 
     for batch in batches:
         inputs = model_inputs(parts, batch)
@@ -76,8 +75,8 @@ def probe(
         left_out.append(f"The projector: its module in models of type {config.model_type!r} is not known.")
     if norms.scale is None:
         left_out.append(
-            "N_text and what depends on it: the norms of text tokens are not proportional to those of their rows in "
-            "the embedding matrix, because of an adapter on it, or of position embeddings."
+            "N_text and what depends on it: text tokens' norms are not proportional to those of their "
+            "embedding rows, because of an adapter on these, or of position embeddings."
         )
     dtype = str(next(parts.decoder.layers.parameters()).dtype).removeprefix("torch.")
     if getattr(parts.model, "is_loaded_in_4bit", False) or getattr(parts.model, "is_loaded_in_8bit", False):
