@@ -7,15 +7,14 @@ import math
 import pytest
 import tiny
 import torch
-import vlm_batches
 import vlm_families
 from transformers import MistralConfig, PreTrainedModel, Qwen2Config
 
 from normalign_llava.diagnose.measure.attention import attention_maps, bottom_bias, image_grid
 
 
-NO_TEXT = {vlm_batches.PAD, vlm_batches.BOS, vlm_batches.EOS, vlm_batches.START, vlm_batches.END, tiny.IMAGE}
-NO_TEXT |= {*vlm_batches.INDICATORS}
+NO_TEXT = {vlm_families.PAD, vlm_families.BOS, vlm_families.EOS, vlm_families.START, vlm_families.END, tiny.IMAGE}
+NO_TEXT |= {*vlm_families.INDICATORS}
 
 
 def ask(model, batch, **kwargs):
@@ -75,7 +74,7 @@ def assert_as_the_reference(measured, expected):
 def test_maps_are_those_that_the_model_returns(name):
     model, batch = vlm_families.make(name)
     batch = alone(name, batch)
-    measured = ask(model, batch, special_ids=[vlm_batches.START, vlm_batches.END])
+    measured = ask(model, batch, special_ids=[vlm_families.START, vlm_families.END])
     assert_as_the_reference(measured, reference(model, batch))
     assert (
         len(measured.maps) == len(measured.layers) == (vlm_families.LAYERS if name != "gemma3" else len(measured.maps))

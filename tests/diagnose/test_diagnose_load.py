@@ -6,7 +6,6 @@ import pytest
 import tiny
 import torch
 import training
-import vlm_batches
 import vlm_families
 import vlm_processors
 from transformers import LlavaProcessor
@@ -40,7 +39,7 @@ def test_images_go_through_the_processor_of_each_family(name, tmp_path):
         for seed, size in enumerate([(32, 16), (16, 24), (16, 16)])
     ]
     model, inputs = handle.load(), list(batches(handle.processor, samples, 2))
-    placeholders = sum(int((batch["input_ids"] == vlm_batches.IMAGE).sum()) for batch in inputs)
+    placeholders = sum(int((batch["input_ids"] == vlm_families.IMAGE).sum()) for batch in inputs)
     seen = probe(model, inputs, tokenizer=handle.processor.tokenizer).interface
     newlines = seen.newline.count if seen.newline else 0
     assert len(inputs) == 2 and seen.visual.count + newlines == placeholders >= 12
