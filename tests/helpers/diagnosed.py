@@ -6,16 +6,7 @@ import numpy as np
 
 from normalign_llava.assembly.gain import EmbeddingStatistics, TopToken
 from normalign_llava.diagnose.critical import rotation_angle
-from normalign_llava.diagnose.report import (
-    Attention,
-    Curve,
-    Depth,
-    DynamicsStep,
-    Gain,
-    Interface,
-    Moments,
-    Report,
-)
+from normalign_llava.diagnose.report import Attention, Curve, Depth, DynamicsStep, Gain, Interface, Moments, Report
 
 
 TEXT = 1.08
@@ -78,29 +69,27 @@ def diagnosed(
 
 def depth_of(entry: dict[str, float], layers: int = 30) -> Depth:
     """Every layer adds an update of one size at one angle, so that rotation follows from the norm alone (eq. 13)."""
-    update, angle = 0.9, 1.7
-    norms = {kind: [norm] for kind, norm in entry.items()}
-    rotation: dict[str, list[float]] = {kind: [] for kind in entry}
-    sizes, angles = [update * (1 + layer / 10) for layer in range(layers)], [angle] * layers
+    angle, sizes = 1.7, [0.9 * (1 + layer / 10) for layer in range(layers)]
+    norms, rotation = {kind: [norm] for kind, norm in entry.items()}, {kind: [] for kind in entry}
     for size in sizes:
         for kind, states in norms.items():
             rotation[kind].append(rotation_angle(states[-1], size, angle))
             states.append(math.hypot(size * math.sin(angle), states[-1] + size * math.cos(angle)))
-    mean = {kind: sum(values[:-1]) / (layers - 1) for kind, values in rotation.items()}
 
-    def curve(values: list[float]) -> Curve:
-        return Curve(list(values), [value / 10 for value in values])
+    def curves(values: dict[str, list[float]], function=float) -> dict[str, Curve]:
+        changed = {kind: list(map(function, of_kind)) for kind, of_kind in values.items()}
+        return {kind: Curve(of_kind, [value / 10 for value in of_kind]) for kind, of_kind in changed.items()}
 
     return Depth(
-        norm={kind: curve(values) for kind, values in norms.items()},
+        norm=curves(norms),
         final_norm={kind: Moments(55.5, 4.4, 100) for kind in entry},
-        cosine={kind: curve([math.cos(value) for value in values]) for kind, values in rotation.items()},
-        rotation={kind: curve(values) for kind, values in rotation.items()},
-        update_norm={kind: curve(sizes) for kind in entry},
-        update_angle={kind: curve(angles) for kind in entry},
-        log_norm={kind: curve([math.log(value) for value in values]) for kind, values in norms.items()},
-        log_update={kind: curve([math.log(size) for size in sizes]) for kind in entry},
-        asymmetry=mean["visual"] / mean["text"] if "text" in mean else None,
+        cosine=curves(rotation, math.cos),
+        rotation=curves(rotation),
+        update_norm=curves(dict.fromkeys(entry, sizes)),
+        update_angle=curves(dict.fromkeys(entry, [angle] * layers)),
+        log_norm=curves(norms, math.log),
+        log_update=curves(dict.fromkeys(entry, sizes), math.log),
+        asymmetry=sum(rotation["visual"][:-1]) / sum(rotation["text"][:-1]),
         asymmetry_error=None,
     )
 
@@ -114,7 +103,7 @@ def attention_of(question: str, layers: int, grid=(4, 4), image=None, bottom=1.0
         question=question,
         image=image,
         grid=grid,
-        maps=[(each / each.sum()).tolist() for each in maps],
+        maps=[(shares / shares.sum()).tolist() for shares in maps],
         image_share=[0.18] * layers,
         entropy=[0.93] * layers,
         bottom_bias=None if grid is None else [bottom] * layers,
