@@ -86,15 +86,12 @@ def test_projector_is_measured_on_both_sides_and_the_norm_before_it():
         assert close(moment, rows.double().norm(dim=-1).flatten().tolist())
     assert norms.ratio == pytest.approx(1.0, abs=0.02)
 
-
-def test_visual_vocabulary_takes_the_place_of_the_projectors_input():
-    model, batch = vlm_families.make("ovis2")
+    model, batch = vlm_families.make("ovis2")  # a visual vocabulary takes the place of the projector's input
     interface = probe(model, [batch]).interface
     norms = model.model.visual_embeddings_table.weight.detach().double().norm(dim=-1).tolist()
-    assert interface.projector_input is None
+    assert interface.projector_input is None and interface.projector_output.count == interface.visual.count
     assert close(interface.visual_table, norms[: -len(INDICATORS)])
     assert close(interface.indicator_table, norms[-len(INDICATORS) :])
-    assert interface.projector_output.count == interface.visual.count
 
 
 def test_the_model_is_left_as_it_was_found():
@@ -115,15 +112,7 @@ def test_the_model_is_left_as_it_was_found():
         assert torch.equal(model.eval()(**batch).logits, before)
 
 
-def test_offloaded_model_gives_the_same_numbers():
-    model, batch = vlm_families.make("normalign_llava")
-    expected = probe(model, [batch])
-    cpu_offload(model)
-    assert model.device.type == "meta"
-    assert asdict(probe(model, [batch])) == asdict(expected)
-
-
-def test_models_in_bfloat16_in_four_bits_and_with_adapters(tmp_path):
+def test_models_in_bfloat16_in_four_bits_offloaded_and_with_adapters(tmp_path):
     model, batch = vlm_families.make("normalign_llava")
     model.save_pretrained(tmp_path)
     plain = probe(model, [batch])
@@ -141,6 +130,9 @@ def test_models_in_bfloat16_in_four_bits_and_with_adapters(tmp_path):
         rotation = moments([token["rotation"][1] for token in tokens])[0]
         assert report.depth.rotation["visual"].mean[1] == pytest.approx(rotation, rel=1e-6)
         assert report.depth.rotation["text"].mean != plain.depth.rotation["text"].mean
+    model = vlm_families.make("normalign_llava")[0]
+    cpu_offload(model)
+    assert model.device.type == "meta" and asdict(probe(model, [batch])) == asdict(plain)
 
 
 def test_sequences_without_text_or_without_an_image():
@@ -174,19 +166,16 @@ def test_rows_that_are_more_than_scaled_have_no_n_text():
     assert "N_text" in report.left_out[0]
 
 
-def mllama():
-    """Llama 3.2 Vision: its decoder sees images by cross-attention, so no token of the sequence stands for one."""
-    sizes = dict(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, vocab_size=tiny.VOCABULARY)
-    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, cross_attention_layers=[1], **sizes)
-    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2)
-    return MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text))
-
-
 def test_models_and_batches_that_cannot_be_measured_are_refused():
     model, batch = vlm_families.make("llava")
     tuned = get_peft_model(tiny.llava(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    # Llama 3.2 Vision sees images by cross-attention, so no token of the sequence stands for one.
+    sizes = dict(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, vocab_size=tiny.VOCABULARY)
+    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, cross_attention_layers=[1], **sizes)
+    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2)
+    mllama = MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text))
     for refused, inputs, message in (
-        (mllama(), batch, "cannot be read: .*none with cross-attention"),
+        (mllama, batch, "cannot be read: .*none with cross-attention"),
         (LlamaForCausalLM(tiny.text_config()), batch, "cannot be read: no language model alone"),
         (tuned, batch, "Prompt tuning"),
         (model, {**batch, "pixel_values_videos": batch["pixel_values"]}, "pixel_values_videos"),
