@@ -99,23 +99,13 @@ def test_only_the_decoder_is_switched_and_the_model_stays_as_it_was():
     assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
 
 
-def test_the_bottom_third_of_four_rows_is_a_row_and_a_third():
+def test_the_grid_of_an_image_and_its_bottom_third():
     weights = [bottom_bias(row[:, None]) for row in torch.eye(4, dtype=torch.float64)]
-    assert weights == pytest.approx([0, 0, 1, 3], abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "tokens", "grid"),
-    [
-        ({"pixel_values": torch.zeros(1, 3, 336, 336)}, 576, (24, 24)),
-        ({"pixel_values": torch.zeros(1, 3, 336, 336)}, 577, None),  # with the class token
-        ({"pixel_values": torch.zeros(1, 3, 32, 128)}, 16, (2, 8)),  # a square number of tokens, not a square
-        ({"pixel_values": torch.zeros(2, 3, 32, 32)}, 16, None),
-        ({"pixel_values": torch.zeros(32, 48), "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}, 8, None),
-    ],
-)
-def test_the_grid_of_an_image(inputs, tokens, grid):
-    assert image_grid(inputs, tokens) == grid
+    assert weights == pytest.approx([0, 0, 1, 3], abs=1e-12)  # a row and a third of it
+    square, wide = ({"pixel_values": torch.zeros(1, 3, height, width)} for height, width in ((336, 336), (32, 128)))
+    assert image_grid(square, 576) == (24, 24) and image_grid(square, 577) is None  # with the class token
+    assert image_grid(wide, 16) == (2, 8)  # a square number of tokens, not a square
+    assert image_grid({"image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}, 8) is None
 
 
 def test_several_images_are_taken_together():

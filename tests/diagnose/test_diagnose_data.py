@@ -15,7 +15,6 @@ from normalign_llava.diagnose.data import Sample, Samples, batches, load_samples
 
 
 COLOURS = ("red", "green", "blue", "white", "black", "gray")
-IMAGES = Features({"image": Image(), "question": Value("string")})
 
 
 def drawn(loaded: Samples) -> dict[str, str]:
@@ -52,7 +51,7 @@ def test_a_folder_of_images_with_questions(tmp_path, caplog):
 def test_the_seed_decides_which_are_drawn(tmp_path):
     path = tmp_path / "rows.parquet"
     rows = [{"image": inside(COLOURS[i % 6]), "question": f"{i}?"} for i in range(40)]
-    Dataset.from_list(rows, features=IMAGES).to_parquet(str(path))
+    Dataset.from_list(rows, features=Features({"image": Image(), "question": Value("string")})).to_parquet(str(path))
 
     def chosen(seed):
         return [sample.name for sample in load_samples(str(path), 5, seed=seed).samples]
@@ -84,10 +83,8 @@ def test_the_built_in_images(caplog):
 
 
 def samples(*questions) -> list[Sample]:
-    return [
-        Sample(f"row {row}", question, {"path": None, "bytes": image_bytes(COLOURS[row], (20 + row, 16))})
-        for row, question in enumerate(questions)
-    ]
+    images = ({"path": None, "bytes": image_bytes(colour, (20 + row, 16))} for row, colour in enumerate(COLOURS))
+    return [Sample(f"row {row}", *both) for row, both in enumerate(zip(questions, images, strict=False))]
 
 
 def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
@@ -96,10 +93,9 @@ def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     asked = samples("Long question here?", "Short?", "Last?")
     first, last = batches(processor, asked, 2)
-    rows = [
-        ids[mask.bool()] for b in (first, last) for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)
-    ]
-    for text, sample in zip(map(processor.decode, rows), asked, strict=True):
+    pairs = [zip(made["input_ids"], made["attention_mask"], strict=True) for made in (first, last)]
+    texts = [processor.decode(ids[mask.bool()]) for rows in pairs for ids, mask in rows]
+    for text, sample in zip(texts, asked, strict=True):
         shown = "<image>" * 4
         assert text == f"<|im_start|>user\n{shown}{sample.question}<|im_end|>\n<|im_start|>assistant\n"
     assert first["attention_mask"][1, 0] == 0 and first["attention_mask"][:, -1].all()

@@ -27,6 +27,11 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoin
         assert handle.name == "model" and isinstance(handle.processor, LlavaProcessor)
         model = handle.load()
         assert type(model) is NormAlignLlavaForConditionalGeneration and not model.training
+    asked = handle.load(dtype="bfloat16").model
+    assert asked.language_model.dtype == torch.bfloat16 and model.dtype == torch.float32
+    assert asked.multi_modal_projector.norm.weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="dtype must be one of .* got 'float8'"):
+        handle.load(dtype="float8")
 
 
 @pytest.mark.slow
@@ -47,15 +52,6 @@ def test_images_go_through_the_processor_of_each_family(name, tmp_path):
 def test_a_processor_that_needs_torchvision_names_it_and_the_extra(tmp_path):
     with pytest.raises(ImportError, match=rf"processor of {tmp_path} needs torchvision.*\[vision\]"):
         resolve_model(vlm_processors.save("smolvlm", tmp_path))
-
-
-def test_dtype(checkpoint):
-    handle = resolve_model(str(checkpoint))
-    asked = handle.load(dtype="bfloat16").model
-    assert asked.language_model.dtype == torch.bfloat16 and handle.load().dtype == torch.float32
-    assert asked.multi_modal_projector.norm.weight.dtype == torch.float32
-    with pytest.raises(ValueError, match="dtype must be one of .* got 'float8'"):
-        handle.load(dtype="float8")
 
 
 def layers_in_4_bits(model):

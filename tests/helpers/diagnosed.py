@@ -24,9 +24,8 @@ def diagnosed(
     ratio: float = 37.0, norm: str | None = "none", model: str = "llava-baseline", layers: int = 30, **changes
 ) -> Report:
     """A report of a model whose visual tokens enter at `ratio` times the norm of text."""
-    depth = depth_of({"visual": ratio * TEXT, "text": TEXT, "special": 3 * TEXT}, layers)
     visual = Moments(ratio * TEXT, 45.58 if norm == "none" else 0.0213, 1024)
-    aligned = norm not in (None, "none")
+    aligned, text = norm not in (None, "none"), Moments(1.234, 0.1113, 713)
     values = dict(
         model=model,
         model_type="normalign_llava",
@@ -42,19 +41,17 @@ def diagnosed(
             projector_output=visual,
             norm_input=Moments(12.34, 5.678, 1024) if aligned else None,
             visual=visual,
-            text=Moments(1.234, 0.1113, 713),
+            text=text,
             special=Moments(3.24, 0.001234, 192),
-            text_raw=Moments(1.234, 0.1113, 713),
+            text_raw=text,
             vocabulary_raw=Moments(TEXT, 0.1801, 49152),
             vocabulary=Moments(TEXT, 0.1801, 49152),
             scale=1.0,
             ratio=ratio,
             ratio_data=ratio * TEXT / 1.234,
         ),
-        depth=depth,
-        embeddings=embeddings_of(
-            "SmolLM2-135M-Instruct", [(1000 + place, f" token{place}", 2.459 - place / 8) for place in range(10)]
-        ),
+        depth=depth_of({"visual": ratio * TEXT, "text": TEXT, "special": 3 * TEXT}, layers),
+        embeddings=embeddings_of("SmolLM2", [(1000 + row, f" token{row}", 2.459 - row / 8) for row in range(10)]),
         gain=Gain(2.2812, 0.04, 0.0152, 0.0197, 0.8765, 0.4321) if aligned else None,
         dynamics=[
             DynamicsStep(step, [0.91 + step / 1e5 + layer / 1000 for layer in range(layers)], [0.7] * layers)

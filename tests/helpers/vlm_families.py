@@ -48,21 +48,14 @@ def make(name: str, seed: int = 0) -> tuple[PreTrainedModel, Batch]:
         make_batch, settings = _FAMILIES[name]
         config = CONFIG_MAPPING[name.removesuffix("_granite")](**copy.deepcopy(settings))
         model, batch = AutoModelForImageTextToText.from_config(config), make_batch(seed)
-    _rescale(model)
-    if name == "normalign_llava":
-        model.align_projector_norm()
-    return model.eval(), batch
-
-
-def _rescale(model: PreTrainedModel) -> None:
     # Norms' gains and biases leave their defaults too: a reference that forgot one of them would not show it else.
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for path, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
-            elif "visual_embeddings_table" in name:
+            elif "visual_embeddings_table" in path:
                 parameter.normal_()  # an image's token is a mean of many of these rows
-            elif "embed_tokens" in name:
+            elif "embed_tokens" in path:
                 parameter.normal_(0.0, 0.3).mul_(1.0 + 0.5 * torch.rand(len(parameter), 1))
             else:
                 fan_in = parameter[0].numel() if parameter.dim() > 3 else parameter.shape[-1]
@@ -70,6 +63,9 @@ def _rescale(model: PreTrainedModel) -> None:
         for parameter in model.get_decoder().layers.parameters():
             if parameter.dim() > 1:
                 parameter *= 0.5
+    if name == "normalign_llava":
+        model.align_projector_norm()
+    return model.eval(), batch
 
 
 def _sequences(first: list[int], second: list[int], seed: int) -> Batch:
@@ -114,16 +110,11 @@ def _tiled(seed: int) -> Batch:
     return {**batch, "pixel_values": views, "image_sizes": torch.tensor([[16, 32], [32, 32]])}
 
 
-def _grids(seed: int, patch_shape: tuple[int, ...] = (3 * 2 * 4 * 4,)) -> Batch:
+def _grids(seed: int, patch_shape: tuple[int, ...] = (3 * 2 * 4 * 4,), typed: bool = True) -> Batch:
     """Images of 4 x 4 and 4 x 6 patches (channels, frames, height, width), of which two by two become one token."""
-    batch = _sequences(_bounded(4), _bounded(6), seed)
-    pixels = _pixels(16 + 24, *patch_shape, seed=seed)
-    return {**batch, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 6]])}
-
-
-def _typed_grids(seed: int) -> Batch:
-    batch = _grids(seed)
-    return {**batch, "mm_token_type_ids": (batch["input_ids"] == IMAGE).long()}
+    batch, pixels = _sequences(_bounded(4), _bounded(6), seed), _pixels(16 + 24, *patch_shape, seed=seed)
+    types = {"mm_token_type_ids": (batch["input_ids"] == IMAGE).long()} if typed else {}
+    return {**batch, **types, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 6]])}
 
 
 def _ovis(seed: int) -> Batch:
@@ -160,80 +151,62 @@ _INNER = dict(hidden_size=16, intermediate_size=24)
 _TOWER = dict(**_INNER, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
 _GRID_TOWER = dict(**_INNER, depth=2, num_heads=2, patch_size=4, out_hidden_size=tiny.WIDTH)
 _QWEN2_TOWER = dict(depth=2, embed_dim=16, hidden_size=tiny.WIDTH, mlp_ratio=2, num_heads=2, patch_size=4)
-_OVIS_TOWER = dict(patch_size=8, vocab_size=40, num_visual_indicator_tokens=len(INDICATORS))
-_PINPOINTS = dict(image_token_index=IMAGE, image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]])
-_IMAGE_AND_VIDEO = dict(image_token_id=IMAGE, video_token_id=VIDEO)
-_BOUNDARIES = dict(**_IMAGE_AND_VIDEO, vision_start_token_id=START, vision_end_token_id=END)
-_GLM = {f"{kind}_{end}_token_id": id for kind in ("image", "video") for end, id in (("start", START), ("end", END))}
+_QWEN3_TOWER = dict(**_GRID_TOWER, num_position_embeddings=16, deepstack_visual_indexes=[0, 1])
+_OVIS_TOWER = {**_TOWER, "patch_size": 8, "vocab_size": 40, "num_visual_indicator_tokens": len(INDICATORS)}
+_CONVOLUTIONS = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=16, hidden_size=16)
+_CLIP, _SIGLIP = tiny.vision_config("clip"), tiny.vision_config("siglip")
+
 _SIZES = dict(vocab_size=tiny.VOCABULARY, hidden_size=tiny.WIDTH, intermediate_size=48, num_hidden_layers=LAYERS)
 _HEADS = dict(num_attention_heads=2, num_key_value_heads=1)
 _SPECIAL = dict(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
 _LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
 _EXPERTS = dict(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
+_DENSE = dict(num_attention_heads=2, num_key_value_heads=2, first_k_dense_replace=1, num_mtp_layers=0)
+_DEEPSEEK = DeepseekV3Config(**_SIZES, **_SPECIAL, **_LATENT, **_EXPERTS, **_DENSE)
 _GRANITE = _text(GraniteConfig, embedding_multiplier=3.0, residual_multiplier=0.8)
 _WINDOWS = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-_DEEPSEEK = DeepseekV3Config(
-    **_SIZES, **_SPECIAL, **_EXPERTS, **_LATENT, num_attention_heads=2, num_key_value_heads=2, first_k_dense_replace=1,
-    num_mtp_layers=0,
-)  # fmt: skip
-_CONVOLUTIONS = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=16, hidden_size=16)
+
+_PINPOINTS = dict(image_token_index=IMAGE, image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]])
+_NEXT = dict(**_PINPOINTS, tie_word_embeddings=True)
+_IMAGE_AND_VIDEO = dict(image_token_id=IMAGE, video_token_id=VIDEO)
+_BOUNDARIES = dict(**_IMAGE_AND_VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+_GLM = {f"{kind}_{end}_token_id": id for kind in ("image", "video") for end, id in (("start", START), ("end", END))}
+_KIMI = dict(**_BOUNDARIES, projection_hidden_size=16)
+_GEMMA = dict(image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END, mm_tokens_per_image=4)
+_PALIGEMMA = dict(image_token_index=IMAGE, projection_dim=tiny.WIDTH, hidden_size=tiny.WIDTH)
+_OVIS = dict(image_token_id=IMAGE, visual_indicator_token_ids=list(INDICATORS), vocab_size=tiny.VOCABULARY)
 
 
 def _family(make_batch, vision, text, **others) -> tuple:
     return make_batch, dict(vision_config=vision, text_config=text, **others)
 
 
-_clip, _siglip = tiny.vision_config("clip"), tiny.vision_config("siglip")
 _FAMILIES = {
-    "llava_next": _family(_tiled, _clip, _text(), **_PINPOINTS, tie_word_embeddings=True),
-    "llava_next_granite": _family(_tiled, _clip, _GRANITE, **_PINPOINTS, tie_word_embeddings=True),
-    "llava_onevision": _family(_tiled, _siglip, _text(Qwen2Config), **_PINPOINTS, video_token_index=VIDEO),
-    "qwen2_vl": _family(_typed_grids, _QWEN2_TOWER, _rope(2, 3, 3), **_BOUNDARIES),
+    "llava_next": _family(_tiled, _CLIP, _text(), **_NEXT),
+    "llava_next_granite": _family(_tiled, _CLIP, _GRANITE, **_NEXT),
+    "llava_onevision": _family(_tiled, _SIGLIP, _text(Qwen2Config), **_PINPOINTS, video_token_index=VIDEO),
+    "qwen2_vl": _family(_grids, _QWEN2_TOWER, _rope(2, 3, 3), **_BOUNDARIES),
     "qwen2_5_vl": _family(
-        _typed_grids, {**_GRID_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}, _rope(2, 3, 3), **_BOUNDARIES
+        _grids, dict(**_GRID_TOWER, window_size=16, fullatt_block_indexes=[1]), _rope(2, 3, 3), **_BOUNDARIES
     ),
-    "qwen3_vl": _family(
-        _typed_grids,
-        {**_GRID_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-        _rope(4, 2, 2, head_dim=16),
-        **_BOUNDARIES,
-    ),
-    "glm4v": _family(_typed_grids, {**_GRID_TOWER, "image_size": 16}, _rope(2, 3, 3), **_IMAGE_AND_VIDEO, **_GLM),
+    "qwen3_vl": _family(_grids, _QWEN3_TOWER, _rope(4, 2, 2, head_dim=16), **_BOUNDARIES),
+    "glm4v": _family(_grids, dict(**_GRID_TOWER, image_size=16), _rope(2, 3, 3), **_IMAGE_AND_VIDEO, **_GLM),
     "internvl": _family(partial(_square, bounded=True), _TOWER, _text(Qwen2Config), image_token_id=IMAGE),
-    "ovis2": _family(
-        _ovis,
-        {**_TOWER, **_OVIS_TOWER},
-        _text(Qwen2Config),
-        image_token_id=IMAGE,
-        visual_indicator_token_ids=list(INDICATORS),
-        vocab_size=tiny.VOCABULARY,
-        hidden_size=tiny.WIDTH,
-    ),
+    "ovis2": _family(_ovis, _OVIS_TOWER, _text(Qwen2Config), **_OVIS, hidden_size=tiny.WIDTH),
     "idefics3": _family(_listed, _TOWER, _text(), image_token_id=IMAGE),
     "smolvlm": _family(_listed, _TOWER, _text(), image_token_id=IMAGE),
-    "paligemma": _family(
-        partial(_square, types="token_type_ids"),
-        _siglip,
-        _text(GemmaConfig),
-        image_token_index=IMAGE,
-        projection_dim=tiny.WIDTH,
-        hidden_size=tiny.WIDTH,
-    ),
+    "paligemma": _family(partial(_square, types="token_type_ids"), _SIGLIP, _text(GemmaConfig), **_PALIGEMMA),
     "gemma3": _family(
         partial(_square, bounded=True, types="token_type_ids"),
         SiglipVisionConfig(**_TOWER, vision_use_head=False),
         _text(Gemma3TextConfig, **_WINDOWS),
-        mm_tokens_per_image=4,
-        image_token_index=IMAGE,
-        boi_token_index=START,
-        eoi_token_index=END,
+        **_GEMMA,
     ),
     "kimi_k25": _family(
-        partial(_grids, patch_shape=(3, 4, 4)),
-        {**_TOWER, "pos_emb_height": 4, "pos_emb_width": 4},
+        partial(_grids, patch_shape=(3, 4, 4), typed=False),
+        dict(**_TOWER, pos_emb_height=4, pos_emb_width=4),
         _DEEPSEEK,
-        projection_hidden_size=16,
-        **_BOUNDARIES,
+        **_KIMI,
     ),
     "fast_vlm": _family(_square, _CONVOLUTIONS, _text(Qwen2Config), image_token_index=IMAGE),
 }
