@@ -86,12 +86,9 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[dict[str, Any]]]:
         if (read := model.embeddings)
     ]
     gains = [
-        [
-            name,
-            *map(number, (gain.l2, gain.mean_abs, gain.bias_mean_abs, gain.start, gain.distance, gain.bias_distance)),
-        ]
+        [name, *map(number, vars(model.gain).values())]
         for name, model in zip(names, models, strict=True)
-        if (gain := model.gain)
+        if model.gain
     ]
     heads = ["Model", "L2 norm", "Mean |gain|", "Mean |bias|", "Start", "Distance from start", "Bias, from 0"]
     labels = {

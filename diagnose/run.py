@@ -153,11 +153,11 @@ def _measure(
     inputs = track(batches(processor, drawn.samples, batch_size), "norms and rotation", count)
     cast = loading["dtype"] == "auto" and emulates_float16(model)
     attention: list[Attention] = []
+    special = tokenizer_ids(processor.tokenizer)
     with ProductsInBfloat16() if cast else nullcontext():
         report = probe(model, inputs, tokenizer=processor.tokenizer, name=name, data=drawn.name)
         for number, sample in enumerate(track(drawn.samples[:QUESTIONS], "attention"), 1):
             (asked,) = batches(processor, [sample], 1)
-            special = tokenizer_ids(processor.tokenizer)
             try:
                 answer = attention_maps(model, asked, question=sample.question, special_ids=special)
             except (ValueError, RuntimeError) as error:  # out of memory: maps have heads * tokens^2 numbers

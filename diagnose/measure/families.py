@@ -49,7 +49,7 @@ def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """The parts of `model`, with or without PEFT adapters. Raises ValueError if it has others."""
+    """The parts of `model`, with or without PEFT adapters. Raises ValueError if it lacks some."""
     if not isinstance(model, PreTrainedModel):
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
             raise ValueError("Prompt tuning adds tokens that are not in the batch. Measure the model without it.")

@@ -64,10 +64,8 @@ def test_updates_are_differences_of_hidden_states(tmp_path, cls):
             sizes[number].append(update.norm().log())
             angles[number].append(angle(state, update))
 
-    hooks = [
-        layer.register_forward_hook(partial(compare, number=number))
-        for number, layer in enumerate(model.base_model.layers)
-    ]
+    layers = enumerate(model.base_model.layers)
+    hooks = [layer.register_forward_hook(partial(compare, number=number)) for number, layer in layers]
     with torch.no_grad():
         for text in TEXTS:
             model(**tokenizer(text, return_tensors="pt"))

@@ -19,9 +19,8 @@ def with_rotation(report: Report, asymmetry: float | None, error: float | None =
 
 
 def by_claim(report, against=None):
-    """Outcome and sentence of each claim."""
-    checked = findings(report, against)
-    return {name: (one.outcome, one.sentence) for name, one in zip(CLAIMS, checked, strict=True)}
+    checked = ((finding.outcome, finding.sentence) for finding in findings(report, against))
+    return dict(zip(CLAIMS, checked, strict=True))
 
 
 @pytest.mark.parametrize(
