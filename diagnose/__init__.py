@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnosis of any vision-language model: norms at the interface, rotation in depth, attention.
-
-`probe` is imported on first use: training measures with two modules of this package alone.
-"""
+"""Diagnosis of any vision-language model. `probe` is imported on first use: training has none."""
 
 from typing import TYPE_CHECKING, Any
 
-
-__all__ = ["probe"]
 
 if TYPE_CHECKING:
     from .measure.probe import probe

@@ -24,43 +24,29 @@ from .measure.probe import placed
 from .report import KINDS
 
 
-SHARES = (0.9, 0.5)
-"""Shares of text's rotation whose norms are given."""
-
-LARGEST = 1e6
-"""Largest norm that is tried, in N_text."""
-
+SHARES = (0.9, 0.5)  # of text's rotation, whose norms are given
+LARGEST = 1e6  # norm that is tried, in N_text
 PASSAGES = files(__package__).joinpath("passages.txt").read_text(encoding="utf-8").splitlines()
-"""What the layers read: plain text of several kinds."""
 
 
 def rotation_angle(norm: float, update: float, angle: float) -> float:
     """Angle between a state h and h + dh, in [0, pi]: tan(omega) = c sin(phi) / (||h|| + c cos(phi)) (eqs. 8, 13).
 
-    Args:
-        norm: ||h||, the norm of the state.
-        update: c, the norm of the update dh. If it more than undoes the state, the angle is over pi/2.
-        angle: phi, the angle between the state and its update, in radians.
+    `norm` is ||h||, `update` c, the norm of dh, and `angle` phi, the angle between both, in radians.
     """
     return math.atan2(update * math.sin(angle), norm + update * math.cos(angle))
 
 
 @dataclass(frozen=True)
 class Updates:
-    """Updates of a decoder's layers on text, which enters with the mean norm N_text.
-
-    By layer: the norm of the update, its geometric mean over tokens, and its mean angle to the state, in radians.
-    """
+    """Updates of a decoder's layers on text, which enters with the mean norm N_text."""
 
     n_text: float
-    sizes: list[float]
-    angles: list[float]
+    sizes: list[float]  # by layer, the geometric mean over tokens of the update's norm
+    angles: list[float]  # the mean angle of update and state, in radians
 
     def rotation(self, norm: float) -> list[float]:
-        """Rotation by each layer, in radians, of a token that enters with a norm (eq. 13, applied layer by layer).
-
-        The state's norm after a layer follows from its norm before, the update and their angle.
-        """
+        """Rotation by each layer, in radians, of a token that enters with a norm (eq. 13)."""
         angles = []
         for size, angle in zip(self.sizes, self.angles, strict=True):
             angles.append(rotation_angle(norm, size, angle))
@@ -97,10 +83,9 @@ class Updates:
 def measure_updates(
     decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_text: float, texts: Sequence[str] = PASSAGES
 ) -> Updates:
-    """Measures the updates of a decoder's layers on some texts, one at a time, without the first token of each.
+    """Measures the updates of the layers of a language model without its head on some texts.
 
-    Many models keep a state of huge norm at the first token (an attention sink), which is like no other. The decoder
-    is a language model without its head, in evaluation mode.
+    Their first tokens are left out: many models keep a state of huge norm there (attention sink).
     """
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:

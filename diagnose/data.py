@@ -4,7 +4,6 @@
 import logging
 import os
 import random
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -17,7 +16,6 @@ from rich.progress import track
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from ..data.rows.checks import check_images_are_read
 from ..data.rows.forms import columns as columns_of, image_name
 from ..data.rows.images import ImageRules, decode_image
 from ..data.rows.unread import known_row, unread_image
@@ -29,31 +27,20 @@ from ..fetched.easy_vqa import held_out
 
 logger = logging.getLogger(__name__)
 
-STREAMED_ROWS = 1_000
-"""Samples are drawn from the first so many rows of a data set on the Hub."""
+STREAMED_ROWS = 1_000  # the first ones of a data set on the Hub, from which samples are drawn
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A question about an image.
+    """A question about an image."""
 
-    Attributes:
-        name: Data set, row and image file, without the folders above the data.
-        question: The question.
-        stored: The image's `path` or its `bytes`, as in `datasets`.
-    """
-
-    name: str
+    name: str  # data set, row and image file, without the folders above the data
     question: str
-    stored: Mapping[str, Any]
+    stored: Mapping[str, Any]  # the image's `path` or its `bytes`, as in `datasets`
 
     @property
     def image(self) -> Image.Image:
-        """The image, upright and in RGB; decoded at each access.
-
-        Raises:
-            ValueError: It cannot be decoded; the message names the sample.
-        """
+        """The image, upright and in RGB; decoded at each access."""
         try:
             return decode_image(dict(self.stored), DataArguments.max_image_pixels)
         except ValueError as error:
@@ -82,56 +69,58 @@ def load_samples(
         columns: Names of its columns, such as `"image=image_path,question=asked"`.
     """
     rng = random.Random(seed)
+    candidates: Iterable[Sample | None]
     if data is None:
-        questions = held_out(per_kind=100)
+        name, questions = "easy-VQA and emoji", held_out(per_kind=100)
         rng.shuffle(questions)
-        drawn = (
+        candidates = (
             Sample(f"{asked.kind} ({asked.image.name})", asked.text, {"path": str(asked.image), "bytes": None})
             for asked in questions
         )
-        name = "easy-VQA and emoji"
-        return Samples(name, _take(name, drawn, count))
-    source = DataSource.named(data, image_folder=image_folder, columns=columns)
-    here = Path(source.path)
-    label = here.resolve().name if here.exists() else source.path
-    split = [] if Path(data).expanduser().exists() else data.split(":")[1:]
-    opened = open_source(source, streaming=not here.exists())
-    rows = _shuffled(opened, label, max(STREAMED_ROWS, count), rng)
-    return Samples(":".join([label, *split]), _take(label, _samples(rows, label, opened.rules), count))
+    else:
+        source = DataSource.named(data, image_folder=image_folder, columns=columns)
+        path = Path(source.path)
+        label = path.resolve().name if path.exists() else source.path
+        name = ":".join([label, *([] if Path(data).expanduser().exists() else data.split(":")[1:])])
+        opened = open_source(source, streaming=not path.exists())
+        rows = _shuffled(opened, label, max(STREAMED_ROWS, count), rng)
+        candidates = (_sample_of_row(raw, f"{file}, row {row}", opened.rules) for file, row, raw in rows)
+    samples = []
+    for sample in track(islice(filter(None, candidates), count), f"images of {name}", total=count):
+        sample.image  # noqa: B018  (decoded for its errors)
+        samples.append(sample)
+    if not samples:
+        raise ValueError(f"{name} has no row with an image. docs/data.md lists the forms in which images are read.")
+    if len(samples) < count:
+        logger.warning(f"{name} has only {len(samples):,} of the {count:,} samples asked for; all are used.")
+    return Samples(name, samples)
 
 
 def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: int) -> Iterator[dict[str, Tensor]]:
-    """Model inputs of `samples`, in order, padded on the left: each question after its image, as a user's turn.
+    """Model inputs of `samples`, in order, padded on the left: each question after its image.
 
-    Args:
-        processor: A vision-language model's. Its chat template is used, with the generation prompt; without one,
-            the text is the image token, a line break and the question. A tokenizer without a padding token gets its
-            end-of-sequence token.
-        samples: What to ask, `batch_size` at a time.
+    It is a user's turn of the chat template, with the generation prompt; without a template, the
+    text is the image token, a line break and the question. A tokenizer without a padding token
+    gets its end-of-sequence token.
     """
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     for start in range(0, len(samples), batch_size):
-        yield _inputs_of(processor, samples[start : start + batch_size])
+        batch = samples[start : start + batch_size]
+        try:
+            inputs = _inputs(processor, batch)
+        except Exception as error:  # processors raise anything, and never name the sample
+            raise ValueError(f"The processor fails for {', '.join(s.name for s in batch)}: {error}") from error
+        # PaliGemma's makes labels too.
+        yield {name: value for name, value in inputs.items() if name != "labels"}
 
 
-def _inputs_of(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Tensor]:
-    try:
-        return _inputs(processor, batch)
-    except Exception as error:  # processors raise anything, and never name the sample
-        if len(batch) > 1:
-            for sample in batch:
-                _inputs_of(processor, [sample])
-        names = "; ".join(sample.name for sample in batch)
-        raise ValueError(f"The processor fails for {names}: {error}") from error
-
-
-def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Tensor]:
+def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> Mapping[str, Tensor]:
     options = {"padding": True, "padding_side": "left"}
     if processor.chat_template:
         parts = ([{"type": "image", "image": x.image}, {"type": "text", "text": x.question}] for x in batch)
-        inputs = processor.apply_chat_template(
+        return processor.apply_chat_template(
             [[{"role": "user", "content": content}] for content in parts],
             add_generation_prompt=True,
             tokenize=True,
@@ -139,14 +128,8 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Ten
             return_tensors="pt",
             processor_kwargs=options,
         )
-    else:
-        inputs = processor(
-            text=[f"{processor.image_token}\n{sample.question}" for sample in batch],
-            images=[[sample.image] for sample in batch],
-            return_tensors="pt",
-            **options,
-        )
-    return {name: value for name, value in inputs.items() if name != "labels"}  # PaliGemma's makes labels too
+    texts = [f"{processor.image_token}\n{sample.question}" for sample in batch]
+    return processor(text=texts, images=[[sample.image] for sample in batch], return_tensors="pt", **options)
 
 
 def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:
@@ -160,26 +143,8 @@ def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Ite
     return rows
 
 
-def _samples(rows: Iterable[tuple[str, int, Any]], label: str, rules: ImageRules) -> Iterator[Sample]:
-    with_image, without, unread = 0, 0, Counter[str]()
-    for name, row, raw in rows:
-        if sample := _sample_of_row(raw, f"{name}, row {row}", rules):
-            with_image += 1
-            yield sample
-        else:
-            without += 1
-            unread.update(filter(None, [unread_image(raw, [])]))
-    check_images_are_read(label, without, with_image, unread)
-
-
 def _sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
-    """The first image of a row and the question about it; None if the row has no image.
-
-    The row needs no answer; `name` has its data set and number.
-
-    Raises:
-        ValueError: The row is of no known form, its image is not valid or may not be read, or it has no question.
-    """
+    """The first image of a row and the question about it; None without an image."""
     if file := image_name(raw):
         name += f" ({file.rpartition('/')[2] if '://' in file or os.path.isabs(file) else file})"
     try:
@@ -198,15 +163,3 @@ def _sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
     if not question:
         raise ValueError(f"{name} has no question. It has the columns {columns_of(raw)}.")
     return Sample(name, question, image)
-
-
-def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:
-    samples = []
-    for sample in track(islice(candidates, count), f"images of {label}", total=count):
-        sample.image  # noqa: B018  (decoded for its errors)
-        samples.append(sample)
-    if not samples:
-        raise ValueError(f"{label} has no row with an image. docs/data.md lists the forms in which images are read.")
-    if len(samples) < count:
-        logger.warning(f"{label} has only {len(samples):,} of the {count:,} samples asked for; all are used.")
-    return samples

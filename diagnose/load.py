@@ -35,33 +35,17 @@ from ..errors import check_installed
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model before its weights are loaded.
+    """A model before its weights are loaded."""
 
-    Attributes:
-        name: Folder or Hub id, without the folders above it.
-        checkpoint: The folder or Hub id to load it from; of an adapter, its folder alone.
-        config: The model's configuration.
-        processor: The processor of a vision-language model; None for a language model.
-        model_class: The class that loads the weights; None for an adapter.
-        adapter: An adapter, which is put on its base as in training, whatever the arguments of
-            `load` say.
-    """
-
-    name: str
-    checkpoint: Checkpoint
+    name: str  # folder or Hub id, without the folders above it
+    checkpoint: Checkpoint  # the folder or Hub id to load it from; of an adapter, its folder alone
     config: PreTrainedConfig
-    processor: ProcessorMixin | None
-    model_class: Any = None
-    adapter: Adapter | None = None
+    processor: ProcessorMixin | None  # of a vision-language model
+    model_class: Any = None  # the class that loads the weights; None for an adapter
+    adapter: Adapter | None = None  # put on its base as in training, whatever `load` is told
 
     def load(self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
-        """Loads the weights, in eval mode, on a GPU if there is one.
-
-        Args:
-            dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, unless this CPU only
-                emulates it: [`dtype_to_load`].
-            load_in_4bit: Quantize the language model's layers to 4 bits while loading: [`four_bits`].
-        """
+        """Loads the weights, in eval mode, on a GPU if there is one; see [`precision`]."""
         if self.adapter:
             return self.adapter.load().get_base_model()
         dtype, quantization = self.precision(dtype, load_in_4bit)
@@ -76,12 +60,7 @@ class ModelHandle:
     def precision(
         self, dtype: str | torch.dtype, load_in_4bit: bool
     ) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
-        """The dtype and the quantization in which `load` loads a model that is no adapter, given its arguments.
-
-        Raises:
-            ValueError: There is no such dtype.
-            ImportError: bitsandbytes is not installed.
-        """
+        """What `load` loads a model in that is no adapter: [`dtype_to_load`], [`four_bits`]."""
         dtype, checkpoint = torch_dtype(dtype), self.checkpoint
         if not load_in_4bit:
             size = bytes_of_weights(checkpoint.name, checkpoint.revision)
@@ -92,12 +71,9 @@ class ModelHandle:
 
 
 def resolve_model(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelHandle:
-    """Tells from its configuration what `model` is, and loads its processor.
+    """Tells what a folder, Hub id or adapter's folder is, and loads its processor.
 
-    Args:
-        model: Folder or Hub id of a vision-language model or of a language model, or an adapter's folder.
-        revision: Branch, tag or commit of the Hub id.
-        trust_remote_code: Run code from the checkpoint if transformers does not have its architecture.
+    Code from the checkpoint runs with `trust_remote_code`, if transformers lacks its architecture.
     """
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
@@ -112,9 +88,17 @@ def resolve_model(model: str, revision: str | None = None, *, trust_remote_code:
             "own. Read that code, and pass --trust-remote-code if you trust it."
         )
     opened = replace(opened, trust_remote_code=bool(remote))
-    config = opened.config
-    cls = _model_class(name, config, remote)
-    processor = None
+    config, processor = opened.config, None
+    classes = {
+        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
+    fitting = (cls for cls, mapping in classes.items() if cls.__name__ in remote or type(config) in mapping)
+    if (cls := next(fitting, None)) is None:
+        raise ValueError(
+            f"{name} is a {config.model_type!r} model. Give a vision-language model "
+            "(AutoModelForImageTextToText) or a language model (AutoModelForCausalLM)."
+        )
     if config.model_type == NormAlignLlavaConfig.model_type:
         processor = opened.processor
     elif cls is AutoModelForImageTextToText or remote and "vision_config" in opened.stored:
@@ -123,11 +107,7 @@ def resolve_model(model: str, revision: str | None = None, *, trust_remote_code:
 
 
 def _processor_class(config: PreTrainedConfig) -> Any:
-    """The class that loads the processor of a vision-language model.
-
-    transformers has no video processor without torchvision, but image processors for most families. There a processor
-    of both is loaded without its part for videos.
-    """
+    """The class that loads a processor: without torchvision, one that makes do without videos."""
     cls = PROCESSOR_MAPPING.get(type(config), AutoProcessor)
     videos = inspect.signature(cls.__init__).parameters.get("video_processor")
     # It cannot be left out of SmolVLM's.
@@ -136,18 +116,3 @@ def _processor_class(config: PreTrainedConfig) -> Any:
     attributes = [name for name in cls.get_attributes() if name != "video_processor"]
     changed = {"__module__": cls.__module__, "get_attributes": staticmethod(lambda: attributes)}
     return type(cls.__name__, (cls,), changed)
-
-
-def _model_class(name: str, config: PreTrainedConfig, remote: dict) -> Any:
-    """The class that loads a model; `remote` is its own `auto_map`."""
-    classes = {
-        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
-    }
-    for cls, mapping in classes.items():
-        if cls.__name__ in remote or type(config) in mapping:
-            return cls
-    raise ValueError(
-        f"{name} is a {config.model_type!r} model. Give a vision-language model (AutoModelForImageTextToText) or a "
-        "language model (AutoModelForCausalLM)."
-    )

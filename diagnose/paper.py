@@ -12,11 +12,7 @@ def paper_tables() -> dict[str, Any]:
 
 
 def paper_ratios() -> dict[str, float]:
-    """Mean norm of visual tokens over that of text embeddings, by model.
-
-    Visual tokens are the projector's output (table 2); of Ovis 2.5, which has none, the rows of its visual embedding
-    table (table 3).
-    """
+    """Mean norm of visual tokens, out of the projector, over that of text embeddings, by model."""
     tables = paper_tables()
     ratios = {row["model"]: row["after_mean"] / row["text_mean"] for row in tables["table_2"]}
     ovis = tables["table_3_ovis2_5"]

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of a diagnosis: the dataclasses of `report.json`, and the text of their numbers.
 
-docs/report.md defines states and layers.
-
-Equations, tables, figures and appendices are the paper's.
+docs/report.md defines states and layers. Equations, tables, figures and appendices are the paper's.
 """
 
 import json
@@ -16,12 +14,8 @@ if TYPE_CHECKING:
     from ..assembly.gain import EmbeddingStatistics
 
 
-SCHEMA_VERSION = 1
-"""The version of `report.json`; it grows when a field is renamed, removed or changes its meaning."""
-
+SCHEMA_VERSION = 1  # grows when a field is renamed, removed or changes its meaning
 REPORT, PAGE = "report.json", "report.html"
-"""Files in the folder that a diagnosis writes: the numbers and the page."""
-
 KINDS = ("visual", "text", "special", "newline", "indicator")
 """The kinds of token, as docs/report.md describes them; padding is none."""
 
@@ -188,17 +182,16 @@ def number(value: float | None, digits: int = 4) -> str:
     """`value` with `digits` significant digits, whole numbers in full; an en dash if there is no finite value."""
     if value is None or not math.isfinite(value):
         return "–"
-    if value == 0:
-        return "0"
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    if exponent < -4:
-        return f"{value:.{digits - 1}e}".replace("-", "−")
-    return f"{value:,.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
+    text = f"{value:.{digits - 1}e}"
+    exponent = int(text.partition("e")[2])
+    if exponent >= -4:
+        text = f"{value:,.{max(digits - 1 - exponent, 0)}f}"
+    return text.replace("-", "−")
 
 
-def spread(moments: "Moments | EmbeddingStatistics | None", digits: int = 4) -> str:
+def spread(moments: "Moments | EmbeddingStatistics | None") -> str:
     """Mean and standard deviation, as [`number`] writes them."""
-    return f"{number(moments.mean, digits)} ± {number(moments.std, digits)}" if moments else "–"
+    return f"{number(moments.mean)} ± {number(moments.std)}" if moments else "–"
 
 
 def with_error(value: float | None, error: float | None, digits: int = 2) -> str:

@@ -102,6 +102,6 @@ def test_notebooks_are_short_and_kept_without_outputs(file):
 
 
 def test_names_in_a_notebook_are_neither_html_nor_markup(tmp_path):
-    done = Diagnosis(diagnosed(), None, ["<i>[red]a[/b] & \x1b[31m"], [], tmp_path)
+    done = Diagnosis(["<i>[red]a[/b] & \x1b[31m"], [], diagnosed(), None, tmp_path)
     html = done._repr_mimebundle_([], [])["text/html"]
     assert "&lt;i&gt;[red]a[/b] &amp; \\x1b[31m" in html and "the paper" in html

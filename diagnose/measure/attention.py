@@ -2,52 +2,40 @@
 """Attention from the text after an image to the image (appendix G), one layer's map at a time."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..report import KINDS, Attention
-from .families import RESAMPLED, Parts, find_parts
+from .families import RESAMPLED, find_parts
 from .positions import boundary_ids, token_kinds
 from .probe import in_evaluation_mode, model_inputs
 
 
 def attention_maps(
-    model: nn.Module,
-    batch: Mapping[str, Tensor],
-    *,
-    question: str,
-    special_ids: Iterable[int] = (),
+    model: nn.Module, batch: Mapping[str, Tensor], *, question: str, special_ids: Iterable[int] = ()
 ) -> Attention:
-    """Attention from the text after an image to the image, for every layer, of one question.
+    """Attention from the text after an image to the image, by layer, of a batch of one sequence.
 
-    Averaged over heads and over the `text` positions (`report.KINDS`) after the last visual token: the question, and
-    what the chat template puts behind it. Several images, or the tiles of one, are taken together in token order.
+    Averaged over heads and over the `text` positions (`report.KINDS`) after the last visual token:
+    the question, and what the chat template puts behind it. Several images, or the tiles of one,
+    are taken together in token order.
 
-    Layers without an attention map (linear attention), with NaN in it, or whose mask hides a part of the image from
-    some of that text (a sliding window, chunks), are left out of the result.
-
-    Only the decoder is switched to eager attention, which takes `heads * tokens^2` numbers for one layer, and back
-    afterwards. The head is not run.
-
-    Args:
-        model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
-        batch: Inputs of its forward pass for one sequence. Labels are ignored.
-        question: The question, for the result.
-        special_ids: Ids of special tokens, in addition to those in the configuration.
-
-    Raises:
-        ValueError: The model cannot be read (`find_parts`), the batch has several sequences, no visual token or no
-            text after the last one, or no layer gives a map.
+    Layers without an attention map (linear attention), with NaN in it, or whose mask hides a part
+    of the image from some of that text (a sliding window, chunks), are left out of the result.
+    Only the decoder is eager meanwhile, which takes `heads * tokens^2` numbers for one layer.
     """
     parts = find_parts(model)
-    inputs = model_inputs(parts, batch)
-    visual, asking = _positions(parts, inputs, special_ids)
+    inputs, config, decoder = model_inputs(parts, batch), parts.model.config, parts.decoder
+    kinds = token_kinds(inputs, config, boundary_ids(config) | set(special_ids))
+    visual, text = (kinds[KINDS.index(kind)].nonzero().flatten().cpu() for kind in ("visual", "text"))
+    asking = text[text > visual.max()] if len(visual) else visual
+    if not len(asking):
+        raise ValueError("No text comes after an image. Put the question after it.")
     received: dict[int, Tensor] = {}
 
     def reduce(number: int, attention: nn.Module, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
@@ -58,45 +46,46 @@ def attention_maps(
             received[number] = row.cpu().double()
         return output[0], None, *output[2:]  # without the map, which the layer would keep in memory
 
-    with in_evaluation_mode(parts.inner), _eager(parts.decoder), ExitStack() as hooks:
-        for number, layer in enumerate(parts.decoder.layers, 1):
+    # Through the decoder: families name its configuration within the model's differently.
+    implementation = decoder.config._attn_implementation
+    with in_evaluation_mode(parts.inner), ExitStack() as hooks:
+        hooks.callback(setattr, decoder.config, "_attn_implementation", implementation)
+        decoder.set_attn_implementation("eager")
+        for number, layer in enumerate(decoder.layers, 1):
             if attention := dict(layer.named_children()).get("self_attn"):
                 hooks.enter_context(attention.register_forward_hook(partial(reduce, number), with_kwargs=True))
         parts.inner(**inputs, use_cache=False)
     if not (received := {number: row for number, row in received.items() if row.sum() > 0}):
         raise ValueError(
-            f"None of the {len(parts.decoder.layers)} layers of {type(parts.decoder).__name__} has an attention map "
-            "that reaches the whole image."
+            f"None of the {len(decoder.layers)} layers of {type(decoder).__name__} has an attention "
+            "map that reaches the whole image."
         )
     shares = [row.sum().item() for row in received.values()]
     # Learned queries are not places in the image, even if their number is a square.
-    grid = None if parts.model.config.model_type in RESAMPLED else image_grid(inputs, len(visual))
+    grid = None if config.model_type in RESAMPLED else image_grid(inputs, len(visual))
     maps = [(row / share).reshape(grid or (1, -1)) for row, share in zip(received.values(), shares, strict=True)]
+    entropies = [torch.special.entr(shares).sum().item() for shares in maps]
     return Attention(
         question=question,
         image=None,
         grid=grid,
         maps=[shares.tolist() for shares in maps],
         image_share=shares,
-        entropy=[relative_entropy(shares) for shares in maps],
+        entropy=[entropy / math.log(len(visual)) if len(visual) > 1 else 1.0 for entropy in entropies],
         bottom_bias=None if grid is None else [bottom_bias(shares) for shares in maps],
         layers=list(received),
     )
 
 
 def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
-    """Whether a mask that eager attention adds, `(1, 1, tokens, tokens)`, hides no position of `visual` from `asking`.
-
-    Families configure windows in different places, or not at all.
-    """
+    """Whether an additive mask, `(1, 1, tokens, tokens)`, hides no `visual` from `asking`."""
     return mask is None or bool((mask[0, 0, asking][:, visual] > torch.finfo(mask.dtype).min / 2).all())
 
 
 def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
     """Rows and columns of an image's visual tokens, by the ratio of its height to its width.
 
-    None for several images or tiles, or with tokens that are not part of the image (class token, registers, newline
-    rows).
+    None for several images or tiles, or with tokens of no place (class token, newline rows).
     """
     patches, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
     if patches is not None:
@@ -111,39 +100,8 @@ def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None
     return (rows, columns) if single else None
 
 
-def relative_entropy(shares: Tensor) -> float:
-    """Entropy of shares that sum to 1, relative to even ones: 1 is even (or a single share), 0 is all on one."""
-    return 1.0 if shares.numel() == 1 else torch.special.entr(shares).sum().item() / math.log(shares.numel())
-
-
 def bottom_bias(shares: Tensor) -> float:
-    """Sum of the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: from 0 to 3, even is 1.
-
-    If three does not divide the number of rows, the row at the edge counts in part.
-    """
-    rows = len(shares)
-    weights = (torch.arange(1, rows + 1, dtype=shares.dtype) - 2 * rows / 3).clamp(0, 1)  # of each row, in that third
+    """Sum of the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: even is 1."""
+    rows = len(shares)  # of which the one at the third's edge counts in part
+    weights = (torch.arange(1, rows + 1, dtype=shares.dtype) - 2 * rows / 3).clamp(0, 1)
     return 3 * (weights @ shares.sum(1)).item()
-
-
-def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[int]) -> tuple[Tensor, Tensor]:
-    ids, config = inputs["input_ids"], parts.model.config
-    if len(ids) != 1:
-        raise ValueError(f"The batch has {len(ids)} sequences. Measure attention for one question at a time.")
-    kinds = token_kinds(ids, inputs.get("attention_mask"), config, boundary_ids(config) | set(special_ids))
-    visual, text = (kinds[KINDS.index(kind)].nonzero().flatten().cpu() for kind in ("visual", "text"))
-    asking = text[text > visual.max()] if len(visual) else visual
-    if not len(asking):
-        raise ValueError("No text comes after an image. Put the question after it.")
-    return visual, asking
-
-
-@contextmanager
-def _eager(decoder: PreTrainedModel) -> Iterator[None]:
-    # Through the decoder: families name its configuration within the model's differently.
-    before = decoder.config._attn_implementation
-    try:
-        decoder.set_attn_implementation("eager")
-        yield
-    finally:
-        decoder.config._attn_implementation = before

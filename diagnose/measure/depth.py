@@ -3,8 +3,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,58 @@ import torch
 from torch import Tensor, nn
 
 from ..report import KINDS, Curve, Depth, Moments
-from .moments import RunningMoments, widest
 
 
 QUANTITIES = ("norm", "rotation", "update_norm", "update_angle", "log_norm", "log_update")
 """What is measured of each layer's input and output, in the order of [`quantities`]."""
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The widest float that `device` has: float64, except on Apple's GPUs."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class RunningMoments:
+    """Running moments of values by group (Chan, Golub and LeVeque's update), in the widest float.
+
+    Nothing is copied from a GPU, which would have to be waited for, until they are asked for.
+    """
+
+    def __init__(self):
+        # Count, mean, sum of squared distances from the mean.
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
+        """Adds values `(..., n)`, and returns the means of these alone by group, NaN without any.
+
+        Groups have boolean masks `(groups, ..., n)`, outside which values may be NaN.
+        """
+        values = values.detach().to(widest(values.device))
+        masks = torch.ones_like(values) > 0 if masks is None else masks.to(values.device)
+        count = masks.sum(-1).to(values.dtype)
+        mean = torch.where(masks, values, 0.0).sum(-1) / count.clamp(min=1)
+        squares = torch.where(masks, values - mean.unsqueeze(-1), 0.0).square().sum(-1)
+        means = torch.where(count > 0, mean, math.nan)
+        if self._state is not None:
+            old_count, old_mean, old_squares = (part.to(values.device) for part in self._state)
+            total = (old_count + count).clamp(min=1)
+            distance = mean - old_mean
+            squares = old_squares + squares + distance.square() * old_count * count / total
+            mean, count = old_mean + distance * count / total, old_count + count
+        self._state = count, mean, squares
+        return means
+
+    def results(self) -> Tensor:
+        """Mean, standard deviation (NaN without values) and count by group, `(3, groups, ...)`."""
+        assert self._state is not None
+        count, mean, squares = (part.cpu().double() for part in self._state)
+        moments = torch.stack([mean, (squares / count.clamp(min=1)).sqrt()])
+        return torch.cat([torch.where(count > 0, moments, math.nan), count[None]])
+
+    def result(self) -> Moments | None:
+        """Moments of the only group; None without values."""
+        mean, std, count = (0.0, 0.0, 0) if self._state is None else self.results().tolist()
+        return Moments(mean, std, int(count)) if count else None
 
 
 def quantities(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,21 +79,10 @@ def quantities(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.stack([always, turns, always, exists & moves, exists, moves])
 
 
-@dataclass
-class _Pass:
-    """A forward pass so far: masks of the kinds, the last layer's input with its norms, mean rotations by layer."""
-
-    masks: Tensor
-    state: tuple[Tensor, Tensor] | None = None
-    rotations: list[Tensor] = field(default_factory=list)
-
-
 class DepthProbe:
     """Hooks on a decoder's layers that keep running moments; only one state is kept in memory.
 
-    Args:
-        layers: The decoder's layers.
-        final_norm: The norm after them, if its output is to be measured.
+    The output of `final_norm`, the norm after the layers, is measured too if it is given.
     """
 
     def __init__(self, layers: nn.ModuleList, final_norm: nn.Module | None = None):
@@ -55,34 +90,33 @@ class DepthProbe:
         self._steps, self._cosines = ([RunningMoments() for _ in layers] for _ in range(2))
         self._last, self._final = RunningMoments(), RunningMoments()
         self._ratios = RunningMoments()  # of visual to text rotation, one for each pass
-        self._pass: _Pass | None = None
+        # Of the current pass: masks of the kinds, the last state and its norms, mean rotations.
+        self._masks: Tensor | None = None
+        self._state: tuple[Tensor, Tensor] | None = None
+        self._rotations: list[Tensor] = []
 
     @contextmanager
     def watching(self, masks: Callable[[], Tensor]) -> Iterator[None]:
         """Measures every forward pass within.
 
-        Args:
-            masks: Returns the masks of the kinds, `(len(KINDS), batch * tokens)`, of the current pass. Called once a
-                pass, when the decoder runs: the positions of newlines are known only by then.
+        `masks` returns those of the kinds, `(len(KINDS), batch * tokens)`, in the current pass. It
+        is called when the decoder runs: the positions of newlines are known only by then.
         """
 
         def begin(layer: nn.Module, args: tuple) -> None:
-            self._pass = _Pass(masks())
+            self._masks, self._state, self._rotations = masks(), None, []
 
-        handles = [self._layers[0].register_forward_pre_hook(begin)]
-        for number, layer in enumerate(self._layers):
-            handles.append(layer.register_forward_hook(partial(self._after_layer, number), with_kwargs=True))
-        if self._final_norm is not None:
-            handles.append(self._final_norm.register_forward_hook(self._after_final_norm))
-        try:
+        with ExitStack() as hooks:
+            hooks.enter_context(self._layers[0].register_forward_pre_hook(begin))
+            for number, layer in enumerate(self._layers):
+                hook = partial(self._after_layer, number)
+                hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
+            if self._final_norm is not None:
+                hooks.enter_context(self._final_norm.register_forward_hook(self._after_final_norm))
             yield
-        finally:
-            self._pass = None
-            for handle in handles:
-                handle.remove()
 
     def result(self) -> Depth:
-        """Curves of all quantities, and the asymmetry."""
+        """Curves of all quantities, and the asymmetry; an error for states that have none."""
         steps = torch.stack([moments.results() for moments in self._steps])  # of each layer, (3, kinds, quantities)
         measured = dict(zip(QUANTITIES, steps.unbind(-1), strict=True))
         for name, last in zip(("norm", "log_norm"), self._last.results().unbind(-1), strict=True):
@@ -91,16 +125,29 @@ class DepthProbe:
         curves: dict[str, dict[str, Curve]] = {name: {} for name in measured}
         for place, kind in enumerate(KINDS):
             of_kind = {name: moments[..., place].T for name, moments in measured.items()}
-            if of_kind["norm"][2, 0] and _have_directions(of_kind, kind):
+            if not of_kind["norm"][2, 0]:
+                continue
+            for state in (~of_kind["norm"].isfinite().all(0)).nonzero():
+                raise ValueError(
+                    f"The {kind} tokens' hidden states are NaN or infinite in state {state.item()}. Load "
+                    "the model in bfloat16 or float32, and check its weights."
+                )
+            zero = (of_kind["log_norm"][2] == 0).nonzero()
+            if len(zero) and kind in ("visual", "text"):
+                raise ValueError(
+                    f"All {kind} tokens are zero in state {zero[0].item()}, so they have no direction. "
+                    "Check that the projector's weights were trained and loaded."
+                )
+            if not len(zero):  # a padding token's row may be all zero
                 for name, (mean, std, _) in of_kind.items():
                     curves[name][kind] = Curve(mean.tolist(), std.tolist())
         # The last layer prepares the prediction rather than the next layer's input, and is left out.
-        rotation = curves["rotation"]
-        rotated = {kind: sum(rotation[kind].mean[:-1]) for kind in ("visual", "text") if kind in rotation}
+        rotated = {kind: sum(curve.mean[:-1]) for kind, curve in curves["rotation"].items()}
+        visual, text = rotated.get("visual"), rotated.get("text")
         ratios = self._ratios.result()
         return Depth(
             final_norm={} if self._final_norm is None else _by_kind(self._final.results()),
-            asymmetry=rotated["visual"] / rotated["text"] if len(rotated) == 2 and rotated["text"] else None,
+            asymmetry=visual / text if visual is not None and text else None,
             asymmetry_error=ratios.std / math.sqrt(ratios.count - 1) if ratios and ratios.count > 1 else None,
             **curves,
         )
@@ -110,37 +157,37 @@ class DepthProbe:
         return _by_kind(self._steps[0].results()[..., QUANTITIES.index("norm")])
 
     def _after_layer(self, number: int, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        now = self._pass
-        assert now is not None
         before = args[0] if args else kwargs["hidden_states"]
         after = output[0] if isinstance(output, tuple) else output
         before, after = (_rows(states, after.device) for states in (before, after))
+        assert self._masks is not None
+        masks = self._masks.to(after.device)
         values, defined = quantities(before, after)
-        means = self._steps[number].add(values, now.masks.to(after.device).unsqueeze(1) & defined)
-        now.rotations.append(means[:, QUANTITIES.index("rotation")])
-        self._add_cosine(number - 1, now, before, values[QUANTITIES.index("norm")])
+        means = self._steps[number].add(values, masks.unsqueeze(1) & defined)
+        self._rotations.append(means[:, QUANTITIES.index("rotation")])
+        self._add_cosine(number - 1, masks, before, values[QUANTITIES.index("norm")])
         if number == len(self._layers) - 1:
             norm = after.norm(dim=-1)
-            self._add_cosine(number, now, after, norm)
+            self._add_cosine(number, masks, after, norm)
             defined = torch.stack([torch.ones_like(norm) > 0, norm > 0])
-            self._last.add(torch.stack([norm, norm.log()]), now.masks.to(norm.device).unsqueeze(1) & defined)
+            self._last.add(torch.stack([norm, norm.log()]), masks.unsqueeze(1) & defined)
             if number:  # the asymmetry leaves the last layer out
-                rotated = torch.stack([rotation.to(after.device) for rotation in now.rotations[:-1]]).sum(0)
+                rotated = torch.stack([rotation.to(after.device) for rotation in self._rotations[:-1]]).sum(0)
                 ratio = rotated[KINDS.index("visual")] / rotated[KINDS.index("text")]
                 self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 
-    def _add_cosine(self, number: int, now: _Pass, state: Tensor, norm: Tensor) -> None:
-        """Adds the cosine of layer `number`: of its input, which `now` has, and the next layer's."""
-        if now.state is not None:
-            old, old_norm = (tensor.to(state.device) for tensor in now.state)
+    def _add_cosine(self, number: int, masks: Tensor, state: Tensor, norm: Tensor) -> None:
+        """Adds the cosine of layer `number`: of its input, which was kept, and the next layer's."""
+        if self._state is not None:
+            old, old_norm = (tensor.to(state.device) for tensor in self._state)
             cosine = torch.linalg.vecdot(old, state) / (old_norm * norm)
-            self._cosines[number].add(cosine, now.masks.to(state.device) & (old_norm > 0) & (norm > 0))
-        now.state = state, norm
+            self._cosines[number].add(cosine, masks & (old_norm > 0) & (norm > 0))
+        self._state = state, norm
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
-        if self._pass is not None:  # NanoChat applies it before the first layer too
-            self._final.add(_rows(output, output.device).norm(dim=-1), self._pass.masks)
-            self._pass = None
+        if self._masks is not None:  # NanoChat applies it before the first layer too
+            self._final.add(_rows(output, output.device).norm(dim=-1), self._masks)
+            self._masks = None
 
 
 def _rows(states: Tensor, device: torch.device) -> Tensor:
@@ -149,25 +196,5 @@ def _rows(states: Tensor, device: torch.device) -> Tensor:
 
 def _by_kind(moments: Tensor) -> dict[str, Moments]:
     """Moments `(3, kinds)` by kind, of the kinds that occur."""
-    return {
-        kind: Moments(mean, std, int(count))
-        for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True)
-        if count
-    }
-
-
-def _have_directions(measured: dict[str, Tensor], kind: str) -> bool:
-    """Whether tokens of a kind have directions in all layers; an error if visual or text tokens have none."""
-    if len(states := (~measured["norm"].isfinite().all(0)).nonzero()):
-        raise ValueError(
-            f"The {kind} tokens' hidden states are NaN or infinite in state {states[0].item()}. Load the model in "
-            "bfloat16 or float32, and check its weights."
-        )
-    if len(states := (measured["log_norm"][2] == 0).nonzero()):
-        if kind not in ("visual", "text"):
-            return False  # a padding token's row may be all zero
-        raise ValueError(
-            f"All {kind} tokens are zero in state {states[0].item()}, so they have no direction. Check that the "
-            "projector's weights were trained and loaded."
-        )
-    return True
+    by_kind = zip(KINDS, moments.T.tolist(), strict=True)
+    return {kind: Moments(mean, std, int(count)) for kind, (mean, std, count) in by_kind if count}

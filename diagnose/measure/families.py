@@ -31,22 +31,14 @@ RESAMPLED = {"aria", "idefics2"}
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of a vision-language model.
+    """The modules of a vision-language model."""
 
-    Attributes:
-        model: The model, without adapters around it.
-        inner: The base model, whose forward merges image features and text embeddings.
-        decoder: The language model without its head; it has `layers` and `norm`.
-        projector_name, projector: Name in `model` and module of the projector; None if not known for this family.
-        norm: The norm at the end of the projector of this package's models; None for others.
-    """
-
-    model: PreTrainedModel
-    inner: PreTrainedModel
-    decoder: Any
-    projector_name: str | None
+    model: PreTrainedModel  # without adapters around it
+    inner: PreTrainedModel  # the base model, whose forward merges image features and text
+    decoder: Any  # the language model without its head; it has `layers` and `norm`
+    projector_name: str | None  # in `model`; None if not known for this family
     projector: nn.Module | None
-    norm: nn.Module | None
+    norm: nn.Module | None  # at the end of the projector of this package's models
 
 
 def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
@@ -57,39 +49,26 @@ def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """The parts of `model`, with or without PEFT adapters."""
+    """The parts of `model`, with or without PEFT adapters. Raises ValueError if it lacks some."""
     if not isinstance(model, PreTrainedModel):
-        peft = getattr(model, "get_base_model", None)
-        if peft is None:
-            raise ValueError(
-                f"{type(model).__name__} is not a model of transformers (PreTrainedModel). Load it with transformers."
-            )
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
             raise ValueError("Prompt tuning adds tokens that are not in the batch. Measure the model without it.")
-        return find_parts(peft())
+        return find_parts(model.get_base_model())  # type: ignore[operator]
     family = model.config.model_type
-    if family == "hunyuan_vl":  # it would be measured wrongly
-        raise ValueError(
-            "HunYuan-VL's projector puts learned rows among the visual tokens: they cannot be told apart."
-        )
+    if family == "hunyuan_vl":
+        raise ValueError("HunYuan-VL puts learned rows among the visual tokens, which cannot be told apart.")
     inner, decoder = model.base_model, model.get_decoder()
     needed = (getattr(model.config, "image_token_id", None), getattr(inner, "get_image_features", None))
     layers, final_norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     if None in needed or decoder is inner or not isinstance(layers, nn.ModuleList) or final_norm is None:
         raise ValueError(
-            f"{type(model).__name__} ({family}) cannot be read: only models with visual tokens in the decoder's "
-            "sequence can, none with cross-attention, and no language model alone. They need config.image_token_id, "
-            "get_image_features, and get_decoder() with layers and norm."
+            f"{type(model).__name__} ({family}) cannot be read: no language model alone can, and none "
+            "with cross-attention. It needs config.image_token_id, get_image_features, and "
+            "get_decoder() with layers and norm."
         )
-    prefix = "" if inner is model else f"{model.base_model_prefix}."
     name = PROJECTORS.get(family, "multi_modal_projector")
     projector = dict(inner.named_modules()).get(name)
+    path = name if inner is model else f"{model.base_model_prefix}.{name}"
     has_norm = family == "normalign_llava" and model.config.projector_norm != "none"
-    return Parts(
-        model=model,
-        inner=inner,
-        decoder=decoder,
-        projector_name=None if projector is None else prefix + name,
-        projector=projector,
-        norm=inner.multi_modal_projector.norm if has_norm else None,
-    )
+    norm = inner.multi_modal_projector.norm if has_norm else None
+    return Parts(model, inner, decoder, path if projector is not None else None, projector, norm)

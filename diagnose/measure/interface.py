@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L2 norms on the way from the vision encoder into the language model (tables 1 to 3)."""
+"""L2 norms on the way into the language model (tables 1 to 3), of its embeddings (6 to 8), of the gain (5)."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from ...assembly.gain import counted_rows
-from ...configuration_normalign_llava import embedding_scales
-from ..report import Interface, Moments
-from .embeddings import row_norms
+from ...assembly.gain import EmbeddingStatistics, counted_rows, statistics_of
+from ...configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
+from ...modeling_normalign_llava import embedding_row_norms, initial_gain
+from ..report import Gain, Interface, Moments
+from .depth import RunningMoments, widest
 from .families import Parts
-from .moments import RunningMoments, widest
 
 
 class InterfaceProbe:
@@ -26,18 +28,12 @@ class InterfaceProbe:
         self._table = parts.projector if isinstance(parts.projector, nn.Embedding) else None
         self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
         self._row_norms = row_norms(parts.model.get_input_embeddings())
-        self.newline: Tensor | None = None
-        """For each image token of the last forward pass, in order, whether it is a learned newline."""
+        self.newline: Tensor | None = None  # whether image tokens of the last pass are newlines
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measures every forward pass within."""
-        handles = []
-        if self._parts.projector is not None:
-            handles.append(self._parts.projector.register_forward_hook(self._at_projector, with_kwargs=True))
-            if self._parts.norm is not None:
-                handles.append(self._parts.norm.register_forward_pre_hook(lambda _, x: self._add("norm_input", x[0])))
-        inner = self._parts.inner
+        inner, projector, norm = self._parts.inner, self._parts.projector, self._parts.norm
         original = inner.get_image_features  # a method, so hooks do not see its output
 
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -45,13 +41,15 @@ class InterfaceProbe:
             self._at_features(output)
             return output
 
-        inner.get_image_features = measured
-        try:
+        with ExitStack() as hooks:
+            if projector is not None:
+                hooks.enter_context(projector.register_forward_hook(self._at_projector, with_kwargs=True))
+            if norm is not None:
+                before = norm.register_forward_pre_hook(lambda _, args: self._add("norm_input", args[0]))
+                hooks.enter_context(before)
+            hooks.callback(delattr, inner, "get_image_features")
+            inner.get_image_features = measured
             yield
-        finally:
-            del inner.get_image_features
-            for handle in handles:
-                handle.remove()
 
     def add_text(self, ids: Tensor) -> None:
         """Adds the norms of the embedding rows of text tokens `(n,)`."""
@@ -59,25 +57,22 @@ class InterfaceProbe:
 
     def result(self, received: dict[str, Moments]) -> Interface:
         """The norms at all stages, given those that the decoder received, by kind."""
-        stages = {name: moments.result() for name, moments in self._moments.items()}
-        stored = _moments(self._row_norms[counted_rows(self._row_norms, self._parts.model.config.image_token_id)])
-        text, text_raw = received.get("text"), stages.get("text_raw")
-        scale: float | None = math.prod(embedding_scales(self._parts.model.config.get_text_config()))
+        stages, config = {name: moments.result() for name, moments in self._moments.items()}, self._parts.model.config
+        stored = _moments(self._row_norms[counted_rows(self._row_norms, config.image_token_id)])
+        visual, text, text_raw = received.get("visual"), received.get("text"), stages.get("text_raw")
+        scale: float | None = math.prod(embedding_scales(config.get_text_config()))
         if text and text_raw and text_raw.mean:
             scale = text.mean / text_raw.mean
             # If more than a factor lies between rows and decoder, the deviation does not scale with the mean.
             scale = scale if abs(text.std - scale * text_raw.std) <= 0.01 * text.mean else None
         vocabulary = None if scale is None else Moments(scale * stored.mean, scale * stored.std, stored.count)
-        visual = received.get("visual")
-        tables = {}
         if self._table is not None:
             norms = row_norms(self._table)
-            rows = len(norms) - len(self._parts.model.config.visual_indicator_token_ids)
-            tables = {"visual_table": _moments(norms[:rows]), "indicator_table": _moments(norms[rows:])}
+            rows = len(norms) - len(config.visual_indicator_token_ids)
+            stages |= {"visual_table": _moments(norms[:rows]), "indicator_table": _moments(norms[rows:])}
         return Interface(
             **stages,
             **received,
-            **tables,
             vocabulary_raw=stored,
             vocabulary=vocabulary,
             scale=scale,
@@ -110,3 +105,41 @@ class InterfaceProbe:
 
 def _moments(norms: Tensor) -> Moments:
     return Moments(norms.mean().item(), norms.std(correction=0).item(), len(norms))
+
+
+def row_norms(embeddings: nn.Module) -> Tensor:
+    """L2 norms of the rows of an embedding matrix, which may be offloaded, `(V,)`, float64."""
+    with align_module_device(embeddings):
+        return embedding_row_norms(embeddings.weight)  # type: ignore[arg-type]
+
+
+def embedding_table_of(model: PreTrainedModel, tokenizer: Any = None, *, name: str) -> EmbeddingStatistics:
+    """The table of a model in memory, which may be offloaded, without the image token's row."""
+    norms, width = row_norms(model.get_input_embeddings()), model.config.get_text_config().hidden_size
+    return statistics_of(name, "", norms, width, model.config, tokenizer)
+
+
+@torch.no_grad()
+def gain_of(model: PreTrainedModel) -> Gain | None:
+    """Size of gain and bias, and their distance from the start, in float64.
+
+    None for a model of another architecture or without the norm. A copy that PEFT trains counts.
+    """
+    if model.config.model_type != NormAlignLlavaConfig.model_type or model.config.projector_norm == "none":
+        return None
+    norm = model.base_model.multi_modal_projector.norm
+    # Of the initial embeddings.
+    start = initial_gain(model.config, model.config.text_embedding_norm or math.nan)
+    # Rounded as the gain is, so that a gain that never moved has distance 0.
+    stored = torch.tensor(start, dtype=norm.weight.dtype).double()
+    with align_module_device(norm):
+        gain, *rest = (parameter.cpu().double() for parameter in norm.parameters())
+    bias = rest[0] if rest else None  # an RMSNorm has none
+    return Gain(
+        l2=gain.norm().item(),
+        mean_abs=gain.abs().mean().item(),
+        bias_mean_abs=None if bias is None else bias.abs().mean().item(),
+        start=start,
+        distance=(gain - stored).norm().item(),
+        bias_distance=None if bias is None else bias.norm().item(),
+    )

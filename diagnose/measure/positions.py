@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kind of every token of a sequence: `report.KINDS`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def boundary_ids(config: PreTrainedConfig) -> set[int]:
-    """Ids in a configuration and its text configuration: starts and ends of vision, of a sequence, padding.
-
-    Without the image token and Ovis' visual indicators, which stand for visual features.
-    """
+    """Ids in a configuration of starts and ends of vision, of a sequence, and padding."""
     ids: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
@@ -39,37 +37,23 @@ def token_positions(ids: Tensor, attention_mask: Tensor | None, image_token: int
 
 
 def token_kinds(
-    ids: Tensor,
-    attention_mask: Tensor | None,
-    config: PreTrainedConfig,
-    special: Iterable[int],
-    newline: Tensor | None = None,
+    inputs: Mapping[str, Any], config: PreTrainedConfig, special: set[int], newline: Tensor | None = None
 ) -> Tensor:
-    """Boolean masks `(kinds, batch * tokens)` in the order of `report.KINDS`.
+    """Boolean masks `(kinds, batch * tokens)` in the order of `report.KINDS`; padding is in none.
 
-    A position is in one of them or, if it is padding, in none.
-
-    Args:
-        ids, attention_mask: `(batch, tokens)`, image tokens expanded; the mask is 0 at padding, or None.
-        config: The model's, with the image token and Ovis' indicators.
-        special: Ids that are neither text nor visual.
-        newline: For each image token in order, whether its row is a learned newline.
+    `special` are ids that are neither text nor visual; `newline` has for each image token in order
+    whether its row is a learned newline.
     """
-    image, text = token_positions(ids, attention_mask, config.image_token_id).values()
+    ids = inputs["input_ids"]
+    image, text = token_positions(ids, inputs.get("attention_mask"), config.image_token_id).values()
     ends = torch.zeros_like(image)
     if newline is not None:
         ends[ids == config.image_token_id] = newline.to(ids.device)
-    indicators = _among(ids, getattr(config, "visual_indicator_token_ids", None) or ())
-    other = _among(ids, special) & ~indicators
-    kinds = {
-        "visual": image & ~ends,
-        "text": text & ~indicators & ~other,
-        "special": text & other,
-        "newline": image & ends,
-        "indicator": text & indicators,
-    }
-    return torch.stack([mask.flatten() for mask in kinds.values()])
 
+    def among(wanted: Iterable[int]) -> Tensor:
+        return torch.isin(ids, torch.tensor(sorted(wanted), dtype=ids.dtype, device=ids.device))
 
-def _among(ids: Tensor, wanted: Iterable[int]) -> Tensor:
-    return torch.isin(ids, torch.tensor(sorted(wanted), dtype=ids.dtype, device=ids.device))
+    indicators = among(getattr(config, "visual_indicator_token_ids", None) or ())
+    other = among(special) & ~indicators
+    kinds = (image & ~ends, text & ~indicators & ~other, text & other, image & ends, text & indicators)
+    return torch.stack([mask.flatten() for mask in kinds])

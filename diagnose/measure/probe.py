@@ -43,8 +43,7 @@ def probe(
         The report, with `interface` and `depth` filled.
 
     Raises:
-        ValueError: The model cannot be read (`find_parts`), there is no batch, a batch has no `input_ids`, no batch
-            has a visual token, or hidden states are NaN or infinite.
+        ValueError: The model cannot be read, no token is visual, or states are NaN or infinite.
     """
     parts = find_parts(model)
     config = parts.model.config
@@ -54,7 +53,7 @@ def probe(
     inputs: dict[str, Any] = {}
 
     def masks() -> Tensor:
-        return token_kinds(inputs["input_ids"], inputs.get("attention_mask"), config, special, interface.newline)
+        return token_kinds(inputs, config, special, interface.newline)
 
     for batch in batches:
         inputs = model_inputs(parts, batch)
@@ -65,27 +64,27 @@ def probe(
         interface.add_text(inputs["input_ids"].flatten()[kinds[KINDS.index("text")]])
         tokens += kinds.sum(-1).cpu()
         samples += len(inputs["input_ids"])
-    if not samples:
-        raise ValueError("There is no batch to measure. Give at least one.")
     counts = {kind: count for kind, count in zip(KINDS, tokens.tolist(), strict=True) if count}
     if "visual" not in counts:
         raise ValueError(
             f"None of the {samples} sequences has a visual token, id {config.image_token_id} (config.image_token_id). "
             "Put the image token into the prompts, as the processor does."
         )
-    norms = interface.result(depth.norm_received())
-    left_out = []
+    norms, left_out = interface.result(depth.norm_received()), []
     if parts.projector is None:
         left_out.append(f"The projector: its module in models of type {config.model_type!r} is not known.")
     if norms.scale is None:
         left_out.append(
-            "N_text and what depends on it: the norms of text tokens are not proportional to those of their rows in "
-            "the embedding matrix, because of an adapter on it, or of position embeddings."
+            "N_text and what depends on it: text tokens' norms are not proportional to those of their "
+            "embedding rows, because of an adapter on these, or of position embeddings."
         )
+    dtype = str(next(parts.decoder.layers.parameters()).dtype).removeprefix("torch.")
+    if getattr(parts.model, "is_loaded_in_4bit", False) or getattr(parts.model, "is_loaded_in_8bit", False):
+        dtype = quantization_name(config.quantization_config.to_dict())
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
         model_type=config.model_type,
-        dtype=precision(parts),
+        dtype=dtype,
         hidden_size=config.get_text_config().hidden_size,
         projector=parts.projector_name,
         data=data,
@@ -98,22 +97,10 @@ def probe(
     )
 
 
-def precision(parts: Parts) -> str:
-    """Precision of the decoder's weights: "float32", "bfloat16", ..., or its [`quantization_name`]."""
-    model = parts.model
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        return quantization_name(model.config.quantization_config.to_dict())
-    return str(next(parts.decoder.layers.parameters()).dtype).removeprefix("torch.")
-
-
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """The batch without labels, on the model's device and in its precision."""
-    if "input_ids" not in batch:
-        raise ValueError("A batch must have input_ids, to tell image tokens from text. Give a list of batches.")
-    if others := sorted({"pixel_values_videos", "input_features"} & set(batch)):
-        raise ValueError(
-            f"A batch has {' and '.join(others)}. Tokens of video and sound are not measured: give images."
-        )
+    if others := {"pixel_values_videos", "input_features"} & set(batch):
+        raise ValueError(f"A batch has {others.pop()}. Tokens of video and sound are not measured: give images.")
     return {name: placed(value, parts.model) for name, value in batch.items() if name not in ("labels", "use_cache")}
 
 

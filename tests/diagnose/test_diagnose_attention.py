@@ -7,15 +7,13 @@ import math
 import pytest
 import tiny
 import torch
-import vlm_batches
-import vlm_families
 from transformers import MistralConfig, PreTrainedModel, Qwen2Config
+from vlm_families import BOS, END, EOS, FAMILIES, IMAGE, INDICATORS, LAYERS, PAD, START, make
 
 from normalign_llava.diagnose.measure.attention import attention_maps, bottom_bias, image_grid
 
 
-NO_TEXT = {vlm_batches.PAD, vlm_batches.BOS, vlm_batches.EOS, vlm_batches.START, vlm_batches.END, tiny.IMAGE}
-NO_TEXT |= {*vlm_batches.INDICATORS}
+NO_TEXT = {PAD, BOS, EOS, START, END, IMAGE, *INDICATORS}
 
 
 def ask(model, batch, **kwargs):
@@ -34,14 +32,6 @@ def alone(name, batch):
     return one
 
 
-def grid_of(name, batch):
-    """Two by two patches of an image grid are one token; tiles and newlines form no grid."""
-    if "image_grid_thw" in batch:
-        _, height, width = batch["image_grid_thw"][0].tolist()
-        return height // 2, width // 2
-    return None if "image_sizes" in batch or name == "ovis2" else (2, 2)
-
-
 def reference(model, batch, no_text=NO_TEXT):
     """Maps, image shares and entropies by layer, from all maps of an eager copy, with plain float64 sums."""
     eager = copy.deepcopy(model)
@@ -50,7 +40,7 @@ def reference(model, batch, no_text=NO_TEXT):
         attentions = eager(**batch, output_attentions=True, use_cache=False).attentions
     ids = batch["input_ids"][0].tolist()
     attended = batch["attention_mask"][0].tolist()
-    visual = [i for i, token in enumerate(ids) if token == tiny.IMAGE]
+    visual = [i for i, token in enumerate(ids) if token == IMAGE]
     asking = [i for i, token in enumerate(ids) if i > visual[-1] and attended[i] and token not in no_text]
     maps, shares, entropies = [], [], []
     for attention in attentions:
@@ -71,26 +61,25 @@ def assert_as_the_reference(measured, expected):
     assert measured.entropy == pytest.approx(entropies, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", vlm_families.FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_maps_are_those_that_the_model_returns(name):
-    model, batch = vlm_families.make(name)
+    model, batch = make(name)
     batch = alone(name, batch)
-    measured = ask(model, batch, special_ids=[vlm_batches.START, vlm_batches.END])
+    measured = ask(model, batch, special_ids=[START, END])
     assert_as_the_reference(measured, reference(model, batch))
-    assert (
-        len(measured.maps) == len(measured.layers) == (vlm_families.LAYERS if name != "gemma3" else len(measured.maps))
-    )
-    assert measured.grid == grid_of(name, batch)
-    if measured.grid is None:
+    assert len(measured.maps) == len(measured.layers) and (len(measured.layers) == LAYERS or name == "gemma3")
+    # Two by two patches of an image grid are one token; tiles and newlines form no grid.
+    grid = (2, 3) if "image_grid_thw" in batch else None if "image_sizes" in batch or name == "ovis2" else (2, 2)
+    assert measured.grid == grid
+    if grid is None:
         assert measured.bottom_bias is None and all(len(rows) == 1 for rows in measured.maps)
-    else:
-        assert all((len(rows), len(rows[0])) == measured.grid for rows in measured.maps)
-        if measured.grid[0] == 2:  # the bottom third of two rows is two thirds of the lower one
-            assert measured.bottom_bias == pytest.approx([2 * sum(rows[1]) for rows in measured.maps])
+    else:  # the bottom third of two rows is two thirds of the lower one
+        assert all((len(rows), len(rows[0])) == grid for rows in measured.maps)
+        assert measured.bottom_bias == pytest.approx([2 * sum(rows[1]) for rows in measured.maps])
 
 
 def test_only_the_decoder_is_switched_and_the_model_stays_as_it_was():
-    model, batch = vlm_families.make("qwen2_5_vl")
+    model, batch = make("qwen2_5_vl")
     batch = alone("qwen2_5_vl", batch)
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     layer, during = model.get_decoder().layers[0], []
@@ -110,25 +99,13 @@ def test_only_the_decoder_is_switched_and_the_model_stays_as_it_was():
     assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
 
 
-def test_bottom_bias_of_four_rows():
-    assert bottom_bias(torch.full((4, 4), 1 / 16, dtype=torch.float64)) == pytest.approx(1.0, abs=1e-12)
-    # The bottom third is a row and a third.
+def test_the_grid_of_an_image_and_its_bottom_third():
     weights = [bottom_bias(row[:, None]) for row in torch.eye(4, dtype=torch.float64)]
-    assert weights == pytest.approx([0, 0, 1, 3], abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "tokens", "grid"),
-    [
-        ({"pixel_values": torch.zeros(1, 3, 336, 336)}, 576, (24, 24)),
-        ({"pixel_values": torch.zeros(1, 3, 336, 336)}, 577, None),  # with the class token
-        ({"pixel_values": torch.zeros(1, 3, 32, 128)}, 16, (2, 8)),  # a square number of tokens, not a square
-        ({"pixel_values": torch.zeros(2, 3, 32, 32)}, 16, None),
-        ({"pixel_values": torch.zeros(32, 48), "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}, 8, None),
-    ],
-)
-def test_the_grid_of_an_image(inputs, tokens, grid):
-    assert image_grid(inputs, tokens) == grid
+    assert weights == pytest.approx([0, 0, 1, 3], abs=1e-12)  # a row and a third of it
+    square, wide = ({"pixel_values": torch.zeros(1, 3, height, width)} for height, width in ((336, 336), (32, 128)))
+    assert image_grid(square, 576) == (24, 24) and image_grid(square, 577) is None  # with the class token
+    assert image_grid(wide, 16) == (2, 8)  # a square number of tokens, not a square
+    assert image_grid({"image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}, 8) is None
 
 
 def test_several_images_are_taken_together():
@@ -145,8 +122,7 @@ def test_several_images_are_taken_together():
 def test_padding_and_special_tokens_do_not_ask(side):
     model, batch, padding = tiny.model(), tiny.inputs(text=6), torch.zeros(1, 3, dtype=torch.long)
     for name in ("input_ids", "attention_mask"):
-        parts = (padding, batch[name]) if side == "left" else (batch[name], padding)
-        batch[name] = torch.cat(parts, dim=1)
+        batch[name] = torch.cat((padding, batch[name]) if side == "left" else (batch[name], padding), dim=1)
     special = {batch["input_ids"][0, -4].item()}
     assert_as_the_reference(ask(model, batch, special_ids=special), reference(model, batch, NO_TEXT | special))
 
@@ -162,12 +138,10 @@ def test_layers_whose_window_ends_within_the_image_are_left_out(window, layers):
 
 
 def test_errors_say_what_to_do():
-    model, batch = tiny.model(), tiny.inputs()
-    with pytest.raises(ValueError, match="2 sequences.*one question"):
-        ask(model, tiny.inputs(batch=2))
+    batch = tiny.inputs()
     last = {name: value[:, :5] if name != "pixel_values" else value for name, value in batch.items()}
     short = tiny.model(text=tiny.text_config(cls=MistralConfig, sliding_window=8))  # which its modules do not say
     with pytest.raises(ValueError, match="None of the 2 layers of MistralModel has an attention map"):
         ask(short, batch)
     with pytest.raises(ValueError, match="No text comes after an image.*question after"):
-        ask(model, last)
+        ask(tiny.model(), last)

@@ -1,7 +1,6 @@
 """Images with questions from every place they may be in, which of them are drawn, and the inputs made of them."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,17 +15,6 @@ from normalign_llava.diagnose.data import Sample, Samples, batches, load_samples
 
 
 COLOURS = ("red", "green", "blue", "white", "black", "gray")
-IMAGES = Features({"image": Image(), "question": Value("string")})
-
-
-def image_folder(folder: Path) -> Path:
-    """Images in two folders whose names `datasets` would take for splits, with questions about some of them."""
-    folder.mkdir(parents=True)
-    train_data.images(folder, "red.png", "train/green.png", "train/blue.png", "white.png")
-    (folder / "red.png").rename(folder / "test_red.png")
-    rows = [{"file_name": f, "question": f"Is it {f}?"} for f in ("test_red.png", "train/green.png", "train/blue.png")]
-    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder
 
 
 def drawn(loaded: Samples) -> dict[str, str]:
@@ -35,32 +23,40 @@ def drawn(loaded: Samples) -> dict[str, str]:
 
 
 def test_a_folder_of_images_with_questions(tmp_path, caplog):
-    folder = image_folder(tmp_path / "mine")
+    """Images in two folders whose names `datasets` would take for splits, with questions about some of them."""
+    folder, files = tmp_path / "mine", ("test_red.png", "train/green.png", "train/blue.png")
+    folder.mkdir()
+    train_data.images(folder, "red.png", *files[1:], "white.png")
+    (folder / "red.png").rename(folder / "test_red.png")
+    metadata, questions = folder / "metadata.jsonl", {file: f"Is it {file}?" for file in files}
+    rows = [json.dumps({"file_name": file, "question": question}) for file, question in questions.items()]
+    metadata.write_text("\n".join(rows))
     loaded = load_samples(str(folder), 3)
-    assert loaded.name == "mine"
-    assert drawn(loaded) == {
-        f"metadata.jsonl, row {row} ({file})": f"Is it {file}?"
-        for row, file in enumerate(("test_red.png", "train/green.png", "train/blue.png"))
-    }
-    red = next(sample for sample in loaded.samples if "red" in sample.name)
-    assert red.image.getpixel((0, 0)) == (255, 0, 0)
-    assert not caplog.records
-    (folder / "metadata.jsonl").unlink()
+    assert loaded.name == "mine" and not caplog.records
+    assert drawn(loaded) == {f"metadata.jsonl, row {n} ({f})": questions[f] for n, f in enumerate(files)}
+    assert next(sample for sample in loaded.samples if "red" in sample.name).image.getpixel((0, 0)) == (255, 0, 0)
+    metadata.unlink()
     without = drawn(load_samples(str(folder), 4))
     assert len(without) == 4 and set(without.values()) == {PROMPT}
     assert any("(train/blue.png)" in name for name in without) and not any(str(tmp_path) in name for name in without)
+    metadata.write_text("\n".join(rows))
+    (folder / "train" / "green.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"):
+        load_samples(str(folder), 3)
+    metadata.write_text('{"question": "no file?"}')
+    with pytest.raises(ValueError, match="mine has no row with an image"):
+        load_samples(str(folder), 3)
 
 
 def test_the_seed_decides_which_are_drawn(tmp_path):
     path = tmp_path / "rows.parquet"
     rows = [{"image": inside(COLOURS[i % 6]), "question": f"{i}?"} for i in range(40)]
-    Dataset.from_list(rows, features=IMAGES).to_parquet(str(path))
+    Dataset.from_list(rows, features=Features({"image": Image(), "question": Value("string")})).to_parquet(str(path))
 
     def chosen(seed):
         return [sample.name for sample in load_samples(str(path), 5, seed=seed).samples]
 
-    assert chosen(1) == chosen(1) and len({tuple(chosen(seed)) for seed in range(5)}) == 5
-    assert len(set(chosen(1))) == 5
+    assert chosen(1) == chosen(1) and len({tuple(chosen(seed)) for seed in range(5)}) == len(set(chosen(1))) == 5
     for sample in load_samples(str(path), 40).samples:  # row, file and question belong together
         row = int(sample.question.rstrip("?"))
         assert sample.name == f"rows.parquet, row {row} ({COLOURS[row % 6]}.png)"
@@ -72,16 +68,6 @@ def test_a_row_gives_its_first_image_and_question(tmp_path):
     train_data.write_json(tmp_path / "mine", [{"messages": messages, "images": ["red.png", "blue.png"]}])
     (sample,) = load_samples(str(tmp_path / "mine"), 9).samples
     assert sample.question == "First?" and "red.png" in sample.name
-
-
-def test_bad_data_are_named_before_any_work(tmp_path):
-    folder = image_folder(tmp_path / "mine")
-    (folder / "train" / "green.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"):
-        load_samples(str(folder), 3)
-    (folder / "metadata.jsonl").write_text('{"question": "no file?"}')
-    with pytest.raises(ValueError, match="mine has no row with an image"):
-        load_samples(str(folder), 3)
 
 
 @pytest.mark.usefixtures("archives")
@@ -96,10 +82,8 @@ def test_the_built_in_images(caplog):
 
 
 def samples(*questions) -> list[Sample]:
-    return [
-        Sample(f"row {row}", question, {"path": None, "bytes": image_bytes(COLOURS[row], (20 + row, 16))})
-        for row, question in enumerate(questions)
-    ]
+    images = ({"path": None, "bytes": image_bytes(colour, (20 + row, 16))} for row, colour in enumerate(COLOURS))
+    return [Sample(f"row {row}", *both) for row, both in enumerate(zip(questions, images, strict=False))]
 
 
 def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
@@ -107,26 +91,18 @@ def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
     processor.tokenizer.pad_token = None  # so the end of the sequence pads
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     asked = samples("Long question here?", "Short?", "Last?")
-    made = list(batches(processor, asked, 2))
-    assert [len(batch["input_ids"]) for batch in made] == [2, 1]
-    texts = [
-        processor.decode(ids[mask.bool()])
-        for b in made
-        for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)
-    ]
+    first, last = batches(processor, asked, 2)
+    pairs = [zip(made["input_ids"], made["attention_mask"], strict=True) for made in (first, last)]
+    texts = [processor.decode(ids[mask.bool()]) for rows in pairs for ids, mask in rows]
     for text, sample in zip(texts, asked, strict=True):
         shown = "<image>" * 4
         assert text == f"<|im_start|>user\n{shown}{sample.question}<|im_end|>\n<|im_start|>assistant\n"
-    assert made[0]["attention_mask"][1, 0] == 0 and made[0]["attention_mask"][:, -1].all()
-    assert made[0]["input_ids"][1, 0] == processor.tokenizer.eos_token_id
+    assert first["attention_mask"][1, 0] == 0 and first["attention_mask"][:, -1].all()
+    assert first["input_ids"][1, 0] == processor.tokenizer.eos_token_id
     pixels = processor.image_processor(images=[asked[2].image], return_tensors="pt")["pixel_values"]
-    assert torch.equal(made[1]["pixel_values"], pixels)
+    assert torch.equal(last["pixel_values"], pixels)
     with torch.no_grad():
         alone = model(**next(batches(processor, asked[1:2], 1))).logits[0, -1]
-        assert torch.allclose(model(**made[0]).logits[1, -1], alone, atol=1e-4)
-
-
-def test_errors_of_the_processor_name_the_sample(checkpoint):
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    with pytest.raises(ValueError, match="fails for row 1: .*"):
-        list(batches(processor, samples("Fine?", "Is <image> <image> one?", "Fine?"), 3))
+        assert torch.allclose(model(**first).logits[1, -1], alone, atol=1e-4)
+    with pytest.raises(ValueError, match="fails for row 0, row 1: .*"):
+        list(batches(processor, samples("Fine?", "Is <image> <image> one?"), 2))

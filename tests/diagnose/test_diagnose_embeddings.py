@@ -7,64 +7,35 @@ from dataclasses import replace
 
 import pytest
 import tiny
-import tiny_parts as parts
 import torch
 import vlm_families
 from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    GraniteConfig,
-)
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, GraniteConfig
 
 from normalign_llava.assembly.gain import embedding_statistics
-from normalign_llava.diagnose.measure.embeddings import embedding_table_of, gain_of
+from normalign_llava.diagnose.measure.interface import embedding_table_of, gain_of
 
 
-def stretch(model):
-    """Gives rows norms that differ, with ids 40 to 49 the largest in an order that is not theirs; two are zero."""
+FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "loading"),
+    [("llava", {}), ("qwen2_5_vl", {}), ("normalign_llava", {"quantization_config": FOUR_BITS})],
+)
+def test_rows_are_those_on_disk(tmp_path, family, loading):
+    model, _ = vlm_families.make(family)
     weight = model.get_input_embeddings().weight
-    with torch.no_grad():
+    with torch.no_grad():  # ids 40 to 49 are the largest, in an order that is not theirs; two are zero
         weight.normal_(generator=torch.Generator().manual_seed(4)).mul_(torch.linspace(0.5, 1.0, len(weight))[:, None])
         weight[[4, 7]] = 0
         weight[40:50] *= torch.tensor([9, 3, 7, 5, 4, 8, 2.5, 6, 10, 11.0])[:, None]
-    return model
-
-
-def assert_as_on_disk(table, folder):
-    assert replace(table, tensor="") == replace(embedding_statistics(str(folder)), model="saved", tensor="")
+    model.to(torch.bfloat16 if loading else torch.float32).save_pretrained(tmp_path)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, **loading)
+    table = embedding_table_of(loaded, name="saved")
+    assert replace(table, tensor="") == replace(embedding_statistics(str(tmp_path)), model="saved", tensor="")
     assert {token.id for token in table.top} == set(range(40, 50)) and table.zero_rows == 2
-
-
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_vision_language_models(tmp_path, family):
-    model, _ = vlm_families.make(family)
-    stretch(model).save_pretrained(tmp_path)
-    assert_as_on_disk(embedding_table_of(model, name="saved"), tmp_path)
-
-
-def test_bfloat16_and_4_bits(tmp_path):
-    stretch(tiny.model()).to(torch.bfloat16).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True)
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=quantization)
-    assert loaded.get_input_embeddings().weight.dtype == torch.bfloat16
-    assert_as_on_disk(embedding_table_of(loaded, name="saved"), tmp_path)
-
-
-def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
-    folder = parts.language(tmp_path / "language", rows=120)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[[30, 115]] *= torch.tensor([[80.0], [90.0]])
-    top = embedding_table_of(model, tokenizer, name="language").top
-    assert [(token.id, token.text) for token in top[:2]] == [(115, None), (30, tokenizer.decode([30]))]
-
-
-def norm_of(model):
-    return model.model.multi_modal_projector.norm
 
 
 def moved(model):
@@ -72,13 +43,9 @@ def moved(model):
     model.align_projector_norm()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in norm_of(model).parameters():
+        for parameter in model.model.multi_modal_projector.norm.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model
-
-
-def l2(values):
-    return math.sqrt(math.fsum(value * value for value in values))
 
 
 def expected_start(model):
@@ -87,15 +54,19 @@ def expected_start(model):
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 def test_against_hand_computation(kind):
-    """Sums of Python floats."""
     model = moved(tiny.model(projector_norm=kind))
-    values = {name: parameter.detach().double().tolist() for name, parameter in norm_of(model).named_parameters()}
+    norm = model.model.multi_modal_projector.norm
+    values = {name: parameter.detach().double().tolist() for name, parameter in norm.named_parameters()}
     gain, bias, start = values["weight"], values.get("bias"), expected_start(model)
     stored, measured = torch.tensor(start, dtype=torch.float32).item(), gain_of(model)
     mean_abs = math.fsum(map(abs, gain)) / len(gain)
-    assert (measured.l2, measured.mean_abs) == pytest.approx((l2(gain), mean_abs), rel=1e-12)
-    assert (measured.start, measured.distance) == pytest.approx((start, l2(g - stored for g in gain)), rel=1e-9)
-    expected = (None, None) if bias is None else pytest.approx((math.fsum(map(abs, bias)) / len(bias), l2(bias)))
+    assert (measured.l2, measured.mean_abs) == pytest.approx((math.hypot(*gain), mean_abs), rel=1e-12)
+    assert (measured.start, measured.distance) == pytest.approx(
+        (start, math.hypot(*(g - stored for g in gain))), rel=1e-9
+    )
+    expected = (
+        (None, None) if bias is None else pytest.approx((math.fsum(map(abs, bias)) / len(bias), math.hypot(*bias)))
+    )
     assert (measured.bias_mean_abs, measured.bias_distance) == expected
 
 
@@ -122,17 +93,12 @@ def test_what_never_moved_is_at_its_start(tmp_path, kwargs, start):
     assert gain_of(model).start == pytest.approx(start, rel=1e-9) and gain_of(model).distance == 0.0
 
 
-def test_none_without_a_norm_of_this_package():
-    assert gain_of(tiny.model(projector_norm="none")) is None and gain_of(tiny.llava()) is None
-
-
 def test_offloaded_quantized_and_with_adapters(tmp_path):
+    assert gain_of(tiny.model(projector_norm="none")) is None and gain_of(tiny.llava()) is None
     model = moved(tiny.model())
     expected = gain_of(model)
     model.save_pretrained(tmp_path)
-    quantized = AutoModelForImageTextToText.from_pretrained(
-        tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
-    )
+    quantized = AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=FOUR_BITS)
     assert gain_of(quantized) == expected
     targets = r".*\.language_model\..*\.q_proj"
     lora = LoraConfig(target_modules=targets, modules_to_save=["multi_modal_projector"])
@@ -143,4 +109,4 @@ def test_offloaded_quantized_and_with_adapters(tmp_path):
                 parameter += 0.5  # the copy that is trained counts
     assert gain_of(adapted.get_base_model()).mean_abs > expected.mean_abs + 0.3
     cpu_offload(model, execution_device=torch.device("cpu"))
-    assert norm_of(model).weight.is_meta and gain_of(model) == expected
+    assert model.model.multi_modal_projector.norm.weight.is_meta and gain_of(model) == expected

@@ -6,7 +6,6 @@ import pytest
 import tiny
 import torch
 import training
-import vlm_batches
 import vlm_families
 import vlm_processors
 from transformers import LlavaProcessor
@@ -27,6 +26,11 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoin
         assert handle.name == "model" and isinstance(handle.processor, LlavaProcessor)
         model = handle.load()
         assert type(model) is NormAlignLlavaForConditionalGeneration and not model.training
+    asked = handle.load(dtype="bfloat16").model
+    assert asked.language_model.dtype == torch.bfloat16 and model.dtype == torch.float32
+    assert asked.multi_modal_projector.norm.weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="dtype must be one of .* got 'float8'"):
+        handle.load(dtype="float8")
 
 
 @pytest.mark.slow
@@ -34,46 +38,29 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoin
 def test_images_go_through_the_processor_of_each_family(name, tmp_path):
     handle = resolve_model(vlm_processors.save(name, tmp_path))
     assert type(handle.processor).__name__ == vlm_processors.FOLDERS[name][0]
-    samples = [
-        Sample(str(seed), "what is it?", {"bytes": training.image(seed, size), "path": None})
-        for seed, size in enumerate([(32, 16), (16, 24), (16, 16)])
-    ]
+    images = [training.image(seed, size) for seed, size in enumerate([(32, 16), (16, 24), (16, 16)])]
+    samples = [Sample("an image", "what is it?", {"bytes": image, "path": None}) for image in images]
     model, inputs = handle.load(), list(batches(handle.processor, samples, 2))
-    placeholders = sum(int((batch["input_ids"] == vlm_batches.IMAGE).sum()) for batch in inputs)
+    placeholders = sum(int((batch["input_ids"] == vlm_families.IMAGE).sum()) for batch in inputs)
     seen = probe(model, inputs, tokenizer=handle.processor.tokenizer).interface
     newlines = seen.newline.count if seen.newline else 0
     assert len(inputs) == 2 and seen.visual.count + newlines == placeholders >= 12
 
 
-def test_dtype(checkpoint):
-    asked = resolve_model(str(checkpoint)).load(dtype="bfloat16")
-    assert asked.model.language_model.dtype == torch.bfloat16
-    assert asked.model.multi_modal_projector.norm.weight.dtype == torch.float32
-    assert resolve_model(str(checkpoint)).load().dtype == torch.float32
-    with pytest.raises(ValueError, match="dtype must be one of .* got 'float8'"):
-        resolve_model(str(checkpoint)).load(dtype="float8")
-
-
 def layers_in_4_bits(model):
     """Of each quantized layer: how it is quantized, and what its products are computed in."""
     kind = pytest.importorskip("bitsandbytes").nn.Linear4bit
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     return {
         name: (layer.weight.quant_type, layer.weight.quant_state.nested, layer.compute_dtype)
-        for name, layer in layers.items()
+        for name, layer in model.named_modules()
+        if isinstance(layer, kind)
     }
 
 
 def test_everything_runs_the_4_bits_that_are_trained(checkpoint, tmp_path):
     dtype = compute_dtype()
-    bf16 = dtype == torch.bfloat16  # by default where that is fast
-    options = dict(
-        use_cpu=not torch.cuda.is_available(),
-        use_peft=True,
-        load_in_4bit=True,
-        bf16=bf16,
-        dtype=str(dtype).removeprefix("torch."),
-    )
+    options = dict(use_cpu=not torch.cuda.is_available(), use_peft=True, load_in_4bit=True)
+    options |= dict(bf16=dtype == torch.bfloat16, dtype=str(dtype).removeprefix("torch."))  # as by default
     trained = training.trainer(tmp_path / "trained", checkpoint, **options).model.get_base_model()
     expected = {name.replace(".base_layer", ""): how for name, how in layers_in_4_bits(trained).items()}
     decoder = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).model.language_model
@@ -105,13 +92,12 @@ def test_of_every_family_4_bits_are_for_the_decoder_alone(name):
 def test_remote_code_is_run_only_if_it_is_trusted(tmp_path, checkpoint, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "remote"
-    folder.mkdir()
+    tiny.llava().save_pretrained(folder)
     (folder / "own.py").write_text(
-        "from transformers import LlavaConfig, LlavaForConditionalGeneration\n\n\n"
-        "class OwnConfig(LlavaConfig):\n    model_type = 'own'\n\n\n"
+        "from transformers import LlavaConfig, LlavaForConditionalGeneration\n"
+        "class OwnConfig(LlavaConfig):\n    model_type = 'own'\n"
         "class Own(LlavaForConditionalGeneration):\n    config_class = OwnConfig\n"
     )
-    tiny.llava().save_pretrained(folder)
     stored = json.loads((folder / "config.json").read_text())
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     (folder / "config.json").write_text(json.dumps({**stored, "model_type": "own", "auto_map": auto_map}))

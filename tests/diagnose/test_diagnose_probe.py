@@ -19,7 +19,7 @@ from transformers import (
     MllamaForConditionalGeneration,
     PreTrainedTokenizerFast,
 )
-from vlm_batches import END, IMAGE, INDICATORS, START, WORDS
+from vlm_families import END, IMAGE, INDICATORS, START, WORDS
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.diagnose.measure.probe import probe
@@ -34,44 +34,36 @@ def test_every_number_equals_the_reference(family):
     model, batch = vlm_families.make(family)
     _, other = vlm_families.make(family, seed=1)
     report = probe(model, [batch, other], tokenizer=tokenizer())
-    expected = reference(model, [batch, other])
+    norms, depth, expected = report.interface, report.depth, reference(model, [batch, other])
     for kind, tokens in expected.items():
         assert report.tokens[kind] == len(tokens), kind
-    for name, curves in vars(report.depth).items():
-        if name in ("asymmetry", "asymmetry_error", "final_norm"):
-            continue
+        assert close(depth.final_norm[kind], [token["final_norm"] for token in tokens]), kind
+        assert close(getattr(norms, kind), [token["norm"][0] for token in tokens]), kind
+    for name in tokens[0].keys() - {"final_norm"}:
+        curves = getattr(depth, name)
         assert set(curves) == set(expected), name
         for kind, tokens in expected.items():
-            for layer in range(len(tokens[0][name])):
-                mean, std = moments([token[name][layer] for token in tokens])
-                assert curves[kind].mean[layer] == pytest.approx(mean, rel=1e-6, abs=1e-7), (name, kind, layer)
-                assert curves[kind].std[layer] == pytest.approx(std, rel=1e-6, abs=1e-7), (name, kind, layer)
-    for kind, tokens in expected.items():
-        assert close(report.depth.final_norm[kind], [token["final_norm"] for token in tokens]), kind
-        assert close(getattr(report.interface, kind), [token["norm"][0] for token in tokens]), kind
-    visual, text = (sum(report.depth.rotation[kind].mean[:-1]) for kind in ("visual", "text"))
-    assert report.depth.asymmetry == pytest.approx(visual / text, rel=1e-12)
+            values = [moments(layer) for layer in zip(*(token[name] for token in tokens), strict=True)]
+            measured = list(zip(curves[kind].mean, curves[kind].std, strict=True))
+            assert measured == [pytest.approx(pair, rel=1e-6, abs=1e-7) for pair in values], (name, kind)
+    visual, text = (sum(depth.rotation[kind].mean[:-1]) for kind in ("visual", "text"))
+    assert depth.asymmetry == pytest.approx(visual / text, rel=1e-12)
     alone = [probe(model, [one], tokenizer=tokenizer()).depth for one in (batch, other)]
-    assert report.depth.asymmetry_error == pytest.approx(abs(alone[0].asymmetry - alone[1].asymmetry) / 2, rel=1e-6)
+    assert depth.asymmetry_error == pytest.approx(abs(alone[0].asymmetry - alone[1].asymmetry) / 2, rel=1e-6)
     assert alone[0].asymmetry_error is None
 
-
-@pytest.mark.parametrize("family", vlm_families.FAMILIES)
-def test_interface_equals_what_the_family_itself_returns(family):
-    model, batch = vlm_families.make(family)
-    report = probe(model, [batch], tokenizer=tokenizer())
-    norms = report.interface
     assert report.projector in dict(model.named_modules()) and norms.projector_output is not None
-    takes = {name: value for name, value in batch.items() if name.startswith(("pixel", "image_"))}
-    with torch.no_grad():
-        features = model.get_image_features(**takes, return_dict=True)
-    rows = features.last_hidden_state.double()
-    rows = rows.permute(0, 2, 3, 1) if family == "fast_vlm" else rows  # of a convolutional encoder
-    assert close(norms.encoder_output, rows.norm(dim=-1).flatten().tolist())
-    weight = model.get_input_embeddings().weight.detach().double()
-    words = [row for row in batch["input_ids"].flatten().tolist() if row in WORDS]
+    encoded, words = [], []
+    for one in (batch, other):
+        takes = {name: value for name, value in one.items() if name.startswith(("pixel", "image_"))}
+        with torch.no_grad():
+            rows = model.get_image_features(**takes, return_dict=True).last_hidden_state.double()
+        rows = rows.permute(0, 2, 3, 1) if family == "fast_vlm" else rows  # of a convolutional encoder
+        encoded += rows.norm(dim=-1).flatten().tolist()
+        words += [row for row in one["input_ids"].flatten().tolist() if row in WORDS]
+    assert close(norms.encoder_output, encoded)
+    weight, image = model.get_input_embeddings().weight.detach().double(), model.config.image_token_id
     assert close(norms.text_raw, weight[words].norm(dim=-1).tolist())
-    image = model.config.image_token_id
     stored = [weight[row].norm().item() for row in range(len(weight)) if row != image and weight[row].any()]
     assert close(norms.vocabulary_raw, stored)
     width = model.config.get_text_config().hidden_size
@@ -94,15 +86,12 @@ def test_projector_is_measured_on_both_sides_and_the_norm_before_it():
         assert close(moment, rows.double().norm(dim=-1).flatten().tolist())
     assert norms.ratio == pytest.approx(1.0, abs=0.02)
 
-
-def test_visual_vocabulary_takes_the_place_of_the_projectors_input():
-    model, batch = vlm_families.make("ovis2")
+    model, batch = vlm_families.make("ovis2")  # a visual vocabulary takes the place of the projector's input
     interface = probe(model, [batch]).interface
     norms = model.model.visual_embeddings_table.weight.detach().double().norm(dim=-1).tolist()
-    assert interface.projector_input is None
+    assert interface.projector_input is None and interface.projector_output.count == interface.visual.count
     assert close(interface.visual_table, norms[: -len(INDICATORS)])
     assert close(interface.indicator_table, norms[-len(INDICATORS) :])
-    assert interface.projector_output.count == interface.visual.count
 
 
 def test_the_model_is_left_as_it_was_found():
@@ -117,20 +106,13 @@ def test_the_model_is_left_as_it_was_found():
         probe(model, [batch])
     assert [module.training for module in model.modules()] == modes
     assert "get_image_features" not in vars(model.model)
-    assert not our_hooks(model)
+    hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    assert not [hook for hook in hooks if hook.__module__.startswith("normalign_llava")]  # transformers leaves some
     with torch.no_grad():
         assert torch.equal(model.eval()(**batch).logits, before)
 
 
-def test_offloaded_model_gives_the_same_numbers():
-    model, batch = vlm_families.make("normalign_llava")
-    expected = probe(model, [batch])
-    cpu_offload(model)
-    assert model.device.type == "meta"
-    assert asdict(probe(model, [batch])) == asdict(expected)
-
-
-def test_models_in_bfloat16_in_four_bits_and_with_adapters(tmp_path):
+def test_models_in_bfloat16_in_four_bits_offloaded_and_with_adapters(tmp_path):
     model, batch = vlm_families.make("normalign_llava")
     model.save_pretrained(tmp_path)
     plain = probe(model, [batch])
@@ -148,6 +130,9 @@ def test_models_in_bfloat16_in_four_bits_and_with_adapters(tmp_path):
         rotation = moments([token["rotation"][1] for token in tokens])[0]
         assert report.depth.rotation["visual"].mean[1] == pytest.approx(rotation, rel=1e-6)
         assert report.depth.rotation["text"].mean != plain.depth.rotation["text"].mean
+    model = vlm_families.make("normalign_llava")[0]
+    cpu_offload(model)
+    assert model.device.type == "meta" and asdict(probe(model, [batch])) == asdict(plain)
 
 
 def test_sequences_without_text_or_without_an_image():
@@ -165,7 +150,7 @@ def test_a_layer_that_changes_nothing():
     model, batch = vlm_families.make("llava")
     with torch.no_grad():
         for name in ("self_attn.o_proj", "mlp.down_proj"):
-            model_layers(model)[1].get_submodule(name).weight.zero_()
+            model.get_decoder().layers[1].get_submodule(name).weight.zero_()
     depth = probe(model, [batch]).depth
     assert depth.rotation["text"].mean[1] == 0 and depth.cosine["text"].mean[1] == pytest.approx(1)
     assert math.isnan(depth.update_angle["text"].mean[1]) and not math.isnan(depth.update_angle["text"].mean[2])
@@ -181,36 +166,25 @@ def test_rows_that_are_more_than_scaled_have_no_n_text():
     assert "N_text" in report.left_out[0]
 
 
-def mllama():
-    """Llama 3.2 Vision: its decoder sees images by cross-attention, so no token of the sequence stands for one."""
-    sizes = dict(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, vocab_size=tiny.VOCABULARY)
-    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, cross_attention_layers=[1], **sizes)
-    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2)
-    return MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text))
-
-
 def test_models_and_batches_that_cannot_be_measured_are_refused():
     model, batch = vlm_families.make("llava")
     tuned = get_peft_model(tiny.llava(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    for refused, message in (
-        (mllama(), "cannot be read: .* none with cross-attention"),
-        (LlamaForCausalLM(tiny.text_config()), "cannot be read: .* no language model alone"),
-        (torch.nn.Linear(2, 2), "not a model of transformers"),
-        (tuned, "Prompt tuning"),
+    # Llama 3.2 Vision sees images by cross-attention, so no token of the sequence stands for one.
+    sizes = dict(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, vocab_size=tiny.VOCABULARY)
+    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, cross_attention_layers=[1], **sizes)
+    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2)
+    mllama = MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text))
+    for refused, inputs, message in (
+        (mllama, batch, "cannot be read: .*none with cross-attention"),
+        (LlamaForCausalLM(tiny.text_config()), batch, "cannot be read: no language model alone"),
+        (tuned, batch, "Prompt tuning"),
+        (model, {**batch, "pixel_values_videos": batch["pixel_values"]}, "pixel_values_videos"),
+        (model, {"input_ids": torch.tensor([[1, 5, 6]])}, "visual token.*97"),
     ):
         with pytest.raises(ValueError, match=message):
-            probe(refused, [batch])
-    for other, message in (
-        ({**batch, "pixel_values_videos": batch["pixel_values"]}, "pixel_values_videos"),
-        ({"input_ids": torch.tensor([[1, 5, 6]])}, "visual token.*97"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            probe(model, [other])
+            probe(refused, [inputs])
     last = model.model.multi_modal_projector.linear_2
-    for bias, message in (
-        (0.0, "visual tokens are zero.*projector"),
-        (math.inf, "visual.*NaN or infinite in state 0"),
-    ):
+    for bias, message in ((0.0, "visual tokens are zero"), (math.inf, "visual.*NaN or infinite in state 0")):
         with torch.no_grad():
             last.weight.zero_()
             last.bias.fill_(bias)
@@ -223,16 +197,6 @@ def tokenizer():
     made = Tokenizer(WordLevel({f"word{number}": number for number in range(tiny.VOCABULARY)}, unk_token="word0"))
     made.add_special_tokens([AddedToken(f"word{number}", special=True) for number in (START, END)])
     return PreTrainedTokenizerFast(tokenizer_object=made)
-
-
-def our_hooks(model):
-    """Hooks left behind; transformers leaves some of its own where it records hidden states."""
-    hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    return [hook for hook in hooks if hook.__module__.startswith("normalign_llava")]
-
-
-def model_layers(model):
-    return model.get_decoder().layers
 
 
 def moments(values):
@@ -252,24 +216,23 @@ def close(measured: Moments, values, rel=1e-6):
 
 def reference(model, batches):
     """For each kind the tokens, each a dict of lists over layers, from all states kept and plain formulas on each."""
-    tokens = {}
+    tokens, inputs, outputs, finals = {}, [], [], []
     newline = dict(model.base_model.named_parameters(recurse=False)).get("image_newline")
     if newline is not None:
         newline = newline.detach().double() * getattr(model.config.text_config, "embedding_multiplier", 1)
+
+    def keep(module, args, out):
+        inputs.append(args[0].double())
+        outputs.append((out[0] if isinstance(out, tuple) else out).double())
+
+    handles = [layer.register_forward_hook(keep) for layer in model.get_decoder().layers]
+    norm = model.get_decoder().norm
+    handles.append(norm.register_forward_hook(lambda module, args, out: finals.append(out.double())))
     for batch in batches:
-        inputs, outputs, finals = [], [], []
-
-        def keep(module, args, out, inputs=inputs, outputs=outputs):
-            inputs.append(args[0].double())
-            outputs.append((out[0] if isinstance(out, tuple) else out).double())
-
-        handles = [layer.register_forward_hook(keep) for layer in model_layers(model)]
-        norm = model.get_decoder().norm
-        handles.append(norm.register_forward_hook(lambda m, a, out, finals=finals: finals.append(out.double())))
+        for kept in (inputs, outputs, finals):
+            kept.clear()
         with torch.no_grad():
             model(**batch)
-        for handle in handles:
-            handle.remove()
         for row, column in (batch["attention_mask"] > 0).nonzero().tolist():
             before = [state[row, column] for state in inputs]
             after = [state[row, column] for state in outputs]
@@ -289,6 +252,8 @@ def reference(model, batches):
             if number == IMAGE:
                 kind = "newline" if newline is not None and torch.allclose(states[0], newline) else "visual"
             tokens.setdefault(kind, []).append(token)
+    for handle in handles:
+        handle.remove()
     return tokens
 
 

@@ -6,16 +6,7 @@ import numpy as np
 
 from normalign_llava.assembly.gain import EmbeddingStatistics, TopToken
 from normalign_llava.diagnose.critical import rotation_angle
-from normalign_llava.diagnose.report import (
-    Attention,
-    Curve,
-    Depth,
-    DynamicsStep,
-    Gain,
-    Interface,
-    Moments,
-    Report,
-)
+from normalign_llava.diagnose.report import Attention, Curve, Depth, DynamicsStep, Gain, Interface, Moments, Report
 
 
 TEXT = 1.08
@@ -33,9 +24,8 @@ def diagnosed(
     ratio: float = 37.0, norm: str | None = "none", model: str = "llava-baseline", layers: int = 30, **changes
 ) -> Report:
     """A report of a model whose visual tokens enter at `ratio` times the norm of text."""
-    depth = depth_of({"visual": ratio * TEXT, "text": TEXT, "special": 3 * TEXT}, layers)
     visual = Moments(ratio * TEXT, 45.58 if norm == "none" else 0.0213, 1024)
-    aligned = norm not in (None, "none")
+    aligned, text = norm not in (None, "none"), Moments(1.234, 0.1113, 713)
     values = dict(
         model=model,
         model_type="normalign_llava",
@@ -51,19 +41,17 @@ def diagnosed(
             projector_output=visual,
             norm_input=Moments(12.34, 5.678, 1024) if aligned else None,
             visual=visual,
-            text=Moments(1.234, 0.1113, 713),
+            text=text,
             special=Moments(3.24, 0.001234, 192),
-            text_raw=Moments(1.234, 0.1113, 713),
+            text_raw=text,
             vocabulary_raw=Moments(TEXT, 0.1801, 49152),
             vocabulary=Moments(TEXT, 0.1801, 49152),
             scale=1.0,
             ratio=ratio,
             ratio_data=ratio * TEXT / 1.234,
         ),
-        depth=depth,
-        embeddings=embeddings_of(
-            "SmolLM2-135M-Instruct", [(1000 + place, f" token{place}", 2.459 - place / 8) for place in range(10)]
-        ),
+        depth=depth_of({"visual": ratio * TEXT, "text": TEXT, "special": 3 * TEXT}, layers),
+        embeddings=embeddings_of("SmolLM2", [(1000 + row, f" token{row}", 2.459 - row / 8) for row in range(10)]),
         gain=Gain(2.2812, 0.04, 0.0152, 0.0197, 0.8765, 0.4321) if aligned else None,
         dynamics=[
             DynamicsStep(step, [0.91 + step / 1e5 + layer / 1000 for layer in range(layers)], [0.7] * layers)
@@ -78,29 +66,27 @@ def diagnosed(
 
 def depth_of(entry: dict[str, float], layers: int = 30) -> Depth:
     """Every layer adds an update of one size at one angle, so that rotation follows from the norm alone (eq. 13)."""
-    update, angle = 0.9, 1.7
-    norms = {kind: [norm] for kind, norm in entry.items()}
-    rotation: dict[str, list[float]] = {kind: [] for kind in entry}
-    sizes, angles = [update * (1 + layer / 10) for layer in range(layers)], [angle] * layers
+    angle, sizes = 1.7, [0.9 * (1 + layer / 10) for layer in range(layers)]
+    norms, rotation = {kind: [norm] for kind, norm in entry.items()}, {kind: [] for kind in entry}
     for size in sizes:
         for kind, states in norms.items():
             rotation[kind].append(rotation_angle(states[-1], size, angle))
             states.append(math.hypot(size * math.sin(angle), states[-1] + size * math.cos(angle)))
-    mean = {kind: sum(values[:-1]) / (layers - 1) for kind, values in rotation.items()}
 
-    def curve(values: list[float]) -> Curve:
-        return Curve(list(values), [value / 10 for value in values])
+    def curves(values: dict[str, list[float]], function=float) -> dict[str, Curve]:
+        changed = {kind: list(map(function, of_kind)) for kind, of_kind in values.items()}
+        return {kind: Curve(of_kind, [value / 10 for value in of_kind]) for kind, of_kind in changed.items()}
 
     return Depth(
-        norm={kind: curve(values) for kind, values in norms.items()},
+        norm=curves(norms),
         final_norm={kind: Moments(55.5, 4.4, 100) for kind in entry},
-        cosine={kind: curve([math.cos(value) for value in values]) for kind, values in rotation.items()},
-        rotation={kind: curve(values) for kind, values in rotation.items()},
-        update_norm={kind: curve(sizes) for kind in entry},
-        update_angle={kind: curve(angles) for kind in entry},
-        log_norm={kind: curve([math.log(value) for value in values]) for kind, values in norms.items()},
-        log_update={kind: curve([math.log(size) for size in sizes]) for kind in entry},
-        asymmetry=mean["visual"] / mean["text"] if "text" in mean else None,
+        cosine=curves(rotation, math.cos),
+        rotation=curves(rotation),
+        update_norm=curves(dict.fromkeys(entry, sizes)),
+        update_angle=curves(dict.fromkeys(entry, [angle] * layers)),
+        log_norm=curves(norms, math.log),
+        log_update=curves(dict.fromkeys(entry, sizes), math.log),
+        asymmetry=sum(rotation["visual"][:-1]) / sum(rotation["text"][:-1]),
         asymmetry_error=None,
     )
 
@@ -114,7 +100,7 @@ def attention_of(question: str, layers: int, grid=(4, 4), image=None, bottom=1.0
         question=question,
         image=image,
         grid=grid,
-        maps=[(each / each.sum()).tolist() for each in maps],
+        maps=[(shares / shares.sum()).tolist() for shares in maps],
         image_share=[0.18] * layers,
         entropy=[0.93] * layers,
         bottom_bias=None if grid is None else [bottom] * layers,

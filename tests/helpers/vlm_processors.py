@@ -5,78 +5,54 @@ import json
 from pathlib import Path
 
 import transformers
-import vlm_batches as batches
-import vlm_families
+import vlm_families as families
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
-SQUARE = {"height": 16, "width": 16}
-CROPPED = {"size": {"shortest_edge": 16}, "crop_size": SQUARE}
+SQUARE = {"size": {"height": 16, "width": 16}}
+CROPPED = {"size": {"shortest_edge": 16}, "crop_size": SQUARE["size"]}
 PINPOINTS = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
-GRID = {
-    "patch_size": 4,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "size": {"shortest_edge": 64, "longest_edge": 1024},
-}
+EDGES = {"shortest_edge": 64, "longest_edge": 1024}
+GRID = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": EDGES}
 IDEFICS = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": False}
 LLAVA = {"patch_size": 8, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
 FULL = {"vision_feature_select_strategy": "full"}
-# Names of the ids IMAGE, START, END and VIDEO of `vlm_batches`.
+FOUR = {"image_seq_length": 4}
+# Names of the ids IMAGE, START, END and VIDEO of `vlm_families`.
 QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+GLM = ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>")
+INTERN = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
 FAKE = ("<image>", "<fake_token_around_image>", "<global-img>")
+GEMMA = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+ONEVISION = {"num_image_tokens": 4, **FULL}
 FOLDERS = {
     "llava": ("LlavaProcessor", LLAVA, "CLIP", CROPPED, ("<image>",)),
     "llava_next": ("LlavaNextProcessor", LLAVA, "LlavaNext", {**CROPPED, **PINPOINTS}, ("<image>",)),
     "llava_onevision": (
-        "LlavaOnevisionProcessor",
-        {"num_image_tokens": 4, **FULL},
-        "LlavaOnevision",
-        {"size": SQUARE, **PINPOINTS},
+        "LlavaOnevisionProcessor", ONEVISION, "LlavaOnevision", {**SQUARE, **PINPOINTS},
         ("<image>", "<start>", "<end>", "<video>"),
     ),
     "qwen2_vl": ("Qwen2VLProcessor", {}, "Qwen2VL", GRID, QWEN),
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", {}, "Qwen2VL", GRID, QWEN),
     "qwen3_vl": ("Qwen3VLProcessor", {}, "Qwen2VL", GRID, QWEN),
-    "glm4v": (
-        "Glm4vProcessor",
-        {},
-        "Glm4v",
-        GRID,
-        ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"),
-    ),
-    "internvl": (
-        "InternVLProcessor",
-        {"image_seq_length": 4},
-        "GotOcr2",
-        {"size": SQUARE},
-        ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
-    ),
-    "ovis2": ("Ovis2Processor", {"image_seq_length": 4}, "Ovis2", {"size": SQUARE}, ("<IMG_ATOM>", "<image>")),
+    "glm4v": ("Glm4vProcessor", {}, "Glm4v", GRID, GLM),
+    "internvl": ("InternVLProcessor", FOUR, "GotOcr2", SQUARE, INTERN),
+    "ovis2": ("Ovis2Processor", FOUR, "Ovis2", SQUARE, ("<IMG_ATOM>", "<image>")),
     "idefics3": ("Idefics3Processor", {"image_seq_len": 4}, "Idefics3", IDEFICS, FAKE),
     "smolvlm": ("SmolVLMProcessor", {"image_seq_len": 4}, "SmolVLM", IDEFICS, FAKE),
-    "paligemma": ("PaliGemmaProcessor", {}, "Siglip", {"size": SQUARE, "image_seq_length": 4}, ("<image>",)),
-    "gemma3": (
-        "Gemma3Processor",
-        {"image_seq_length": 4},
-        "Gemma3",
-        {"size": SQUARE},
-        ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
-    ),
+    "paligemma": ("PaliGemmaProcessor", {}, "Siglip", {**SQUARE, **FOUR}, ("<image>",)),
+    "gemma3": ("Gemma3Processor", FOUR, "Gemma3", SQUARE, GEMMA),
     "fast_vlm": ("LlavaProcessor", {"patch_size": 8, **FULL}, "CLIP", CROPPED, ("<image>",)),
-}
+}  # fmt: skip
 """The processor's class and settings, its image processor's, and the names of its tokens."""
 
 INDICATORS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 NAMED = {
-    "internvl": {
-        "context_image_token": "<IMG_CONTEXT>",
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "video_token": "<video>",
-    },
-    "gemma3": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    "internvl": dict(
+        context_image_token=INTERN[0], start_image_token=INTERN[1], end_image_token=INTERN[2], video_token=INTERN[3]
+    ),
+    "gemma3": dict(image_token=GEMMA[0], boi_token=GEMMA[1], eoi_token=GEMMA[2]),
 }
 SHOWN = {"ovis2": "<image>", "gemma3": "<start_of_image>", "glm4v": "<|begin_of_image|><|image|><|end_of_image|>"}
 SHOWN |= dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>")
@@ -84,14 +60,14 @@ SHOWN |= dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|>
 
 def save(name: str, folder: Path) -> str:
     """Writes model and processor of a family, which can be those of any published checkpoint but for their size."""
-    model, _ = vlm_families.make(name)
+    model, _ = families.make(name)
     model.save_pretrained(folder)
     cls, settings, image_processor, image_settings, tokens = FOLDERS[name]
     getattr(transformers, f"{image_processor}ImageProcessorPil")(**image_settings).save_pretrained(folder)
-    letters = [chr(code) for code in range(32, 32 + len(batches.WORDS))]
-    ids = {"<pad>": batches.PAD, "<s>": batches.BOS, "</s>": batches.EOS, "<unk>": 98}
-    ids |= dict(zip(letters, batches.WORDS, strict=True)) | dict(zip(INDICATORS, batches.INDICATORS, strict=True))
-    ids |= zip(tokens, (batches.IMAGE, batches.START, batches.END, batches.VIDEO), strict=False)
+    letters = [chr(code) for code in range(32, 32 + len(families.WORDS))]
+    ids = {"<pad>": families.PAD, "<s>": families.BOS, "</s>": families.EOS, "<unk>": 98}
+    ids |= dict(zip(letters, families.WORDS, strict=True)) | dict(zip(INDICATORS, families.INDICATORS, strict=True))
+    ids |= zip(tokens, (families.IMAGE, families.START, families.END, families.VIDEO), strict=False)
     backend = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made = PreTrainedTokenizerFast(

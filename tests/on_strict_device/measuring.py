@@ -11,7 +11,7 @@ from strict_device import STRICT
 from normalign_llava.checkpoint.opening import check_processor
 from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.measure.attention import attention_maps
-from normalign_llava.diagnose.measure.embeddings import embedding_table_of, gain_of
+from normalign_llava.diagnose.measure.interface import embedding_table_of, gain_of
 from normalign_llava.hub_cards import demo_app
 from normalign_llava.hub_cards.push.clean_process import difference, first_logits
 

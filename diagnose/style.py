@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The style of the figures: colours, markers, labels, legends, and writing them as PNG.
+"""The style of the figures: colours, markers, labels and legends.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart. In grey print, kinds of token differ by marker
 and lightness, and a baseline by dashes and hollow markers.
@@ -8,26 +8,24 @@ and lightness, and a baseline by dashes and hollow markers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from ..report import Drawing, Report, number
+from .report import Drawing, Report, number
 
 
 WIDTH, DPI = 7.5, 150
 COLORS = {
-    "visual": "#E69F00",
-    "text": "#0072B2",
-    "special": "#CC79A7",
-    "newline": "#009E73",
-    "indicator": "#D55E00",
-}
+    "visual": "#E69F00", "text": "#0072B2", "special": "#CC79A7", "newline": "#009E73", "indicator": "#D55E00",
+}  # fmt: skip
 MARKERS = {"visual": "o", "text": "s", "special": "D", "newline": "^", "indicator": "v"}
 MUTED = "#808080"
+
+Sketch = tuple[Figure, Drawing]
+"""A figure that is not yet written, with its file name, title and caption."""
 
 
 @dataclass(frozen=True)
@@ -36,33 +34,18 @@ class Shown:
 
     report: Report
     label: str
-    baseline: bool
+    baseline: bool = False
 
-    def line(self, kind: str) -> dict[str, Any]:
-        """matplotlib's options for a curve of this model's tokens of `kind`."""
-        # Wide under narrow, so that curves that coincide can all be seen.
-        width, size = (2.4, 5.5) if kind == "visual" else (1.5, 4.0)
-        return {
-            "color": COLORS[kind],
-            "marker": MARKERS[kind],
-            "markersize": size,
-            "markerfacecolor": "white" if self.baseline else COLORS[kind],
-            "linestyle": "--" if self.baseline else "-",
-            "linewidth": 1.2 if self.baseline else width,
-            "zorder": 4 if self.baseline else 3,
-        }
-
-
-Sketch = tuple[Figure, Drawing]
-"""A figure that is not yet written, with its file name, title and caption."""
+    def face(self, color: str) -> str:
+        """The colour of a marker's face."""
+        return "white" if self.baseline else color
 
 
 def shown(report: Report, against: Report | None) -> list[Shown]:
     """The models in the paper's order, baseline first, with names that fit and that matplotlib can draw."""
-    model = Shown(report, elide(printable(report.model), 30), False)
-    if against is None:
-        return [model]
-    return [Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True), model]
+    model = Shown(report, elide(printable(report.model), 30))
+    baseline = against and Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True)
+    return [baseline, model] if baseline else [model]
 
 
 def printable(text: str) -> str:
@@ -85,27 +68,25 @@ def new_figure(height: float, title: str) -> Figure:
     return figure
 
 
-def tidy(axes: Axes, x: str, y: str, title: str | None = None) -> None:
+def tidy(axes: Axes, x: str, y: str, title: str = "") -> None:
     """Labels `axes`, and removes two spines and lightens the grid."""
     if axes.get_xscale() == "linear":  # it counts layers
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(x, fontsize=9.5)
     axes.set_ylabel(y, fontsize=9.5)
-    if title is not None:
-        axes.set_title(title, fontsize=9.5, loc="left")
+    axes.set_title(title, fontsize=9.5, loc="left")
     axes.tick_params(labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-def ratio_title(models: Sequence[Shown], values: Sequence[float | None], sentence: str) -> str | None:
-    """`sentence` with the model's ratio for {}, then the baseline's in parentheses; None if the model has no ratio."""
-    pairs = zip(models, values, strict=True)
-    ratios = {model.baseline: f"{number(value, 3)} ×" for model, value in pairs if value is not None}
-    if False not in ratios:
-        return None
-    return sentence.format(ratios[False]) + (f" (baseline {ratios[True]})" if True in ratios else "")
+def ratio_title(values: Sequence[float | None], sentence: str, otherwise: str) -> str:
+    """`sentence` with the model's ratio for {}, then the baseline's; `otherwise` without a ratio."""
+    *baseline, ratio = (None if value is None else f"{number(value, 3)} ×" for value in values)
+    if ratio is None:
+        return otherwise
+    return sentence.format(ratio) + "".join(f" (baseline {value})" for value in baseline if value)
 
 
 def log_scale(axes: Axes, which: str) -> None:
@@ -120,5 +101,5 @@ def log_scale(axes: Axes, which: str) -> None:
 
 def legend(figure: Figure, axes: Axes, columns: int) -> None:
     """A legend of what `axes` shows, below the figure."""
-    style: dict[str, Any] = {"loc": "outside lower left", "fontsize": 9, "frameon": False}
-    figure.legend(*axes.get_legend_handles_labels(), ncols=columns, **style)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=columns, loc="outside lower left", fontsize=9, frameon=False)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`report.html`, one file for a person."""
