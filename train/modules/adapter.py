@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from ...assembly.adapter import on_meta, put_on_meta
-from ...checkpoint.loading import loading
+from ...checkpoint.untrusted import loading
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..options.arguments import NormAlignConfig
