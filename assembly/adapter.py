@@ -18,7 +18,7 @@ from ..checkpoint.find import check_adapter
 from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import NF4, dtype_to_load
-from ..checkpoint.untrusted import bytes_of_weights, check_files, json_object, loading
+from ..checkpoint.untrusted import check_files, json_object, loading
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -67,7 +67,7 @@ class Adapter:
     def load(self) -> PeftModel:
         """The base as in training, on a GPU if there is one, with the adapter on it, in eval mode."""
         settings, config, base = self.quantization, self.config, self.base
-        dtype = self.dtype or dtype_to_load("auto", config, bytes_of_weights(base.name, base.revision))
+        dtype = self.dtype or dtype_to_load("auto", config, base.weight_bytes)
         device = "auto" if torch.cuda.is_available() else None
         model = base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
         if self.realigned:

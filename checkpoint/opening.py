@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .find import find_checkpoint
-from .untrusted import AGAIN, bytes_of_weights, check_files, loading
+from .untrusted import AGAIN, check_files, check_weights, loading
 
 
 logger = logging.get_logger(__name__)
@@ -90,6 +90,11 @@ class Checkpoint:
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
         return loaded
 
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of its files of weights, which are fetched and checked once."""
+        return sum(file.stat().st_size for file in check_weights(self.name, self.revision))
+
     def load(
         self,
         cls: Any = NormAlignLlavaForConditionalGeneration,
@@ -99,7 +104,7 @@ class Checkpoint:
         **kwargs: Any,
     ) -> Any:
         """Its model, by `cls.from_pretrained`; a `config` is that of a part, used in place of its own."""
-        size = bytes_of_weights(self.name, self.revision)
+        size = self.weight_bytes
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
             parameters = self.without_weights(cls, config).num_parameters()
             if parameters > 4 * size + 2**24:  # those of 2 bits, and those of the norm

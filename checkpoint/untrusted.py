@@ -106,11 +106,6 @@ def check_weights(
     return weights
 
 
-def bytes_of_weights(checkpoint: str | os.PathLike, revision: str | None = None) -> int:
-    """The bytes of the files that [`check_weights`] returns, after its checks."""
-    return sum(file.stat().st_size for file in check_weights(checkpoint, revision))
-
-
 def check_inside(file: Path, folder: Path | None = None) -> None:
     """Raises ValueError if `file` is a pipe or a device, or a link out of `folder` (by default its own)."""
     if file.exists() and not (file.is_file() or file.is_dir()):

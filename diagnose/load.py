@@ -28,7 +28,6 @@ from ..assembly.build import torch_dtype
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import dtype_to_load, four_bits
-from ..checkpoint.untrusted import bytes_of_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 
@@ -63,8 +62,7 @@ class ModelHandle:
         """What `load` loads a model in that is no adapter: [`dtype_to_load`], [`four_bits`]."""
         dtype, checkpoint = torch_dtype(dtype), self.checkpoint
         if not load_in_4bit:
-            size = bytes_of_weights(checkpoint.name, checkpoint.revision)
-            return dtype_to_load(dtype, self.config, size), None
+            return dtype_to_load(dtype, self.config, checkpoint.weight_bytes), None
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
         quantization = four_bits(checkpoint.without_weights(self.model_class, self.config), dtype)
         return quantization.bnb_4bit_compute_dtype, quantization

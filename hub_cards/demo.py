@@ -52,14 +52,13 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
 
     from ..checkpoint.opening import open_checkpoint
     from ..checkpoint.precision import dtype_to_load
-    from ..checkpoint.untrusted import bytes_of_weights
     from .demo_app import ATTENTION, build_app, launch
 
     opened = open_checkpoint(source, revision)
     if opened.model_type != "normalign_llava":
         raise ValueError(f"{checkpoint} is a {opened.model_type!r} model. The demo shows NormAlign-LLaVA models.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = dtype_to_load("auto", opened.config, bytes_of_weights(source, revision))
+    dtype = dtype_to_load("auto", opened.config, opened.weight_bytes)
     model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
     known = Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
     app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=f"Ask `{known}` about an image.")

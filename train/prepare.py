@@ -19,7 +19,6 @@ from ..assembly.processing import settle
 from ..checkpoint.names import PICKLES
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import warn_if_slow
-from ..checkpoint.untrusted import check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..data.rows.checks import MANY_ROWS, Checks
 from ..data.rows.parse import DroppedRows
@@ -107,7 +106,7 @@ def open_model(
             raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
         check_architecture(checkpoint.model_type, checkpoint.name)
         if not args.dry_run or any(file.suffix in (".safetensors", *PICKLES) for file in folder.glob("*model*")):
-            check_weights(checkpoint.name, checkpoint.revision)  # as loading does, but before rows are read
+            checkpoint.weight_bytes  # noqa: B018  (checked as loading does, but before rows are read)
         config = config_of_arm(checkpoint, args.arm)
         args.model_init_kwargs = dict(args.model_init_kwargs or {}, revision=checkpoint.revision)
         args.model_init_kwargs["dtype"] = frozen_dtype(config, args)

@@ -137,6 +137,7 @@ class NormAlignTrainer(SFTTrainer):
         self.weights_in = index_folder(loaded.name_or_path, commit) if self.checkpoint else []
         self.measurements = Measurements(args)
         self.probe: Any = None
+        self.first_loader: DataLoader | None = None  # made for the number of steps, used by the first training
         # TRL refuses the first two for images (huggingface/trl#4339), and says it ignores the third.
         for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
         if not isinstance(collator, ConversationCollator):  # another one alone knows what its rows must have
@@ -161,7 +162,8 @@ class NormAlignTrainer(SFTTrainer):
         self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
         self._finish_model()
         self._add_callbacks()
-        steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
+        self.first_loader = self.get_train_dataloader()
+        steps = self.set_initial_training_values(args, self.first_loader)[-1]
         self.facts = summary(self, report, steps)
         self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
@@ -231,6 +233,11 @@ class NormAlignTrainer(SFTTrainer):
     def get_total_train_batch_size(self, args) -> int:
         """Rows in an optimizer step, over all processes."""
         return args.global_batch_size or super().get_total_train_batch_size(args)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The Trainer's data loader."""
+        loader, self.first_loader = self.first_loader, None
+        return super().get_train_dataloader() if loader is None else loader
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
