@@ -393,14 +393,14 @@ def publish(
     console = Console()
     stopped = "The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
     with errors_for_people(stopped=stopped):
-        from .hub_cards.push.publish import preview, publish as send, summary
+        from .hub_cards.push.publish import publish as send, summary
 
         publication = send(
             checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
             as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run, check_loading=not no_verify,
             notify=lambda text: console.print(text, soft_wrap=True),
         )  # fmt: skip
-    console.print(preview(publication) if dry_run else summary(publication), soft_wrap=True)
+    console.print(summary(publication), soft_wrap=True)
 
 
 @app.command()

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.find import check_folder, is_hub_id
+from ...checkpoint.find import is_hub_id
 from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
-from ..push.source import DIAGNOSTICS, public_report, read_config, read_json, read_norm, weight_files
+from ..push.source import DIAGNOSTICS, public_report, read_config, read_json, read_norm
 
 
 LLAVA = "LLaVA checkpoint"  # the role of one that had both parts
@@ -36,11 +36,9 @@ class Licence:
 
 @dataclass(frozen=True)
 class Part:
-    """A model or data set that the model was made from.
+    """A model or data set that the model was made from; `name` may be a folder's.
 
-    Attributes:
-        role: "vision encoder", "language model", [`LLAVA`], "base model" or "data".
-        hub_id, revision: Its Hub id and commit, if known; `name` may be a folder's.
+    `role` is "vision encoder", "language model", [`LLAVA`], "base model" or "data".
     """
 
     role: str
@@ -48,6 +46,7 @@ class Part:
     hub_id: str | None = None
     revision: str | None = None
     licence: Licence | None = None
+    languages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,27 +54,24 @@ class Facts:
     """What a card is rendered from; None or empty if the folder does not record it.
 
     Attributes:
-        config: None for an adapter.
-        adapter: `adapter_config.json` of an adapter.
+        config, adapter: Of a model; `adapter_config.json` of an adapter.
         stages: The `training.json` of each stage in order; options and versions may be empty.
-        gain: Of the norm after the projector, as in `report.json`: "start" (None if not known), "mean_abs" and
-            "bias_mean_abs" (None for an RMSNorm); empty without the norm.
+        gain: Of the norm after the projector, as in `report.json`; "start" is None if not known.
         moved: Whether the norm differs from a newly built one; None if that is not known.
-        figures: Those of the diagnosis that a card shows, and whose files exist.
         outdated: Tasks that were evaluated with other weights.
     """
 
     name: str
     config: NormAlignLlavaConfig | None
-    adapter: dict[str, Any] | None
-    build: dict[str, Any] | None
+    adapter: dict[str, Any]
+    build: dict[str, Any]
     stages: list[dict[str, Any]]
     parts: list[Part]
     data: list[Part]
     gain: dict[str, float | None]
     moved: bool | None
     has_processor: bool
-    diagnosis: dict[str, Any] | None
+    diagnosis: dict[str, Any]
     figures: list[dict[str, str]]
     evaluations: list[Evaluation]
     outdated: list[str]
@@ -92,20 +88,46 @@ class Facts:
         """Hub id of the checkpoint that the last stage started from; None for a folder."""
         return _hub_id(self.stages[-1]["options"].get("model_name_or_path")) if self.stages else None
 
+    @property
+    def stale(self) -> bool:
+        """Whether the diagnosis was made of other weights: another norm, or a gain that differs by more than 1 %."""
+        report = self.diagnosis.get("report") or {}
+        norm, measured = self.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
+        if None not in (norm, report.get("norm")) and norm != report["norm"]:
+            return True
+        now = self.gain.get("mean_abs")
+        return None not in (now, measured) and not math.isclose(now, measured, rel_tol=0.01)  # type: ignore[arg-type]
+
 
 def read_facts(checkpoint: Path) -> Facts:
     """Reads a checkpoint folder, or an adapter's; of the weights only headers and norm."""
-    check_folder(checkpoint)
-    _, config = read_config(checkpoint)
-    record, build = read_json(checkpoint / TRAINING_RECORD), read_json(checkpoint / BUILD_RECORD)
-    stages: list[dict[str, Any]] = []
+    config = read_config(checkpoint)[1]
+    record: dict[str, Any] | None = read_json(checkpoint / TRAINING_RECORD)
+    build, stages = read_json(checkpoint / BUILD_RECORD), list[dict[str, Any]]()
     while record:
         stages.insert(0, {"options": {}, "versions": {}, **record})
         record = record.get("before")
-    gain, moved = _gain(read_norm(weight_files(checkpoint))[0], config)
-    folder, evaluations = checkpoint / DIAGNOSTICS, read_evaluations(checkpoint)
-    has_report = (folder / REPORT).is_file()
-    diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0]) if has_report else None
+
+    parts, data = [], dict[str, Part]()
+    roles = {"vision": "vision encoder", "language": "language model"}
+    for key, role in ({"vision": LLAVA} if build.get("from_llava") else roles).items():
+        stated = (build.get("licenses") or {}).get(key) or {}
+        licence = Licence(**stated) if stated.get("license") else None
+        if name := build.get(key):
+            parts.append(Part(role, name, _hub_id(name), build.get(f"{key}_revision"), licence))
+    for source in (source for stage in stages for source in stage.get("data", ()) if source.get("split") == "train"):
+        dataset = source.get("dataset") or {}
+        licence = Licence(dataset["license"]) if dataset.get("license") else None
+        name = dataset.get("id") or source["source"]
+        revision, languages = dataset.get("revision"), tuple(dataset.get("language") or ())
+        data[name] = Part("data", name, _hub_id(dataset.get("id")), revision, licence, languages)
+
+    gain, moved = _gain(read_norm(checkpoint), config)
+    folder, diagnosis = checkpoint / DIAGNOSTICS, dict[str, Any]()
+    if (folder / REPORT).is_file():
+        diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0])
+    shown = [figure for figure in diagnosis.get("figures", ()) if figure["file"] in FIGURES]
+    evaluations = read_evaluations(checkpoint)
     evaluated = {result.task: result.weights for result in evaluations if result.weights and "@" not in result.weights}
     now = files_hash(checkpoint, WEIGHT_FILES) if evaluated else None
     return Facts(
@@ -114,40 +136,16 @@ def read_facts(checkpoint: Path) -> Facts:
         adapter=read_json(checkpoint / ADAPTER_CONFIG),
         build=build,
         stages=stages,
-        parts=_parts(build or {}),
-        data=_data(stages),
+        parts=parts,
+        data=list(data.values()),
         gain=gain,
         moved=moved,
         has_processor=(checkpoint / "processor_config.json").is_file(),
         diagnosis=diagnosis,
-        figures=[
-            figure
-            for figure in (diagnosis or {}).get("figures", ())
-            if figure["file"] in FIGURES and (folder / figure["file"]).is_file()
-        ],
+        figures=[figure for figure in shown if (folder / figure["file"]).is_file()],
         evaluations=evaluations,
         outdated=[task for task, weights in evaluated.items() if weights != now],
     )
-
-
-def _parts(build: dict[str, Any]) -> list[Part]:
-    whole, parts = build.get("from_llava"), []
-    for key, role in (("vision", LLAVA if whole else "vision encoder"), ("language", "language model")):
-        stated = (build.get("licenses") or {}).get(key) or {}
-        licence = Licence(**stated) if stated.get("license") else None
-        if name := build.get(key):
-            parts.append(Part(role, name, _hub_id(name), build.get(f"{key}_revision"), licence))
-    return parts[:1] if whole else parts
-
-
-def _data(stages: list[dict[str, Any]]) -> list[Part]:
-    parts: dict[str, Part] = {}
-    for source in (source for stage in stages for source in stage.get("data", ()) if source.get("split") == "train"):
-        dataset = source.get("dataset") or {}
-        licence = Licence(dataset["license"]) if dataset.get("license") else None
-        name = dataset.get("id") or source["source"]
-        parts[name] = Part("data", name, _hub_id(dataset.get("id")), dataset.get("revision"), licence)
-    return list(parts.values())
 
 
 def _gain(norm: dict[str, torch.Tensor], config: Any) -> tuple[dict[str, float | None], bool | None]:

@@ -29,18 +29,9 @@ def ask_clean_process(
 ) -> list[float]:
     """The [`first_logits`] of a checkpoint that a clean process loads with `trust_remote_code=True`.
 
-    The process cannot import this package, and starts from an empty cache in the temporary folder, which must have
-    room for a repository's files. It computes on the CPU; a quantized checkpoint where transformers places it. Without
-    `token` no token of this machine is sent.
-
-    Args:
-        source: Folder of a checkpoint or, with `base`, of an adapter; or its Hub id.
-        revision: Branch, tag or commit of a Hub id, of the code too; None for a folder.
-        base, base_revision: Hub id and commit of the adapter's base.
-
-    Raises:
-        ValueError: The checkpoint does not load, or its results are wrong; the message ends with the output of the
-            process, without the token.
+    `source` is a folder or, with `revision`, a Hub id; with `base`, that of an adapter. The process
+    cannot import this package, starts from an empty cache in the temporary folder, and sends no
+    token but `token`. Raises ValueError, with its output, if the checkpoint does not load.
     """
     name = str(source if revision else Path(source).resolve())
     request = {"source": name, "revision": revision, "base": base, "base_revision": base_revision}

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 
 from ... import __version__
 from ...checkpoint.names import CARD
-from ..card.hand_written import card_in
+from ..card.metadata import card_in
 
 
 LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN, with a token from https://huggingface.co/settings/tokens"
@@ -21,10 +21,8 @@ LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN, with a token from https:
 class Repository:
     """A branch of a repository, as it was when somebody looked.
 
-    Attributes:
-        kind: "model" or "space".
-        commit: The head of the branch, that of `main` if there is no such branch; None if there is no repository.
-        files, card: Paths at `commit`, and the text of its `README.md`.
+    `commit` is its head, that of `main` if there is no such branch, None without a repository; `files` are the paths
+    there, `card` is the text of its `README.md`. `kind` is "model" or "space".
     """
 
     api: HfApi
@@ -44,7 +42,7 @@ class Repository:
 
 @contextmanager
 def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
-    """Turns an error of the Hub, the connection or an upload into an OSError of one line that ends in `state`."""
+    """Makes an error of the Hub, the connection or an upload an OSError of one line that ends in `state`."""
     try:
         yield
     except (HTTPError, RuntimeError) as error:  # RuntimeError: of uploads
@@ -56,10 +54,7 @@ def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
 
 
 def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> HfApi:
-    """The client of an account that may publish as `repo_id`, or open a pull request there.
-
-    A `repo_id` without an owner is the account's own.
-    """
+    """The client of an account that may publish as `repo_id`, or open a pull request there; without owner, its own."""
     token = (token or get_token() or "").strip()
     if not token:
         raise ValueError(f"There is no token to publish with. {LOG_IN}.")
@@ -72,10 +67,7 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
     owner = repo_id.rpartition("/")[0]
     if owner and not create_pr and owner.lower() not in [name.lower() for name in names]:
         own = " or ".join(f"{name}/..." for name in names)
-        raise ValueError(
-            f"{account['name']} may publish as {own}, not as {repo_id}, or propose it with `normalign publish "
-            "--create-pr`."
-        )
+        raise ValueError(f"{names[0]} may publish as {own}, not as {repo_id}, or propose it with --create-pr.")
     return api
 
 
@@ -105,16 +97,8 @@ def push(
 ) -> CommitInfo:
     """Makes a branch of a repository hold `files`, and no longer `stale`, by one commit, or none if it does already.
 
-    At any moment the branch is at the commit before or at the new one. After a failure the same call sends the rest.
-
-    Args:
-        repository: The branch, created if it does not exist. If it has moved since, that is an error.
-        files: Path in the repository -> content, or a file that has it.
-        private, create_pr: As in [`publish`].
-
-    Raises:
-        ValueError: The Hub does not accept the card's metadata.
-        OSError: The Hub or the connection failed, or somebody else has made a commit.
+    At any moment the branch, created if it does not exist, is at the commit before or at the new one. After a failure
+    the same call sends the rest. Raises OSError also if somebody else has made a commit since `repository` was read.
     """
     api, repo_id, kind, branch = repository.api, repository.repo_id, repository.kind, repository.branch
     operations = [CommitOperationAdd(path, content) for path, content in files.items()]

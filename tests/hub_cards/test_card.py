@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
 from normalign_llava.hub_cards.card.facts import Part
-from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
+from normalign_llava.hub_cards.card.metadata import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card, write_card
 
 

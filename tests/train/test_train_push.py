@@ -10,7 +10,7 @@ import train_data
 import training
 from huggingface_hub import ModelCard
 
-from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
+from normalign_llava.hub_cards.card.metadata import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card
 
 

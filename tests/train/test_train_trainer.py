@@ -16,7 +16,7 @@ from trl import SFTTrainer
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.opening import open_checkpoint
-from normalign_llava.hub_cards.card.hand_written import is_ours
+from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.train.modules.load import largest_hidden_state, load_model
 from normalign_llava.train.modules.model import base_model, eval_frozen, module_of
 

@@ -166,7 +166,7 @@ def write_card_of(folder: Path, repo_id: str | None) -> None:
 
 def check_publishable(repo_id: str, revision: str, token: str | None) -> None:
     """Raises ValueError if [`publish_result`] would refuse a repository that exists: before training, not after it."""
-    from ...hub_cards.card.hand_written import check_replaceable
+    from ...hub_cards.card.metadata import check_replaceable
     from ...hub_cards.push.repository import find_repository, log_in
 
     check_replaceable(find_repository(log_in(repo_id, token), repo_id, branch=revision).card, repo_id)
@@ -180,7 +180,7 @@ def publish_result(folder: str, repo_id: str, revision: str, token: str | None) 
     Raises:
         ValueError, OSError: It was not published. The message names the command that does it.
     """
-    from ...hub_cards.push.adapter import recorded_base
+    from ...hub_cards.push.checks import recorded_base
     from ...hub_cards.push.publish import publish
 
     as_adapter = recorded_base(Path(folder)) is not None
