@@ -16,7 +16,7 @@ from PIL import Image
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.fetched.easy_vqa import KINDS, OVERALL
 from normalign_llava.hub_cards.card.metadata import is_ours
-from normalign_llava.quickstart.evaluate import METRICS
+from normalign_llava.quickstart.results import METRICS
 from normalign_llava.quickstart.run import Settings, run_quickstart
 from normalign_llava.quickstart.train import stage
 
