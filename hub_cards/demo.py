@@ -84,11 +84,8 @@ def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
 def find_space(api: HfApi, repo_id: str) -> Repository:
     """The Space of a model as it is now. Raises ValueError if it was not published by this package."""
     space = find_repository(api, f"{repo_id}-demo", kind="space")
-    as_created = {".gitattributes", "README.md"}  # by the Hub
-    if space.files - as_created and "space.json" not in space.files:
-        raise ValueError(
-            f"The Space {space.repo_id} was not published by this package. Rename it, or leave out --space."
-        )
+    if space.files - {".gitattributes", "README.md"} and "space.json" not in space.files:  # those are a new one's
+        raise ValueError(f"The Space {space.repo_id} is not this package's. Rename it, or leave out --space.")
     return space
 
 

@@ -7,6 +7,7 @@ A Hugging Face Space gets this file as its `app.py`, so it imports nothing of th
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
@@ -121,21 +122,17 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
     # Class token and registers, where they are kept, come before the patches.
     visual = places[ids[0] == model.config.image_token_id][-height * width :]
     words = places[(places > visual[-1]) & ~torch.isin(ids[0], ids.new_tensor(special))]
-    maps: dict[int, Tensor] = {}
-    thread, hooks = get_ident(), []
+    maps, thread = dict[int, Tensor](), get_ident()
 
     def keep(number: int, module: Any, args: tuple, output: tuple) -> None:
         if get_ident() == thread:  # an answer that was stopped may run to its next token in another
             maps[number] = output[1][0][:, words][..., visual].mean((0, 1), dtype=torch.float32).cpu()
 
-    for number, layer in enumerate(model.get_decoder().layers, 1):
-        if (module := dict(layer.named_children()).get("self_attn")) is not None:
-            hooks.append(module.register_forward_hook(partial(keep, number)))
-    try:
+    with ExitStack() as hooks:
+        for number, layer in enumerate(model.get_decoder().layers, 1):
+            if (module := dict(layer.named_children()).get("self_attn")) is not None:
+                hooks.enter_context(module.register_forward_hook(partial(keep, number)))
         model.base_model(input_ids=ids, pixel_values=inputs["pixel_values"], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return maps
 
 

@@ -28,7 +28,6 @@ METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS} 
     EMOJI: (NAMES, "acc"),
 }
 """Task of the offline suite and metric of each kind of question."""
-BATCH_SIZE = 128
 
 OURS, BASELINE = "quickstart", "quickstart-no-norm"
 """Names of the models in the reports."""
@@ -45,7 +44,7 @@ def ask_held_out(checkpoint: Path, *, limit: int | None = None, bf16: bool = Fal
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
         tasks = (EASY_VQA, NAMES)
-        evaluated = evaluate(str(checkpoint), tasks=tasks, limit=limit, batch_size=BATCH_SIZE, dtype="float32")
+        evaluated = evaluate(str(checkpoint), tasks=tasks, limit=limit, batch_size=128, dtype="float32")
     for task, reason in evaluated.failed.items():
         raise RuntimeError(f"{task} could not be run: {reason}")
     results = read_evaluations(checkpoint)
@@ -59,12 +58,12 @@ def ask_held_out(checkpoint: Path, *, limit: int | None = None, bf16: bool = Fal
     }
 
 
-def diagnose_once(checkpoint: Path, name: str, baseline: Path | None, baseline_name: str, samples: int) -> Path:
+def diagnose_once(checkpoint: Path, baseline: Path | None, samples: int, suffix: str = "") -> Path:
     """Diagnoses a checkpoint, against a baseline if there is one, unless its report has that; returns the page."""
     folder = checkpoint / FOLDER
     if not (folder / REPORT).exists() or (baseline is not None and read_report(checkpoint)["against"] is None):
-        against = None if baseline is None else str(baseline)
-        diagnose(str(checkpoint), against=against, samples=samples, name=name, against_name=baseline_name)
+        against, against_name = None if baseline is None else str(baseline), BASELINE + suffix
+        diagnose(str(checkpoint), against=against, samples=samples, name=OURS + suffix, against_name=against_name)
     return folder / PAGE
 
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole quickstart: fetch, convert, build, train twice, merge, evaluate, reload, diagnose.
-
-Every step writes its result atomically and is skipped if the result exists, so that a stopped run is resumed by
-starting it again.
-"""
+"""The whole quickstart. A step writes its result atomically, and is skipped if that exists: so a run is resumed."""
 
 import json
 import time
@@ -32,7 +28,7 @@ from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.checkpoints import only_run
-from .results import BASELINE, EMOJI, OURS, ask_held_out, diagnose_once, draw_images, print_results, read_report
+from .results import EMOJI, ask_held_out, diagnose_once, draw_images, print_results, read_report
 from .train import rows_of, stage, train_stage, write_data
 
 
@@ -66,13 +62,11 @@ def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = Fa
 
     The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained it, the same model
     without the norm is built, trained and evaluated as well, and both are compared, after stage 1 and finished.
-
-    Returns:
-        What `output/results.json` holds.
+    Returns what `output/results.json` holds.
 
     Raises:
         FetchError: An archive could not be fetched.
-        ValueError: `output` holds a run with other settings or anything else, another run is writing there, or this
+        ValueError: `output` holds anything but a run with these settings, another run is writing there, or this
             process sees several GPUs.
     """
     names = {path.name for path in output.iterdir()} - {LOCK} if output.exists() else set()
@@ -146,10 +140,9 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         with step("evaluate baseline"):
             of_baseline = ask_held_out(plain, limit=settings.asked, bf16=bf16)
     with step("diagnose"):
-        pages = [diagnose_once(model, OURS, plain, BASELINE, settings.diagnosed)]
+        pages = [diagnose_once(model, plain, settings.diagnosed)]
         if full_baseline:
-            stages, names = (output / "stage1", baseline / "stage1"), (f"{OURS}-stage1", f"{BASELINE}-stage1")
-            pages.append(diagnose_once(stages[0], names[0], stages[1], names[1], settings.diagnosed))
+            pages.append(diagnose_once(output / "stage1", baseline / "stage1", settings.diagnosed, "-stage1"))
 
     results = {
         "before": {key: before[key] for key in ("accuracy", "blank", "count")},
@@ -170,8 +163,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
 
 
 def reload(checkpoint: Path, questions: list[Question]) -> tuple[list[str], str | None]:
-    """Answers by the installed package; and a sentence if the checkpoint's own code, in a process without the package,
-    computes something else."""
+    """Answers by the installed package, and how a process that has the checkpoint's own code differs."""
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     processor, answers = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), []
     with torch.inference_mode():

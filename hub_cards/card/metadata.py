@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,24 +31,23 @@ _START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!--
 
 def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     """The licence that follows from those of all parts: metadata, a sentence, and a warning if none follows."""
-    known = list(dict.fromkeys(part.licence for part in parts if part.licence is not None))
+    known = {str(part.terms): part.licence for part in parts}
     # Two licences called "other" may differ, so one without a name is not known.
-    vague = [licence for licence in known if licence.license in ("other", "unknown") and licence.license_name is None]
-    unknown = [part.name for part in parts if part.licence in (None, *vague)] or ([] if parts else ["its parts"])
+    unknown = [part.name for part in parts if part.terms in (None, "other", "unknown")]
     keep = "into the front matter of README.md; it is kept."
-    if unknown:
-        missing = ", ".join(dict.fromkeys(unknown))
+    if unknown or not parts:
+        missing = ", ".join(dict.fromkeys(unknown)) or "its parts"
         sentence = f"The licence of {missing} is not recorded here, so none follows for the whole."
         return {}, sentence, f"No licence in the metadata: that of {missing} is not recorded. Write `license:` {keep}"
     if len(known) == 1:
-        stated = {key: value for key, value in asdict(known[0]).items() if value is not None}
-        return stated, f"All parts are under {known[0]}, and so is the whole.", None
-    if all(licence.license in PERMISSIVE for licence in known):
-        whole = max((licence.license for licence in known), key=PERMISSIVE.index)
-        names = ", ".join(sorted(map(str, known)))
+        ((name, licence),) = known.items()
+        return licence, f"All parts are under {name}, and so is the whole.", None
+    if known.keys() <= {*PERMISSIVE}:
+        whole = max(known, key=PERMISSIVE.index)
+        names = ", ".join(sorted(known))
         sentence = f"The parts are under {names}; the whole is under {whole}, and their notices stay."
         return {"license": whole}, sentence, None
-    named = ", ".join(f"{part.name} ({part.licence})" for part in parts)
+    named = ", ".join(f"{part.name} ({part.terms})" for part in parts)
     return (
         {"license": "other"},
         "The licences of the parts differ, and none of them covers the whole: the conditions of each apply.",

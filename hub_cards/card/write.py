@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card: `README.md`, rendered from the files of a checkpoint folder and from nothing else.
-
-What the author writes between its marks, and adds to the front matter, is kept when it is rendered again. Tables leave
-out rows without any known figure.
-"""
+"""The model card: `README.md`, rendered from the files of a checkpoint folder, and what its author wrote in it."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -25,7 +21,7 @@ from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
 from ...diagnose.report import number, with_error
 from ...evaluate.results import Evaluation
-from .facts import Facts, Part, read_facts
+from .facts import Facts, Part
 from .metadata import ORDER, SECTIONS, added, by_hand, card_in, check_replaceable, is_ours, metadata, terms
 
 
@@ -48,22 +44,14 @@ def render_card(
     hub_card: str | None = None,
     base: Part | None = None,
 ) -> Card:
-    """Renders the card of a checkpoint folder; nothing is written. The same folder gives the same card.
+    """Renders the card of a checkpoint folder, whose code loads from a repository and branch, or from the folder.
 
-    What people added is taken from the card on the Hub, and where that has none of it, from the folder's.
-
-    Args:
-        checkpoint: Folder of a checkpoint or an adapter.
-        repo_id, revision: Repository and branch that the card's code loads from; by default the folder itself, ".".
-        hub_card: `README.md` on the Hub; ignored if this package did not write it.
-        base: That of an adapter. By default what its training started from, if that is on the Hub.
-
-    Raises:
-        ValueError: The folder is not a checkpoint, a file in it cannot be read, or a part by hand has no end.
+    What people added comes from `hub_card`, or where that has none of it, from the folder's. `base`
+    is an adapter's, by default what its training started from, if that is on the Hub.
     """
     remedy = "Fix or remove training.json, build.json, or the files in the folders diagnostics and evaluation."
     with loading(f"What {checkpoint} records of itself", remedy=remedy):  # of any type, in any field
-        facts = read_facts(checkpoint)
+        facts = Facts(checkpoint)
         hand, previous, unused = dict.fromkeys(SECTIONS, ""), dict[str, Any](), list[str]()
         for card, where in ((card_in(checkpoint), CARD), (hub_card, f"{CARD} of {repo_id} on the Hub")):
             if card and is_ours(card):

@@ -26,12 +26,10 @@ from .source import DIAGNOSTICS, EVALUATION, PublishSource, choose_files, read_j
 
 @dataclass(frozen=True)
 class Publication:
-    """What was published, or by a dry run would be.
+    """What was published to `repository`, the branch before, or would be by a dry run.
 
-    Attributes:
-        repository: The branch before.
-        commit: The commit that holds the files: the new one, or the head if nothing had to change; None for a dry run.
-        space: Page of the Space, if one was published.
+    `commit` holds the files: a new one, or the head if nothing had to change; None for a dry run.
+    `space` is the page of the Space, if one was published.
     """
 
     source: PublishSource
@@ -46,7 +44,6 @@ def publish(
     *,
     private: bool | None = None,
     revision: str = "main",
-    create_pr: bool = False,
     space: bool = False,
     as_adapter: bool = False,
     base: str | None = None,
@@ -58,8 +55,7 @@ def publish(
 ) -> Publication:
     """Checks a checkpoint, sends it with its card in one commit, and loads that commit in a clean process.
 
-    It may be repeated at any time, also after a failure: only what the Hub does not have is sent. Model, code,
-    processor, card, figures and results are sent, never optimizer states and the like. Files that an earlier
+    It may be repeated at any time, also after a failure: only what the Hub lacks is sent. Files that an earlier
     publication sent and this one does not are removed in the same commit; files of other names stay.
 
     Args:
@@ -67,7 +63,6 @@ def publish(
         repo_id: `"namespace/name"`. The repository is created if it does not exist.
         private: For a new repository; None leaves it to the namespace's default.
         revision: Branch; created if it does not exist.
-        create_pr: Open a pull request against the branch, in anyone's repository.
         space: Publish the demo as well, as the Space `{repo_id}-demo`.
         as_adapter: Publish an adapter as one, with its base pinned to a commit. The base must be on the Hub.
         base: The adapter's base, if it has moved: a folder or a Hub id.
@@ -90,11 +85,11 @@ def publish(
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
     if (as_adapter or base) and not is_adapter:
         raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
-    if space and (create_pr or as_adapter):
-        raise ValueError("A Space needs a published whole model: leave out --space, or --create-pr and --adapter.")
+    if space and as_adapter:
+        raise ValueError("A Space needs a whole model: leave out --space or --adapter.")
     repository, demo = Repository(HfApi(token=token), repo_id, branch=revision), None
     if not dry_run:
-        repository = find_repository(log_in(repo_id, token, create_pr), repo_id, branch=revision)
+        repository = find_repository(log_in(repo_id, token), repo_id, branch=revision)
         if repository.commit and private not in (None, repository.private):
             is_now = "private" if repository.private else "public"
             raise ValueError(f"{repo_id} exists and is {is_now}. Change that in its settings on the Hub.")
@@ -133,7 +128,7 @@ def publish(
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
             return Publication(source, repository)
         notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
-        commit = push(repository, source.files, source.stale, private=private, create_pr=create_pr)
+        commit = push(repository, source.files, source.stale, private=private)
     if before:
         notify(f"Loading {repo_id} in the same way, at {commit.oid}.")
         try:
@@ -142,9 +137,8 @@ def publish(
             problem = str(error)
         if problem is not None:
             raise OSError(
-                f"{repo_id} is at {commit.oid}, but a clean process does not get from there what it gets from the "
-                f"folder. {problem} The commit before it, {repository.commit}, still exists. Publish again to load "
-                "it once more; if that fails in the same way, report a bug."
+                f"{repo_id} is at {commit.oid}, but does not load from there as from the folder. {problem} Publish "
+                f"again to load it once more. The commit before it is {repository.commit}."
             )
     else:
         notify(f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown.")
@@ -162,6 +156,5 @@ def summary(publication: Publication) -> str:
     sent = f"{len(source.files)} files in one commit" if commit.oid != repository.commit else "nothing changed"
     lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(source.stale) or 'nothing'}."]
     lines += [f"Commit: {commit.oid}", f"Repository: {repository.url}"]
-    lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []
     lines += [f"Space: {publication.space}"] if publication.space else []
     return "\n".join([*lines, f'To load exactly this, set revision = "{commit.oid}" in the code of its card.'])

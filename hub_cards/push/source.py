@@ -11,19 +11,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from ...checkpoint import names
 from ...checkpoint.find import check_adapter
 from ...checkpoint.loading import loading
-from ...checkpoint.names import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    BUILD_RECORD,
-    CARD,
-    DYNAMICS,
-    INDEX,
-    PICKLES,
-    TRAINING_RECORD,
-    WEIGHTS,
-)
 from ...checkpoint.untrusted import check_files, check_weights, json_object
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT, SCHEMA_VERSION, report_json
@@ -35,8 +25,8 @@ CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
 
 WRITTEN: dict[str, tuple[str, ...]] = {
     "": (
-        *(WEIGHTS, INDEX, "model-*-of-*.safetensors", ADAPTER_WEIGHTS, ADAPTER_CONFIG),
-        *("config.json", "generation_config.json", *CODE, BUILD_RECORD, TRAINING_RECORD, DYNAMICS),
+        *(names.WEIGHTS, names.INDEX, "model-*-of-*.safetensors", names.ADAPTER_WEIGHTS, names.ADAPTER_CONFIG),
+        *("config.json", "generation_config.json", *CODE, names.BUILD_RECORD, names.TRAINING_RECORD, names.DYNAMICS),
         *("processor_config.json", "preprocessor_config.json", "tokenizer*.json", "tokenizer.model"),
         *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
         *("spiece.model", "sentencepiece.bpe.model", "chat_template.json", "chat_template.jinja"),
@@ -45,10 +35,10 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     EVALUATION: (SUMMARY,),
     DIAGNOSTICS: (REPORT, "*.png"),
 }
-"""Folder -> patterns of the files that this package and transformers write. Those in a repository are replaced as a
+"""Patterns of the files that this package and transformers write, by folder: in a repository they are replaced as a
 whole. Of weights those are sent that load, of figures those that `report.json` names."""
 
-SENT = WRITTEN | {"": (*WRITTEN[""], CARD, "LICENSE*", "LICENCE*", "NOTICE*")}
+SENT = WRITTEN | {"": (*WRITTEN[""], names.CARD, "LICENSE*", "LICENCE*", "NOTICE*")}
 """Those and what people write, which is never removed from a repository."""
 
 _FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, and with no folder in its name
@@ -58,10 +48,8 @@ _FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, an
 class PublishSource:
     """What is published of a folder.
 
-    Attributes:
-        files: Path in the repository -> content, or of weights the file.
-        excluded: Paths in the folder that are not sent. That of a whole folder ends in "/".
-        stale: Files of the repository that are removed: written by this package or transformers, and no longer sent.
+    `files` has the content of each path in the repository, of weights the file; `excluded` the paths
+    that stay here, `stale` those in the repository that are removed.
     """
 
     folder: Path
@@ -78,23 +66,22 @@ class PublishSource:
 def choose_files(folder: Path, generated: Mapping[str, bytes], existing: Collection[str] = ()) -> PublishSource:
     """Chooses the files to send, and reads the small ones, so that what is checked is what is sent.
 
-    `generated` is sent instead of the folder's files; `existing` are paths in the repository. The diagnosis is sent
-    without samples of the data: see [`public_report`].
+    `generated` is sent instead of the folder's files; `existing` are paths in the repository.
     """
     folder, generated = folder.resolve(), dict(generated)
     chosen = {path.name for path in weight_files(folder)}
-    chosen |= set() if WEIGHTS in chosen else {INDEX}
+    chosen |= set() if names.WEIGHTS in chosen else {names.INDEX}
     if (folder / DIAGNOSTICS / REPORT).is_file():
         report, figures = public_report((folder / DIAGNOSTICS / REPORT).read_text("utf-8"))
         generated[f"{DIAGNOSTICS}/{REPORT}"] = report
         chosen |= {f"{DIAGNOSTICS}/{name}" for name in figures}
-    files, excluded, paths = dict[str, bytes | Path](), [], []
+    files, excluded, paths = dict[str, bytes | Path](), list[str](), list[Path]()
     for path in folder.iterdir():
         paths += path.iterdir() if path.name in WRITTEN and path.is_dir() else [path]
     for path in paths:
         name = path.relative_to(folder).as_posix()
-        loaded = name in chosen or not (path.suffix in (".safetensors", ".png") or name == INDEX)
-        if path.is_file() and _matches(name, SENT) and path.suffix not in PICKLES and loaded:
+        loaded = name in chosen or not (path.suffix in (".safetensors", ".png") or name == names.INDEX)
+        if path.is_file() and _matches(name, SENT) and loaded:
             files[name] = path if path.suffix == ".safetensors" else path.read_bytes()
         else:
             excluded.append(name + ("/" if path.is_dir() else ""))
@@ -123,9 +110,9 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that would be loaded. Raises ValueError if there are none, or one is missing or broken."""
-    if (folder / ADAPTER_CONFIG).is_file():
+    if (folder / names.ADAPTER_CONFIG).is_file():
         check_adapter(folder)
-        return [folder / ADAPTER_WEIGHTS]
+        return [folder / names.ADAPTER_WEIGHTS]
     return check_weights(folder)
 
 
@@ -147,8 +134,8 @@ def read_norm(folder: Path) -> dict[str, torch.Tensor]:
     norm = dict[str, torch.Tensor]()
     for path in weight_files(folder):
         with loading(str(path)), safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if "multi_modal_projector.norm." in name]  # noqa: SIM118
-            norm |= {name: file.get_tensor(name) for name in names}
+            of_norm = [name for name in file.keys() if "multi_modal_projector.norm." in name]  # noqa: SIM118
+            norm |= {name: file.get_tensor(name) for name in of_norm}
     return norm
 
 
