@@ -68,7 +68,7 @@ class Facts:
         roles = {"vision": "vision encoder", "language": "language model"}
         for key, role in ({"vision": LLAVA} if self.build.get("from_llava") else roles).items():
             stated = (self.build.get("licenses") or {}).get(key) or {}
-            licence = {field: value for field, value in stated.items() if value}
+            licence = {term: value for term, value in stated.items() if value}
             if name := self.build.get(key):
                 self.parts.append(Part(role, name, _hub_id(name), self.build.get(f"{key}_revision"), licence))
         by_name = {}

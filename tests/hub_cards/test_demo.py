@@ -247,7 +247,7 @@ def published(tmp_path):
     with HubServer({"user/model.v1.5": folder}) as hub:
         repository = hub.repository("user/model.v1.5")
         pinned = repository.head().oid
-        repository.advance("main", {}, parent=pinned)
+        repository.advance("main", {}, pinned)
         for path, content in space_files("user/model.v1.5", pinned).items():
             (space / path).write_bytes(content)
         port = free_port()
