@@ -48,19 +48,15 @@ _FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, an
 class PublishSource:
     """What is published of a folder.
 
-    `files` has the content of each path in the repository, of weights the file; `excluded` the paths
-    that stay here, `stale` those in the repository that are removed.
+    `files` has the content of each path in the repository, of weights the file, and `sizes` its bytes;
+    `excluded` has the paths that stay here, `stale` those in the repository that are removed.
     """
 
     folder: Path
     files: dict[str, bytes | Path]
+    sizes: dict[str, int]
     excluded: list[str]
     stale: list[str]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Path in the repository -> bytes."""
-        return {path: len(c) if isinstance(c, bytes) else c.stat().st_size for path, c in self.files.items()}
 
 
 def choose_files(folder: Path, generated: Mapping[str, bytes], existing: Collection[str] = ()) -> PublishSource:
@@ -87,7 +83,8 @@ def choose_files(folder: Path, generated: Mapping[str, bytes], existing: Collect
             excluded.append(name + ("/" if path.is_dir() else ""))
     files = dict(sorted({**files, **generated}.items()))
     stale = sorted(path for path in existing if path not in files and _matches(path, WRITTEN))
-    return PublishSource(folder, files, sorted(excluded), stale)
+    sizes = {path: file.stat().st_size if isinstance(file, Path) else len(file) for path, file in files.items()}
+    return PublishSource(folder, files, sizes, sorted(excluded), stale)
 
 
 def public_report(text: str) -> tuple[bytes, list[str]]:

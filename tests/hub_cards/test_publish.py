@@ -112,34 +112,20 @@ def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
     assert status == 1 and "does not work in a process without this package" in shown and name in shown
 
 
-@pytest.fixture
-def theirs(hub):
-    """A repository of somebody else."""
-    return hub.create("bob/m", files={"config.json": b"{}"})
-
-
-def test_a_pull_request(publish, hub, folder, theirs):
-    before = theirs.head()
-    status, shown = publish(folder, "--create-pr", "--no-verify", repo_id="bob/m")
-    proposed = theirs.head("refs/pr/1")
-    assert theirs.head() == before and proposed.parent == before.oid and set(proposed.files) >= stored.FILES
-    assert status == 0 and f"Pull request: {hub.url}/bob/m/discussions/1" in shown
-
-
 @pytest.mark.nightly
-def test_a_commit_that_nobody_can_load(publish, hub, folder, theirs):
-    before = theirs.head()
-    hub.fault(404, r"(GET|HEAD) /bob/m/resolve/\w{40}/config.json", times=99)
-    status, shown = publish(folder, "--create-pr", repo_id="bob/m")
-    assert status == 1 and theirs.head("refs/pr/1").oid in shown and before.oid in shown
-    assert theirs.head() == before
+def test_a_commit_that_nobody_can_load(publish, hub, folder):
+    repository = hub.create("ann/m", files={"config.json": b"{}"})
+    before = repository.commit
+    hub.fault(404, r"(GET|HEAD) /ann/m/resolve/\w{40}/config.json", times=99)
+    status, shown = publish(folder)
+    assert status == 1 and repository.commit in shown and before in shown
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (["--adapter"], "not an adapter"),
-        (["--space"], "was not published by this package"),
+        (["--space"], "is not this package's"),
         (["--public"], "is private"),
     ],
 )
