@@ -11,37 +11,20 @@ from pathlib import Path
 import pytest
 
 
-ARGUMENTS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+DISABLED = ("gpu", "dev-shm-usage", "quic", "background-networking", "component-update", "sync")
+ARGUMENTS = ("--headless=new", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in DISABLED))
 
 
 @dataclass(frozen=True)
 class Page:
-    """What became of a page that was loaded.
-
-    Attributes:
-        inner_width: `window.innerWidth`, CSS pixels.
-        scroll_width, client_width: Of the document; the first is larger where the page scrolls sideways.
-        undecoded: Alternative texts of the images that could not be drawn.
-        requests, failed: Addresses asked for, data URIs left out, and of those the ones that did not come.
-        console: What the browser logged.
-    """
+    """What became of a page that was loaded; widths in CSS pixels."""
 
     inner_width: int
-    scroll_width: int
+    scroll_width: int  # larger than `client_width` where the page scrolls sideways
     client_width: int
-    undecoded: list[str]
-    requests: list[str]
-    failed: list[str]
+    undecoded: list[str]  # alternative texts of the images that could not be drawn
+    requests: list[str]  # addresses asked for, without data URIs
+    failed: list[str]  # those that did not come
     console: list[str]
 
 
