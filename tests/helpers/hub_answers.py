@@ -196,8 +196,7 @@ def info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: 
     content = repository.blobs[card].decode() if card else ""
     known = {"id": repo_id, "sha": commit.oid, "private": repository.private, "tags": []}
     known["siblings"] = [{"rfilename": path} for path in commit.files]
-    known["cardData"] = RepoCard(content, ignore_metadata_errors=True).data.to_dict()
-    return Answer(json.dumps(known, default=str).encode(), headers={"Content-Type": "application/json"})
+    return reply(known | {"cardData": RepoCard(content, ignore_metadata_errors=True).data.to_dict()})
 
 
 def tree(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str, folder: str = "") -> Answer:
@@ -245,10 +244,6 @@ def create_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, n
     repository = visible(hub, request, kind, repo_id)
     repository.branches[name] = repository.resolve(request.json().get("startingPoint", "main")).oid
     return reply({})
-
-
-def validate_yaml(hub: "HubServer", request: Request) -> Answer:
-    return reply({"errors": [], "warnings": []})
 
 
 def preupload(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
@@ -311,7 +306,7 @@ ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("GET", f"{GIT}/resolve/{REVISION}/(?P<path>.+)", download),
     ("POST", "/api/repos/create", create_repository),
     ("POST", f"{API}/branch/(?P<name>[^/]+)", create_branch),
-    ("POST", "/api/validate-yaml", validate_yaml),
+    ("POST", "/api/validate-yaml", lambda hub, request: reply({"errors": [], "warnings": []})),
     ("POST", f"{API}/preupload/{REVISION}", preupload),
     ("POST", rf"{GIT}\.git/info/lfs/objects/batch", batch),
     ("PUT", rf"{GIT}\.git/lfs/(?P<sha256>[0-9a-f]{{64}})", upload),

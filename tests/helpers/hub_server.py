@@ -25,9 +25,7 @@ GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 class Fault:
     """A fault, for the first `times` of the requests `"METHOD /path"` that match the regular expression `request`.
 
-    Attributes:
-        kind: A status, and nothing is done. "pause": done once `released` is set; `reached` is set when the request
-            has come.
+    `kind` is a status, and nothing is done; or "pause": done once `released` is set, and `reached` when it has come.
     """
 
     kind: str | int

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import card_folder as made
 import pytest
-import stored
 import tiny
 import tiny_parts as parts
 from card_folder import data, listed, rows, section, tokens
@@ -17,7 +16,7 @@ from diagnosed import diagnosed
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
-from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
+from normalign_llava.assembly.build import retrofit_checkpoint
 from normalign_llava.evaluate.results import WEIGHT_FILES, files_hash
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.card.metadata import by_hand, is_ours
@@ -43,17 +42,15 @@ def test_a_bare_checkpoint_has_a_short_and_honest_card(folder):
         assert word not in card.text
 
 
-def test_metadata_of_a_full_folder(full):
-    content = data(render_card(full, repo_id="user/model"))
+def test_a_full_folder_has_all_metadata_and_figures_without_samples(full):
+    card = render_card(full, repo_id="user/model")
+    content = data(card)
     assert content["base_model"] == ["google/encoder", "Qwen/decoder"] and content["base_model_relation"] == "merge"
     assert content["datasets"] == ["user/data"] and content["language"] == ["en", "de"]
     assert content["license"] == "apache-2.0" and "custom_code" in content["tags"]
-
-
-def test_figures_show_no_sample_of_the_data(full):
-    text = render_card(full).text
-    assert re.findall(r"\]\((diagnostics/.*?)\)", text) == ["diagnostics/interface.png", "diagnostics/rotation.png"]
-    assert made.SECRET not in text and "What shape is in the image?" not in text
+    figures = re.findall(r"\]\((diagnostics/.*?)\)", card.text)
+    assert figures == ["diagnostics/interface.png", "diagnostics/rotation.png"]
+    assert made.SECRET not in card.text and "What shape is in the image?" not in card.text
 
 
 @pytest.mark.parametrize(
@@ -253,16 +250,14 @@ def test_what_begins_like_markup_is_text(full, start):
     assert shown.count(" ".join(start.split())) == 2
 
 
-def test_an_arm_that_was_not_trained(tmp_path):
-    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
-    build_checkpoint(vision, language, tmp_path / "built", arm="unit")
-    assert "**not trained**" in render_card(tmp_path / "built").text
-    weights = stored.weights(tmp_path / "built")
-    weights |= {name: tensor + 0.1 for name, tensor in weights.items() if "projector.norm" in name}
-    stored.store(tmp_path / "built", weights)
-    card = render_card(tmp_path / "built")
+def test_a_model_that_was_not_trained_is_called_so(folder):
+    assert "**not trained**" in render_card(folder).text
+    made.edit(folder / "config.json", projector_gain_init="one")
+    card = render_card(folder)
     assert "How it was trained is not recorded here." in card.text
     assert rows(section(card, "Licence"))["data"] == ["what it was trained on", "not recorded"]
+    made.normed(folder, 1.0)
+    assert "**not trained**" in render_card(folder).text
 
 
 def limits(folder):

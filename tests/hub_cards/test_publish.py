@@ -3,13 +3,11 @@
 
 import pytest
 import stored
-from huggingface_hub import ModelCard
 
 
 pytestmark = pytest.mark.slow
 
 
-NOTES = "<!-- by hand: notes -->\n"
 OWN_CARD = "---\nlicense: mit\n---\n# My page\n\nWhat nobody else knows.\n"
 
 
@@ -72,20 +70,6 @@ def test_stale_files_of_ours_go_and_files_of_others_stay(publish, hub, folder):
     assert f"removed: {', '.join(sorted(stale))}." in shown
 
 
-def test_what_was_written_by_hand_stays_and_the_rest_is_new(publish, hub, folder):
-    assert publish(folder, "--no-verify")[0] == 0
-    repository = hub.repository("ann/m")
-    card = repository.read("README.md").decode()
-    card = card.replace(NOTES, f"{NOTES}By hand,\r\nof two lines.\n").replace("---\n", "---\ndatasets: ann/data\n", 1)
-    edited = repository.change({"README.md": card.replace("image-text-to-text", "image-to-text").encode()})
-    assert publish(folder, "--no-verify")[0] == 0
-    assert repository.head().parent == edited.oid
-    written = repository.read("README.md").decode()
-    assert f"{NOTES}By hand,\r\nof two lines.\n" in written
-    data = ModelCard(written).data
-    assert (data.datasets, data.pipeline_tag) == ("ann/data", "image-text-to-text")
-
-
 @pytest.mark.parametrize("place", ["folder", "Hub"])
 def test_a_card_of_somebody_else_is_replaced_only_on_request(publish, hub, folder, place):
     if place == "Hub":
@@ -122,17 +106,18 @@ def test_a_commit_that_nobody_can_load(publish, hub, folder):
 
 
 @pytest.mark.parametrize(
-    "options, words",
+    "options, token, words",
     [
-        (["--adapter"], "not an adapter"),
-        (["--space"], "is not this package's"),
-        (["--public"], "is private"),
+        (["--adapter"], None, "not an adapter"),
+        (["--space"], None, "is not this package's"),
+        (["--public"], None, "is private"),
+        ([], " ", "hf auth login"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_sent(publish, hub, folder, options, words):
+def test_what_is_wrong_is_said_before_anything_is_sent(publish, hub, folder, options, token, words):
     hub.create("ann/m-demo", kind="space", files={"app.py": b"print()"})
     if "--public" in options:
         hub.create("ann/m", private=True)
-    status, shown = publish(folder, *options)
+    status, shown = publish(folder, *options, token=token)
     assert status == 1 and words in shown
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
