@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import RepoCard
 
@@ -39,19 +39,12 @@ class Commit:
 
 
 class Repository:
-    """A repository of any kind.
-
-    Attributes:
-        address: Its page below the Hub's own: `user/name`, `datasets/user/name`, `spaces/user/name`.
-        private: Whether only its owner sees it.
-        branches: Name -> id of the newest commit.
-        blobs: Blob id -> content, uploaded content that is in no commit among them.
-    """
+    """A repository, with its page at `address` below the Hub's own; a private one is seen by its owner alone."""
 
     def __init__(self, address: str, private: bool = False):
         self.address, self.private = address, private
-        self.branches: dict[str, str] = {}
-        self.blobs: dict[str, bytes] = {}
+        self.branches: dict[str, str] = {}  # name -> id of the newest commit
+        self.blobs: dict[str, bytes] = {}  # id -> content, uploads that are in no commit among them
         self._commits: dict[str, Commit] = {}
 
     @property
@@ -127,13 +120,12 @@ def stored_in_lfs(path: str, sample: bytes) -> bool:
     return path.endswith(LFS_SUFFIXES) or b"\0" in sample[:512]
 
 
-@dataclass(frozen=True)
-class Account:
+class Account(NamedTuple):
     """Who asks: the bearer of a token of role "read" or "write"."""
 
     name: str
     role: str
-    orgs: tuple[str, ...] = ()
+    orgs: tuple[str, ...]
 
 
 @dataclass(frozen=True)

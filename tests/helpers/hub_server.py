@@ -36,13 +36,7 @@ class Fault:
 
 
 class HubServer:
-    """Serves repositories, by default the files of folders, while its `with` block runs.
-
-    Attributes:
-        requests: method and path of every request, in order.
-        sent: path of a file (`"namespace/name/file"`) -> bytes of it that were sent.
-        received: SHA-256 -> bytes of LFS content received.
-    """
+    """Serves repositories, to begin with the files of folders, while its `with` block runs."""
 
     def __init__(self, repositories: dict[str, Path] | None = None):
         self.lock = RLock()
@@ -55,9 +49,9 @@ class HubServer:
     def clear(self) -> None:
         """Makes it an empty hub without accounts, at the same address."""
         self.repositories: dict[str, Repository] = {}
-        self.requests: list[str] = []
-        self.sent: Counter[str] = Counter()
-        self.received: Counter[str] = Counter()
+        self.requests: list[str] = []  # method and path of each, in order
+        self.sent: Counter[str] = Counter()  # "namespace/name/file" -> bytes of it
+        self.received: Counter[str] = Counter()  # SHA-256 -> bytes of LFS content
         self.accounts: dict[str, Account] = {}
         self.faults: list[Fault] = []
 

@@ -208,8 +208,7 @@ def test_a_model_trained_on_from_the_hub_names_what_it_started_from(full):
     (full / "config.json").unlink()
     made.edit(full / "adapter_config.json", peft_type="LORA", r=8)
     save_file({}, full / "adapter_model.safetensors")
-    card = render_card(full)
-    assert f'base, base_revision = "user/stage1", "{"f" * 40}"' in card.text
+    assert f'base, base_revision = "user/stage1", "{"f" * 40}"' in render_card(full).text
 
 
 def test_a_retrofit_is_one_part(tmp_path):
