@@ -11,7 +11,6 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 
 from ... import __version__
 from ...checkpoint.names import CARD
-from ..card.metadata import card_in
 
 
 LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN, with a token from https://huggingface.co/settings/tokens"
@@ -83,7 +82,8 @@ def find_repository(api: HfApi, repo_id: str, *, kind: str = "model", branch: st
         files = frozenset(api.list_repo_files(repo_id, repo_type=kind, revision=info.sha))
         card = None
         if CARD in files:
-            card = card_in(Path(api.hf_hub_download(repo_id, CARD, repo_type=kind, revision=info.sha)).parent)
+            file = Path(api.hf_hub_download(repo_id, CARD, repo_type=kind, revision=info.sha))
+            card = file.read_bytes().decode("utf-8-sig", "replace")
     return Repository(api, repo_id, kind, branch, info.sha, bool(info.private), files, card)
 
 

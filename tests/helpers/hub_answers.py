@@ -228,8 +228,10 @@ def download(
 def create_repository(hub: "HubServer", request: Request) -> Answer:
     asked, account = request.json(), request.signed_in()
     kind, repo_id = asked.get("type") or "model", f"{asked.get('organization') or account.name}/{asked['name']}"
-    hub.create(repo_id, kind=kind, private=asked.get("visibility") == "private" or bool(asked.get("private")))
-    return reply({"url": f"{hub.url}/{address(kind, repo_id)}", "name": repo_id})
+    known = address(kind, repo_id) in hub.repositories
+    if not known:
+        hub.create(repo_id, kind=kind, private=asked.get("visibility") == "private" or bool(asked.get("private")))
+    return reply({"url": f"{hub.url}/{address(kind, repo_id)}", "name": repo_id}, 409 if known else 200)
 
 
 def create_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:

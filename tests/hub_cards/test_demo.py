@@ -74,9 +74,8 @@ def red(tmp_path_factory):
 @pytest.fixture(scope="module")
 def url(loaded):
     app = demo_app.build_app(*loaded, title="Test", source="", max_new_tokens=80)
-    port = free_port()
-    demo_app.launch(app, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True)
-    yield f"http://127.0.0.1:{port}/"
+    demo_app.launch(app, server_name="127.0.0.1", server_port=free_port(), prevent_thread_lock=True, quiet=True)
+    yield app.local_url
     app.close()
 
 
@@ -131,12 +130,11 @@ def test_an_answer_ends_with_the_context_or_when_it_is_stopped(tmp_path, red):
     model, processor = demo_parts.load(demo_parts.checkpoint(tmp_path, context=1024))
     model.generation_config.eos_token_id = None
     steps = []
-    hook = model.register_forward_hook(lambda *_: steps.append(1))
-    answer = demo_app.answer(model, processor, str(red), QUESTION, 900)
-    next(answer), next(answer)
-    answer.close()
+    with model.register_forward_hook(lambda *_: steps.append(1)):
+        answer = demo_app.answer(model, processor, str(red), QUESTION, 900)
+        next(answer), next(answer)
+        answer.close()
     assert 0 < len(steps) < 900
-    hook.remove()
     *_, (text, maps) = demo_app.answer(model, processor, str(red), "what is it? " * 78, 900)
     assert text and len(maps) == 3
     with pytest.raises(demo_app.gr.Error, match="the model reads 1,024"):
