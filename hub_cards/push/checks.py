@@ -30,12 +30,14 @@ _PUBLISH_BASE = f"Publish the base first, and name it: --base user/name. Or publ
 
 def check_checkpoint(folder: Path) -> None:
     """Refuses other code than this package's, padding on the right, and a norm not finite or float32."""
-    stored, faults = read_config(folder)[0], []
-    if stored:
+    (stored, config), faults = read_config(folder), list[str]()
+    if config:
         files = [folder / name for name in CODE if (folder / name).is_file()]
         faults += [f"{name} is not this version's of the package. {_SAVE_AGAIN}." for name in _foreign(stored, files)]
         if read_json(folder / "tokenizer_config.json").get("padding_side") != "left":
             faults.append('tokenizer_config.json: it pads on the right. Write "padding_side": "left" into it.')
+        if stored.get("tie_word_embeddings", False) != getattr(config.text_config, "tie_word_embeddings", False):
+            faults.append(f"config.json: text_config, which servers read, ties embeddings otherwise. {_SAVE_AGAIN}.")
     for name, tensor in read_norm(folder).items():
         if tensor.dtype != torch.float32:
             faults.append(f"{name} is {tensor.dtype}, in which small updates are lost, not float32. {_SAVE_AGAIN}.")
