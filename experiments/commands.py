@@ -23,9 +23,8 @@ from normalign_llava.diagnose.report import REPORT
 from normalign_llava.diagnose.run import FOLDER
 from normalign_llava.evaluate.compare import read_arm
 from normalign_llava.evaluate.results import read_evaluations
-from normalign_llava.quickstart.evaluate import read_report
-from normalign_llava.quickstart.run import write_data
-from normalign_llava.quickstart.train import rows_of, words
+from normalign_llava.quickstart.results import read_report
+from normalign_llava.quickstart.train import rows_of, words, write_data
 
 
 TIMES = "times.json"

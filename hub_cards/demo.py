@@ -60,8 +60,8 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype_to_load("auto", opened.config, opened.weight_bytes)
     model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
-    known = Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
-    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=f"Ask `{known}` about an image.")
+    name = Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
+    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=f"Ask `{name}` about an image.")
     names = ["localhost", "127.0.0.1"]
     # A page of another site may reach this computer by a name of its own (DNS rebinding).
     guard = [Middleware(TrustedHostMiddleware, allowed_hosts=names)] if host in names else []
@@ -80,34 +80,22 @@ def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
     }
 
 
-def check_space(api: HfApi, repo_id: str) -> Repository:
-    """The Space of a model as it is now.
-
-    Raises:
-        ValueError: It was not published by this package: it has files, and not `space.json`.
-    """
-    existing = find_repository(api, f"{repo_id}-demo", kind="space")
-    new = existing.files <= {".gitattributes", "README.md"}  # as the Hub creates one
-    if not new and "space.json" not in existing.files:
-        raise ValueError(
-            f"The Space {existing.repo_id} exists and was not published by this package. Rename it, or publish "
-            "without --space."
-        )
-    return existing
+def find_space(api: HfApi, repo_id: str) -> Repository:
+    """The Space of a model as it is now. Raises ValueError if it was not published by this package."""
+    space = find_repository(api, f"{repo_id}-demo", kind="space")
+    if space.files - {".gitattributes", "README.md"} and "space.json" not in space.files:  # those are a new one's
+        raise ValueError(f"The Space {space.repo_id} is not this package's. Rename it, or leave out --space.")
+    return space
 
 
-def push_space(api: HfApi, repo_id: str, commit: str, notify: Callable[[str], object]) -> str:
-    """Publishes the Space of a model, for a commit; returns its page. A new Space is private if the model is.
-
-    Raises:
-        OSError: It failed. The model is published.
-    """
+def push_space(space: Repository, repo_id: str, commit: str, notify: Callable[[str], object]) -> str:
+    """Publishes the Space of a model, for a commit; returns its page. A new one is as private as the model."""
     try:
-        private, existing = find_repository(api, repo_id).private, check_space(api, repo_id)
-        push(existing, space_files(repo_id, commit), stale=(), private=private)
+        private = find_repository(space.api, repo_id).private
+        push(space, space_files(repo_id, commit), stale=(), private=private)
     except (ValueError, OSError) as error:
         raise OSError(f"The model is published, at {commit} of {repo_id}; its Space is not. {error}") from None
-    page = f"{api.endpoint}/spaces/{existing.repo_id}"
+    page = f"{space.api.endpoint}/spaces/{space.repo_id}"
     if private:
         notify(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
     return page

@@ -7,6 +7,7 @@ A Hugging Face Space gets this file as its `app.py`, so it imports nothing of th
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
@@ -17,14 +18,7 @@ import torch
 from gradio.utils import get_upload_folder
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    PreTrainedConfig,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TextIteratorStreamer
 
 
 ATTENTION = {"text_config": "eager"}
@@ -36,7 +30,6 @@ FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # for EP
 
 def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256) -> gr.Blocks:
     """The page of a model, loaded with [`ATTENTION`], and its processor; `source` is Markdown that names the model."""
-
     example = Image.new("RGB", (256, 256), "#E8E4DA")
     ImageDraw.Draw(example).ellipse((64, 64, 192, 192), fill="red")
 
@@ -72,13 +65,10 @@ def launch(app: gr.Blocks, **options: Any) -> None:
     app.launch(theme=theme, share=False, ssr_mode=False, show_error=True, max_file_size="20mb", **options)
 
 
-def answer(
-    model: Any, processor: Any, file: str | None, question: str, max_new_tokens: int
-) -> Iterator[tuple[str, list | None]]:
-    """The greedy answer as it grows, and with the last of it the heat maps.
+def answer(model: Any, processor: Any, file: str | None, question: str, max_new_tokens: int) -> Iterator[tuple]:
+    """The greedy answer as it grows, and with the last of it the heat maps; gr.Error is shown on the page.
 
-    A thread generates it, which stops at the next token once the iterator is closed. Raises gr.Error, which the page
-    shows, if image or question cannot be used.
+    A thread generates it, which stops at the next token once the iterator is closed.
     """
     if not file or not question.strip():
         raise gr.Error("Give an image and a question.")
@@ -93,7 +83,7 @@ def answer(
         raise gr.Error(f"Image and question take {tokens:,} tokens, and the model reads {context:,}. Ask shorter.")
     streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     stopped, text = Event(), ""
-    criteria = StoppingCriteriaList([lambda ids, scores, **_: ids.new_full((1,), stopped.is_set(), dtype=torch.bool)])
+    criteria = [lambda ids, scores, **_: ids.new_full((1,), stopped.is_set(), dtype=torch.bool)]
     room = min(max_new_tokens, context - tokens)
     options = {"max_new_tokens": room, "do_sample": False, "stopping_criteria": criteria, "streamer": streamer}
     with ThreadPoolExecutor(1) as pool:
@@ -124,8 +114,7 @@ def open_image(file: str) -> Image.Image:
 def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int, Tensor]:
     """Attention from the words after the image to its patches, `(patches,)`, averaged over heads and words, by layer.
 
-    Special tokens are no words. Layers of linear attention have no map. `ids` are those of prompt and answer, `(1,
-    tokens)`.
+    Special tokens are no words; layers of linear attention have no map. `ids`, `(1, tokens)`: of prompt and answer.
     """
     special = [token for token, added in processor.tokenizer.added_tokens_decoder.items() if added.special]
     height, width = (side // processor.patch_size for side in inputs["pixel_values"].shape[-2:])
@@ -133,21 +122,17 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
     # Class token and registers, where they are kept, come before the patches.
     visual = places[ids[0] == model.config.image_token_id][-height * width :]
     words = places[(places > visual[-1]) & ~torch.isin(ids[0], ids.new_tensor(special))]
-    maps: dict[int, Tensor] = {}
-    thread, hooks = get_ident(), []
+    maps, thread = dict[int, Tensor](), get_ident()
 
     def keep(number: int, module: Any, args: tuple, output: tuple) -> None:
         if get_ident() == thread:  # an answer that was stopped may run to its next token in another
             maps[number] = output[1][0][:, words][..., visual].mean((0, 1), dtype=torch.float32).cpu()
 
-    for number, layer in enumerate(model.get_decoder().layers, 1):
-        if (module := dict(layer.named_children()).get("self_attn")) is not None:
-            hooks.append(module.register_forward_hook(partial(keep, number)))
-    try:
+    with ExitStack() as hooks:
+        for number, layer in enumerate(model.get_decoder().layers, 1):
+            if (module := dict(layer.named_children()).get("self_attn")) is not None:
+                hooks.enter_context(module.register_forward_hook(partial(keep, number)))
         model.base_model(input_ids=ids, pixel_values=inputs["pixel_values"], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return maps
 
 
@@ -171,7 +156,7 @@ def heat_maps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tupl
     return drawn
 
 
-def cpu_dtype(config: PreTrainedConfig, **code: Any) -> torch.dtype | str:
+def cpu_dtype(config: Any, **code: Any) -> torch.dtype | str:
     """float32, in which every processor is fast, if the model then fits into a free Space, or else its own."""
     with torch.device("meta"):
         size = 4 * AutoModelForImageTextToText.from_config(config, **code).num_parameters()

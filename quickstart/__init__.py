@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`normalign quickstart`: a first checkpoint from real parts, without an account or a GPU.
-
-`train` runs two recipes, `evaluate` asks held-out questions and diagnoses, `display` prints, `run` does all in order.
-"""
+"""`normalign quickstart`: a first checkpoint from real parts, without an account or a GPU."""

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole quickstart: fetch, convert, build, train twice, merge, evaluate, reload, diagnose.
-
-Every step writes its result atomically and is skipped if the result exists, so that a stopped run is resumed by
-starting it again.
-"""
+"""The whole quickstart. A step writes its result atomically, and is skipped if that exists: so a run is resumed."""
 
 import json
 import time
@@ -21,22 +17,22 @@ from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import LOCK, finished_folder, json_or_none, write_json
+from ..checkpoint.files import LOCK, json_or_none, write_json
 from ..checkpoint.precision import half_precision_pays
 from ..fetched.archives import ARCHIVES
 from ..fetched.convert import convert_language, convert_vision
-from ..fetched.easy_vqa import KINDS, Question, held_out, load_image, prompt, training_data
+from ..fetched.easy_vqa import KINDS, Question, held_out, load_image, prompt
 from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.checkpoints import only_run
-from .display import draw_images, print_results
-from .evaluate import BASELINE, EMOJI, OURS, ask_held_out, diagnose_once, read_report
-from .train import check_stage, rows_of, stage, train_stage
+from .results import EMOJI, ask_held_out, diagnose_once, draw_images, print_results, read_report
+from .train import rows_of, stage, train_stage, write_data
 
 
 JOURNAL = "journal.json"
+"""Settings, precision, and the seconds of finished steps: a run resumes as it began."""
 IMAGE_SIZE = 56  # pixels, 14 of which make one visual token
 FEATURE_LAYER = -4
 """Hidden state of the vision encoder that the projector reads."""
@@ -44,24 +40,15 @@ FEATURE_LAYER = -4
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a quickstart run.
+    """Settings of a quickstart run; tests take smaller ones."""
 
-    Attributes:
-        stage1, stage2: Options of the two recipes.
-        seed: Seed of the data and the projector; the recipes have seeds of their own.
-        asked: Held-out questions about easy-VQA's images, and about emoji; all, 300 and 12, without a limit.
-        asked_before: Number of those that the untrained model is asked.
-        shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
-        diagnosed: Held-out images for the diagnosis.
-    """
-
-    stage1: dict[str, Any]
+    stage1: dict[str, Any]  # options of the two recipes
     stage2: dict[str, Any]
-    seed: int = 0
-    asked: int | None = None
-    asked_before: int = 12
-    shown_per_kind: int = 3
-    diagnosed: int = 64
+    seed: int = 0  # of the data and the projector; the recipes have seeds of their own
+    asked: int | None = None  # held-out questions of each task; None for all, 300 and 12
+    asked_before: int = 12  # of the untrained model
+    shown_per_kind: int = 3  # questions in the image, asked after reloading
+    diagnosed: int = 64  # held-out images
 
     @classmethod
     def seeded(cls, seed: int) -> "Settings":
@@ -69,99 +56,78 @@ class Settings:
         return cls(stage("quickstart-align", seed=seed), stage("quickstart-tune", seed=seed), seed)
 
 
-class Journal:
-    """Settings and finished steps of a run, kept in its folder's `JOURNAL`, so that it resumes as it began.
-
-    Attributes:
-        bf16: Whether this run multiplies in bfloat16; decided once.
-        seconds: Seconds of each finished step, without those before an interruption.
-    """
-
-    def __init__(self, output: Path, settings: Settings, console: Console):
-        self.path, self.console = output / JOURNAL, console
-        self.settings = json.loads(json.dumps(asdict(settings)))  # as it will be read back
-        earlier = json_or_none(self.path) or {"settings": self.settings}
-        changed = [key for key, value in self.settings.items() if earlier["settings"].get(key) != value]
-        if changed:
-            remedy = "name another output folder, or remove this one"
-            raise ValueError(f"{output} holds a run with other settings ({', '.join(changed)}): {remedy}")
-        self.bf16 = earlier["bf16"] if "bf16" in earlier else half_precision_pays()
-        self.seconds: dict[str, float] = earlier.get("seconds", {})
-        self.write()
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Announces and times a step. One that an earlier run has finished keeps its time."""
-        self.console.rule(f"[bold]{name}[/]{', finished before' if name in self.seconds else ''}", align="left")
-        start = time.perf_counter()
-        yield
-        self.seconds.setdefault(name, round(time.perf_counter() - start, 1))
-        self.write()
-
-    def write(self) -> None:
-        write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "seconds": self.seconds})
-
-
 def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = False) -> dict[str, Any]:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
 
     The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained it, the same model
     without the norm is built, trained and evaluated as well, and both are compared, after stage 1 and finished.
-
-    Returns:
-        What `output/results.json` holds.
+    Returns what `output/results.json` holds.
 
     Raises:
         FetchError: An archive could not be fetched.
-        ValueError: `output` holds a run with other settings or anything else, another run is writing there, or this
+        ValueError: `output` holds anything but a run with these settings, another run is writing there, or this
             process sees several GPUs.
     """
     names = {path.name for path in output.iterdir()} - {LOCK} if output.exists() else set()
     if names and "settings" not in (json_or_none(output / JOURNAL) or {}):
         raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote there. Choose a new folder.")
-    check_stage(settings.stage1)
-    check_stage(settings.stage2)
+    if torch.cuda.device_count() > 1:
+        raise ValueError("The quickstart trains on one GPU. Show it one with CUDA_VISIBLE_DEVICES=0.")
     with only_run(output):
         return _run_quickstart(output, settings, full_baseline)
 
 
 def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict[str, Any]:
-    console = Console()
-    journal = Journal(output, settings, console)
+    console, journal = Console(), output / JOURNAL
+    wanted = json.loads(json.dumps(asdict(settings)))  # as it will be read back
+    record = json_or_none(journal) or {"settings": wanted, "bf16": half_precision_pays(), "seconds": {}}
+    if changed := [key for key, value in wanted.items() if record["settings"].get(key) != value]:
+        remedy = "name another output folder, or remove this one"
+        raise ValueError(f"{output} holds a run with other settings ({', '.join(changed)}): {remedy}")
+    write_json(journal, record)
     logging.disable_progress_bar()  # these parts load in a second
     disable_progress_bars()
-    bf16, data, baseline = journal.bf16, output / "data", output / "baseline"
+    bf16, data, baseline = record["bf16"], output / "data", output / "baseline"
     full_baseline = full_baseline or (baseline / "model").exists()
 
-    with journal.step("fetch"):
+    @contextmanager
+    def step(name: str) -> Iterator[None]:
+        """Announces and times a step. One that an earlier run has finished keeps its time."""
+        console.rule(f"[bold]{name}[/]{', finished before' if name in record['seconds'] else ''}", align="left")
+        start = time.perf_counter()
+        yield
+        record["seconds"].setdefault(name, round(time.perf_counter() - start, 1))
+        write_json(journal, record)
+
+    with step("fetch"):
         for archive in ARCHIVES:
             console.print(f"{archive.name} {archive.version}, {archive.licence}: {archive.about}")
             fetch(archive)
-    with journal.step("convert"):
+    with step("convert"):
         parts = str(convert_vision(IMAGE_SIZE)), str(convert_language())
         write_data(data, rows_of(settings.stage1), rows_of(settings.stage2), settings.seed)
 
     def trained(folder: Path, arm: str, prefix: str = "") -> Path:
         """Builds, trains and merges in a folder: arm "gwc" has the norm and its compensation, "none" no norm."""
         untrained, stage1, stage2, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
-        with journal.step(f"{prefix}build"):
+        with step(f"{prefix}build"):
             if not untrained.exists():
                 build_checkpoint(*parts, untrained, arm=arm, feature_layer=FEATURE_LAYER, seed=settings.seed)
-        with journal.step(f"{prefix}stage 1"):
+        with step(f"{prefix}stage 1"):
             train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
-        with journal.step(f"{prefix}stage 2"):
+        with step(f"{prefix}stage 2"):
             train_stage(settings.stage2, stage1, data / "stage2", stage2, bf16=bf16)
-        with journal.step(f"{prefix}merge"):
+        with step(f"{prefix}merge"):
             if not model.exists():
                 merge_adapter(stage2, model, base=str(stage1))
         return model
 
     model = trained(output, "gwc")
-    with journal.step("evaluate before"):
+    with step("evaluate before"):
         before = ask_held_out(output / "untrained", limit=settings.asked_before, bf16=bf16)
-    with journal.step("evaluate after"):
+    with step("evaluate after"):
         after = ask_held_out(model, limit=settings.asked, bf16=bf16)
-    with journal.step("reload"):
+    with step("reload"):
         questions = held_out(100)
         of_kinds = [[question for question in questions if question.kind == kind] for kind in (*KINDS, EMOJI)]
         shown = [question for of_kind in of_kinds for question in of_kind[: settings.shown_per_kind]]
@@ -170,13 +136,12 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     plain, of_baseline = None, None
     if full_baseline:
         plain = trained(baseline, "none", "baseline, ")
-        with journal.step("evaluate baseline"):
+        with step("evaluate baseline"):
             of_baseline = ask_held_out(plain, limit=settings.asked, bf16=bf16)
-    with journal.step("diagnose"):
-        pages = [diagnose_once(model, OURS, plain, BASELINE, settings.diagnosed)]
+    with step("diagnose"):
+        pages = [diagnose_once(model, plain, settings.diagnosed)]
         if full_baseline:
-            stages, names = (output / "stage1", baseline / "stage1"), (f"{OURS}-stage1", f"{BASELINE}-stage1")
-            pages.append(diagnose_once(stages[0], names[0], stages[1], names[1], settings.diagnosed))
+            pages.append(diagnose_once(output / "stage1", baseline / "stage1", settings.diagnosed, "-stage1"))
 
     results = {
         "before": {key: before[key] for key in ("accuracy", "blank", "count")},
@@ -188,7 +153,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         "verdicts": {page.parent.parent.name: read_report(page.parent.parent)["verdict"] for page in pages},
         "settings": asdict(settings),
         "bf16": bf16,
-        "seconds": journal.seconds,
+        "seconds": record["seconds"],
     }
     write_card(model)
     write_json(output / "results.json", results)
@@ -196,19 +161,8 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     return results
 
 
-def write_data(output: Path, first: int, second: int, seed: int) -> None:
-    """Writes so many conversations for each of both stages, which have none in common."""
-    if output.exists():
-        return
-    rows = training_data(first + second, seed=seed)
-    with finished_folder(output) as folder:
-        rows.select(range(first)).save_to_disk(folder / "stage1")
-        rows.select(range(first, first + second)).save_to_disk(folder / "stage2")
-
-
 def reload(checkpoint: Path, questions: list[Question]) -> tuple[list[str], str | None]:
-    """Answers by the installed package; and a sentence if the checkpoint's own code, in a process without the package,
-    computes something else."""
+    """Answers by the installed package, and how a process that has the checkpoint's own code differs."""
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     processor, answers = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), []
     with torch.inference_mode():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's two training stages: the package's recipes, run as `normalign train` would."""
+"""The quickstart's two training stages: the package's recipes, run as `normalign train` would, and their data."""
 
 import shutil
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..checkpoint.files import finished_folder
+from ..fetched.easy_vqa import training_data
 from ..train.command import read_recipe, recipe_file
 from ..train.keeping.checkpoints import checkpoints_in
 from ..train.options.arguments import parse
-from ..train.prepare import check_one_gpu
 from ..train.run import train
 
 
@@ -21,16 +21,18 @@ def stage(recipe: str, **changes: Any) -> dict[str, Any]:
     return {**read_recipe(recipe_file(recipe)), **changes}
 
 
-def check_stage(options: dict[str, Any]) -> None:
-    """Raises ValueError if an option has a value that it cannot have, or this process sees several GPUs."""
-    paths = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "output", "bf16": False}
-    _, args, _ = parse(words({**options, **paths}))
-    check_one_gpu(args)
-
-
 def rows_of(options: dict[str, Any]) -> int:
     """Conversations in one pass of a stage."""
     return options["max_steps"] * options["global_batch_size"]
+
+
+def write_data(output: Path, first: int, second: int, seed: int) -> None:
+    """Writes so many conversations for each of both stages, which have none in common."""
+    if not output.exists():
+        rows = training_data(first + second, seed=seed)
+        with finished_folder(output) as folder:
+            rows.select(range(first)).save_to_disk(folder / "stage1")
+            rows.select(range(first, first + second)).save_to_disk(folder / "stage2")
 
 
 def train_stage(
@@ -42,11 +44,10 @@ def train_stage(
     bf16: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
-    """Trains `checkpoint` and writes the trained checkpoint, or the adapter, to `output`.
+    """Trains `checkpoint` by the options of [`stage`], and writes the result or the adapter to `output`.
 
-    Until it is finished the run is in the folder `OUTPUT-trainer`, from which a stopped run is resumed.
-    `options` are a recipe's, from [`stage`]. With `bf16` matrices are multiplied in bfloat16; trained parameters stay
-    float32.
+    Until it is finished the run is in the folder `OUTPUT-trainer`, from which a stopped run is
+    resumed. With `bf16` matrices are multiplied in bfloat16; trained parameters stay float32.
     """
     run = output.with_name(output.name + "-trainer")
     if not output.exists():

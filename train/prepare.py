@@ -66,7 +66,7 @@ def check_options(args: NormAlignConfig, model: Any) -> None:
     args.gradient_accumulation_steps = accumulation_steps(args)
     if args.process_index == 0 and not args.dry_run:
         if args.push_to_hub:
-            from ..hub_cards.card.hand_written import check_replaceable
+            from ..hub_cards.card.metadata import check_replaceable
             from ..hub_cards.push.repository import find_repository, log_in
 
             name = args.hub_model_id or Path(args.output_dir).absolute().name

@@ -366,7 +366,7 @@ class NormAlignTrainer(SFTTrainer):
         """
         if not self.is_world_process_zero():
             return None
-        from ..hub_cards.push.adapter import recorded_base
+        from ..hub_cards.push.checks import recorded_base
         from ..hub_cards.push.publish import publish
 
         folder, revision = self.args.output_dir, revision or self.args.hub_revision or "main"

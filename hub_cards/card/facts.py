@@ -3,19 +3,20 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...checkpoint.find import check_folder, is_hub_id
+from ...checkpoint.find import is_hub_id
 from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
-from ...evaluate.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
+from ...evaluate.results import WEIGHT_FILES, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
-from ..push.source import DIAGNOSTICS, public_report, read_config, read_json, read_norm, weight_files
+from ..push.source import DIAGNOSTICS, public_report, read_config, read_json, read_norm
 
 
 LLAVA = "LLaVA checkpoint"  # the role of one that had both parts
@@ -23,62 +24,84 @@ FIGURES = ("interface.png", "rotation.png")
 
 
 @dataclass(frozen=True)
-class Licence:
-    """A licence as in the Hub's metadata: its id, and name and link if the id is "other"."""
-
-    license: str
-    license_name: str | None = None
-    license_link: str | None = None
-
-    def __str__(self) -> str:
-        return self.license_name or self.license
-
-
-@dataclass(frozen=True)
 class Part:
-    """A model or data set that the model was made from.
+    """A model or data set that the model was made from; `name` may be a folder's.
 
-    Attributes:
-        role: "vision encoder", "language model", [`LLAVA`], "base model" or "data".
-        hub_id, revision: Its Hub id and commit, if known; `name` may be a folder's.
+    `role` is "vision encoder", "language model", [`LLAVA`], "base model" or "data"; `licence` is as
+    in the Hub's metadata: `license`, and `license_name` and `license_link` if that is "other".
     """
 
     role: str
     name: str
     hub_id: str | None = None
     revision: str | None = None
-    licence: Licence | None = None
+    licence: dict[str, str] = field(default_factory=dict)
+    languages: tuple[str, ...] = ()
+
+    @property
+    def terms(self) -> str | None:
+        """The name of its licence; None if that is not recorded."""
+        return self.licence.get("license_name") or self.licence.get("license")
 
 
-@dataclass(frozen=True)
 class Facts:
-    """What a card is rendered from; None or empty if the folder does not record it.
+    """What a card is rendered from: a checkpoint folder's records, or an adapter's; None or empty without them.
 
-    Attributes:
-        config: None for an adapter.
-        adapter: `adapter_config.json` of an adapter.
-        stages: The `training.json` of each stage in order; options and versions may be empty.
-        gain: Of the norm after the projector, as in `report.json`: "start" (None if not known), "mean_abs" and
-            "bias_mean_abs" (None for an RMSNorm); empty without the norm.
-        moved: Whether the norm differs from a newly built one; None if that is not known.
-        figures: Those of the diagnosis that a card shows, and whose files exist.
-        outdated: Tasks that were evaluated with other weights.
+    `stages` has the `training.json` of each stage in order, `gain` is that of the norm, as in
+    `report.json`; `moved`: whether the norm differs from a newly built one; `outdated`: tasks that
+    were evaluated with other weights.
     """
 
-    name: str
-    config: NormAlignLlavaConfig | None
-    adapter: dict[str, Any] | None
-    build: dict[str, Any] | None
-    stages: list[dict[str, Any]]
-    parts: list[Part]
-    data: list[Part]
-    gain: dict[str, float | None]
-    moved: bool | None
-    has_processor: bool
-    diagnosis: dict[str, Any] | None
-    figures: list[dict[str, str]]
-    evaluations: list[Evaluation]
-    outdated: list[str]
+    def __init__(self, checkpoint: Path):
+        self.name = checkpoint.resolve().name
+        self.config: NormAlignLlavaConfig | None = read_config(checkpoint)[1]
+        self.adapter = read_json(checkpoint / ADAPTER_CONFIG)
+        self.build = read_json(checkpoint / BUILD_RECORD)
+        self.has_processor = (checkpoint / "processor_config.json").is_file()
+        self.stages: list[dict[str, Any]] = []
+        record: dict[str, Any] | None = read_json(checkpoint / TRAINING_RECORD)
+        while record:
+            self.stages.insert(0, {"options": {}, "versions": {}, **record})
+            record = record.get("before")
+
+        self.parts: list[Part] = []
+        roles = {"vision": "vision encoder", "language": "language model"}
+        for key, role in ({"vision": LLAVA} if self.build.get("from_llava") else roles).items():
+            stated = (self.build.get("licenses") or {}).get(key) or {}
+            licence = {term: value for term, value in stated.items() if value}
+            if name := self.build.get(key):
+                self.parts.append(Part(role, name, _hub_id(name), self.build.get(f"{key}_revision"), licence))
+        by_name = {}
+        for source in chain.from_iterable(stage.get("data", ()) for stage in self.stages):
+            if source.get("split") == "train":
+                dataset = source.get("dataset") or {}
+                licence = {"license": dataset["license"]} if dataset.get("license") else {}
+                hub_id, languages = dataset.get("id"), tuple(dataset.get("language") or ())
+                name = hub_id or source["source"]
+                by_name[name] = Part("data", name, _hub_id(hub_id), dataset.get("revision"), licence, languages)
+        self.data = list(by_name.values())
+
+        self.gain: dict[str, float | None] = {}
+        self.moved: bool | None = None
+        norm = {name.rpartition(".")[2]: tensor.double() for name, tensor in read_norm(checkpoint).items()}
+        if (gain := norm.get("weight")) is not None:
+            bias, start, n_text = norm.get("bias"), None, self.setting("text_embedding_norm")
+            if self.config is not None and (n_text is not None or self.config.projector_gain_init == "one"):
+                start = initial_gain(self.config, n_text or math.nan)
+                stayed = torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
+                self.moved = not stayed or (bias is not None and bool(bias.any()))
+            of_bias = None if bias is None else bias.abs().mean().item()
+            self.gain = {"start": start, "mean_abs": gain.abs().mean().item(), "bias_mean_abs": of_bias}
+
+        folder, self.diagnosis = checkpoint / DIAGNOSTICS, dict[str, Any]()
+        if (folder / REPORT).is_file():
+            self.diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0])
+        shown = [figure for figure in self.diagnosis.get("figures", ()) if figure["file"] in FIGURES]
+        self.figures = [figure for figure in shown if (folder / figure["file"]).is_file()]
+        self.evaluations = read_evaluations(checkpoint)
+        evaluated = {result.task: result.weights for result in self.evaluations if "@" not in (result.weights or "@")}
+        now = files_hash(checkpoint, WEIGHT_FILES) if evaluated else None
+        self.outdated = [task for task, weights in evaluated.items() if weights != now]
 
     def setting(self, name: str) -> Any:
         """A field of the configuration; of an adapter, the value that its training recorded."""
@@ -92,77 +115,15 @@ class Facts:
         """Hub id of the checkpoint that the last stage started from; None for a folder."""
         return _hub_id(self.stages[-1]["options"].get("model_name_or_path")) if self.stages else None
 
-
-def read_facts(checkpoint: Path) -> Facts:
-    """Reads a checkpoint folder, or an adapter's; of the weights only headers and norm."""
-    check_folder(checkpoint)
-    _, config = read_config(checkpoint)
-    record, build = read_json(checkpoint / TRAINING_RECORD), read_json(checkpoint / BUILD_RECORD)
-    stages: list[dict[str, Any]] = []
-    while record:
-        stages.insert(0, {"options": {}, "versions": {}, **record})
-        record = record.get("before")
-    gain, moved = _gain(read_norm(weight_files(checkpoint))[0], config)
-    folder, evaluations = checkpoint / DIAGNOSTICS, read_evaluations(checkpoint)
-    has_report = (folder / REPORT).is_file()
-    diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0]) if has_report else None
-    evaluated = {result.task: result.weights for result in evaluations if result.weights and "@" not in result.weights}
-    now = files_hash(checkpoint, WEIGHT_FILES) if evaluated else None
-    return Facts(
-        name=checkpoint.resolve().name,
-        config=config,
-        adapter=read_json(checkpoint / ADAPTER_CONFIG),
-        build=build,
-        stages=stages,
-        parts=_parts(build or {}),
-        data=_data(stages),
-        gain=gain,
-        moved=moved,
-        has_processor=(checkpoint / "processor_config.json").is_file(),
-        diagnosis=diagnosis,
-        figures=[
-            figure
-            for figure in (diagnosis or {}).get("figures", ())
-            if figure["file"] in FIGURES and (folder / figure["file"]).is_file()
-        ],
-        evaluations=evaluations,
-        outdated=[task for task, weights in evaluated.items() if weights != now],
-    )
-
-
-def _parts(build: dict[str, Any]) -> list[Part]:
-    whole, parts = build.get("from_llava"), []
-    for key, role in (("vision", LLAVA if whole else "vision encoder"), ("language", "language model")):
-        stated = (build.get("licenses") or {}).get(key) or {}
-        licence = Licence(**stated) if stated.get("license") else None
-        if name := build.get(key):
-            parts.append(Part(role, name, _hub_id(name), build.get(f"{key}_revision"), licence))
-    return parts[:1] if whole else parts
-
-
-def _data(stages: list[dict[str, Any]]) -> list[Part]:
-    parts: dict[str, Part] = {}
-    for source in (source for stage in stages for source in stage.get("data", ()) if source.get("split") == "train"):
-        dataset = source.get("dataset") or {}
-        licence = Licence(dataset["license"]) if dataset.get("license") else None
-        name = dataset.get("id") or source["source"]
-        parts[name] = Part("data", name, _hub_id(dataset.get("id")), dataset.get("revision"), licence)
-    return list(parts.values())
-
-
-def _gain(norm: dict[str, torch.Tensor], config: Any) -> tuple[dict[str, float | None], bool | None]:
-    """The fields `gain` and `moved` of [`Facts`]."""
-    by_kind = {name.rpartition(".")[2]: tensor.double() for name, tensor in norm.items()}
-    gain, bias = by_kind.get("weight"), by_kind.get("bias")
-    if gain is None:
-        return {}, None
-    start = moved = None
-    if config is not None and (config.text_embedding_norm is not None or config.projector_gain_init == "one"):
-        start = initial_gain(config, config.text_embedding_norm or math.nan)
-        stayed = torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
-        moved = not stayed or (bias is not None and bool(bias.any()))
-    of_bias = None if bias is None else bias.abs().mean().item()
-    return {"start": start, "mean_abs": gain.abs().mean().item(), "bias_mean_abs": of_bias}, moved
+    @property
+    def stale(self) -> bool:
+        """Whether the diagnosis was made of other weights: another norm, or a gain that differs by more than 1 %."""
+        report = self.diagnosis.get("report") or {}
+        norm, measured = self.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
+        if None not in (norm, report.get("norm")) and norm != report["norm"]:
+            return True
+        now = self.gain.get("mean_abs")
+        return now is not None and measured is not None and not math.isclose(now, measured, rel_tol=0.01)
 
 
 def _hub_id(name: str | None) -> str | None:

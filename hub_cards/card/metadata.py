@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of a card: the front matter of README.md, which the Hub reads."""
+"""What a card keeps beside its text: the front matter, which the Hub reads, and what people write by hand."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard
 
+from ...checkpoint.names import CARD
+from ...checkpoint.untrusted import loading
 from .facts import LLAVA, Facts, Part
 
 
@@ -20,27 +22,32 @@ ORDER = ["license", "license_name", "license_link", "language", "library_name", 
 ORDER += ["base_model", "base_model_relation", "datasets", "tags"]
 """The keys of the front matter that are derived."""
 
+SECTIONS = ("introduction", "notes")
+"""The parts of a card that are written by hand."""
+
+_OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
+_START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
+
 
 def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     """The licence that follows from those of all parts: metadata, a sentence, and a warning if none follows."""
-    known = list(dict.fromkeys(part.licence for part in parts if part.licence is not None))
+    known = {str(part.terms): part.licence for part in parts}
     # Two licences called "other" may differ, so one without a name is not known.
-    vague = [licence for licence in known if licence.license in ("other", "unknown") and licence.license_name is None]
-    unknown = [part.name for part in parts if part.licence in (None, *vague)] or ([] if parts else ["its parts"])
+    unknown = [part.name for part in parts if part.terms in (None, "other", "unknown")]
     keep = "into the front matter of README.md; it is kept."
-    if unknown:
-        missing = ", ".join(dict.fromkeys(unknown))
+    if unknown or not parts:
+        missing = ", ".join(dict.fromkeys(unknown)) or "its parts"
         sentence = f"The licence of {missing} is not recorded here, so none follows for the whole."
         return {}, sentence, f"No licence in the metadata: that of {missing} is not recorded. Write `license:` {keep}"
     if len(known) == 1:
-        stated = {key: value for key, value in asdict(known[0]).items() if value is not None}
-        return stated, f"All parts are under {known[0]}, and so is the whole.", None
-    if all(licence.license in PERMISSIVE for licence in known):
-        whole = max((licence.license for licence in known), key=PERMISSIVE.index)
-        names = ", ".join(sorted(map(str, known)))
+        ((name, licence),) = known.items()
+        return licence, f"All parts are under {name}, and so is the whole.", None
+    if known.keys() <= {*PERMISSIVE}:
+        whole = max(known, key=PERMISSIVE.index)
+        names = ", ".join(sorted(known))
         sentence = f"The parts are under {names}; the whole is under {whole}, and their notices stay."
         return {"license": whole}, sentence, None
-    named = ", ".join(f"{part.name} ({part.licence})" for part in parts)
+    named = ", ".join(f"{part.name} ({part.terms})" for part in parts)
     return (
         {"license": "other"},
         "The licences of the parts differ, and none of them covers the whole: the conditions of each apply.",
@@ -52,7 +59,7 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
 def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[str, Any]:
     """The front matter that follows from `facts`, an adapter's base, and the licence of [`terms`]."""
     models, relation = list(dict.fromkeys(part.hub_id for part in facts.parts if part.hub_id)), None
-    if facts.adapter is not None:
+    if facts.adapter:
         models, relation = [str(base.hub_id)] if base else [], "adapter"
     elif facts.started_from:
         models, relation = [facts.started_from], "finetune"
@@ -60,13 +67,12 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
         relation = "finetune"
     elif len(models) > 1:  # with only one of the two parts on the Hub, the Hub itself infers the relation
         relation = "merge"
-    sources = [source for stage in facts.stages for source in stage.get("data", ()) if source.get("split") == "train"]
-    languages = [(source.get("dataset") or {}).get("language") or [] for source in sources]
+    languages = [part.languages for part in facts.data]
     content = {
         **licence,
         # An incomplete list would mislead.
         "language": list(dict.fromkeys(chain.from_iterable(languages))) if all(languages) else None,
-        "library_name": "transformers" if facts.adapter is None else "peft",
+        "library_name": "peft" if facts.adapter else "transformers",
         "pipeline_tag": "image-text-to-text",
         "base_model": models,
         "base_model_relation": relation if models else None,
@@ -76,9 +82,48 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
     return {key: value for key, value in content.items() if value}
 
 
-def read_front_matter(card: str) -> dict[str, Any]:
-    """The front matter of a card. Raises ValueError if it is not YAML, or not in a form that the Hub accepts."""
-    try:
-        return ModelCard(card).data.to_dict()
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"The front matter of README.md cannot be read: {error}. Fix it.") from error
+def card_in(folder: Path) -> str | None:
+    """`README.md` of a folder, line ends unchanged; None if there is none. Raises ValueError if it is not UTF-8."""
+    file = folder / CARD
+    with loading(str(file), remedy="Save it as UTF-8."):
+        return file.read_bytes().decode("utf-8-sig") if file.is_file() else None
+
+
+def is_ours(card: str) -> bool:
+    """Whether this package rendered a card."""
+    return _OURS.search(card) is not None
+
+
+def added(card: str) -> dict[str, Any]:
+    """The front matter of a card of ours without what this package derived: what its author added."""
+    mark = _OURS.search(card)
+    derived = mark[1].split(", ") if mark else []
+    with loading("The front matter of README.md", remedy="Fix it."):
+        return {key: value for key, value in ModelCard(card).data.to_dict().items() if key not in derived}
+
+
+def by_hand(card: str, where: str = CARD) -> dict[str, str]:
+    """The parts of a card that were written by hand, by name, byte for byte.
+
+    Raises ValueError, which names `where`, if a part has no end, comes twice, or is none of [`SECTIONS`].
+    """
+    parts: dict[str, str] = {}
+    _, *pieces = _START.split(card)
+    for name, part in zip(pieces[::2], pieces[1::2], strict=True):
+        if name not in SECTIONS or name in parts:
+            sections = " and one ".join(SECTIONS)
+            raise ValueError(f"{where} has a part by hand {name!r}, but room for one {sections}. Move its text there.")
+        if _END not in part:
+            raise ValueError(f"The part by hand {name!r} of {where} has no end. Put the line {_END} after it.")
+        parts[name] = part.partition(_END)[0]
+    return parts
+
+
+def check_replaceable(card: str | None, where: str) -> None:
+    """Raises ValueError if somebody else wrote the `README.md` of `where`. Mere metadata may be replaced."""
+    if card is None or is_ours(card) or not ModelCard(card, ignore_metadata_errors=True).text.strip():
+        return
+    raise ValueError(
+        f"README.md of {where} was not written by this package. Move it away, or replace it: `normalign card` has "
+        "--replace and `normalign publish` --replace-card. What you want to keep goes between the new one's marks."
+    )

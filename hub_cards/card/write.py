@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card: `README.md`, rendered from the files of a checkpoint folder and from nothing else.
+"""The model card: `README.md`, rendered from the files of a checkpoint folder, and what its author wrote in it."""
 
-What the author writes between its marks, and adds to the front matter, is kept when it is rendered again.
-"""
-
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,10 +18,13 @@ from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.names import CARD
 from ...checkpoint.untrusted import loading
 from ...diagnose.paper import paper_ratios
-from . import tables
-from .facts import Facts, Part, read_facts
-from .hand_written import SECTIONS, by_hand, card_in, check_replaceable, derived_keys, is_ours
-from .metadata import ORDER, metadata, read_front_matter, terms
+from ...diagnose.report import number, with_error
+from ...evaluate.results import Evaluation
+from .facts import Facts, Part
+from .metadata import ORDER, SECTIONS, added, by_hand, card_in, check_replaceable, is_ours, metadata, terms
+
+
+DASH = "–"
 
 
 @dataclass(frozen=True)
@@ -39,31 +43,22 @@ def render_card(
     hub_card: str | None = None,
     base: Part | None = None,
 ) -> Card:
-    """Renders the card of a checkpoint folder; nothing is written. The same folder gives the same card.
+    """Renders the card of a checkpoint folder, whose code loads from a repository and branch, or from the folder.
 
-    What people added is taken from the card on the Hub, and where that has none of it, from the folder's.
-
-    Args:
-        checkpoint: Folder of a checkpoint or an adapter.
-        repo_id, revision: Repository and branch that the card's code loads from; by default the folder itself, ".".
-        hub_card: `README.md` on the Hub; ignored if this package did not write it.
-        base: That of an adapter. By default what its training started from, if that is on the Hub.
-
-    Raises:
-        ValueError: The folder is not a checkpoint, a file in it cannot be read, or a part by hand has no end.
+    What people added comes from `hub_card`, or where that has none of it, from the folder's. `base`
+    is an adapter's, by default what its training started from, if that is on the Hub.
     """
     remedy = "Fix or remove training.json, build.json, or the files in the folders diagnostics and evaluation."
     with loading(f"What {checkpoint} records of itself", remedy=remedy):  # of any type, in any field
-        facts = read_facts(checkpoint)
+        facts = Facts(checkpoint)
         hand, previous, unused = dict.fromkeys(SECTIONS, ""), dict[str, Any](), list[str]()
         for card, where in ((card_in(checkpoint), CARD), (hub_card, f"{CARD} of {repo_id} on the Hub")):
             if card and is_ours(card):
                 written = {part: text for part, text in by_hand(card, where).items() if text.strip()}
                 unused = [part for part, text in written.items() if hand[part].strip() not in ("", text.strip())]
                 hand |= written
-                ours = derived_keys(card)
-                previous |= {key: value for key, value in read_front_matter(card).items() if key not in ours}
-        if facts.adapter is not None and base is None and facts.started_from:
+                previous |= added(card)
+        if facts.adapter and base is None and facts.started_from:
             revision_then = facts.stages[-1].get("model_revision") or "main"
             base = Part("base model", facts.started_from, facts.started_from, revision_then)
         parts = [*([base] if base and not facts.parts else []), *facts.parts, *facts.data]  # whose licence matters
@@ -71,7 +66,7 @@ def render_card(
             parts.append(Part("data", "what it was trained on"))
         licence, terms_sentence, no_licence = terms(parts)
         derived = metadata(facts, base, licence)
-        whole = facts.adapter is None and not facts.started_from
+        whole = not facts.adapter and not facts.started_from
         nameless = [part.name for part in facts.parts if whole and not part.hub_id]  # which base_model lacks
         # The author's value wins where the folder does not tell all. Tags are those of both.
         is_open = {"license": no_licence, "base_model": nameless, "tags": True}
@@ -86,7 +81,7 @@ def render_card(
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent / "templates"),
             undefined=StrictUndefined,
-            finalize=tables.text,  # all that others wrote is escaped, unless it is Markup
+            finalize=_text,  # all that others wrote is escaped, unless it is Markup
             trim_blocks=True,
             lstrip_blocks=True,
             keep_trailing_newline=True,
@@ -99,15 +94,30 @@ def render_card(
             source=repo_id or ".",
             revision=revision,
             base=base,
-            part={part.role: tables.part_link(part) for part in [*facts.parts, *([base] if base else [])]},
+            part={part.role: _part_link(part) for part in [*facts.parts, *([base] if base else [])]},
             ratios=paper_ratios(),
             parts=parts,
             terms=terms_sentence,
             hand={name: Markup(text) for name, text in hand.items()},
-            tables=tables,
+            alignment=_alignment(facts),
+            training=_training(facts.stages),
+            results=_results,
+            link=_link,
+            part_link=_part_link,
         )
         ModelCard(rendered)  # the Hub's own reading of it
-        return Card(rendered, [*filter(None, [no_licence]), *_warnings(facts, base, nameless, unused)])
+    unseeing = facts.moved is False and not facts.stages and facts.build and not facts.build.get("from_llava")
+    warnings = {
+        no_licence: no_licence,
+        f"The metadata does not name {' and '.join(nameless)} as base, of which the checkpoint has no Hub id. If the "
+        "Hub has it, write `base_model:` into the front matter of README.md; it is kept.": nameless,
+        f"Written by hand on the Hub and kept: {', '.join(unused)}. That of the folder is not used.": unused,
+        f"{facts.name} was never trained: its projector is random, so it cannot see yet.": unseeing,
+        f"diagnostics/report.json was measured on other weights than those of {facts.name}, and the card shows its "
+        "figures. Diagnose again, or remove the folder diagnostics.": facts.stale,
+        "The adapter's base is not on the Hub, so the card cannot say how others load it.": facts.adapter and not base,
+    }
+    return Card(rendered, [str(warning) for warning, holds in warnings.items() if holds])
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
@@ -136,18 +146,119 @@ def refresh_card(checkpoint: Path) -> None:
         write_card(checkpoint)
 
 
-def _warnings(facts: Facts, base: Part | None, nameless: list[str], unused: list[str]) -> list[str]:
-    """What the author should know: of parts without a Hub id, of `unused` parts by hand, and else."""
-    unseeing = facts.moved is False and not facts.stages and facts.build and not facts.build.get("from_llava")
-    warnings = {
-        f"The metadata does not name {' and '.join(nameless)} as base, of which the checkpoint has no Hub id. If the "
-        "Hub has it, write `base_model:` into the front matter of README.md; it is kept.": nameless,
-        f"Written by hand on the Hub and kept: {', '.join(unused)}. That of the folder is not used.": unused,
-        f"{facts.name} was never trained: its projector is random, so it cannot see yet.": unseeing,
-        f"diagnostics/report.json was measured on other weights than those of {facts.name}, and the card shows its "
-        "figures. Diagnose again, or remove the folder diagnostics.": tables.is_stale(facts),
-        "The adapter's base is not on the Hub, so the card cannot say how others load it.": (
-            facts.adapter is not None and base is None
-        ),
-    }
-    return [warning for warning, holds in warnings.items() if holds]
+def _text(value: Any) -> Markup:
+    """`value` on one line, as what others wrote is shown: what Markdown or HTML would read as markup is escaped."""
+    if isinstance(value, Markup):
+        return value
+    line = "".join(character for character in " ".join(str(value).split()) if character.isprintable())
+    line = re.sub(r"([\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # inside a word, _ is not markup
+    return Markup(re.sub(r"^(\d*)(?=[#=]|[+-](?:[\s-]|$)|(?<=\d)[.)](?:\s|$))", r"\1\\", line))  # headings, lists
+
+
+def _link(name: str, address: str) -> Markup:
+    return Markup(f"[{_text(name)}]({quote(address, safe='/:@#?&=%+')})")
+
+
+def _part_link(part: Part) -> Markup:
+    """A part's name, linked if the Hub has it, with its commit if known."""
+    if part.hub_id is None:
+        return _text(part.name)
+    address = f"https://huggingface.co/{'datasets/' if part.role == 'data' else ''}{part.hub_id}"
+    commit = f" ({_link(part.revision[:7], f'{address}/tree/{part.revision}')})" if part.revision else ""
+    return Markup(_link(part.name, address) + commit)
+
+
+def _table(titles: Iterable[Any], rows: Sequence[Sequence[Any]]) -> Markup:
+    """A table of the rows with anything known in them, or nothing. Columns of numbers are aligned to the right."""
+    cells = [[_text(DASH if cell in (None, "") else cell).replace(" ± ", "\xa0±\xa0") for cell in row] for row in rows]
+    cells = [row for row in cells if {*row[1:]} != {DASH}]
+    if not cells:
+        return Markup()
+    numbers = [all(re.match(r"[\d–−-]", cell) for cell in column) for column in zip(*cells, strict=True)]
+    rule = [Markup("---:" if is_number else "---") for is_number in numbers]
+    cells = [[_text(title) for title in titles], rule, *cells]
+    return Markup("".join(f"| {' | '.join(row)} |\n" for row in cells))
+
+
+def _by_column(columns: Sequence[tuple[str, dict[str, Any]]]) -> Markup:
+    """A table of columns, title and cells, that have the same rows."""
+    rows = [[name, *(cells[name] for _, cells in columns)] for name in columns[0][1]] if columns else []
+    return _table(["", *(title for title, _ in columns)], rows)
+
+
+def _alignment(facts: Facts) -> Markup:
+    """The measurements of norm and rotation, of this model and of the baseline if there is one."""
+    report, baseline = facts.diagnosis.get("report") or {}, facts.diagnosis.get("against")
+    models = [("this model", report, facts.gain, facts.setting("text_embedding_norm"))]
+    if baseline:
+        n_text = (baseline["interface"].get("vocabulary") or {}).get("mean")
+        models.append((f"baseline: {baseline['model']}", baseline, baseline.get("gain") or {}, n_text))
+    columns = []
+    for title, measured, gain, n_text in models:
+        interface, depth = measured.get("interface") or {}, measured.get("depth") or {}
+        norms = {
+            kind: f"{number(moments['mean'], 3)} (σ {number(moments['std'], 2)})"
+            for kind in ("visual", "text")
+            if (moments := interface.get(kind))
+        }
+        rotation = with_error(depth.get("asymmetry"), depth.get("asymmetry_error"), 3)
+        cells = {
+            "Mean norm of text embeddings, N_text": number(n_text),
+            "Gain at the start, every element": number(gain.get("start")),
+            "Gain now, mean magnitude": number(gain.get("mean_abs")),
+            "Bias now, mean magnitude (0 at the start)": number(gain.get("bias_mean_abs"), 2),
+            "Norm of visual tokens as they enter": norms.get("visual"),
+            "Norm of text tokens in the same data": norms.get("text"),
+            "Norm, visual over N_text": number(interface.get("ratio"), 3),
+            "Norm, visual over text in the same data": number(interface.get("ratio_data"), 3),
+            "Rotation by layer, visual over text": rotation,
+        }
+        columns.append((title, cells))
+    return _by_column(columns)
+
+
+def _training(stages: Sequence[dict[str, Any]]) -> Markup:
+    """How it was trained, one column for each stage. Options are in the recipe below."""
+    columns = []
+    for place, stage in enumerate(stages, start=1):
+        run, hardware, name = stage.get("run") or {}, stage.get("hardware") or {}, stage.get("stage")
+        title = f"stage {place}" + (f" ({name})" if name else "") if len(stages) > 1 else name or "training"
+        modules, batch, seconds = run.get("modules", ()), run.get("batch"), stage.get("seconds")
+        steps = dict.fromkeys(count for count in (stage.get("steps_done"), run.get("steps")) if count is not None)
+        rates = [f"{module['module']} {module['learning_rate']:g}" for module in modules if module["trained"]]
+        factors = batch and f"{batch['per_device']} × {batch['processes']} × {batch['accumulation']}"
+        devices = " × ".join(map(str, filter(None, [hardware.get("count"), ", ".join(hardware.get("devices") or ())])))
+        cells = {
+            "Trained, at a peak learning rate": ", ".join(rates),
+            "Frozen": ", ".join(module["module"] for module in modules if not module["trained"]),
+            "Steps": " of ".join(f"{count:,}" for count in steps),
+            "Rows a step: a device × processes × accumulated": batch and f"{batch['rows']:,} ({factors})",
+            "Data": "; ".join(map(_rows_used, stage.get("data", ()))),
+            "Hardware": ", ".join(filter(None, [devices, hardware.get("machine")])),
+            "Time": seconds and str(timedelta(seconds=round(seconds))),
+            "Software": ", ".join(f"{name} {version}" for name, version in stage["versions"].items()),
+            "Commit of the code": stage.get("commit"),
+        }
+        columns.append((title, cells))
+    return _by_column(columns)
+
+
+def _rows_used(source: dict[str, Any]) -> str:
+    name = (source.get("dataset") or {}).get("id") or source["source"]
+    counts = [f"{count:,}" for count in (source.get("used"), source.get("found")) if count is not None]
+    rows = f", {' of '.join(counts)} rows" if source.get("used") is not None else ""
+    bad = [f"{source[key]:,} {key.replace('_', ' ')}" for key in ("bad", "too_long") if source.get(key)]
+    use = "" if source.get("split") == "train" else ", held out"
+    return name + rows + (f" ({', '.join(bad)})" if bad else "") + use
+
+
+def _results(evaluation: Evaluation) -> Markup:
+    """The results of one task, with their references."""
+    references = list(dict.fromkeys(name for metric in evaluation.metrics for name in metric.references))
+    rows = []
+    for metric in evaluation.metrics:
+        beside = [number(metric.references.get(name), 3) for name in references]
+        samples = None if metric.samples is None else f"{metric.samples:,}"
+        value = with_error(metric.value, metric.stderr, 3)
+        rows.append([metric.subset or "all", metric.name, value, *beside, samples])
+    return _table(["", "metric", "this model", *references, "n"], rows)

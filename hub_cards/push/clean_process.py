@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading a checkpoint in a clean process: without this package, and with empty caches.
-
-This file is also the script of that process, so it imports nothing of the package.
-"""
+"""Loading a checkpoint in a clean process. This file is also its script, so it imports nothing of the package."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 
 TOLERANCE = 1e-5
@@ -29,34 +29,20 @@ def ask_clean_process(
 ) -> list[float]:
     """The [`first_logits`] of a checkpoint that a clean process loads with `trust_remote_code=True`.
 
-    The process cannot import this package, and starts from an empty cache in the temporary folder, which must have
-    room for a repository's files. It computes on the CPU; a quantized checkpoint where transformers places it. Without
-    `token` no token of this machine is sent.
-
-    Args:
-        source: Folder of a checkpoint or, with `base`, of an adapter; or its Hub id.
-        revision: Branch, tag or commit of a Hub id, of the code too; None for a folder.
-        base, base_revision: Hub id and commit of the adapter's base.
-
-    Raises:
-        ValueError: The checkpoint does not load, or its results are wrong; the message ends with the output of the
-            process, without the token.
+    `source` is a folder or, with `revision`, a Hub id; with `base`, that of an adapter. The process
+    cannot import this package, starts from an empty cache in the temporary folder, and sends no
+    token but `token`. Raises ValueError, with its output, if the checkpoint does not load.
     """
-    name = str(source if revision else Path(source).resolve())
-    request = {"source": name, "revision": revision, "base": base, "base_revision": base_revision}
+    request = [str(source if revision else Path(source).resolve()), revision, base, base_revision]
     # Settings of the Hub's client on this machine, which others do not have.
-    own = ("TOKEN", "CACHE", "OFFLINE")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not (name.startswith(("HF_", "HUGGING", "TRANSFORMERS_")) and any(map(name.count, own)))
-    }
+    own = re.compile("(HF_|HUGGING|TRANSFORMERS_).*(TOKEN|CACHE|OFFLINE)")
+    environment = {name: value for name, value in os.environ.items() if not own.match(name)}
     environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     environment |= {"HF_TOKEN": token} if token else {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     environment |= {} if revision or base_revision else {"HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
         run = subprocess.run(
-            [sys.executable, __file__],
+            [sys.executable, "-P", __file__],  # names of the files beside this one would shadow other modules
             cwd=folder, env=environment | {"HF_HOME": f"{folder}/home"},
             input=json.dumps(request), capture_output=True, text=True,
         )  # fmt: skip
@@ -77,8 +63,6 @@ def difference(before: list[float], after: list[float]) -> str | None:
 
 def first_logits(model: Any, processor: Any) -> list[float]:
     """The logits of the first token of a model's answer to a fixed image and question."""
-    from PIL import Image
-
     ramp = Image.linear_gradient("L")
     image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
     content = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
@@ -94,23 +78,13 @@ def first_logits(model: Any, processor: Any) -> list[float]:
 
 def main() -> None:
     """Loads what the request on the standard input names, and prints its logits."""
-    here = Path(__file__).resolve().parent
-    # The names of the files beside this one would shadow other modules.
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
     sys.modules["normalign_llava"] = None  # type: ignore[assignment]  # an import of it fails from here on
-
     import torch
-    from transformers.utils import logging
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers.utils import cached_file, logging
 
     logging.disable_progress_bar()
-    with torch.inference_mode():
-        print(json.dumps(first_logits(*_load(**json.load(sys.stdin)))))
-
-
-def _load(source: str, revision: str | None, base: str | None, base_revision: str | None) -> tuple[Any, Any]:
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-    from transformers.utils import cached_file
-
+    source, revision, base, base_revision = json.load(sys.stdin)
     name, at = (base, base_revision) if base else (source, revision)
     remote: dict[str, Any] = {"revision": at, "code_revision": at, "trust_remote_code": True}
     model, info = AutoModelForImageTextToText.from_pretrained(name, output_loading_info=True, **remote)
@@ -123,7 +97,9 @@ def _load(source: str, revision: str | None, base: str | None, base_revision: st
         file = "processor_config.json"
         if cached_file(source, file, revision=revision, _raise_exceptions_for_missing_entries=False):
             name, at = source, revision
-    return model.eval(), AutoProcessor.from_pretrained(name, revision=at, trust_remote_code=True)
+    processor = AutoProcessor.from_pretrained(name, revision=at, trust_remote_code=True)
+    with torch.inference_mode():
+        print(json.dumps(first_logits(model.eval(), processor)))
 
 
 if __name__ == "__main__":

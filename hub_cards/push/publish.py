@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishing: a checkpoint folder to a Hub repository in one commit, checked before and loaded after."""
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,30 +11,25 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
-from rich.table import Table
 
 from ...checkpoint.files import check_free
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
-from ..card.hand_written import card_in, check_replaceable
+from ..card.metadata import card_in, check_replaceable
 from ..card.write import render_card
-from ..demo import check_space, push_space
-from .adapter import pinned_base, published_config
-from .checkpoint_checks import check_checkpoint
+from ..demo import find_space, push_space
+from .checks import check_checkpoint, check_private, pinned_base
 from .clean_process import ask_clean_process, difference
-from .leaks import check_private
 from .repository import Repository, find_repository, log_in, push
-from .source import DIAGNOSTICS, EVALUATION, PublishSource, choose_files
+from .source import DIAGNOSTICS, EVALUATION, PublishSource, choose_files, read_json
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What was published, or by a dry run would be.
+    """What was published to `repository`, the branch before, or would be by a dry run.
 
-    Attributes:
-        repository: The branch before.
-        commit: The commit that holds the files: the new one, or the head if nothing had to change; None for a dry run.
-        space: Page of the Space, if one was published.
+    `commit` holds the files: a new one, or the head if nothing had to change; None for a dry run.
+    `space` is the page of the Space, if one was published.
     """
 
     source: PublishSource
@@ -48,7 +44,6 @@ def publish(
     *,
     private: bool | None = None,
     revision: str = "main",
-    create_pr: bool = False,
     space: bool = False,
     as_adapter: bool = False,
     base: str | None = None,
@@ -60,8 +55,7 @@ def publish(
 ) -> Publication:
     """Checks a checkpoint, sends it with its card in one commit, and loads that commit in a clean process.
 
-    It may be repeated at any time, also after a failure: only what the Hub does not have is sent. Model, code,
-    processor, card, figures and results are sent, never optimizer states and the like. Files that an earlier
+    It may be repeated at any time, also after a failure: only what the Hub lacks is sent. Files that an earlier
     publication sent and this one does not are removed in the same commit; files of other names stay.
 
     Args:
@@ -69,7 +63,6 @@ def publish(
         repo_id: `"namespace/name"`. The repository is created if it does not exist.
         private: For a new repository; None leaves it to the namespace's default.
         revision: Branch; created if it does not exist.
-        create_pr: Open a pull request against the branch, in anyone's repository.
         space: Publish the demo as well, as the Space `{repo_id}-demo`.
         as_adapter: Publish an adapter as one, with its base pinned to a commit. The base must be on the Hub.
         base: The adapter's base, if it has moved: a folder or a Hub id.
@@ -92,23 +85,27 @@ def publish(
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
     if (as_adapter or base) and not is_adapter:
         raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
-    if space and (create_pr or as_adapter):
-        raise ValueError("A Space needs a published whole model: leave out --space, or --create-pr and --adapter.")
-    repository = Repository(HfApi(token=token), repo_id, branch=revision)
+    if space and as_adapter:
+        raise ValueError("A Space needs a whole model: leave out --space or --adapter.")
+    repository, demo = Repository(HfApi(token=token), repo_id, branch=revision), None
     if not dry_run:
-        repository = find_repository(log_in(repo_id, token, create_pr), repo_id, branch=revision)
+        repository = find_repository(log_in(repo_id, token), repo_id, branch=revision)
         if repository.commit and private not in (None, repository.private):
             is_now = "private" if repository.private else "public"
             raise ValueError(f"{repo_id} exists and is {is_now}. Change that in its settings on the Hub.")
-        if space:
-            check_space(repository.api, repo_id)
+        demo = find_space(repository.api, repo_id) if space else None
     if not replace_card:
         check_replaceable(card_in(checkpoint), str(checkpoint))
         check_replaceable(repository.card, repo_id)
     with ExitStack() as temporary:
-        folder, pinned = checkpoint, None
+        folder, pinned, generated = checkpoint, None, dict[str, bytes]()
+        access: dict[str, Any] = {"token": str(repository.api.token or "") or None}
         if as_adapter:
             pinned = pinned_base(checkpoint, base, ask_hub=not dry_run)
+            access |= {"base": pinned.hub_id, "base_revision": pinned.revision}
+            named = {"base_model_name_or_path": pinned.hub_id, "revision": pinned.revision}
+            settings = read_json(checkpoint / ADAPTER_CONFIG) | named
+            generated[ADAPTER_CONFIG] = json.dumps(settings, indent=2, sort_keys=True).encode()
         elif is_adapter:
             from ...assembly.merge import merge_adapter
 
@@ -121,16 +118,9 @@ def publish(
         card = render_card(folder, repo_id=repo_id, revision=revision, hub_card=repository.card, base=pinned)
         for warning in card.warnings:
             notify(f"Warning: {warning}")
-        generated = {CARD: card.text.encode()}
-        if pinned:
-            generated[ADAPTER_CONFIG] = published_config(folder, pinned)
-        source = choose_files(folder, generated, repository.files)
-        hub_token = str(repository.api.token or "")
-        check_private(source, hub_token)
+        source = choose_files(folder, {**generated, CARD: card.text.encode()}, repository.files)
+        check_private(source, access["token"] or "")
         before = None
-        access: dict[str, Any] = {"token": hub_token or None}
-        if pinned:
-            access |= {"base": pinned.hub_id, "base_revision": pinned.revision}
         if check_loading and not (dry_run and pinned):
             notify("Loading it in a clean process.")
             before = ask_clean_process(folder, **access)
@@ -138,7 +128,7 @@ def publish(
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
             return Publication(source, repository)
         notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
-        commit = push(repository, source.files, source.stale, private=private, create_pr=create_pr)
+        commit = push(repository, source.files, source.stale, private=private)
     if before:
         notify(f"Loading {repo_id} in the same way, at {commit.oid}.")
         try:
@@ -147,33 +137,24 @@ def publish(
             problem = str(error)
         if problem is not None:
             raise OSError(
-                f"{repo_id} is at {commit.oid}, but a clean process does not get from there what it gets from the "
-                f"folder. {problem} The commit before it, {repository.commit}, still exists. Publish again to load "
-                "it once more; if that fails in the same way, report a bug."
+                f"{repo_id} is at {commit.oid}, but does not load from there as from the folder. {problem} Publish "
+                f"again to load it once more. The commit before it is {repository.commit}."
             )
     else:
         notify(f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown.")
-    page = push_space(repository.api, repo_id, commit.oid, notify) if space else None
+    page = push_space(demo, repo_id, commit.oid, notify) if demo else None
     return Publication(source, repository, commit, page)
 
 
-def preview(publication: Publication) -> Table:
-    """Of a dry run: the files that would be sent, and those that would not."""
-    caption = f"Stays here: {', '.join(publication.source.excluded) or 'nothing'}."
-    table = Table("file", title=f"Would be sent to {publication.repository.repo_id}", caption=caption)
-    table.add_column("bytes", justify="right")
-    for path, size in publication.source.sizes.items():
-        table.add_row(path, f"{size:,}")
-    return table
-
-
 def summary(publication: Publication) -> str:
-    """What was sent and where to."""
+    """What was sent and where to; of a dry run what would be sent, and what would not."""
     repository, source, commit = publication.repository, publication.source, publication.commit
-    assert commit is not None
+    if commit is None:
+        files = (f"  {path}: {size:,} bytes" for path, size in source.sizes.items())
+        kept = f"Stays here: {', '.join(source.excluded) or 'nothing'}."
+        return "\n".join([f"Would be sent to {repository.repo_id}:", *files, kept])
     sent = f"{len(source.files)} files in one commit" if commit.oid != repository.commit else "nothing changed"
     lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(source.stale) or 'nothing'}."]
     lines += [f"Commit: {commit.oid}", f"Repository: {repository.url}"]
-    lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []
     lines += [f"Space: {publication.space}"] if publication.space else []
     return "\n".join([*lines, f'To load exactly this, set revision = "{commit.oid}" in the code of its card.'])

@@ -11,7 +11,6 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 
 from ... import __version__
 from ...checkpoint.names import CARD
-from ..card.hand_written import card_in
 
 
 LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN, with a token from https://huggingface.co/settings/tokens"
@@ -21,10 +20,8 @@ LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN, with a token from https:
 class Repository:
     """A branch of a repository, as it was when somebody looked.
 
-    Attributes:
-        kind: "model" or "space".
-        commit: The head of the branch, that of `main` if there is no such branch; None if there is no repository.
-        files, card: Paths at `commit`, and the text of its `README.md`.
+    `commit` is its head, that of `main` if there is no such branch, None without a repository; `files` are the paths
+    there, `card` is the text of its `README.md`. `kind` is "model" or "space".
     """
 
     api: HfApi
@@ -38,13 +35,13 @@ class Repository:
 
     @property
     def url(self) -> str:
-        """Its page."""
-        return f"{self.api.endpoint}/{'spaces/' if self.kind == 'space' else ''}{self.repo_id}/tree/{self.branch}"
+        """Page of a model."""
+        return f"{self.api.endpoint}/{self.repo_id}/tree/{self.branch}"
 
 
 @contextmanager
 def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
-    """Turns an error of the Hub, the connection or an upload into an OSError of one line that ends in `state`."""
+    """Makes an error of the Hub, the connection or an upload an OSError of one line that ends in `state`."""
     try:
         yield
     except (HTTPError, RuntimeError) as error:  # RuntimeError: of uploads
@@ -55,11 +52,8 @@ def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
         raise OSError(f"{constants.ENDPOINT} failed: {' '.join(text.split()).rstrip('.')}. {state}") from None
 
 
-def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> HfApi:
-    """The client of an account that may publish as `repo_id`, or open a pull request there.
-
-    A `repo_id` without an owner is the account's own.
-    """
+def log_in(repo_id: str, token: str | None = None) -> HfApi:
+    """The client of an account that may publish as `repo_id`; without an owner, as its own."""
     token = (token or get_token() or "").strip()
     if not token:
         raise ValueError(f"There is no token to publish with. {LOG_IN}.")
@@ -70,12 +64,9 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
         raise ValueError(f'The token of {account["name"]} may only read. {LOG_IN}, which has the role "write".')
     names = [account["name"], *(organisation["name"] for organisation in account.get("orgs", []))]
     owner = repo_id.rpartition("/")[0]
-    if owner and not create_pr and owner.lower() not in [name.lower() for name in names]:
+    if owner and owner.lower() not in [name.lower() for name in names]:
         own = " or ".join(f"{name}/..." for name in names)
-        raise ValueError(
-            f"{account['name']} may publish as {own}, not as {repo_id}, or propose it with `normalign publish "
-            "--create-pr`."
-        )
+        raise ValueError(f"{names[0]} may publish as {own}, not as {repo_id}. {LOG_IN}.")
     return api
 
 
@@ -91,37 +82,25 @@ def find_repository(api: HfApi, repo_id: str, *, kind: str = "model", branch: st
         files = frozenset(api.list_repo_files(repo_id, repo_type=kind, revision=info.sha))
         card = None
         if CARD in files:
-            card = card_in(Path(api.hf_hub_download(repo_id, CARD, repo_type=kind, revision=info.sha)).parent)
+            file = Path(api.hf_hub_download(repo_id, CARD, repo_type=kind, revision=info.sha))
+            card = file.read_bytes().decode("utf-8-sig", "replace")
     return Repository(api, repo_id, kind, branch, info.sha, bool(info.private), files, card)
 
 
 def push(
-    repository: Repository,
-    files: Mapping[str, bytes | Path],
-    stale: Collection[str],
-    *,
-    private: bool | None = None,
-    create_pr: bool = False,
+    repository: Repository, files: Mapping[str, bytes | Path], stale: Collection[str], *, private: bool | None = None
 ) -> CommitInfo:
-    """Makes a branch of a repository hold `files`, and no longer `stale`, by one commit, or none if it does already.
+    """Makes a branch hold `files`, and no longer `stale`, by one commit, or none if it does already.
 
-    At any moment the branch is at the commit before or at the new one. After a failure the same call sends the rest.
-
-    Args:
-        repository: The branch, created if it does not exist. If it has moved since, that is an error.
-        files: Path in the repository -> content, or a file that has it.
-        private, create_pr: As in [`publish`].
-
-    Raises:
-        ValueError: The Hub does not accept the card's metadata.
-        OSError: The Hub or the connection failed, or somebody else has made a commit.
+    At any moment it is at the commit before or at the new one; after a failure the same call sends
+    the rest. Raises OSError also if somebody has made a commit since `repository` was read.
     """
     api, repo_id, kind, branch = repository.api, repository.repo_id, repository.kind, repository.branch
     operations = [CommitOperationAdd(path, content) for path, content in files.items()]
     with hub_errors(f"{repo_id} is as it was, or complete. Run the command again: it sends what the Hub lacks."):
         if repository.commit is None:
             api.create_repo(repo_id, repo_type=kind, private=private, space_sdk="gradio" if kind == "space" else None)
-        if branch != "main" and not create_pr:
+        if branch != "main":
             api.create_branch(repo_id, repo_type=kind, branch=branch, revision=repository.commit, exist_ok=True)
         return api.create_commit(
             repo_id,
@@ -130,5 +109,4 @@ def push(
             repo_type=kind,
             revision=branch,
             parent_commit=repository.commit,
-            create_pr=create_pr,
         )

@@ -15,7 +15,7 @@ from paths import ROOT
 
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.provenance import licence_of
-from normalign_llava.hub_cards.card.hand_written import is_ours
+from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.keeping.record import hardware
 from normalign_llava.train.run import main

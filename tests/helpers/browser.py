@@ -11,37 +11,20 @@ from pathlib import Path
 import pytest
 
 
-ARGUMENTS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+DISABLED = ("gpu", "dev-shm-usage", "quic", "background-networking", "component-update", "sync")
+ARGUMENTS = ("--headless=new", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in DISABLED))
 
 
 @dataclass(frozen=True)
 class Page:
-    """What became of a page that was loaded.
-
-    Attributes:
-        inner_width: `window.innerWidth`, CSS pixels.
-        scroll_width, client_width: Of the document; the first is larger where the page scrolls sideways.
-        undecoded: Alternative texts of the images that could not be drawn.
-        requests, failed: Addresses asked for, data URIs left out, and of those the ones that did not come.
-        console: What the browser logged.
-    """
+    """What became of a page that was loaded; widths in CSS pixels."""
 
     inner_width: int
-    scroll_width: int
+    scroll_width: int  # larger than `client_width` where the page scrolls sideways
     client_width: int
-    undecoded: list[str]
-    requests: list[str]
-    failed: list[str]
+    undecoded: list[str]  # alternative texts of the images that could not be drawn
+    requests: list[str]  # addresses asked for, without data URIs
+    failed: list[str]  # those that did not come
     console: list[str]
 
 
@@ -71,9 +54,9 @@ def chromium(profile: Path) -> Iterator:
         browser.quit()
 
 
-def load(browser, address: str, width: int, height: int = 900, dark: bool = False) -> Page:
+def load(browser, address: str, width: int, dark: bool = False) -> Page:
     """Loads `address` as a device of `width` CSS pixels shows it."""
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
@@ -87,15 +70,11 @@ def load(browser, address: str, width: int, height: int = 900, dark: bool = Fals
         ".filter(image => !image.complete || !image.naturalWidth).map(image => image.alt)]"
     )
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    sent = {
-        event["params"]["requestId"]: event["params"]["request"]["url"]
-        for event in events
-        if event["method"] == "Network.requestWillBeSent"
-    }
-    failed = [
-        sent.get(event["params"]["requestId"], event["params"].get("errorText", "?"))
-        for event in events
-        if event["method"] == "Network.loadingFailed"
-    ]
-    requests = [url for url in sent.values() if not url.startswith("data:")]
-    return Page(*measured, requests, failed, [entry["message"] for entry in browser.get_log("browser")])
+    requests, failures = (
+        [event["params"] for event in events if event["method"] == f"Network.{method}"]
+        for method in ("requestWillBeSent", "loadingFailed")
+    )
+    sent = {request["requestId"]: request["request"]["url"] for request in requests}
+    failed = [sent.get(failure["requestId"], failure.get("errorText", "?")) for failure in failures]
+    addresses = [url for url in sent.values() if not url.startswith("data:")]
+    return Page(*measured, addresses, failed, [entry["message"] for entry in browser.get_log("browser")])

@@ -57,44 +57,25 @@ def licensed(folder: Path, of_vision: str | None, of_language: str | None, **cha
 
 def trained(folder: Path, dataset: dict | None = None, **changes) -> None:
     """Two stages of training, of which the second is recorded in `training.json` and the first in it."""
+    rates = {"vision tower": 0.0, "projector": 1e-3, "norm": 2e-3, "language model": 0.0}
+    modules = [{"module": name, "trained": bool(rate), "learning_rate": rate} for name, rate in rates.items()]
+    batch = {"rows": 16, "per_device": 4, "processes": 2, "accumulation": 2}
     record = {
         "stage": "align",
         "arm": "gwc",
         "config_changes": {"projector_norm": "layer_norm", "projector_gain_init": "text_norm"},
-        "learning_rates": {"vision": 0.0, "projector": 1e-3, "norm": 2e-3, "language": 0.0},
         "options": {"seed": 42, "max_length": 2048, "weight_decay": 0.0, "model_name_or_path": "built"},
         "quantization": None,
         "text_embedding_norm": 3.2,
         "data": [_source("first", 500, 3, 2, dataset)],
         "versions": {"torch": "2.13.0", "normalign_llava": "0.1.0"},
-        "run": run(),
+        "run": {"modules": modules, "batch": batch, "steps": 32},
         "hardware": {"devices": ["NVIDIA H200"], "count": 2, "machine": "x86_64 Linux"},
         "seconds": 5400.0,
         "commit": "d" * 40,
     }
     after = {"stage": "tune", "data": [_source("second", 60, 0, 0, dataset)], "seconds": 42.0, "before": record}
     edit(folder / "training.json", **{**record, **after, **changes})
-
-
-def run(**changes) -> dict:
-    """The facts of a stage's run."""
-    return {
-        "modules": [_module("vision tower", 700, 0, 0.0), _module("projector", 90, 90, 1e-3)]
-        + [_module("norm", 8, 8, 2e-3), _module("language model", 900, 0, 0.0)],
-        "tokens_per_image": 4,
-        "batch": {
-            "rows": 16,
-            "per_device": 4,
-            "processes": 2,
-            "accumulation": 2,
-            "packed": False,
-        },
-        "steps": 32,
-        "warmup_steps": 1,
-        "schedule": "cosine",
-        "optimizer": "adamw_torch_fused",
-        "autocast": "bfloat16",
-    } | changes
 
 
 def normed(folder: Path, gain: float, bias: float = 0.0) -> None:
@@ -108,8 +89,7 @@ def normed(folder: Path, gain: float, bias: float = 0.0) -> None:
 def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
     """A diagnosis with a baseline, and its figures; one of them shows samples of the data."""
     gain = stored.weights(folder)["model.multi_modal_projector.norm.weight"].abs().mean().item()
-    found = Gain(2.2812, gain, 0.0152, 0.0197, 0.8765, 0.4321)
-    report = diagnosed(1.02, "layer_norm", folder.name, gain=found)
+    report = diagnosed(1.02, "layer_norm", folder.name, gain=Gain(2.2812, gain, 0.0152, 0.0197, 0.8765, 0.4321))
     figures = [("interface.png", "interface"), ("rotation.png", "depth"), ("norms.png", "depth")]
     figures += [("attention_1.png", "attention"), ("gone.png", "depth")]
     drawings = [Drawing(file, file[:-4].capitalize(), f"Of {SECRET}" if "_1" in file else "A caption.", section)
@@ -121,39 +101,26 @@ def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
         folder / "diagnostics" / "report.json",
         schema_version=1,
         verdict=verdict(report, baseline),
-        findings=[asdict(each) for each in findings(report, baseline)],
+        findings=[asdict(finding) for finding in findings(report, baseline)],
         report=asdict(report),
         against=baseline and asdict(baseline),
-        figures=[asdict(each) for each in drawings],
+        figures=[asdict(drawing) for drawing in drawings],
         provenance={"first question": SECRET},
     )
 
 
-def evaluated(folder: Path, samples: int = 500, **changes) -> Evaluation:
+def evaluated(folder: Path, **changes) -> None:
     """An evaluation with a subset."""
-    given = {"title": "POPE", "protocol": ["Greedy decoding.", "Exact match decides."], **changes}
-    evaluation = Evaluation(
-        task="pope",
-        metrics=[
-            Metric("accuracy", 0.8125, 0.0175, {"blank image": 0.5, "commonest answer": 0.51}, None, samples),
-            Metric("accuracy", 0.7, 0.03, {"blank image": 0.4}, "adversarial", samples // 2),
-        ],
-        samples=samples,
-        total=500,
-        **given,
-    )
-    evaluation.write(folder)
-    return evaluation
+    whole = Metric("accuracy", 0.8125, 0.0175, {"blank image": 0.5, "commonest answer": 0.51}, None, 500)
+    part = Metric("accuracy", 0.7, 0.03, {"blank image": 0.4}, "adversarial", 250)
+    about = {"title": "POPE", "protocol": ["Greedy decoding.", "Exact match decides."], **changes}
+    Evaluation("pope", metrics=[whole, part], samples=500, total=500, **about).write(folder)
 
 
 def _source(name: str, used: int, bad: int, too_long: int, dataset: dict | None) -> dict:
-    counts = {"found": used + bad + too_long, "bad": bad, "too_long": too_long, "valid": used, "used": used}
-    source = {"source": name, "split": "train", **counts, "images": used, "median": 66.0}
+    counts = {"found": used + bad + too_long, "bad": bad, "too_long": too_long, "used": used}
+    source = {"source": name, "split": "train", **counts}
     return source | ({"dataset": dataset} if dataset else {})
-
-
-def _module(name: str, parameters: int, count: int, rate: float) -> dict:
-    return {"module": name, "parameters": parameters, "trained": count, "learning_rate": rate, "dtypes": ["float32"]}
 
 
 def data(card) -> dict:
@@ -173,14 +140,14 @@ def tokens(text: str) -> list:
 
 def rows(text: str) -> dict[str, list[str]]:
     """The cells of every row of the tables in `text`, by the first."""
-    found, cells = {}, []
+    by_name, cells = {}, []
     parsed = tokens(text)
     for before, token in zip(parsed, parsed[1:], strict=False):
         if before.type in ("th_open", "td_open"):
             cells.append(token.content)
         if token.type == "tr_close":
-            found[cells[0]], cells = cells[1:], []
-    return found
+            by_name[cells[0]], cells = cells[1:], []
+    return by_name
 
 
 def listed(text: str) -> list[str]:

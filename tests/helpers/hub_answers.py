@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hub of the tests is asked, and what it answers: to those who read, and to those who write."""
+"""What the hub of the tests stores, commits that are snapshots of paths and blobs, and what it answers about them."""
 
 import base64
+import hashlib
 import json
 import re
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hub_repository import Commit, Refusal, Repository, git_blob_id, in_lfs, stored_in_lfs
 from huggingface_hub import RepoCard
 
 
@@ -17,24 +17,121 @@ if TYPE_CHECKING:
     from hub_server import HubServer
 
 
-LICENCES = ["apache-2.0", "mit", "llama3.2", "other"]
+LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".parquet", ".arrow", ".zip")
+
+
+class Refusal(Exception):
+    """What the hub does not do: an HTTP status, the Hub's error code, a message, and further headers."""
+
+    def __init__(self, status: int, code: str, message: str, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status = status
+        self.headers = {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}
 
 
 @dataclass(frozen=True)
-class Account:
+class Commit:
+    """A snapshot, of path and blob id as the Hub has it: git's SHA-1, or the SHA-256 of the content in LFS."""
+
+    oid: str
+    parent: str | None
+    files: dict[str, str]
+
+
+class Repository:
+    """A repository, with its page at `address` below the Hub's own; a private one is seen by its owner alone."""
+
+    def __init__(self, address: str, private: bool = False):
+        self.address, self.private = address, private
+        self.branches: dict[str, str] = {}  # name -> id of the newest commit
+        self.blobs: dict[str, bytes] = {}  # id -> content, uploads that are in no commit among them
+        self._commits: dict[str, Commit] = {}
+
+    @property
+    def commit(self) -> str:
+        """Id of the newest commit of `main`."""
+        return self.branches["main"]
+
+    def files(self) -> dict[str, int]:
+        """Path -> size in bytes, on `main`."""
+        return {path: len(self.blobs[blob_id]) for path, blob_id in self.head().files.items()}
+
+    def commits(self) -> list[Commit]:
+        """Those that lead to `main`, newest first."""
+        listed = [self.head()]
+        while (parent := listed[-1].parent) is not None:
+            listed.append(self._commits[parent])
+        return listed
+
+    def head(self, branch: str = "main") -> Commit:
+        """The newest commit of a branch."""
+        return self._commits[self.branches[branch]]
+
+    def read(self, path: str) -> bytes:
+        """A file's content on `main`; KeyError if there is no such file."""
+        return self.blobs[self.head().files[path]]
+
+    def resolve(self, revision: str) -> Commit:
+        """The commit that a branch or an id names."""
+        oid = self.branches.get(revision, revision)
+        if oid not in self._commits:
+            raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return self._commits[oid]
+
+    def advance(self, branch: str, files: dict[str, str], parent: str | None) -> Commit:
+        """Makes the snapshot `files` the newest commit of a branch."""
+        oid = secrets.token_hex(20)
+        self._commits[oid] = Commit(oid, parent, dict(sorted(files.items())))
+        self.branches[branch] = oid
+        return self._commits[oid]
+
+    def change(self, contents: dict[str, bytes]) -> Commit:
+        """A commit on `main` that adds or replaces files; in LFS are those that the Hub would put there."""
+        before = self.head() if self.branches else Commit("", None, {})
+        stored = {}
+        for path, content in contents.items():
+            large = stored_in_lfs(path, content)
+            stored[path] = hashlib.sha256(content).hexdigest() if large else git_blob_id(content)
+            self.blobs[stored[path]] = content
+        return self.advance("main", before.files | stored, before.oid or None)
+
+    def entry(self, path: str, commit: Commit) -> dict:
+        """A file or a folder as `tree` lists it."""
+        if path not in commit.files:
+            return {"type": "directory", "path": path, "size": 0, "oid": git_blob_id(path.encode())}
+        blob_id = commit.files[path]
+        size = len(self.blobs[blob_id])
+        entry = {"type": "file", "path": path, "size": size, "oid": blob_id}
+        if in_lfs(blob_id):
+            entry |= {"oid": git_blob_id(blob_id.encode()), "lfs": {"oid": blob_id, "size": size, "pointerSize": 134}}
+        return entry
+
+
+def git_blob_id(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def in_lfs(blob_id: str) -> bool:
+    return len(blob_id) == 64  # a SHA-256
+
+
+def stored_in_lfs(path: str, sample: bytes) -> bool:
+    """Whether the Hub wants a file in LFS: by its suffix, or because it is binary by its first bytes."""
+    return path.endswith(LFS_SUFFIXES) or b"\0" in sample[:512]
+
+
+class Account(NamedTuple):
     """Who asks: the bearer of a token of role "read" or "write"."""
 
     name: str
     role: str
-    orgs: tuple[str, ...] = ()
+    orgs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request, read whole. `path` is as it was sent: quoted, without the query."""
+    """A request, read whole."""
 
-    method: str
-    path: str
     query: dict[str, list[str]]
     range: str
     body: bytes
@@ -43,8 +140,10 @@ class Request:
     def json(self) -> Any:
         return json.loads(self.body or b"{}")
 
-    def asks(self, flag: str) -> bool:
-        return self.query.get(flag, [""])[0].lower() in ("1", "true")
+    def signed_in(self) -> Account:
+        if self.account is None:
+            raise Refusal(401, "Unauthorized", "Invalid username or password.")
+        return self.account
 
 
 @dataclass(frozen=True)
@@ -59,21 +158,11 @@ class Answer:
 
 def reply(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Answer:
     """An answer in JSON."""
-    return Answer(
-        json.dumps(value, default=str).encode(), status, {"Content-Type": "application/json"} | (headers or {})
-    )
+    return Answer(json.dumps(value).encode(), status, {"Content-Type": "application/json"} | (headers or {}))
 
 
 def address(kind: str, repo_id: str) -> str:
-    """Where the Hub has a repository, below its own address: `user/name`, `datasets/user/name`, `spaces/user/name`."""
     return repo_id if kind == "model" else f"{kind}s/{repo_id}"
-
-
-def signed_in(request: Request) -> Account:
-    """Who asks, which must be known."""
-    if request.account is None:
-        raise Refusal(401, "Unauthorized", "Invalid username or password.")
-    return request.account
 
 
 def visible(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Repository:
@@ -86,7 +175,7 @@ def visible(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Repo
 
 
 def whoami(hub: "HubServer", request: Request) -> Answer:
-    account = signed_in(request)
+    account = request.signed_in()
     orgs = [{"type": "org", "name": name} for name in account.orgs]
     token = {"displayName": "test", "role": account.role}
     return reply({"type": "user", "name": account.name, "orgs": orgs, "auth": {"accessToken": token}})
@@ -97,39 +186,22 @@ def info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: 
     commit = repository.resolve(revision)
     card = commit.files.get("README.md")
     content = repository.blobs[card].decode() if card else ""
-    return reply(
-        {
-            "id": repo_id,
-            "sha": commit.oid,
-            "private": repository.private,
-            "siblings": [{"rfilename": path} for path in commit.files],
-            "tags": [],
-            "cardData": RepoCard(content, ignore_metadata_errors=True).data.to_dict(),
-        }
-    )
+    known = {"id": repo_id, "sha": commit.oid, "private": repository.private, "tags": []}
+    known["siblings"] = [{"rfilename": path} for path in commit.files]
+    return reply(known | {"cardData": RepoCard(content, ignore_metadata_errors=True).data.to_dict()})
 
 
-def tree(
-    hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str = "main", folder: str = ""
-) -> Answer:
+def tree(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str, folder: str = "") -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
     inside = f"{folder}/" if folder else ""
-    listed = [path for path in _with_folders(commit) if path.startswith(inside)]
+    folders = {path[: end.start()] for path in commit.files for end in re.finditer("/", path)}
+    listed = [path for path in sorted({*commit.files, *folders}) if path.startswith(inside)]
     if folder and not listed:
         raise Refusal(404, "EntryNotFound", f"{folder} does not exist on {revision}", {"X-Repo-Commit": commit.oid})
-    if not request.asks("recursive"):
+    if request.query.get("recursive") != ["true"]:
         listed = [path for path in listed if "/" not in path.removeprefix(inside)]
     return reply([repository.entry(path, commit) for path in listed])
-
-
-def paths_info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
-    repository = visible(hub, request, kind, repo_id)
-    commit = repository.resolve(revision)
-    in_json = request.body.startswith(b"{")
-    asked = request.json()["paths"] if in_json else parse_qs(request.body.decode()).get("paths", [])
-    known = _with_folders(commit)
-    return reply([repository.entry(path, commit) for path in asked if path in known])
 
 
 def download(
@@ -146,25 +218,20 @@ def download(
     if in_lfs(blob_id):
         headers |= {"X-Linked-Etag": f'"{blob_id}"', "X-Linked-Size": str(len(blob))}
     status, content = 200, blob
-    if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", request.range):
-        first, last = int(asked[1]), min(int(asked[2] or len(blob) - 1), len(blob) - 1)
+    if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", request.range):
+        first, last = int(asked[1]), min(int(asked[2]), len(blob) - 1)
         status, content = 206, blob[first : last + 1]
         headers["Content-Range"] = f"bytes {first}-{last}/{len(blob)}"
     return Answer(content, status, headers, download=f"{repo_id}/{path}")
 
 
 def create_repository(hub: "HubServer", request: Request) -> Answer:
-    asked, account = request.json(), signed_in(request)
-    kind, owner = asked.get("type") or "model", asked.get("organization") or account.name
-    if account.role == "read" or owner not in (account.name, *account.orgs):
-        raise Refusal(403, "Forbidden", f"You may not create a {kind} under the namespace {owner}")
-    repo_id = f"{owner}/{asked['name']}"
-    url = {"url": f"{hub.url}/{address(kind, repo_id)}"}
-    if address(kind, repo_id) in hub.repositories:
-        message = f"You already created this {kind} repo"
-        return reply({"error": message, **url}, 409, {"X-Error-Message": message})
-    hub.create(repo_id, kind=kind, private=asked.get("visibility") == "private" or bool(asked.get("private")))
-    return reply({**url, "name": repo_id})
+    asked, account = request.json(), request.signed_in()
+    kind, repo_id = asked.get("type") or "model", f"{asked.get('organization') or account.name}/{asked['name']}"
+    known = address(kind, repo_id) in hub.repositories
+    if not known:
+        hub.create(repo_id, kind=kind, private=asked.get("visibility") == "private" or bool(asked.get("private")))
+    return reply({"url": f"{hub.url}/{address(kind, repo_id)}", "name": repo_id}, 409 if known else 200)
 
 
 def create_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
@@ -173,30 +240,21 @@ def create_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, n
     return reply({})
 
 
-def validate_yaml(hub: "HubServer", request: Request) -> Answer:
-    licence = RepoCard(request.json()["content"], ignore_metadata_errors=True).data.get("license") or "mit"
-    errors = [] if licence in LICENCES else [{"message": f'"license" must be one of {LICENCES}'}]
-    return reply({"errors": errors, "warnings": []}, 400 if errors else 200)
-
-
 def preupload(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
-    repository = visible(hub, request, kind, repo_id)
-    files, answered = repository.resolve(revision).files, []
+    files, answered = visible(hub, request, kind, repo_id).resolve(revision).files, []
     for asked in request.json()["files"]:
-        path, sample = asked["path"], base64.b64decode(asked["sample"])
-        mode = "lfs" if stored_in_lfs(path, asked["size"], sample) else "regular"
-        known = {"oid": files[path]} if path in files else {}
-        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **known})
+        mode = "lfs" if stored_in_lfs(asked["path"], base64.b64decode(asked["sample"])) else "regular"
+        known = {"oid": files[asked["path"]]} if asked["path"] in files else {}
+        answered.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, **known})
     return reply({"files": answered})
 
 
 def batch(hub: "HubServer", request: Request, repo_id: str, kind: str = "model") -> Answer:
-    repository = visible(hub, request, kind, repo_id)
-    answered: list[dict] = []
+    repository, answered = visible(hub, request, kind, repo_id), []
     for asked in request.json()["objects"]:
-        answered.append({"oid": asked["oid"], "size": asked["size"]})
-        if asked["oid"] not in repository.blobs:
-            answered[-1]["actions"] = {"upload": {"href": f"{hub.url}/{repository.address}.git/lfs/{asked['oid']}"}}
+        upload = {"upload": {"href": f"{hub.url}/{repository.address}.git/lfs/{asked['oid']}"}}
+        actions = {} if asked["oid"] in repository.blobs else {"actions": upload}
+        answered.append({"oid": asked["oid"], "size": asked["size"], **actions})
     return reply({"transfer": "basic", "objects": answered})
 
 
@@ -209,43 +267,27 @@ def upload(hub: "HubServer", request: Request, repo_id: str, sha256: str, kind: 
 
 def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
     repository = visible(hub, request, kind, repo_id)
-    signed_in(request)
+    request.signed_in()
     header, *operations = [json.loads(line) for line in request.body.splitlines()]
     head = repository.resolve(revision)
     if header["value"].get("parentCommit", head.oid) != head.oid:
         raise Refusal(412, "PreconditionFailed", "A commit has happened since. Please refresh and try again.")
     files = dict(head.files)
     for operation in operations:
-        _apply(repository, files, operation["key"], operation["value"])
-    proposals = sum(name.startswith("refs/pr/") for name in repository.branches)
-    branch = f"refs/pr/{1 + proposals}" if request.asks("create_pr") else revision
-    made = repository.advance(branch, files, parent=head.oid)
-    page = f"{hub.url}/{repository.address}"
-    answered = {"success": True, "commitOid": made.oid, "commitUrl": f"{page}/commit/{made.oid}", "hookOutput": ""}
-    if request.asks("create_pr"):
-        answered["pullRequestUrl"] = f"{page}/discussions/{1 + proposals}"
-    return reply(answered)
-
-
-def _apply(repository: Repository, files: dict[str, str], key: str, value: dict) -> None:
-    """One line of a commit, applied to the snapshot `files`."""
-    path = value["path"]
-    if key == "file":
-        content = base64.b64decode(value["content"])
-        files[path] = git_blob_id(content)
-        repository.blobs[files[path]] = content
-    elif key == "lfsFile" and value["oid"] in repository.blobs:
-        files[path] = value["oid"]
-    elif key == "deletedFile" and path in files:
-        del files[path]
-    else:
-        raise Refusal(400, "BadRequest", f"this hub cannot do {key} of {path}")
-
-
-def _with_folders(commit: Commit) -> list[str]:
-    """The paths of a snapshot's files, and of the folders they lie in."""
-    folders = {path[: end.start()] for path in commit.files for end in re.finditer("/", path)}
-    return sorted([*commit.files, *folders])
+        value = operation["value"]
+        match operation["key"]:
+            case "file":
+                content = base64.b64decode(value["content"])
+                files[value["path"]] = git_blob_id(content)
+                repository.blobs[git_blob_id(content)] = content
+            case "lfsFile" if value["oid"] in repository.blobs:
+                files[value["path"]] = value["oid"]
+            case "deletedFile":
+                del files[value["path"]]
+            case key:
+                raise Refusal(400, "BadRequest", f"this hub cannot do {key} of {value['path']}")
+    oid, page = repository.advance(revision, files, head.oid).oid, f"{hub.url}/{repository.address}"
+    return reply({"success": True, "commitOid": oid, "commitUrl": f"{page}/commit/{oid}", "hookOutput": ""})
 
 
 API = r"/api/(?P<kind>model|dataset|space)s/(?P<repo_id>[^/]+/[^/]+)"
@@ -255,11 +297,10 @@ ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("GET", "/api/whoami-v2", whoami),
     ("GET", f"{API}(?:/revision/{REVISION})?", info),
     ("GET", f"{API}/tree/{REVISION}(?:/(?P<folder>.+))?", tree),
-    ("POST", f"{API}/paths-info/{REVISION}", paths_info),
     ("GET", f"{GIT}/resolve/{REVISION}/(?P<path>.+)", download),
     ("POST", "/api/repos/create", create_repository),
     ("POST", f"{API}/branch/(?P<name>[^/]+)", create_branch),
-    ("POST", "/api/validate-yaml", validate_yaml),
+    ("POST", "/api/validate-yaml", lambda hub, request: reply({"errors": [], "warnings": []})),
     ("POST", f"{API}/preupload/{REVISION}", preupload),
     ("POST", rf"{GIT}\.git/info/lfs/objects/batch", batch),
     ("PUT", rf"{GIT}\.git/lfs/(?P<sha256>[0-9a-f]{{64}})", upload),

@@ -2,7 +2,7 @@
 """A real HTTP hub on the loopback interface, which the real client pushes to and pulls from, faults included.
 
 `HF_ENDPOINT` is read when huggingface_hub is imported, so a client of this server runs in a process of its own, with
-[`HubServer.environment`]. What is answered is in hub_answers.py, what is stored in hub_repository.py.
+[`HubServer.environment`]. What is stored and answered is in hub_answers.py.
 """
 
 import os
@@ -15,8 +15,7 @@ from pathlib import Path
 from threading import Event, RLock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from hub_answers import ROUTES, Account, Answer, Request, address, reply
-from hub_repository import Refusal, Repository
+from hub_answers import ROUTES, Account, Answer, Refusal, Repository, Request, address, reply
 
 
 GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
@@ -26,9 +25,7 @@ GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 class Fault:
     """A fault, for the first `times` of the requests `"METHOD /path"` that match the regular expression `request`.
 
-    Attributes:
-        kind: A status, and nothing is done. "pause": done once `released` is set; `reached` is set when the request
-            has come.
+    `kind` is a status, and nothing is done; or "pause": done once `released` is set, and `reached` when it has come.
     """
 
     kind: str | int
@@ -39,36 +36,24 @@ class Fault:
 
 
 class HubServer:
-    """Serves repositories while its `with` block runs.
-
-    Args:
-        repositories: name (`"namespace/name"`) -> folder, whose files are the repository's first commit.
-
-    Attributes:
-        requests: method and path of every request, in order.
-        sent: path of a file (`"namespace/name/file"`) -> bytes of it that were sent.
-        received: SHA-256 -> bytes of LFS content received.
-    """
+    """Serves repositories, to begin with the files of folders, while its `with` block runs."""
 
     def __init__(self, repositories: dict[str, Path] | None = None):
         self.lock = RLock()
         self.clear()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
         for repo_id, folder in (repositories or {}).items():
             self.serve(repo_id, folder)
 
     def clear(self) -> None:
         """Makes it an empty hub without accounts, at the same address."""
         self.repositories: dict[str, Repository] = {}
-        self.requests: list[str] = []
-        self.sent: Counter[str] = Counter()
-        self.received: Counter[str] = Counter()
+        self.requests: list[str] = []  # method and path of each, in order
+        self.sent: Counter[str] = Counter()  # "namespace/name/file" -> bytes of it
+        self.received: Counter[str] = Counter()  # SHA-256 -> bytes of LFS content
         self.accounts: dict[str, Account] = {}
         self.faults: list[Fault] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
 
     def environment(self, home: Path) -> dict[str, str]:
         """Environment for a client process with `home` as its cache."""
@@ -129,57 +114,40 @@ class _Handler(BaseHTTPRequestHandler):
         except ConnectionError:  # the client went away: a test ended it
             self.close_connection = True
 
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
+    do_HEAD = do_POST = do_PUT = do_GET
 
     def _serve(self) -> None:
-        self.address = urlsplit(self.path)
-        line = f"{self.command} {self.address.path}"
+        address, length = urlsplit(self.path), int(self.headers.get("Content-Length", 0))
+        line, body = f"{self.command} {address.path}", self.rfile.read(length)
+        if len(body) < length:
+            raise ConnectionAbortedError("the client went away")
         with self.hub.lock:
             self.hub.requests.append(line)
             fault = next((fault for fault in self.hub.faults if fault.times and re.search(fault.request, line)), None)
             if fault:
                 fault.times -= 1
-        kind, body = fault.kind if fault else None, self._body()
-        if isinstance(kind, int):
-            return self._send(reply({"error": "this request was made to fail"}, kind))
-        if fault and kind == "pause":
+        if fault and fault.kind == "pause":
             fault.reached.set()
             fault.released.wait()
+        elif fault:
+            return self._send(reply({"error": "this request was made to fail"}, int(fault.kind)))
         try:
             with self.hub.lock:
-                answer = self._answer(body)
+                answer = self._answer(address.path, parse_qs(address.query), body)
         except Refusal as refusal:
             answer = reply({"error": str(refusal)}, refusal.status, refusal.headers)
         self._send(answer)
 
-    def _answer(self, body: bytes) -> Answer:
+    def _answer(self, path: str, query: dict[str, list[str]], body: bytes) -> Answer:
         account, credentials = None, self.headers.get("Authorization", "")
         if credentials and (account := self.hub.accounts.get(credentials.removeprefix("Bearer "))) is None:
             raise Refusal(401, "Unauthorized", "Invalid credentials in Authorization header")
-        query = parse_qs(self.address.query)
-        request = Request(self.command, self.address.path, query, self.headers.get("Range", ""), body, account)
-        method = "GET" if self.command == "HEAD" else self.command
-        for route_method, pattern, act in ROUTES:
-            if method == route_method and (match := re.fullmatch(pattern, self.address.path)):
+        request = Request(query, self.headers.get("Range", ""), body, account)
+        for method, pattern, act in ROUTES:
+            if method == self.command.replace("HEAD", "GET") and (match := re.fullmatch(pattern, path)):
                 groups = {name: unquote(value) for name, value in match.groupdict().items() if value is not None}
                 return act(self.hub, request, **groups)
-        raise Refusal(404, "NotFound", f"this hub does not know {self.command} {self.address.path}")
-
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self._read(int(self.headers.get("Content-Length", 0)))
-        body = b""
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            body += self._read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
-
-    def _read(self, size: int) -> bytes:
-        chunk = self.rfile.read(size)
-        if len(chunk) < size:
-            raise ConnectionAbortedError("the client went away")
-        return chunk
+        raise Refusal(404, "NotFound", f"this hub does not know {self.command} {path}")
 
     def _send(self, answer: Answer) -> None:
         if self.command == "GET" and answer.download:

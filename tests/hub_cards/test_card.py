@@ -5,18 +5,25 @@ import json
 import re
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import card_folder as made
 import pytest
-from card_folder import data, rows, section, tokens
+import tiny
+import tiny_parts as parts
+from card_folder import data, listed, rows, section, tokens
+from diagnosed import diagnosed
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
+from normalign_llava.assembly.build import retrofit_checkpoint
+from normalign_llava.evaluate.results import WEIGHT_FILES, files_hash
 from normalign_llava.hub_cards.card.facts import Part
-from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
+from normalign_llava.hub_cards.card.metadata import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card, write_card
 
 
+STALE = "The diagnosis was made of other weights"
 PINNED = Part("base model", "user/base", "user/base", "a" * 40)
 
 
@@ -35,17 +42,15 @@ def test_a_bare_checkpoint_has_a_short_and_honest_card(folder):
         assert word not in card.text
 
 
-def test_metadata_of_a_full_folder(full):
-    content = data(render_card(full, repo_id="user/model"))
+def test_a_full_folder_has_all_metadata_and_figures_without_samples(full):
+    card = render_card(full, repo_id="user/model")
+    content = data(card)
     assert content["base_model"] == ["google/encoder", "Qwen/decoder"] and content["base_model_relation"] == "merge"
     assert content["datasets"] == ["user/data"] and content["language"] == ["en", "de"]
     assert content["license"] == "apache-2.0" and "custom_code" in content["tags"]
-
-
-def test_figures_show_no_sample_of_the_data(full):
-    text = render_card(full).text
-    assert re.findall(r"\]\((diagnostics/.*?)\)", text) == ["diagnostics/interface.png", "diagnostics/rotation.png"]
-    assert made.SECRET not in text and "What shape is in the image?" not in text
+    figures = re.findall(r"\]\((diagnostics/.*?)\)", card.text)
+    assert figures == ["diagnostics/interface.png", "diagnostics/rotation.png"]
+    assert made.SECRET not in card.text and "What shape is in the image?" not in card.text
 
 
 @pytest.mark.parametrize(
@@ -203,5 +208,117 @@ def test_a_model_trained_on_from_the_hub_names_what_it_started_from(full):
     (full / "config.json").unlink()
     made.edit(full / "adapter_config.json", peft_type="LORA", r=8)
     save_file({}, full / "adapter_model.safetensors")
-    card = render_card(full)
-    assert f'base, base_revision = "user/stage1", "{"f" * 40}"' in card.text
+    assert f'base, base_revision = "user/stage1", "{"f" * 40}"' in render_card(full).text
+
+
+def test_a_retrofit_is_one_part(tmp_path):
+    llava = Path(parts.llava(tmp_path / "llava", tiny.llava(tied=False)))
+    (llava / "README.md").write_text("---\nlicense: mit\n---\n")
+    retrofit_checkpoint(str(llava), tmp_path / "built")
+    card = render_card(tmp_path / "built")
+    assert rows(section(card, "Licence"))["LLaVA checkpoint"] == ["llava", "mit"] and data(card)["license"] == "mit"
+    assert "It is made from llava." in card.text and "**not been trained since**" in card.text
+    retrofit_checkpoint(str(llava), tmp_path / "none", arm="none")  # no norm was added, and it was trained before
+    assert "How it was trained is not recorded here.\nIt is made from llava." in render_card(tmp_path / "none").text
+
+
+def test_a_base_that_the_author_names_is_kept(folder):
+    made.edit(folder / "build.json", vision="google/encoder")
+    card = write_card(folder)
+    assert data(card)["base_model"] == ["google/encoder"] and "`base_model:`" in " ".join(card.warnings)
+    (folder / "README.md").write_text(card.text.replace("- google/encoder\n", "- google/encoder\n- Qwen/decoder\n", 1))
+    for _ in range(2):
+        card = write_card(folder)
+        assert data(card)["base_model"] == ["google/encoder", "Qwen/decoder"]
+        assert "`base_model:`" not in " ".join(card.warnings)
+    made.edit(folder / "build.json", language="Qwen/decoder")
+    assert data(write_card(folder))["base_model_relation"] == "merge"
+    text = (folder / "README.md").read_text().replace("- Qwen/decoder\n", "- my/decoder\n", 1)
+    (folder / "README.md").write_text(text)  # what follows from the folder is not the author's
+    assert data(write_card(folder))["base_model"] == ["google/encoder", "Qwen/decoder"]
+
+
+@pytest.mark.parametrize("start", ["# a", "1. a", "---", "=== a", "```", "| a |", "<b>", "[a]: b", "a_b_ _"])
+def test_what_begins_like_markup_is_text(full, start):
+    made.evaluated(full, date=start, protocol=[start], title=start)
+    parsed = tokens(f"{section(render_card(full), 'Evaluation')}")
+    clean = [token.type for token in parsed]
+    made.evaluated(full, date=start, protocol=["a"], title="a")
+    assert clean == [token.type for token in tokens(section(render_card(full), "Evaluation"))]
+    shown = ["".join(child.content for child in token.children) for token in parsed if token.type == "inline"]
+    assert shown.count(" ".join(start.split())) == 2
+
+
+def test_a_model_that_was_not_trained_is_called_so(folder):
+    assert "**not trained**" in render_card(folder).text
+    made.edit(folder / "config.json", projector_gain_init="one")
+    card = render_card(folder)
+    assert "How it was trained is not recorded here." in card.text
+    assert rows(section(card, "Licence"))["data"] == ["what it was trained on", "not recorded"]
+    made.normed(folder, 1.0)
+    assert "**not trained**" in render_card(folder).text
+
+
+def limits(folder):
+    return listed(section(render_card(folder), "Limits"))[:-1]  # the last is the same in every card
+
+
+def test_measured_alignment(full):
+    made.normed(full, -0.25, 0.5)
+    made.edit(full / "config.json", text_embedding_norm=3.2)  # the language model is 32 wide: 3.2 / 5.657
+    made.measured(full, diagnosed(37.0, "layer_norm", "other"))
+    table = rows(section(render_card(full), "Measured alignment").partition("A ± ")[0])
+    text = "1.23 (σ 0.11)"
+    assert float(table.pop("Rotation by layer, visual over text")[1]) < 0.9
+    assert table == {
+        "": ["this model", "baseline: other"],
+        "Mean norm of text embeddings, N_text": ["3.200", "1.080"],
+        "Gain at the start, every element": ["0.5657", "0.01970"],
+        "Gain now, mean magnitude": ["0.2500", "0.04000"],
+        "Bias now, mean magnitude (0 at the start)": ["0.50", "0.015"],
+        "Norm of visual tokens as they enter": ["1.10 (σ 0.021)", "40.0 (σ 0.021)"],
+        "Norm of text tokens in the same data": [text, text],
+        "Norm, visual over N_text": ["1.02", "37.0"],
+        "Norm, visual over text in the same data": ["0.893", "32.4"],
+    }
+
+
+def test_training(full):
+    table = rows(section(render_card(full), "Training"))
+    expected = {
+        "": ["stage 1 (align)", "stage 2 (tune)"],
+        "Trained, at a peak learning rate": ["projector 0.001, norm 0.002"] * 2,
+        "Rows a step: a device × processes × accumulated": ["16 (4 × 2 × 2)"] * 2,
+        "Data": ["user/data, 500 of 505 rows (3 bad, 2 too long)", "user/data, 60 of 60 rows"],
+        "Hardware": ["2 × NVIDIA H200, x86_64 Linux"] * 2,
+        "Time": ["1:30:00", "0:00:42"],
+    }
+    assert table | expected == table
+
+
+def test_limits(full):
+    def assert_limits(*expected):
+        sentences = limits(full)
+        assert len(sentences) == len(expected)
+        assert all(words in sentence for words, sentence in zip(expected, sentences, strict=True)), sentences
+
+    run = ["one training run, seed 42"]
+    measured = ["Bias, safety", "64 samples of easy-VQA, held out, in bfloat16"]
+    left_out = "Not measured: Visual embedding tables: this model has none."
+    assert_limits(*run, *measured, left_out)
+    made.measured(full, baseline=None)
+    assert_limits(*run, *measured, "No baseline", left_out)
+
+
+def test_a_diagnosis_and_results_of_other_weights_are_called_so(full):
+    def told():
+        return [words for words in (STALE, "Evaluated with other weights") if words in str(limits(full))]
+
+    made.evaluated(full, weights=files_hash(full, WEIGHT_FILES))
+    assert not told() and "Diagnose again" not in " ".join(render_card(full).warnings)
+    made.normed(full, 3.0)
+    assert len(told()) == 2 and "Diagnose again" in " ".join(render_card(full).warnings)
+    made.measured(full)
+    assert STALE not in told()
+    made.edit(full / "config.json", projector_norm="rms_norm")
+    assert STALE in told()

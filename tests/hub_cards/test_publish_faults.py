@@ -48,17 +48,6 @@ def test_killed_during_the_upload_and_run_again(start, publish, hub, folder):
     assert publish(folder, "--no-verify")[0] == 0 and published(hub, folder, 3)
 
 
-def test_tokens_that_may_not_publish(publish, hub, folder):
-    for token, words in {
-        hub.token("ann", role="read"): "may only read",
-        " ": "hf auth login",
-        hub.token("bob", orgs=("lab",)): "bob may publish as bob/... or lab/..., not as ann/m",
-    }.items():
-        status, shown = publish(folder, token=token)
-        assert status == 1 and words in shown, shown
-    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
-
-
 def test_of_two_publishers_the_slower_gets_an_error(start, publish, hub, folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "training.json").write_text('{"seconds": 1.5}')

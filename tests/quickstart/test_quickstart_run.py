@@ -4,21 +4,24 @@
 import json
 import os
 import signal
-import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import stored
+import torch
+import training
 from paths import HELPERS
 from PIL import Image
 
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.fetched.easy_vqa import KINDS, OVERALL
-from normalign_llava.hub_cards.card.hand_written import is_ours
-from normalign_llava.quickstart.evaluate import METRICS
+from normalign_llava.hub_cards.card.metadata import is_ours
+from normalign_llava.quickstart.results import METRICS
 from normalign_llava.quickstart.run import Settings, run_quickstart
-from normalign_llava.quickstart.train import stage
+from normalign_llava.quickstart.train import stage, train_stage, words
+from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
@@ -28,18 +31,15 @@ STEPS = {"max_steps": 2, "global_batch_size": 2, "per_device_train_batch_size": 
 SHORT = Settings(
     stage1=stage("quickstart-align", **STEPS),
     stage2=stage("quickstart-tune", **STEPS, lora_r=2),
-    asked=3,
-    asked_before=3,
-    shown_per_kind=1,
-    diagnosed=2,
+    **{"asked": 3, "asked_before": 3, "shown_per_kind": 1, "diagnosed": 2},
 )
 TASKS = {task for task, _ in METRICS.values()}
 START = """
-    import sys
-    from pathlib import Path
-    sys.path[:0] = {tests!r}
-    from test_quickstart_run import SHORT, run_quickstart
-    run_quickstart(Path({output!r}), SHORT)
+import sys
+from pathlib import Path
+sys.path[:0] = {tests!r}
+from test_quickstart_run import SHORT, run_quickstart
+run_quickstart(Path({output!r}), SHORT)
 """
 
 
@@ -51,7 +51,7 @@ def output(tmp_path_factory):
 
 def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    source = textwrap.dedent(START).format(tests=[str(HELPERS), str(Path(__file__).parent)], output=str(output))
+    source = START.format(tests=[str(HELPERS), str(Path(__file__).parent)], output=str(output))
     process = prepared.start(["-c", source])
     while process.poll() is None and not list((output / "stage1-trainer").glob("checkpoint-*/trainer_state.json")):
         time.sleep(0.01)
@@ -72,18 +72,21 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     }  # fmt: skip
     assert not [path for folder in ("stage1", "stage2", "model") for path in (output / folder).glob("checkpoint-*")]
     assert json.loads((output / "model" / "training.json").read_text())["options"]["max_steps"] == 2
-    build = json.loads((output / "model" / "build.json").read_text())
-    assert {part: terms["license"] for part, terms in build["licenses"].items()} == {
-        "vision": "mit",
-        "language": "apache-2.0",
-    }
-    check_evaluations(output / "model", results)
+    licenses = json.loads((output / "model" / "build.json").read_text())["licenses"]
+    assert (licenses["vision"]["license"], licenses["language"]["license"]) == ("mit", "apache-2.0")
+    evaluations = {result.task: result for result in read_evaluations(output / "model")}
+    assert evaluations.keys() == TASKS and all(result.partial for result in evaluations.values())
+    for kind, (task, name) in METRICS.items():
+        (metric,) = (metric for metric in evaluations[task].metrics if metric.name == name)
+        assert (metric.value, metric.samples) == (results["after"]["accuracy"][kind], results["count"][kind])
+        references = {"blank image": results["after"]["blank"][kind], "commonest answer": results["majority"][kind]}
+        assert metric.references == references
+    card = (output / "model" / "README.md").read_text(encoding="utf-8")
+    assert is_ours(card) and all(task in card for task in TASKS)
     with Image.open(output / "images.png") as image:
         assert image.width > 1000 and image.height > 150  # a row of four
     shown = capsys.readouterr().out
-    words = (*KINDS, "blank image", "majority answer", "the same logits", "report.html")
-    for word in (*words, "convert, finished before"):
-        assert word in shown
+    assert all(word in shown for word in (*KINDS, "the same logits", "report.html", "convert, finished before"))
 
     alone = report(output / "model")
     assert alone["against"] is None and results["verdicts"] == {"model": alone["verdict"]}
@@ -101,6 +104,17 @@ def test_a_folder_with_anything_else_in_it_is_refused(tmp_path, name):
     assert [path for path in output.rglob("*") if path.is_file()] == [output / name]
 
 
+def test_a_stage_that_was_killed_while_its_result_was_moved_is_finished(checkpoint, tmp_path):
+    options, data = stage("quickstart-align", **STEPS), tmp_path / "data"
+    training.rows(4).select_columns(["images", "messages"]).save_to_disk(data)
+    paths = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": tmp_path / "cut-trainer"}
+    main(words({**options, **paths, "bf16": False}))
+    (tmp_path / "cut-trainer").rename(tmp_path / "straight")
+    train_stage(options, checkpoint, data, tmp_path / "cut")
+    expected, got = (stored.weights(tmp_path / name) for name in ("straight", "cut"))
+    assert expected.keys() == got.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
+
+
 @pytest.mark.nightly
 def test_a_finished_quickstart_goes_on_to_the_model_without_the_norm(archives, output, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
@@ -110,28 +124,14 @@ def test_a_finished_quickstart_goes_on_to_the_model_without_the_norm(archives, o
     assert again["baseline"]["accuracy"].keys() == again["after"]["accuracy"].keys()
     assert report(output / "model")["against"]["model"] == "quickstart-no-norm"
     stage1 = report(output / "stage1")
-    assert (stage1["report"]["model"], stage1["against"]["model"]) == (
-        "quickstart-stage1",
-        "quickstart-no-norm-stage1",
-    )
-    assert (stage1["report"]["norm"], stage1["against"]["norm"]) == ("layer_norm", "none")
+    models = [stage1["report"], stage1["against"]]
+    assert [model["model"] for model in models] == ["quickstart-stage1", "quickstart-no-norm-stage1"]
+    assert [model["norm"] for model in models] == ["layer_norm", "none"]
     assert stage1["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
     assert [step["step"] for step in stage1["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
     assert [result.task for result in read_evaluations(output / "baseline" / "model")] == sorted(TASKS)
     assert "without the norm" in capsys.readouterr().out and (output / "baseline" / "model").exists()
     assert run_quickstart(output, SHORT)["baseline"] == again["baseline"]
-
-
-def check_evaluations(model, results):
-    evaluations = {result.task: result for result in read_evaluations(model)}
-    assert evaluations.keys() == TASKS and all(result.partial for result in evaluations.values())
-    for kind, (task, name) in METRICS.items():
-        (metric,) = (metric for metric in evaluations[task].metrics if metric.name == name)
-        assert (metric.value, metric.samples) == (results["after"]["accuracy"][kind], results["count"][kind])
-        references = {"blank image": results["after"]["blank"][kind], "commonest answer": results["majority"][kind]}
-        assert metric.references == references
-    card = (model / "README.md").read_text(encoding="utf-8")
-    assert is_ours(card) and all(task in card for task in TASKS)
 
 
 def report(checkpoint):

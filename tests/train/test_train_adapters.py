@@ -18,7 +18,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTra
 from normalign_llava.assembly.adapter import open_adapter
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.evaluate.engine import MultimodalLM
-from normalign_llava.hub_cards.push.checkpoint_checks import check_checkpoint
+from normalign_llava.hub_cards.push.checks import check_checkpoint
 from normalign_llava.train.options.arguments import ModelArguments
 from normalign_llava.train.run import main
 

@@ -7,7 +7,7 @@ import pytest
 import stored
 import training
 
-from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
+from normalign_llava.hub_cards.card.metadata import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card
 
 

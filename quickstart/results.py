@@ -1,23 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quickstart run prints and draws: its images and results."""
+"""What the quickstart asks and measures of its models, and what it prints and draws of that."""
 
+import json
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from ..checkpoint.files import atomic_write
+from ..diagnose.report import PAGE, REPORT
+from ..diagnose.run import FOLDER, diagnose
 from ..evaluate.answers import named
+from ..evaluate.results import read_evaluations
+from ..evaluate.run import evaluate
 from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
-from .evaluate import EMOJI
 
+
+EMOJI = "emoji"
+EASY_VQA, NAMES = "offline_easy_vqa", "offline_emoji"
+METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS} | {
+    OVERALL: (EASY_VQA, "acc"),
+    EMOJI: (NAMES, "acc"),
+}
+"""Task of the offline suite and metric of each kind of question."""
+
+OURS, BASELINE = "quickstart", "quickstart-no-norm"
+"""Names of the models in the reports."""
 
 IMAGES_PER_ROW = 4
-"""Images side by side."""
+
+
+def ask_held_out(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, Any]:
+    """Asks a checkpoint the held-out questions, with `limit` the first so many of each task.
+
+    Results are kept in its folder, and those there are used. Returns `"accuracy"`, `"blank"` (with
+    a white image), `"majority"` (of always the commonest answer) and `"count"`, each by kind.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        tasks = (EASY_VQA, NAMES)
+        evaluated = evaluate(str(checkpoint), tasks=tasks, limit=limit, batch_size=128, dtype="float32")
+    for task, reason in evaluated.failed.items():
+        raise RuntimeError(f"{task} could not be run: {reason}")
+    results = read_evaluations(checkpoint)
+    by_name = {(result.task, metric.name): metric for result in results for metric in result.metrics}
+    metrics = {kind: by_name[key] for kind, key in METRICS.items()}
+    return {
+        "accuracy": {kind: metric.value for kind, metric in metrics.items()},
+        "blank": {kind: metric.references["blank image"] for kind, metric in metrics.items()},
+        "majority": {kind: metric.references["commonest answer"] for kind, metric in metrics.items()},
+        "count": {kind: metric.samples for kind, metric in metrics.items()},
+    }
+
+
+def diagnose_once(checkpoint: Path, baseline: Path | None, samples: int, suffix: str = "") -> Path:
+    """Diagnoses a checkpoint, against a baseline if there is one, unless its report has that; returns the page."""
+    folder = checkpoint / FOLDER
+    if not (folder / REPORT).exists() or (baseline is not None and read_report(checkpoint)["against"] is None):
+        against, against_name = None if baseline is None else str(baseline), BASELINE + suffix
+        diagnose(str(checkpoint), against=against, samples=samples, name=OURS + suffix, against_name=against_name)
+    return folder / PAGE
+
+
+def read_report(checkpoint: Path) -> dict[str, Any]:
+    """The report of a checkpoint's diagnosis."""
+    return json.loads((checkpoint / FOLDER / REPORT).read_text(encoding="utf-8"))
 
 
 def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
@@ -43,8 +95,6 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
 
 def print_results(console: Console, results: dict[str, Any], output: Path, pages: Sequence[Path]) -> None:
     """Prints accuracy by kind with its controls, the time taken, and the verdicts."""
-    table = Table(title="Held-out accuracy", title_justify="left")
-    table.add_column("kind")
     before, after, baseline = results["before"], results["after"], results["baseline"]
     columns = {
         "before": before["accuracy"],
@@ -53,11 +103,11 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
         **({"without the norm": baseline["accuracy"]} if baseline else {}),
         "majority answer": results["majority"],
     }
+    table = Table("kind", title="Held-out accuracy", title_justify="left")
     for column in ("questions", *columns):
         table.add_column(column, justify="right")
     for kind in (*KINDS, OVERALL, EMOJI):
-        cells = columns.values()
-        table.add_row(kind, str(results["count"][kind]), *(f"{cell[kind]:.2f}" for cell in cells))
+        table.add_row(kind, str(results["count"][kind]), *(f"{cells[kind]:.2f}" for cells in columns.values()))
     console.print(table)
     total = sum(seconds for name, seconds in results["seconds"].items() if name != "fetch")
     console.print(f"All but fetching took {total:.0f} seconds.")
