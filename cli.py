@@ -381,6 +381,7 @@ def publish(
         Option("--private/--public", help="Visibility of a new repository.", show_default="your account's"),
     ] = None,
     revision: Annotated[str, Option(help="Branch; made if it does not exist.")] = "main",
+    create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     space: Annotated[bool, Option("--space", help="Publish a demo as well: the Space REPO_ID-demo.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Publish an adapter without merging it.")] = False,
     base: Annotated[str | None, Option(help="The adapter's base, if it has moved: folder or Hub id.")] = None,
@@ -395,8 +396,8 @@ def publish(
         from .hub_cards.push.publish import publish as send, summary
 
         publication = send(
-            checkpoint, repo_id, private=private, revision=revision, space=space, as_adapter=adapter,
-            base=base, replace_card=replace_card, dry_run=dry_run, check_loading=not no_verify,
+            checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
+            as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run, check_loading=not no_verify,
             notify=lambda text: console.print(text, soft_wrap=True),
         )  # fmt: skip
     console.print(summary(publication), soft_wrap=True)

@@ -44,6 +44,7 @@ def publish(
     *,
     private: bool | None = None,
     revision: str = "main",
+    create_pr: bool = False,
     space: bool = False,
     as_adapter: bool = False,
     base: str | None = None,
@@ -63,6 +64,7 @@ def publish(
         repo_id: `"namespace/name"`. The repository is created if it does not exist.
         private: For a new repository; None leaves it to the namespace's default.
         revision: Branch; created if it does not exist.
+        create_pr: Open a pull request against the branch, in anyone's repository.
         space: Publish the demo as well, as the Space `{repo_id}-demo`.
         as_adapter: Publish an adapter as one, with its base pinned to a commit. The base must be on the Hub.
         base: The adapter's base, if it has moved: a folder or a Hub id.
@@ -85,11 +87,11 @@ def publish(
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
     if (as_adapter or base) and not is_adapter:
         raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
-    if space and as_adapter:
-        raise ValueError("A Space needs a whole model: leave out --space or --adapter.")
+    if space and (create_pr or as_adapter):
+        raise ValueError("A Space needs a published whole model: leave out --space, or --create-pr and --adapter.")
     repository, demo = Repository(HfApi(token=token), repo_id, branch=revision), None
     if not dry_run:
-        repository = find_repository(log_in(repo_id, token), repo_id, branch=revision)
+        repository = find_repository(log_in(repo_id, token, create_pr), repo_id, branch=revision)
         if repository.commit and private not in (None, repository.private):
             is_now = "private" if repository.private else "public"
             raise ValueError(f"{repo_id} exists and is {is_now}. Change that in its settings on the Hub.")
@@ -128,7 +130,7 @@ def publish(
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
             return Publication(source, repository)
         notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
-        commit = push(repository, source.files, source.stale, private=private)
+        commit = push(repository, source.files, source.stale, private=private, create_pr=create_pr)
     if before:
         notify(f"Loading {repo_id} in the same way, at {commit.oid}.")
         try:
@@ -156,5 +158,6 @@ def summary(publication: Publication) -> str:
     sent = f"{len(source.files)} files in one commit" if commit.oid != repository.commit else "nothing changed"
     lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(source.stale) or 'nothing'}."]
     lines += [f"Commit: {commit.oid}", f"Repository: {repository.url}"]
+    lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []
     lines += [f"Space: {publication.space}"] if publication.space else []
     return "\n".join([*lines, f'To load exactly this, set revision = "{commit.oid}" in the code of its card.'])

@@ -52,8 +52,8 @@ def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
         raise OSError(f"{constants.ENDPOINT} failed: {' '.join(text.split()).rstrip('.')}. {state}") from None
 
 
-def log_in(repo_id: str, token: str | None = None) -> HfApi:
-    """The client of an account that may publish as `repo_id`; without an owner, as its own."""
+def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> HfApi:
+    """The client of an account that may publish as `repo_id`, or open a pull request; without an owner, as its own."""
     token = (token or get_token() or "").strip()
     if not token:
         raise ValueError(f"There is no token to publish with. {LOG_IN}.")
@@ -64,9 +64,9 @@ def log_in(repo_id: str, token: str | None = None) -> HfApi:
         raise ValueError(f'The token of {account["name"]} may only read. {LOG_IN}, which has the role "write".')
     names = [account["name"], *(organisation["name"] for organisation in account.get("orgs", []))]
     owner = repo_id.rpartition("/")[0]
-    if owner and owner.lower() not in [name.lower() for name in names]:
+    if owner and not create_pr and owner.lower() not in [name.lower() for name in names]:
         own = " or ".join(f"{name}/..." for name in names)
-        raise ValueError(f"{names[0]} may publish as {own}, not as {repo_id}. {LOG_IN}.")
+        raise ValueError(f"{names[0]} may publish as {own}, not as {repo_id}. Propose it: --create-pr.")
     return api
 
 
@@ -88,7 +88,12 @@ def find_repository(api: HfApi, repo_id: str, *, kind: str = "model", branch: st
 
 
 def push(
-    repository: Repository, files: Mapping[str, bytes | Path], stale: Collection[str], *, private: bool | None = None
+    repository: Repository,
+    files: Mapping[str, bytes | Path],
+    stale: Collection[str],
+    *,
+    private: bool | None = None,
+    create_pr: bool = False,
 ) -> CommitInfo:
     """Makes a branch hold `files`, and no longer `stale`, by one commit, or none if it does already.
 
@@ -100,7 +105,7 @@ def push(
     with hub_errors(f"{repo_id} is as it was, or complete. Run the command again: it sends what the Hub lacks."):
         if repository.commit is None:
             api.create_repo(repo_id, repo_type=kind, private=private, space_sdk="gradio" if kind == "space" else None)
-        if branch != "main":
+        if branch != "main" and not create_pr:
             api.create_branch(repo_id, repo_type=kind, branch=branch, revision=repository.commit, exist_ok=True)
         return api.create_commit(
             repo_id,
@@ -109,4 +114,5 @@ def push(
             repo_type=kind,
             revision=branch,
             parent_commit=repository.commit,
+            create_pr=create_pr,
         )

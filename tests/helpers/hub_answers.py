@@ -286,8 +286,11 @@ def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision
                 del files[value["path"]]
             case key:
                 raise Refusal(400, "BadRequest", f"this hub cannot do {key} of {value['path']}")
-    oid, page = repository.advance(revision, files, head.oid).oid, f"{hub.url}/{repository.address}"
-    return reply({"success": True, "commitOid": oid, "commitUrl": f"{page}/commit/{oid}", "hookOutput": ""})
+    proposal = request.query.get("create_pr")
+    branch = "refs/pr/1" if proposal else revision
+    oid, page = repository.advance(branch, files, head.oid).oid, f"{hub.url}/{repository.address}"
+    answered = {"success": True, "commitOid": oid, "commitUrl": f"{page}/commit/{oid}", "hookOutput": ""}
+    return reply(answered | ({"pullRequestUrl": f"{page}/discussions/1"} if proposal else {}))
 
 
 API = r"/api/(?P<kind>model|dataset|space)s/(?P<repo_id>[^/]+/[^/]+)"

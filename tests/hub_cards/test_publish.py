@@ -39,6 +39,15 @@ def test_published_again_nothing_changes_and_one_file_is_one_commit(publish, hub
     assert "training.json" in repository.head("trial/2").files and hub.received.total() == received
 
 
+def test_a_pull_request(publish, hub, folder):
+    theirs = hub.create("bob/m", files={"config.json": b"{}"})
+    before = theirs.head()
+    status, shown = publish(folder, "--create-pr", "--no-verify", "--repo-id", "bob/m")
+    proposed = theirs.head("refs/pr/1")
+    assert theirs.head() == before and proposed.parent == before.oid and set(proposed.files) >= stored.FILES
+    assert status == 0 and f"Pull request: {hub.url}/bob/m/discussions/1" in shown
+
+
 def test_an_empty_space_and_one_of_ours_are_written_again(publish, hub, folder):
     files = {"README.md": b"---\nsdk: docker\n---\n"}
     space = hub.create("ann/m-demo", kind="space", files=files)
