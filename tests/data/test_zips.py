@@ -69,7 +69,7 @@ def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, processor, stre
         ("zip://blue.png::other.zip", "is an address"),
         ("none.png", "there is no such image in .*, whose first entries are sub/red.png, blue.png, link.png"),
         ("sub", "there is no such image"),
-        ("link.png", "it is a link, and links in a zip file are not followed"),
+        ("link.png", "it is a link, encrypted, or not stored or deflated"),
     ],
 )
 def test_a_name_that_is_not_allowed_is_a_bad_row(archive, name, reason):
@@ -82,8 +82,8 @@ def test_a_name_that_is_not_allowed_is_a_bad_row(archive, name, reason):
 @pytest.mark.parametrize(
     "field, value, reason",
     [
-        (8, b"\x01\x00", "it is encrypted. Make the zip file again without a password"),
-        (10, b"\x0c\x00", "it is packed by method 12. Make the zip file again, stored or deflated"),
+        (8, b"\x01\x00", "encrypted, .* Make the zip file again"),
+        (10, b"\x0c\x00", "not stored or deflated. Make the zip file again"),
         (24, b"\x01\x00\x00\x10", "the file has more than 256 MiB. Save it smaller"),
         (16, b"\x00\x00\x00\x00", "it is broken in the zip file: its checksum differs"),
         (42, b"\x00\x00\x00\x70", "blue.png::.*: "),
