@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images in a zip file, read in place by any number of threads and forked processes.
 
-`zipfile` reads the directory, of whose entries 37 bytes each are kept: its own objects take 570. It has one position in
-the file, so entries are read at their places here.
+`zipfile` reads the directory, of whose entries 37 bytes each are kept: its own objects take 570. It has one position
+in the file, so entries are read at their places here.
 """
 
 import os

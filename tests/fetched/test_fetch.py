@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from normalign_llava.fetched.archives import Archive
-from normalign_llava.fetched.fetch import FetchError, fetch, unpack
+from normalign_llava.fetched.fetch import Archive, FetchError, fetch, unpack
 
 
 pytestmark = pytest.mark.slow
@@ -113,8 +112,8 @@ def part(wheel, monkeypatch, tmp_path):
 
 
 def kept(cache):
-    """Names in the cache, without locks."""
-    return [path.name for path in (cache / "archives").iterdir() if not path.name.endswith(".lock")]
+    """Names in the cache that are not hidden, as locks are."""
+    return [path.name for path in (cache / "archives").iterdir() if not path.name.startswith(".")]
 
 
 def test_fetches_through_the_users_index_once(registry, part, tmp_path, wheel):
@@ -136,8 +135,7 @@ def test_fetches_through_the_users_npm_registry(registry, part, tmp_path, tarbal
 
 FETCH = """
 import json, sys
-from normalign_llava.fetched.archives import Archive
-from normalign_llava.fetched.fetch import fetch
+from normalign_llava.fetched.fetch import Archive, fetch
 print(fetch(Archive(**json.loads(sys.argv[1]))))
 """
 
