@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images in a zip file, read in place by any number of threads and forked processes.
 
-`zipfile` reads the directory, of whose entries 37 bytes each are kept: its own objects take 570. It has one position
-in the file, so entries are read at their places here.
+`zipfile` reads the directory, of which 37 bytes an entry are kept: its own objects take 570. Since it
+has one position in the file, entries are read at their places here.
 """
 
 import os
@@ -11,6 +11,7 @@ import struct
 import zipfile
 import zlib
 from functools import lru_cache
+from typing import BinaryIO
 
 import numpy as np
 
@@ -33,8 +34,8 @@ def check_entry(address: str) -> None:
 def read_entry(address: str) -> bytes:
     """The bytes of an image in a zip file, `MAX_IMAGE_BYTES + 1` at most; ValueError as of [`check_entry`]."""
     file, (place, packed, _, checksum, method) = _entry(address)
-    mark, *lengths = _LOCAL.unpack(os.pread(file, _LOCAL.size, place))
-    content = os.pread(file, packed, place + _LOCAL.size + sum(lengths))
+    mark, *lengths = _LOCAL.unpack(os.pread(file.fileno(), _LOCAL.size, place))
+    content = os.pread(file.fileno(), packed, place + _LOCAL.size + sum(lengths))
     if method:
         content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, MAX_IMAGE_BYTES + 1)
     if mark != b"PK\3\4" or len(content) <= MAX_IMAGE_BYTES and zlib.crc32(content) != checksum:
@@ -42,11 +43,11 @@ def read_entry(address: str) -> bytes:
     return content
 
 
-def _entry(address: str) -> tuple[int, list[int]]:
+def _entry(address: str) -> tuple[BinaryIO, list[int]]:
     """The open file, and the numbers of an entry in the order of `_ENTRY`."""
     name, _, file = address.removeprefix("zip://").rpartition("::")
     archive = opened(file)
-    for written in (name, name.encode().decode("cp437")):  # as which zipfile reads names that are not marked as UTF-8
+    for written in (name, name.encode().decode("cp437")):  # so zipfile reads names without a mark
         number = int(archive.names.searchsorted(hashed := hash(written), side="right")) - 1
         if number >= 0 and archive.names[number] == hashed:  # of entries with one name, the last
             break
@@ -57,7 +58,7 @@ def _entry(address: str) -> tuple[int, list[int]]:
         raise ValueError("it is a link, encrypted, or not stored or deflated. Make the zip file again without such")
     if max(numbers[1:3]) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
-    return archive.file.fileno(), numbers
+    return archive.file, numbers
 
 
 def opened(file: str) -> "ZipImages":
@@ -75,7 +76,7 @@ def _opened(file: str, size: int, changed: int) -> "ZipImages":
 
 
 class ZipImages:
-    """An open zip file, the sorted hashes of its entries' names, and their numbers in this order."""
+    """An open zip file, its entries' names as sorted hashes, and their numbers in this order."""
 
     def __init__(self, file: str):
         self.file = open(file, "rb")  # noqa: SIM115
