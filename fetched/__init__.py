@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real parts and data that pip and npm fetch, for the quickstart, the offline suite and the experiments."""
+"""Real parts and data that pip and npm fetch, for quickstart, offline suite and experiments."""

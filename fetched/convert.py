@@ -41,8 +41,8 @@ def _convert_language(folder: Path) -> None:
 def convert_vision(image_size: int) -> Path:
     """The DINOv2-small encoder of a saliency model, from ONNX to a `Dinov2Model` folder with an image processor.
 
-    The encoder was fine-tuned with the saliency decoder, which is left out, so it is not stock DINOv2. `image_size`
-    is the side of the image processor's square in pixels, a multiple of the patch size, 14.
+    It was fine-tuned with the saliency decoder, which is left out, so it is not stock DINOv2.
+    `image_size` is the side of the image processor's square in pixels, a multiple of 14.
     """
     name = f"dinov2-small-finetuned-saliency-{image_size}px"
     return made_once(cache_dir() / "models" / name, partial(_convert_vision, image_size))
@@ -74,9 +74,9 @@ def _write_card(folder: Path, archive: Archive) -> None:
 
 def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:
     """The encoder's tensors under the names of `facebook/dinov2-small`."""
-    # The exporter kept the names of biases, norms and the patch embedding. It turned each linear weight, transposed,
-    # into an unnamed constant, whose name follows from the node that uses it, and split the position embedding into
-    # the class token's row, which is concatenated, and the patches' rows, which are reshaped and resampled.
+    # The exporter kept the names of biases, norms and the patch embedding. It turned linear weights,
+    # transposed, into unnamed constants, whose names follow from the nodes that use them, and split
+    # the position embedding: the class token's row is concatenated, the patches' are reshaped.
     graph = graph_file.graph
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     tensors, rows = {}, {}

@@ -48,12 +48,11 @@ class Question(NamedTuple):
 
 
 def easy_vqa(split: str, seed: int) -> list[Question]:
-    """The questions of easy-VQA's `"train"` or `"test"` split, shuffled; each wording has as many "yes" as "no"."""
-    # It asks "is there a blue shape?" of images of any colour, so that "no" is right seven times in eight without a
-    # look at the image. Answers about shapes and colours are about even.
-    # The answer taught to a yes/no question begins with what the image shows and whether that is what is asked for:
-    # "red circle, not blue, no". In trials a bare "yes" or "no" was not learned, and "red circle, no" with some seeds
-    # only. Colour and shape come from other questions about the image; without both, it is not trained on.
+    """The questions of easy-VQA's `split`, shuffled, with as many "yes" as "no" to each wording."""
+    # It asks "is there a blue shape?" of images of any colour, so "no" is right seven times in eight.
+    # The answer taught begins with what the image shows and whether that is asked for: "red circle,
+    # not blue, no". In trials a bare "yes" or "no" was not learned, and "red circle, no" with some
+    # seeds only. What is shown comes from other questions; without both, it is not trained on.
     folder = unpack(EASY_VQA) / "easy_vqa" / "data" / split
     triples = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     rng = random.Random(seed)
@@ -91,11 +90,7 @@ def emoji(split: str) -> list[Question]:
 
 
 def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Dataset:
-    """Conversations about training images, in the form that TRL's `SFTTrainer` reads.
-
-    A row of easy-VQA has a yes/no question about an image and one about its shape or colour, so that rows have about
-    one length. Of the rows, `emoji_share` ask for the name of an emoji.
-    """
+    """Conversations about training images; `emoji_share` of them ask for the names of emoji."""
     rng = random.Random(seed)
     by_image: dict[Path, dict[str, list[Question]]] = defaultdict(lambda: defaultdict(list))
     for question in easy_vqa("train", seed):

