@@ -2,7 +2,6 @@
 
 import json
 import zipfile
-from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -45,13 +44,6 @@ print(json.dumps(results))
 """
 
 
-def write_struct(file: Path, path: str) -> None:
-    """A row whose image is a path; `datasets` would put the file itself in where it can."""
-    features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
-    row = {"image": {"path": path, "bytes": None}, "question": "Q", "answer": "A"}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row], schema=features.arrow_schema), file)
-
-
 def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_path_factory):
     base = tmp_path_factory.mktemp("hub")
     images(base / "folder", "red.png", "blue.png")
@@ -68,9 +60,11 @@ def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_pat
         "other": "hf://datasets/user/folder@main/red.png",
         "relative": "red.png",
     }
-    for name, path in hostile.items():
+    schema = Features({"image": Image(), "question": Value("string"), "answer": Value("string")}).arrow_schema
+    for name, path in hostile.items():  # written by Arrow, since `datasets` would put the files in where it can
         (base / name).mkdir()
-        write_struct(base / name / "train.parquet", path)
+        row = {"image": {"path": path, "bytes": None}, "question": "Q", "answer": "A"}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row], schema=schema), base / name / "train.parquet")
     names = ("folder", "zipped", *hostile)
     rows = [train_data.llava("<image>\nQ", "A", train_data.inside("red")), train_data.llava("Q", "A")]
     train_data.write_parquet(base / "tiny.data" / "train-00000.parquet", rows)

