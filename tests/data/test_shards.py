@@ -59,9 +59,11 @@ def both(path, **options) -> list[dict]:
 @pytest.mark.parametrize("name", ["rows.tar", "folder/00000.tar"])
 def test_a_shard_has_the_rows_of_its_files(tmp_path, name):
     path = shard(tmp_path / name, FILES)
+    if "/" in name:
+        shard(tmp_path / "folder/00001.tar", {"0.json": {"question": "Q"}, "0.answer": "last"})
     rows = both(path.parent if "/" in name else path)
-    assert answers(rows) == ["A red square.", "None.", "Three.", "A"]
-    assert [row["image_count"] for row in rows] == [1, 0, 3, 0]
+    assert answers(rows) == ["A red square.", "None.", "Three.", "A", *["last"] * ("/" in name)]
+    assert [row["image_count"] for row in rows[:4]] == [1, 0, 3, 0]
     images = [np.asarray(decode_image(image, 10**6)) for row in rows for image in row["images"]]
     names = ["a/0.JPG", "a/2.1.png", "a/2.2.webp", "a/2.10.jpeg"]
     for image, name in zip(images, names, strict=True):
@@ -69,13 +71,6 @@ def test_a_shard_has_the_rows_of_its_files(tmp_path, name):
     assert len(load_samples(str(path), 2).samples) == 2
     (report,) = read(path, train_data.processor()).report.sources
     assert report.left_out.keys() == {"id", "more", "cls", "audio", "jpg.gz"}
-
-
-def test_several_shards_follow_each_other_and_columns_have_names_of_ones_own(tmp_path):
-    for number in range(2):
-        shard(tmp_path / "data" / f"{number}.tar", {"0.json": {"asked": f"Q{number}"}, "0.txt": "A"})
-    rows = both(tmp_path / "data", columns={"question": "asked", "answer": "caption"})
-    assert [row["messages"][0]["content"][0]["text"] for row in rows] == ["Q0", "Q1"]
 
 
 def test_names_and_links_in_a_shard_reach_nothing_outside(tmp_path):

@@ -15,11 +15,6 @@ pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
 train_questions = cache(lambda: easy_vqa("train", 0))
 
 
-@cache
-def pixels(path):
-    return load_image(path).tobytes()
-
-
 def test_no_image_of_the_test_split_or_drawing_of_the_test_is_trained_on():
     trained = {question.image.read_bytes() for question in [*train_questions(), *emoji("train")]}
     held = {question.image.read_bytes() for question in [*easy_vqa("test", 0), *emoji("test")]}
@@ -37,7 +32,7 @@ def test_yes_and_no_are_equally_frequent_for_every_wording(split):
 
 
 def test_questions_of_a_row_are_about_its_image():
-    true = defaultdict(set)
+    true, pixels = defaultdict(set), cache(lambda path: load_image(path).tobytes())
     for question in train_questions():
         true[pixels(question.image)].add((question.text, question.taught))
     for row in training_data(60, emoji_share=0.0):
