@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the two pre-trained parts to Hugging Face model folders, once; an unfinished folder never appears."""
+"""Converts the two pre-trained parts to Hugging Face model folders, once."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,19 +11,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-from ..checkpoint.files import cache_dir, finished_folder
-from .archives import LANGUAGE, VISION, Archive
-from .fetch import alone, unpack
+from ..checkpoint.files import cache_dir
+from .fetch import LANGUAGE, VISION, Archive, made_once, unpack
 
 
-IMAGENET_MEAN = [0.485, 0.456, 0.406]
-IMAGENET_STD = [0.229, 0.224, 0.225]
 ENCODER = "backbone."
 
 
 def convert_language() -> Path:
     """SmolLM2-135M-Instruct, from its 4-bit GGUF file to a float32 folder with model and tokenizer."""
-    return _once("SmolLM2-135M-Instruct", _convert_language)
+    return made_once(cache_dir() / "models" / "SmolLM2-135M-Instruct", _convert_language)
 
 
 def _convert_language(folder: Path) -> None:
@@ -45,11 +41,11 @@ def _convert_language(folder: Path) -> None:
 def convert_vision(image_size: int) -> Path:
     """The DINOv2-small encoder of a saliency model, from ONNX to a `Dinov2Model` folder with an image processor.
 
-    The encoder was fine-tuned with the saliency decoder, which is left out, so it is not stock DINOv2.
-    Its tensors are named as in `facebook/dinov2-small`. `image_size` is the side of the image processor's square in
-    pixels, a multiple of the patch size, 14.
+    It was fine-tuned with the saliency decoder, which is left out, so it is not stock DINOv2.
+    `image_size` is the side of the image processor's square in pixels, a multiple of 14.
     """
-    return _once(f"dinov2-small-finetuned-saliency-{image_size}px", partial(_convert_vision, image_size))
+    name = f"dinov2-small-finetuned-saliency-{image_size}px"
+    return made_once(cache_dir() / "models" / name, partial(_convert_vision, image_size))
 
 
 def _convert_vision(image_size: int, folder: Path) -> None:
@@ -60,7 +56,10 @@ def _convert_vision(image_size: int, folder: Path) -> None:
     )
     side = {"height": image_size, "width": image_size}
     processor = BitImageProcessorPil(
-        size={"shortest_edge": image_size}, crop_size=side, image_mean=IMAGENET_MEAN, image_std=IMAGENET_STD
+        size={"shortest_edge": image_size},
+        crop_size=side,
+        image_mean=[0.485, 0.456, 0.406],  # ImageNet's
+        image_std=[0.229, 0.224, 0.225],
     )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
@@ -68,28 +67,16 @@ def _convert_vision(image_size: int, folder: Path) -> None:
     _write_card(folder, VISION)
 
 
-def _once(name: str, write: Callable[[Path], None]) -> Path:
-    target = cache_dir() / "models" / name
-    with alone(target):
-        if not target.exists():
-            with finished_folder(target) as folder:
-                write(folder)
-    return target
-
-
 def _write_card(folder: Path, archive: Archive) -> None:
-    """Writes a card that names the licence of the archive."""
     about = f"{archive.about}. Converted from {archive.name} {archive.version}."
     (folder / "README.md").write_text(f"---\nlicense: {archive.licence.lower()}\n---\n\n{about}\n", encoding="utf-8")
 
 
 def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:
-    """The encoder's tensors under their checkpoint names.
-
-    The exporter kept the names of biases, norms and the patch embedding. It turned each linear weight, transposed,
-    into an unnamed constant, whose name follows from the node that uses it, and split the position embedding into the
-    class token's row, which is concatenated, and the patches' rows, which are reshaped and resampled.
-    """
+    """The encoder's tensors under the names of `facebook/dinov2-small`."""
+    # The exporter kept the names of biases, norms and the patch embedding. It turned linear weights,
+    # transposed, into unnamed constants, whose names follow from the nodes that use them, and split
+    # the position embedding: the class token's row is concatenated, the patches' are reshaped.
     graph = graph_file.graph
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     tensors, rows = {}, {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's questions: easy-VQA, and the names of emoji.
+"""The quickstart's questions: easy-VQA, and the names of emoji; and passages of a speech.
 
 Held out are easy-VQA's own test images, none of which is among its training images, and another vendor's drawings: the
 emoji in training were drawn by Google, those in the test by Microsoft. Questions and answers are worded alike in both.
@@ -18,8 +18,7 @@ from PIL import Image as PILImage, ImageOps
 from ..data.rows.images import decode_image
 from ..data.rows.parse import MESSAGES
 from ..data.sources.arguments import DataArguments
-from .archives import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI
-from .fetch import unpack
+from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, unpack
 
 
 SYSTEM = "Answer briefly."
@@ -39,32 +38,21 @@ FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
 
 
 class Question(NamedTuple):
-    """A question about an image.
+    """A question about an image."""
 
-    Attributes:
-        kind: One of `KINDS`, or `"emoji"`.
-        answer: The true answer, one word in lower case.
-        taught: The answer to train on; None if the question is not trained on.
-    """
-
-    kind: str
+    kind: str  # one of KINDS, or "emoji"
     text: str
-    answer: str
+    answer: str  # one word in lower case
     image: Path
-    taught: str | None
+    taught: str | None  # the answer to train on, if it is trained on
 
 
 def easy_vqa(split: str, seed: int) -> list[Question]:
-    """The questions of easy-VQA's `"train"` or `"test"` split, shuffled, with as many "yes" as "no" to each wording.
-
-    easy-VQA asks "is there a blue shape?" of images of any colour, so that "no" is right seven times in eight without
-    a look at the image. All shape and colour questions are kept; their answers are about even.
-
-    The answer taught to a yes/no question begins with what the image shows and whether that is what is asked for:
-    "red circle, not blue, no". Half of these questions are negated ("is there not a blue shape?"): in trials a bare
-    "yes" or "no" was not learned, and "red circle, no" with some seeds only. Colour and shape come from the split's
-    other questions about the image; without both, the question is not trained on.
-    """
+    """The questions of easy-VQA's `split`, shuffled, with as many "yes" as "no" to each wording."""
+    # It asks "is there a blue shape?" of images of any colour, so "no" is right seven times in eight.
+    # The answer taught begins with what the image shows and whether that is asked for: "red circle,
+    # not blue, no". In trials a bare "yes" or "no" was not learned, and "red circle, no" with some
+    # seeds only. What is shown comes from other questions; without both, it is not trained on.
     folder = unpack(EASY_VQA) / "easy_vqa" / "data" / split
     triples = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     rng = random.Random(seed)
@@ -102,12 +90,7 @@ def emoji(split: str) -> list[Question]:
 
 
 def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Dataset:
-    """Conversations about training images, in the form that TRL's `SFTTrainer` reads.
-
-    A row of easy-VQA has a yes/no question about an image and one about its shape or colour, in random order, so that
-    rows have about one length and need little padding. Images without both are left out.
-    Of the rows, `emoji_share` ask for the name of an emoji, whose one drawing is made into many images by [`placed`].
-    """
+    """Conversations about training images; `emoji_share` of them ask for the names of emoji."""
     rng = random.Random(seed)
     by_image: dict[Path, dict[str, list[Question]]] = defaultdict(lambda: defaultdict(list))
     for question in easy_vqa("train", seed):
@@ -147,10 +130,7 @@ def placed(drawing: Path, rng: random.Random) -> PILImage.Image:
 
 
 def conversation(turns: list[Question], images: list[PILImage.Image]) -> dict:
-    """One row: the system turn, and a user and an assistant turn for each question.
-
-    The first question is about the first image, the others about it too, or about one each.
-    """
+    """One row of questions, which are all about the only image, or about one each."""
     messages = prompt(turns[0].text)
     for number, turn in enumerate(turns):
         if number:
@@ -177,3 +157,10 @@ def png(image: PILImage.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
+
+
+def passages(count: int, words: int) -> list[str]:
+    """The first `count` passages of so many words of a State of the Union address of 1961."""
+    file = unpack(SPEECHES) / "package" / "data" / "1961_john_f_kennedy_d.txt"
+    said = file.read_text(encoding="utf-8").split()
+    return [" ".join(said[start : start + words]) for start in range(0, count * words, words)]

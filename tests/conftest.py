@@ -49,8 +49,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def archives():
     """The real archives, in the cache. Without a connection their tests are skipped, but never in CI."""
-    from normalign_llava.fetched.archives import ARCHIVES, SUITE
-    from normalign_llava.fetched.fetch import FetchError, fetch
+    from normalign_llava.fetched.fetch import ARCHIVES, SUITE, FetchError, fetch
 
     try:
         for part in {*ARCHIVES, *SUITE}:

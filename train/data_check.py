@@ -14,7 +14,7 @@ from ..data.rows.checks import Checks, bad_rows_message, check_images_are_read, 
 from ..data.rows.reports import SourceReport, not_read
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
-from ..data.sources.table import RowReader, all_rows, check_rows, count_contents, rows_on_access
+from ..data.sources.table import RowReader, all_rows, check_rows, rows_on_access
 from .collator import ConversationCollator
 from .command import NO_MODEL
 from .modules.load import check_architecture
@@ -79,7 +79,6 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
     checks = Checks(collator and collator.processor, check_images=check_images)
     rows = all_rows(opened, 0, checks)
     valid = check_rows(rows, reader, opened, checks, report)
-    count_contents(rows, valid, report)
     faults, example, share = list[str](), list[tuple[str, bool]](), share_of_bad_rows(None, opened, len(rows))
     stops = len(report.dropped) > share * len(rows)
     if report.bad:

@@ -18,7 +18,7 @@ from ..sources.arguments import DataArguments
 from ..sources.source import Source
 from .forms import PROMPT, image_name
 from .images import ImageRules, image_problem
-from .parse import DroppedRow, DroppedRows, control_tokens, parse_row
+from .parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
 from .reports import by_kind, counted, warn_once
 from .unread import unread_image
 from .values import printable
@@ -28,31 +28,23 @@ _CHUNK = 64  # rows whose images are checked together
 _SHOWN = 5  # reasons in an error
 
 DEFAULT_SHARE, MANY_ROWS = 0.01, 10_000
-"""Share of bad rows that is skipped by default where data are from the Hub, or have more than so many rows.
+"""The share of bad rows that is skipped by default of data from the Hub, or of more than so many rows.
 
-In a stream, a share is of the rows read so far, or of so many while fewer are read. In memory, the images of so many
-rows are opened before training.
+Until a stream has given so many rows, a share is of so many. In memory, the images of so many are opened.
 """
 
 
 @dataclass
 class Checks:
-    """Options of the checks; those that are not described here are options of [`DataArguments`].
+    """Options of the checks; those that are not described here are options of [`DataArguments`]."""
 
-    Attributes:
-        processor: Determines the length of a row and the tokens that no text may contain; None to count no tokens.
-        max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
-        dropped_rows: Records dropped rows.
-        processes: Number of processes that check rows in memory; by default one for each core.
-    """
-
-    processor: LlavaProcessor | None
-    max_length: int | None = None
+    processor: LlavaProcessor | None  # None to count no tokens
+    max_length: int | None = None  # tokens, image tokens included, above which a row is dropped
     bad_rows: str | float | None = None
     check_images: bool = False
     max_image_pixels: int = DataArguments.max_image_pixels
-    dropped_rows: DroppedRows | None = None
-    processes: int | None = None
+    dropped_rows: DroppedRows | None = None  # records dropped rows
+    processes: int | None = None  # that check rows in memory; by default one for each core
 
     def too_long(self, row: dict[str, Any]) -> DroppedRow | None:
         """The row as a dropped one if it has too many tokens, or None."""
@@ -69,26 +61,35 @@ def share_of_bad_rows(option: str | float | None, source: Source, rows: int | No
     return 0.0 if option == "stop" else 1.0 if option == "skip" else float(option)
 
 
+def too_many(bad: int, rows: int, share: float, deviations: float = 0.0) -> bool:
+    """Whether bad rows and so many standard deviations of them are more than a share of `rows`."""
+    # The root of a count has a standard deviation of 1/2: of m the mean may be (m**0.5 + 3 / 2) ** 2.
+    return bad + deviations * bad**0.5 + max(0, deviations) ** 2 / 4 > share * rows
+
+
+def check_share(source: Source, bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0) -> None:
+    """Raises ValueError if bad rows are [`too_many`], or all."""
+    if too_many(len(bad), rows, share, deviations) or len(bad) == rows > 0:
+        raise BadRow(bad_rows_message(source, bad, rows, share=share))
+
+
 def parse_rows(
     stored: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
 ) -> list[dict]:
-    """Parses rows, and adds what is known of them; rows that cannot be trained on have a `reason`.
-
-    `stored` has source, number and content of rows; the content is also in the result, as `raw`.
-    Without a processor, lengths are 0.
-    """
+    """Parses rows (source, number, content); those that cannot be trained on have a `reason`."""
     tokens: dict[str, Any] = {}
     if processor:
         tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
     rows = []
     for name, number, raw in stored:
-        row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
-        row |= {"form": None, "images": [], "messages": [], "learned": [], "left_out": [], "changed": []}
-        row |= {"length": 0, "image_count": 0, "paths": []}
+        row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "form": None}
+        row |= {"images": [], "messages": [], "learned": [], "left_out": [], "changed": [], "length": 0}
         try:
             row |= parse_row(raw, rules, **tokens)
         except ValueError as error:
             row["reason"] = printable(str(error))
+        row["image_count"] = len(row["images"])
+        row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
         row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
         row["left_out"] = [name for name in row["left_out"] if f"column {name}" != row["unread"]]
         if row["reason"] and row["unread"]:
@@ -98,16 +99,20 @@ def parse_rows(
     lengths = token_lengths(processor, parsed) if processor else [0] * len(parsed)
     for row, length in zip(parsed, lengths, strict=True):
         row["reason" if isinstance(length, str) else "length"] = length
-        row["image_count"] = len(row["images"])
-        row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
     return rows
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
     """Tokens of each parsed row, as the collator makes them, or why there are none; no image is decoded."""
-    per_image = tokens_per_image(processor)
-    texts = _rendered(processor, conversations)
-    backend = processor.tokenizer.backend_tokenizer
+    per_image, tokenizer = tokens_per_image(processor), processor.tokenizer
+    texts: list[str | Exception] = []
+    for conversation in conversations:
+        how: Any = {"chat_template": processor.chat_template, "tokenize": False}
+        try:
+            texts.append(tokenizer.apply_chat_template(conversation["messages"], **how))
+        except Exception as error:  # a template may raise any
+            texts.append(error)
+    backend = tokenizer.backend_tokenizer
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
     ids = iter(backend.encode_batch_fast([text for text in texts if isinstance(text, str)], add_special_tokens=False))
@@ -123,17 +128,6 @@ def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]
     return results
 
 
-def _rendered(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[str | Exception]:
-    """The text of each conversation, or the error with which the chat template refuses it."""
-    messages, template = [conversation["messages"] for conversation in conversations], processor.chat_template
-    try:
-        return processor.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-    except Exception as error:  # a template may raise any
-        if len(conversations) == 1:
-            return [error]
-        return [text for conversation in conversations for text in _rendered(processor, [conversation])]
-
-
 def tokens_per_image(processor: LlavaProcessor) -> int:
     """Number of image tokens of an image, whatever its size."""
     return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
@@ -142,14 +136,10 @@ def tokens_per_image(processor: LlavaProcessor) -> int:
 def image_problems(
     images: Callable[[int], list[dict[str, Any]]], count: int, name: str, rules: ImageRules, max_pixels: int | None
 ) -> dict[int, tuple[str | None, str]]:
-    """Checks the images of `count` rows with [`image_problem`]; the processes share the work.
-
-    Nothing is cached, since files may change. Returns file and reason by the number of a row with a bad image.
-    """
+    """File and reason by number of the rows with bad images; the processes share the work."""
     state = PartialState()
 
     def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
-        """The bad ones of some rows that follow each other."""
         numbers = range(start, min(start + _CHUNK, stop))
         checked = ((number, image_problem(images(number), rules, max_pixels)) for number in numbers)
         return [(number, problem) for number, problem in checked if problem]
@@ -172,47 +162,32 @@ def image_problems(
 def bad_rows_message(
     source: Source,
     bad: list[DroppedRow],
-    total: int | None = None,
+    total: int,
     shown: int | None = _SHOWN,
     use: str = "trained on",
     share: float = 0.0,
 ) -> str:
-    """The message of a run that stops at bad rows.
+    """The message of a run that stops at bad rows; `shown` kinds of reason at most, None for all.
 
-    Args:
-        source: Their data set.
-        bad: Bad rows, of which the message has the kinds of reason.
-        total: Number of all rows, if it is known.
-        shown: Most kinds in the message; None for all.
-        use: What the rows are read for.
-        share: Share of bad rows that is skipped at most.
+    `share` is the share of bad rows that is skipped at most, `use` what the rows are read for.
     """
-    lines = by_kind(bad, shown, total)
-    skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
+    lines = [f"Rows that cannot be {use}:", *by_kind(bad, shown, total)]
     if 0 < share < 1:
-        lines.append(f"These are {len(bad):,} rows, and a share of {share:g} is skipped at most.")
-    options = {"data": "--dataset_name", "images": "--image_folder"}
-    if use != "trained on":
-        options = {"data": "--data", "images": "--image-folder"}
-    if remedy := " ".join(f"{options[name]} {value}" for name, value in source.remedy(bad).items()):
-        lines.append(f"Other rows or images are there: try {remedy}.")
+        lines.append(f"These are {len(bad):,} of {total:,} rows, and a share of {share:g} is skipped at most.")
+    if any(row.source != source.name for row in bad):
+        lines.append("To read another file alone, name it.")
+    skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
     lines.append("Fix them." if len(bad) == total else f"Fix them, or {skip}.")
-    return "\n".join([f"Rows that cannot be {use}:", *lines])
+    return "\n".join(lines)
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
-    """Warns of columns or texts that look like images and are not read; `unread` has their rows, see [`unread_image`].
-
-    Raises:
-        ValueError: No image was read, and most rows look as if they had one.
-    """
+    """Warns of images that are not read; ValueError if no others are, and most rows have such."""
     if not unread:
         return
     message = f"{name}: what looks like an image is not read: {counted(dict(Counter(unread).most_common(_SHOWN)))}."
     if not images and 2 * sum(unread.values()) > rows:
-        raise ValueError(
-            f"{message} No other image was found. Call a column image or images, or see docs/data.md for what is read."
-        )
+        raise ValueError(f"{message} No other image was found. docs/data.md has the forms in which images are read.")
     warn_once(message)
 
 

@@ -2,13 +2,14 @@
 """The known forms of rows, and how each is read; docs/data.md has an example of each."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from .choices import LETTERS, accepted_answers, commonest, read_question
+from .choices import LETTERS, accepted_answers, read_question
 from .images import MAX_PATH, short
-from .turns import Turn, alternating, read_turns
+from .turns import Row, Turn, alternating, place_images, read_turns
 from .values import is_empty, leave_out, parsed, printable
 
 
@@ -30,9 +31,8 @@ FORMS: tuple[tuple[str | None, str | None], ...] = (
 )
 """Columns of question and answer. A row has the first form that it has both of, else the first with its question.
 
-`conversations`, `messages` and `texts` are lists of turns with both; other columns are text or lists of turns. Without
-a question column the row has an image, and the question is [`PROMPT`]. Rows without an answer can be measured, but not
-trained on.
+Those alone are lists of turns with both; others are text or lists of turns. Without a question column the row has an
+image, and the question is [`PROMPT`]. Rows without an answer can be measured, but not trained on.
 """
 
 QUESTION_COLUMNS = {"hint", "input", "choices", "answers", "answer_index", *LETTERS}
@@ -54,48 +54,15 @@ ALIASES = {
 _OTHER_MARKERS = re.compile(r"<ref-object>|<bbox>|(?:^|\n)[ \t]*<(video|audio)>(?!.*</\1>)", re.S)
 
 
-@dataclass
-class Row:
-    """A row read by its form, unchecked.
-
-    Attributes:
-        form: The column that identifies its form.
-        messages: Turns with content parts, `{"type": "image"}` or `{"type": "text", "text": str}`.
-        images: The image of each image part, in order, in any form that [`ImageRules.image`] takes.
-        learned: For each assistant turn, whether it is learned; those of a prompt, or of `weight` 0, are not.
-        options: Options of a question by letter.
-        accepted: Right answers to a question, if there are several.
-        left_out: Names of what is not read: columns, and keys of turns such as `messages.tool_calls`.
-        changed: What was changed, in words.
-    """
-
-    form: str
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    images: list[Any] = field(default_factory=list)
-    learned: list[bool] = field(default_factory=list)
-    options: dict[str, str] = field(default_factory=dict)
-    accepted: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-
-
-UNKNOWN = "its form is not known"
-
-
 class UnknownForm(ValueError):
     """A row has none of the known forms."""
 
 
 def read_row(raw: Any) -> Row:
-    """Reads a row of any known form.
+    """Reads a row of any known form; ValueError, perhaps an [`UnknownForm`], if it cannot be read.
 
     In a user's string, `<image>` and `<img>path</img>` become image parts, without a line break on either side. If
     there are none, the images come at the start of the first user turn, as in TRL.
-
-    Raises:
-        UnknownForm: The form is not known.
-        ValueError: A turn is malformed, the numbers of images and places for them differ, or
-            there are videos, sounds or places for objects.
     """
     if isinstance(raw, bytes):
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
@@ -108,27 +75,21 @@ def read_row(raw: Any) -> Row:
     row, read = Row(asks or answers or "image"), {asks, answers, "image", "images", "system"}
     asked, answer = (named[asks] if asks else PROMPT), named.get(answers)
     if asks == "question":
-        question = read_question(named)
-        asked, answer, row.options, row.accepted = question.asked, question.answer, question.options, question.accepted
-        read |= question.read
+        asked, answer = read_question(named, row, read)
     turns = read_turns(asked, asks or "", "user" if answers or not asks else None, row.left_out)
     if answers:
         turns = [replace(turn, learned=False) for turn in turns]  # an answer in a prompt is not learned
     if accepted := accepted_answers(answer):
-        row.accepted, answer = accepted, commonest(accepted)
+        row.accepted = accepted
+        answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
     if answer is not None:
         turns += read_turns(answer, str(answers), "assistant", row.left_out)
     leave_out(row.left_out, raw, read | {name for own, name in names.items() if own in read})
-    _check_other_media(named, turns, bool(images))
-    _check_meaning(named, asks, answers)
+    _check_meaning(named, turns, bool(images), asks, answers)
     turns = alternating(_with_system(turns, named.get("system")), row.changed)
+    row.images = place_images(turns, images)
     row.messages = [{"role": turn.role, "content": turn.content} for turn in turns]
     row.learned = [turn.learned for turn in turns if turn.role == "assistant"]
-    if images and not any(_image_parts(row.messages)):
-        first_user = next((message for message in row.messages if message["role"] == "user"), None)
-        if first_user:
-            first_user["content"] = [{"type": "image"} for _ in images] + first_user["content"]
-    row.images = _placed(row.messages, images)
     return row
 
 
@@ -139,7 +100,9 @@ def image_name(raw: Any) -> str | None:
     images = raw.get("images") or raw.get("image")
     first = images[0] if isinstance(images, (list, tuple)) and images else images
     name = first.get("path") if isinstance(first, Mapping) else first
-    return printable(name[:MAX_PATH]) if isinstance(name, str) and name and not name.startswith("data:") else None
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_PATH or name.startswith("data:"):
+        return None
+    return printable(name)
 
 
 def columns(raw: Mapping) -> str:
@@ -159,9 +122,8 @@ def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
         if asks in present if asks else shown:
             return asks, answers
     raise UnknownForm(
-        f"{UNKNOWN}. It has the columns: {columns(raw)}; known are conversations, messages, texts, prompt "
-        "with completion and question with answer, each with or without image or images, and caption or text with "
-        "image"
+        f"its form is not known. It has the columns: {columns(raw)}; known are conversations, messages, texts, prompt "
+        "with completion, question with answer, and caption or text with image"
     )
 
 
@@ -182,56 +144,27 @@ def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
     """The turns after the text in the column `system`."""
     if is_empty(system):
         return turns
-    if not isinstance(system, str):
-        raise ValueError(f"the column system must be text, got {short(system)}")
-    content = [{"type": "text", "text": system}]
-    if turns and turns[0].role == "system":
-        if turns[0].content != content:
-            raise ValueError("it has a system turn, and another text in the column system; leave one of them out")
-        return turns
-    return [Turn("system", content), *turns]
+    first = Turn("system", [{"type": "text", "text": system}])
+    if not isinstance(system, str) or turns and turns[0].role == "system" and turns[0].content != first.content:
+        raise ValueError("its column system is no text, or differs from its system turn; leave one of them out")
+    return turns if turns and turns[0].role == "system" else [first, *turns]
 
 
-def _check_other_media(raw: Mapping, turns: list[Turn], has_images: bool) -> None:
-    """Raises ValueError if a row shows videos, sounds or objects, which are not read."""
+def _check_meaning(raw: Mapping, turns: list[Turn], has_images: bool, asks: str | None, answers: str | None) -> None:
+    """Raises ValueError if there is more to it than images, or what is learned is no answer."""
     for column in ("videos", "audios", *(() if has_images else ("video", "audio"))):
         if not is_empty(raw.get(column)):
             raise ValueError(f"it has {column}, and only images are read; leave such rows out")
     for text in (part.get("text") for turn in turns for part in turn.content):
         if isinstance(text, str) and "<" in text and (marker := _OTHER_MARKERS.search(text)):
-            objects = " of objects" if not marker[1] else ""
-            raise ValueError(f"it has {marker[0].strip()} in a text, and such marks{objects} are not filled in")
-
-
-def _check_meaning(raw: Mapping, asks: str | None, answers: str | None) -> None:
-    """Raises ValueError if what would be learned is no answer, or one that is marked as unwanted."""
+            raise ValueError(f"it has {marker[0].strip()} in a text, and such marks are not filled in")
     if not asks and answers and isinstance(content := parsed(raw[answers]), Mapping):
         raise ValueError(f"its {answers} is no caption but JSON with {', '.join(map(str, content))}")
     if not asks and answers == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
         raise ValueError(
-            "with question_id beside it, its text would be a question, and there is no answer; it is read with "
-            "--columns question=text, or, if it is a caption, with --columns caption=text"
+            "its text, with question_id beside it, is read as a question with --columns question=text, and as a "
+            "caption with --columns caption=text"
         )
     for column in ("label", "kto_tag"):
         if raw.get(column) is False and answers != column:
             raise ValueError(f"its answer is marked as unwanted ({column} false), as KTO learns it: see docs/trl.md")
-
-
-def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    return (part for message in messages for part in message["content"] if part["type"] == "image")
-
-
-def _placed(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:
-    """The images in the order of the image parts, some of which have their own, or the number of one."""
-    parts = list(_image_parts(messages))
-    own = [part.get("image") for part in parts]
-    if (places := own.count(None)) != len(images):
-        raise ValueError(f"it has {places} places for images ({MARKER} or image parts) and {len(images)} images")
-    rest = iter(range(len(images)))
-    placed = []
-    for part, image in zip(parts, own, strict=True):
-        number = next(rest) if image is None else None
-        if number is not None and part.get("index") not in (None, number):
-            raise ValueError(f"it has a place for image {part['index']} where image {number} of the column would be")
-        placed.append(image if number is None else images[number])
-    return placed

@@ -30,7 +30,6 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", "
 KEPT_SIDE = 2048  # pixels at least of an image that is reduced: twice what large image processors take
 MAX_RATIO = 200  # of the longer side to the shorter one
 MAX_PATH = 4096  # characters; no file system has longer paths
-ABSENT = "there is no such image"
 
 _IN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*|....ftypavi", re.S)
@@ -38,17 +37,10 @@ _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Rules for the files that images of a data set may be.
+    """Which files images may be; with neither field any local file, for rows made in Python."""
 
-    With neither argument, the rows were created in Python, and any local file is allowed.
-
-    Args:
-        folder: Folder that paths start from and must stay in, links resolved; or a zip file of images.
-        hub: Id of a Hub data set; files that `datasets` downloads or streams from it are allowed.
-    """
-
-    folder: str | None = None
-    hub: str | None = None
+    folder: str | None = None  # or zip file that paths start from and must stay in
+    hub: str | None = None  # id of a Hub data set; what `datasets` has of it is allowed
 
     def image(self, value: Any) -> dict[str, Any]:
         """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
@@ -68,10 +60,7 @@ class ImageRules:
         if not isinstance(path, str) or not path or content is not None:
             raise ValueError(f"an image must be a path, bytes, or a mapping with either, got {short(value)}")
         if len(path) > MAX_PATH or printable(path) != path:
-            raise ValueError(
-                f"the path {short(path)} is not valid Unicode, or too long; base64 that does not begin "
-                "as an image file does needs data:image/...;base64, before it"
-            )
+            raise ValueError(f"{short(path)} is no valid path, nor base64 that begins as an image file does")
         return {"path": self._address(path, by_datasets=fields is value), "bytes": None}
 
     def _address(self, path: str, by_datasets: bool) -> str:
@@ -83,9 +72,7 @@ class ImageRules:
             known = by_datasets and re.fullmatch(r"(?s)(zip://((?!::).)*)?", archive)
             allowed = file.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
             if not known or streamed and not (allowed and (self.hub or not self.folder)):
-                local = path.startswith("file://")
-                remedy = "write its path, without file://" if local else "download it and set image_folder"
-                raise ValueError(f"{short(path)} is an address, and nothing is fetched: {remedy}")
+                raise ValueError(f"{short(path)} is an address, and nothing is fetched: give a path in image_folder")
             if streamed:
                 return path
         if self.hub and not self.folder and not os.path.isabs(file):
@@ -101,16 +88,13 @@ class ImageRules:
         return address
 
     def check_file(self, path: str) -> None:
-        """Raises ValueError if a path of [`image`] does not exist, or is a link to a place that is not allowed.
-
-        Streamed files are not checked.
-        """
+        """Raises ValueError if a local path of [`image`] does not exist, or links to elsewhere."""
         file = path.rpartition("::")[2]
         if "://" in file:
             return
         if not os.path.isfile(file):
-            windows = "; write / in place of its \\" if "\\" in file else ""
-            raise ValueError(f"{path}: {ABSENT}" + (f" in {self._place}" if self.folder else "") + windows)
+            remedy = "set image_folder to the folder or .zip file that the paths start from"
+            raise ValueError(f"{path}: there is no such image; {remedy}")
         folder = os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)
         if not _allows_folder(self, folder) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
@@ -142,16 +126,8 @@ def _allows_folder(rules: ImageRules, folder: str) -> bool:
 def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_SIDE) -> Image.Image:
     """Decodes an image into RGB: the first frame, rotated by its EXIF data, on white where it is transparent.
 
-    An image with both sides at least twice `kept_side` is reduced by a whole factor; a JPEG is decoded at a half, a
-    quarter or an eighth of its size, which saves memory and time. Every other image keeps its pixels.
-
-    Args:
-        image: `path` and `bytes`, as in `datasets`; the path may be a URL that fsspec reads.
-        max_pixels: Most pixels, read from the header before decoding.
-        kept_side: Pixels that both sides keep; 1 is fastest, where only the errors matter.
-
-    Raises:
-        ValueError: The image cannot be read, or its brightness is not known ([`_upright_rgb`]); the file is named.
+    If both sides are at least twice `kept_side` pixels, it is reduced by a whole number; 1 is
+    fastest, where only errors matter. Raises ValueError with the file and the reason.
     """
     try:
         with Image.open(io.BytesIO(stored_bytes(image)), formats=FORMATS) as opened:
@@ -175,22 +151,20 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
 
     White is the largest number of as many bits, an even number from 8 up, as the brightest grey needs: 12 bits in a
-    file of 16 keep their brightness. Of colours of 16 bits Pillow gives the higher byte alone. Raises ValueError if
-    pixels are negative or floating-point numbers, or colours that leave the higher byte empty.
+    file of 16 keep their brightness. Of colours of 16 bits Pillow gives the higher byte alone.
     """
     deep = ";16" in str(opened.tile)
     ImageOps.exif_transpose(opened, in_place=True)
     image: Image.Image = opened
-    if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers of unknown range; save it with 8 bits")
+    is_unknown = image.mode == "F"
     if image.mode.startswith("I"):  # Pillow makes all above 255 white
         values = np.asarray(image)
-        if values.min() < 0:
-            raise ValueError(f"its pixels go down to {values.min()}; save it with 8 bits")
-        bits = int(values.max()).bit_length()
+        is_unknown, bits = values.min() < 0, int(values.max()).bit_length()
         image = Image.fromarray((values >> max(0, bits + bits % 2 - 8)).astype(np.uint8))
-    elif deep and np.asarray(image.convert("RGB")).max() < 64:
-        raise ValueError("its colours have 16 bits, and use 14 at most; save it with 8 bits")
+    elif deep:
+        is_unknown = np.asarray(image.convert("RGB")).max() < 64
+    if is_unknown:
+        raise ValueError("the range of its brightness is not known; save it with 8 bits")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
@@ -200,10 +174,7 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
 def image_problem(
     images: list[dict[str, Any]], rules: ImageRules, max_pixels: int | None = None
 ) -> tuple[str | None, str] | None:
-    """File of the first bad image, and the reason, or None.
-
-    Checks that files exist (see [`ImageRules.check_file`]); with `max_pixels`, decodes every image too.
-    """
+    """File of the first bad image, and the reason, or None; decodes only with `max_pixels`."""
     for image in images:
         try:
             if image["bytes"] is None:

@@ -13,7 +13,6 @@ After an optional system turn, user and assistant take turns, the user first and
 import json
 import os
 import re
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,38 +29,26 @@ from .values import printable
 
 MESSAGES = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
 FEATURES = Features(
-    {
-        "images": List(Image(decode=False)),
-        "messages": MESSAGES,
-        "learned": List(Value("bool")),
-        "source": Value("string"),
-        "row": Value("int64"),
-        "image_count": Value("int32"),
-        "length": Value("int32"),
-    }
+    images=List(Image(decode=False)),
+    messages=MESSAGES,
+    learned=List(Value("bool")),
+    source=Value("string"),
+    row=Value("int64"),
+    image_count=Value("int32"),
+    length=Value("int32"),
 )
 """Columns of every data set for training: a parsed row, its source, and how many images and tokens it has."""
-
-_BLANK_LETTERS = "\u115f\u1160\u2800\u3164\uffa0"  # Hangul fillers, the Braille pattern without dots
-_INVISIBLE = {"Cc", "Cf", "Zl", "Zp", "Zs"}  # Unicode's controls, formats such as zero-width spaces, and white space
 
 
 @dataclass(frozen=True)
 class DroppedRow:
-    """A row that is not trained on.
+    """A row that is not trained on."""
 
-    Attributes:
-        source: File or data set.
-        row: Number in it, from 0.
-        file: The row's first image, or the one that is the reason.
-        tokens: The row's length, if that is the reason.
-    """
-
-    source: str
-    row: int
-    file: str | None
+    source: str  # file or data set
+    row: int  # number in it, from 0
+    file: str | None  # the row's first image, or the one that is the reason
     reason: str
-    tokens: int | None = None
+    tokens: int | None = None  # the row's length, if that is the reason
 
     def __str__(self) -> str:
         file = f" ({self.file})" if self.file and self.file not in self.reason else ""
@@ -69,23 +56,15 @@ class DroppedRow:
 
 
 class BadRow(ValueError):
-    """A row that training stops at.
-
-    If a worker of the data loader raises it, torch puts the worker's traceback before the text; here it is left out.
-    """
+    """A row that training stops at."""
 
     def __init__(self, text: str):
+        # Of a data loader's worker, torch puts the traceback before the text.
         super().__init__(text.rpartition(f"{type(self).__name__}: ")[2].rstrip())
 
 
 class DroppedRows:
-    """A file with a line for each row dropped while training, which several processes may append to.
-
-    A resumed run appends to it. A process writes a row once, and a row that several processes wrote counts once.
-
-    Args:
-        path: The file, created with its folder at the first row.
-    """
+    """A file with a line for each dropped row, which several processes and resumed runs append to."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
@@ -101,7 +80,7 @@ class DroppedRows:
         self._written.add((dropped.source, dropped.row))
 
     def read(self) -> list[DroppedRow]:
-        """The dropped rows, each once, sorted by source and number; empty without a file."""
+        """The dropped rows, once each, sorted by source and number; empty without a file."""
         rows: dict[tuple[str, int], DroppedRow] = {}
         for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
             try:
@@ -119,25 +98,14 @@ def parse_row(
     image_token: str = MARKER,
     control_tokens: re.Pattern[str] | None = None,
 ) -> dict[str, Any]:
-    """The row in parsed form, with the other attributes of [`Row`]; checked, but for the files of its images.
+    """The row in parsed form, with the other attributes of [`Row`]; its files are not checked.
 
-    White space around an answer is removed, since it would be learned.
-
-    Args:
-        raw: The row as stored, in one of [`FORMS`].
-        rules: Rules for its images; by default any file may be one.
-        image_token: The tokenizer's image token, which no text may contain.
-        control_tokens: Matches other tokens that no text may contain; see [`control_tokens`].
-
-    Raises:
-        ValueError: The row cannot be trained on, with the reason; it names neither row nor file.
+    White space around an answer is removed, since it would be learned. Raises ValueError with the
+    reason if it cannot be trained on, as where a text has the image token or a control token.
     """
     row = known_row(raw)
     if row.form == "text" and isinstance(raw.get("label"), str) and (columns := proposal(raw)):
-        raise ValueError(
-            f"its text would be learned as a caption, and label may be the answer{columns}, or, if the text is a "
-            "caption, with --columns caption=text"
-        )
+        raise ValueError(f"label may be the answer to its text{columns}; a caption with --columns caption=text")
     images = [(rules or ImageRules()).image(image) for image in row.images]
     _check_turns(row.messages, row.learned, raw)
     _check_texts(row.messages, image_token, control_tokens, row.learned)
@@ -147,10 +115,7 @@ def parse_row(
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches the special tokens, which the tokenizer reads as control tokens wherever they stand in a text.
-
-    Other added tokens, such as Qwen's `<think>`, may be learned.
-    """
+    """Matches the special tokens, which the tokenizer reads as such anywhere in a text."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special.update(tokenizer.all_special_tokens)
     return re.compile("|".join(map(re.escape, sorted(special, key=lambda token: (-len(token), token)))) or "(?!)")
@@ -160,14 +125,8 @@ def _check_turns(messages: list[dict[str, Any]], learned: list[bool], raw: Mappi
     roles = [message["role"] for message in messages]
     start = int(roles[:1] == ["system"])
     if "assistant" not in roles:
-        if columns_of(raw) == "image":
-            raise ValueError(
-                "it has no answer; add a metadata.csv with file_name, question and answer (texts beside images "
-                "are not read)"
-            )
-        raise ValueError(
-            f"it has no assistant turn, and so nothing to learn; its columns are {columns_of(raw)}{proposal(raw)}"
-        )
+        answer = "; add a metadata.csv with file_name, question and answer" if columns_of(raw) == "image" else ""
+        raise ValueError(f"it has no assistant turn{answer}; its columns are {columns_of(raw)}{proposal(raw)}")
     for number, role in enumerate(roles[start:], start):
         if role != ("user", "assistant")[(number - start) % 2]:
             raise ValueError(f"turn {number} is the {role}'s; user and assistant must take turns, the user first")
@@ -195,9 +154,8 @@ def _check_texts(
         if control_tokens and (control := control_tokens.search(text)):
             raise ValueError(f"{turn} has {control[0]}, which the tokenizer reads as a control token")
         if role == "assistant":
-            blank = all(unicodedata.category(letter) in _INVISIBLE or letter in _BLANK_LETTERS for letter in text)
-            if next(are_learned) and blank:
-                raise ValueError(f"the answer in turn {number} is empty: it has no visible character")
+            if next(are_learned) and not text.strip():
+                raise ValueError(f"the answer in turn {number} is empty")
             parts = [{"type": "text", "text": text.strip()}]
         parts = parts or [{"type": "text", "text": ""}]
         message["content"] = [{"type": part["type"], "text": part.get("text")} for part in parts]

@@ -25,39 +25,29 @@ _VALUES = re.compile(r"\d+|, got .*")  # in which reasons of a kind differ
 class SourceReport:
     """Counts of the rows of one data set; None for a stream, whose dropped rows are in a file.
 
-    Attributes:
-        split: `"train"` or `"eval"`.
-        found: All rows; of them, `bad` and `too_long` ones are `dropped`, and `valid` the rest.
-        used: Valid rows that are in the mixture and not held out of it.
-        shortest, median, longest: Tokens in a valid row, image tokens included.
-        dataset: A Hub data set's id, commit and licence: see [`hub_dataset`].
-        forms: Valid rows of each form, by the column that identifies it.
-        unread: Valid rows in which a column or text looks like an image: see [`unread_image`].
-        left_out, changed: Valid rows by the column, or key of a turn, that is not read, and by what was changed.
-        files: All rows of each file, if there are several.
-        skippable: Number of rows that may still turn out bad while training, by `bad_rows`.
+    The mappings have numbers of rows: of valid ones, but for `files`.
     """
 
     source: str
-    split: str
-    found: int | None = None
+    split: str  # "train" or "eval"
+    found: int | None = None  # all rows; valid without bad and too_long ones
     bad: int | None = None
     too_long: int | None = None
     valid: int | None = None
-    used: int | None = None
+    used: int | None = None  # valid rows that are in the mixture and not held out of it
     images: int | None = None
     text_only: int | None = None
-    shortest: int | None = None
+    shortest: int | None = None  # tokens in a valid row, image tokens included
     median: float | None = None
     longest: int | None = None
     dropped: list[DroppedRow] = field(default_factory=list)
-    dataset: dict[str, Any] | None = None
-    forms: dict[str, int] = field(default_factory=dict)
-    unread: dict[str, int] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
-    changed: dict[str, int] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
-    skippable: int = 0
+    dataset: dict[str, Any] | None = None  # id, commit and licence: see [`hub_dataset`]
+    forms: dict[str, int] = field(default_factory=dict)  # by the column that identifies it
+    unread: dict[str, int] = field(default_factory=dict)  # by what looks like an image
+    left_out: dict[str, int] = field(default_factory=dict)  # by column or key
+    changed: dict[str, int] = field(default_factory=dict)  # by what was changed
+    files: dict[str, int] = field(default_factory=dict)  # if there are several
+    skippable: int = 0  # rows that may still turn out bad while training, by `bad_rows`
 
 
 @dataclass
@@ -82,11 +72,7 @@ def counted(rows: Mapping[str, int]) -> str:
 
 
 def by_kind(rows: Sequence[DroppedRow], shown: int | None = None, total: int | None = None) -> list[str]:
-    """A line for each kind of reason: the first row of that kind, and how many there are.
-
-    At most `shown` kinds have a line; the last line counts the rows of others. `total` is the
-    number of all rows, if it is known.
-    """
+    """A line for each of at most `shown` kinds of reason: its first row, and how many of `total`."""
     kinds: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in rows:
         kind = _VALUES.sub("", row.reason.replace(row.file or "", ""))

@@ -2,8 +2,8 @@
 """Turns of a conversation: lists of them in all known forms, with content in parts."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,28 +28,35 @@ _PARTS |= {"image": "image", "image_url": "image", "input_image": "image"}
 
 
 @dataclass
-class Turn:
-    """A turn with content parts, `{"type": "image"}` or `{"type": "text", "text": str}`.
+class Row:
+    """A row read by its form, unchecked."""
 
-    An image part may have its image. An assistant's turn that is not `learned` has no labels.
-    """
+    form: str  # the column that identifies its form
+    messages: list[dict[str, Any]] = field(default_factory=list)  # role and content
+    images: list[Any] = field(default_factory=list)  # those of the image parts, in order
+    learned: list[bool] = field(default_factory=list)  # for each assistant turn
+    options: dict[str, str] = field(default_factory=dict)  # of a question, by letter
+    accepted: list[str] = field(default_factory=list)  # right answers, if several
+    left_out: list[str] = field(default_factory=list)  # as `messages.tool_calls`
+    changed: list[str] = field(default_factory=list)  # what was changed, in words
+
+
+@dataclass
+class Turn:
+    """A turn of parts `{"type": "image"}`, perhaps with an image, and `{"type": "text", "text": str}`."""
 
     role: str
     content: list[dict[str, Any]]
-    learned: bool = True
+    learned: bool = True  # otherwise an assistant's turn has no labels
 
 
 def read_turns(value: Any, column: str, text_role: str | None, left_out: list[str]) -> list[Turn]:
-    """The turns in a column: a list of them, also as text or by columns, or the text of the turn of `text_role`.
-
-    `left_out` gets what is not read, such as `messages.tool_calls`. Raises ValueError if a turn is not known.
-    """
+    """The turns in a column: a list of them in any form, or the text of a turn of `text_role`."""
     value = as_text(value) if text_role else transposed(parsed(value))
     if isinstance(value, str) and text_role:
         return [Turn(text_role, _content(left_out, 0, text_role, value, column))]
     if not isinstance(value, (list, tuple)):
-        remedy = "; write it as text, such as yes or no" if isinstance(value, bool) else ""
-        raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}{remedy}")
+        raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}")
     if not text_role and all(isinstance(element, str) for element in value) and column != "texts":  # PixMo's
         value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
     return [turn for number, element in enumerate(value) for turn in _element(left_out, number, element, column)]
@@ -61,65 +68,42 @@ def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[T
     role, text = ("from", "value") if fields.get("from") else ("role", "content")
     pair = () if role in fields else next((pair for pair in PAIRS if fields.keys() >= {*pair}), ())
     if not pair and role not in fields:
-        raise ValueError(
-            f"turn {number} of {column} must have 'role' and 'content', 'from' and 'value', or 'user' and "
-            f"'assistant', got {short(turn)}"
-        )
+        raise ValueError(f"turn {number} of {column} must have 'role' and 'content' or the like, got {short(turn)}")
     said = [("user", fields[pair[0]]), ("assistant", fields[pair[1]])] if pair else [(fields[role], fields.get(text))]
     turns = []
     for name, content in said:
-        if not isinstance(name, str) or name.lower() not in ROLES:
+        if not (role_of := ROLES.get(str(name).lower())):
             raise ValueError(f"turn {number} has the role {short(name)}; known are {', '.join(ROLES)}")
-        name = ROLES[name.lower()]
-        turns.append(Turn(name, _content(left_out, number, name, content, column)))
+        turns.append(Turn(role_of, _content(left_out, number, role_of, content, column)))
     if len(fields) > 2:
-        read = {role, text, *pair, *_own_images(turns[0], number, fields)}
+        read = {role, text, *pair}
+        if key := next((key for key in ("images", "image") if not is_empty(fields.get(key))), None):
+            place_images(turns[:1], fields[key] if isinstance(fields[key], (list, tuple)) else [fields[key]])
+            read.add(key)
         if pair and not number and isinstance(fields.get("system"), str):  # XTuner's
             turns.insert(0, Turn("system", [{"type": "text", "text": fields["system"]}]))
             read.add("system")
         for key in fields.keys() & LEARNED:
             if fields[key] not in (0, 1):
-                raise ValueError(
-                    f"turn {number} has {key} {short(fields[key])}; it is learned (1, true) or not (0, false)"
-                )
+                raise ValueError(f"turn {number} has {key} {short(fields[key])}, which is neither 0 nor 1")
             turns[-1].learned &= bool(fields[key])
         is_answer = turns[-1].role == "assistant"  # others are never learned, whatever they say
         leave_out(left_out, fields, read | {key for key in LEARNED if is_answer or not fields.get(key)}, f"{column}.")
     return turns
 
 
-def _own_images(turn: Turn, number: int, fields: Mapping) -> list[str]:
-    """Puts the images in a key of the turn into its content, and returns the key."""
-    key = next((key for key in ("images", "image") if not is_empty(fields.get(key))), None)
-    if key is None:
-        return []
-    images = list(fields[key]) if isinstance(fields[key], (list, tuple)) else [fields[key]]
-    places = [part for part in turn.content if part["type"] == "image" and part.get("image") is None]
-    if not places:
-        places = [{"type": "image"} for _ in images]
-        turn.content = places + turn.content
-    if len(places) != len(images):
-        raise ValueError(f"turn {number} has {len(places)} places for images and {len(images)} {key}")
-    for place, image in zip(places, images, strict=True):
-        place["image"] = image
-    return [key]
-
-
 def _content(left_out: list[str], number: int, role: str, content: Any, column: str) -> list[dict[str, Any]]:
     """The parts of a turn's content."""
     content = as_text(content)
-    if isinstance(content, str) and content.startswith("[{") and _are_parts(listed := parsed(content)):
-        content = listed
+    if isinstance(content, str) and content.startswith("[{"):
+        parts = parsed(content)
+        if all(isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts):
+            content = parts
     if isinstance(content, str):
         return _split(content) if role == "user" else [{"type": "text", "text": content}]
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"the content of turn {number} must be text or a list of parts, got {short(content)}")
     return [_part(left_out, number, part, column) for part in content]
-
-
-def _are_parts(content: Any) -> bool:
-    parts = content if isinstance(content, list) else [None]
-    return all(isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts)
 
 
 def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str, Any]:
@@ -132,10 +116,7 @@ def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str,
     key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     others = {name: value for name, value in part.items() if name not in _NO_IMAGES and not is_empty(value)}
     if key is None and others:
-        raise ValueError(
-            f"turn {number} has an image part with {', '.join(map(str, others))}; an image is in one of "
-            f"{', '.join(_IMAGE_KEYS)}"
-        )
+        raise ValueError(f"an image part of turn {number} has {', '.join(map(str, others))}, none of {_IMAGE_KEYS}")
     leave_out(left_out, part, {key, *_NO_IMAGES}, f"{column}.content.")
     own = part[key] if key else None
     if isinstance(own, Mapping) and (inner := next((name for name in ("url", "data") if own.get(name)), None)):
@@ -154,11 +135,25 @@ def _split(text: str) -> list[dict[str, Any]]:
     return parts or [{"type": "text", "text": ""}]
 
 
-def alternating(turns: list[Turn], changed: list[str]) -> list[Turn]:
-    """The turns without a leading answer, as LLaVA reads them, and with one turn for user turns in a row.
+def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Any]:
+    """The images of all parts: parts without one get the next, or the first user turn new parts."""
+    parts = [part for turn in turns for part in turn.content if part["type"] == "image"]
+    asking = next((turn for turn in turns if turn.role == "user"), None)
+    if not parts and asking:
+        parts = [{"type": "image"} for _ in images]
+        asking.content = parts + asking.content
+    places = [part for part in parts if part.get("image") is None]
+    if len(places) != len(images):
+        raise ValueError(f"it has {len(places)} places for images (<image> or image parts) and {len(images)} images")
+    for number, (place, image) in enumerate(zip(places, images, strict=True)):
+        if place.get("index") not in (None, number):
+            raise ValueError(f"it has a place for image {place['index']} where image {number} of the column would be")
+        place["image"] = image
+    return [part["image"] for part in parts]
 
-    `changed` gets what was changed.
-    """
+
+def alternating(turns: list[Turn], changed: list[str]) -> list[Turn]:
+    """The turns without a leading answer, and with user turns in a row as one."""
     start = int(bool(turns) and turns[0].role == "system")
     if len(turns) > start + 1 and turns[start].role == "assistant":
         turns = turns[:start] + turns[start + 1 :]

@@ -28,11 +28,10 @@ _IMAGES = (
 )  # fmt: skip
 _PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
 _ABOUT = re.compile(
-    r"(.*[_.-])?(ids?|uu?id|idx|index|key|hash|md5|sha256|urls?|uri|links?|sources?|origin|dataset|split|subset|"
-    r"category|categories|types?|topic|subject|field|domain|task|skill|grade|difficulty|lang|language|scores?|ratings?|"
-    r"rank|min|max|confidence|similarity|p?watermark|p?unsafe|nsfw|aesthetic|width|height|size|shape|licen[cs]e|"
-    r"copyright|author|date|created(_at)?|time(stamp)?|version|status|error_message|exif|model|generator|"
-    r"meta(data)?|name)_*|\(no name\)|unnamed: ?\d+|__index_level_\d+__",
+    r"(.*[_.-])?(ids?|uu?id|idx|index|key|hash|md5|sha256|ur[li]s?|links?|sources?|origin|dataset|split|subset|types?|"
+    r"category|categories|topic|subject|field|domain|task|skill|grade|difficulty|lang|language|scores?|ratings?|rank|"
+    r"similarity|p?watermark|p?unsafe|nsfw|width|height|size|shape|licen[cs]e|author|date|time(stamp)?|version|status|"
+    r"error_message|exif|model|meta(data)?|name)_*|\(no name\)|unnamed: ?\d+|__index_level_\d+__",
     re.I,
 )
 _LIKE_A_MARKER = re.compile(
@@ -92,7 +91,7 @@ def proposal(raw: Any) -> str:
         if name in present and name not in ("rejected", "non_preferred_output", "history"):
             tried += [[("messages", present[name])]] if isinstance(parsed(raw[present[name]]), (list, Mapping)) else []
     options = ([(own, name) for own, name in image + columns if own != name] for columns in tried)
-    reading = next((columns for columns in options if columns and _reads(renamed(raw, dict(columns)))), None)
+    reading = next((columns for columns in options if columns and _is_read(renamed(raw, dict(columns)))), None)
     option = "--columns " + shlex.quote(",".join(f"{own}={name}" for own, name in reading)) if reading else ""
     if any(columns <= present.keys() for columns in _PREFERENCES):
         alone = f"; the chosen answers alone are read with {option}" if option else ""
@@ -107,7 +106,7 @@ def renamed(raw: Mapping, own: Mapping[str, str]) -> dict[str, Any]:
     return {column: value for column, value in raw.items() if column in others} | values
 
 
-def _reads(raw: Mapping) -> bool:
+def _is_read(raw: Mapping) -> bool:
     try:
         roles = [message["role"] for message in read_row(raw).messages]
     except ValueError:

@@ -14,10 +14,7 @@ _BETWEEN_TEXTS = re.compile(r"(['\"])\s+(['\"])")
 
 
 def as_text(value: Any) -> Any:
-    """A number as text; anything else unchanged. NaN, which tables have for nothing, is None.
-
-    Tables make 3.0 of 3 where a column has nothing in other rows.
-    """
+    """A number as text, 3.0 as 3, since tables write it so; NaN as None, and others unchanged."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):

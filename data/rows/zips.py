@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images in a zip file, read in place by any number of threads and forked processes.
 
-`zipfile` keeps 570 bytes for each entry, and has one position in the file. Here the directory is kept as it is in the
-file, with 16 bytes an entry to find a name in it, and the file is read at given places.
+`zipfile` reads the directory, of which 37 bytes an entry are kept: its own objects take 570. Since it
+has one position in the file, entries are read at their places here.
 """
 
 import os
 import stat
 import struct
+import zipfile
 import zlib
-from array import array
-from bisect import bisect_right
 from functools import lru_cache
+from typing import BinaryIO
 
 import numpy as np
 
@@ -21,24 +21,44 @@ MAX_IMAGE_BYTES = 256 * 2**20
 
 TOO_LARGE = f"the file has more than {MAX_IMAGE_BYTES >> 20} MiB. Save it smaller"
 
-_END, _LOCATOR, _END_64 = struct.Struct("<4s4HIIH"), struct.Struct("<4sIQI"), struct.Struct("<4sQHHIIQQQQ")
-_ENTRY, _LENGTHS, _LOCAL = struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s24x3H"), struct.Struct("<4s22x2H")
-_LARGE = 0xFFFFFFFF  # the number is in another field, of 64 bits
-_SHOWN = 3  # names in an error
-_COMMENT = 0xFFFF  # bytes of the longest comment, which ends the file
-_LARGEST_DIRECTORY = 2**30  # bytes
+_LOCAL = struct.Struct("<4s22x2H")  # the header before an entry: its mark, and two lengths
+_ENTRY = np.dtype([("place", "i8"), ("packed", "i8"), ("size", "i8"), ("checksum", "u4"), ("method", "u1")])
+_REFUSED = 255  # as a method: a link, encrypted, or packed by another method than deflate
 
 
 def check_entry(address: str) -> None:
     """Raises ValueError if an image in a zip file, `zip://name::file`, does not exist or may not be read."""
-    name, file = _parts(address)
-    opened(file).entry(name)
+    _entry(address)
 
 
 def read_entry(address: str) -> bytes:
     """The bytes of an image in a zip file, `MAX_IMAGE_BYTES + 1` at most; ValueError as of [`check_entry`]."""
-    name, file = _parts(address)
-    return opened(file).read(name)
+    file, (place, packed, _, checksum, method) = _entry(address)
+    mark, *lengths = _LOCAL.unpack(os.pread(file.fileno(), _LOCAL.size, place))
+    content = os.pread(file.fileno(), packed, place + _LOCAL.size + sum(lengths))
+    if method:
+        content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, MAX_IMAGE_BYTES + 1)
+    if mark != b"PK\3\4" or len(content) <= MAX_IMAGE_BYTES and zlib.crc32(content) != checksum:
+        raise ValueError("it is broken in the zip file: its checksum differs")
+    return content
+
+
+def _entry(address: str) -> tuple[BinaryIO, list[int]]:
+    """The open file, and the numbers of an entry in the order of `_ENTRY`."""
+    name, _, file = address.removeprefix("zip://").rpartition("::")
+    archive = opened(file)
+    for written in (name, name.encode().decode("cp437")):  # so zipfile reads names without a mark
+        number = int(archive.names.searchsorted(hashed := hash(written), side="right")) - 1
+        if number >= 0 and archive.names[number] == hashed:  # of entries with one name, the last
+            break
+    else:
+        raise ValueError(f"there is no such image in {file}, whose first entries are {archive.first}")
+    numbers = archive.entries[number].tolist()
+    if numbers[-1] == _REFUSED:
+        raise ValueError("it is a link, encrypted, or not stored or deflated. Make the zip file again without such")
+    if max(numbers[1:3]) > MAX_IMAGE_BYTES:
+        raise ValueError(TOO_LARGE)
+    return archive.file, numbers
 
 
 def opened(file: str) -> "ZipImages":
@@ -46,7 +66,7 @@ def opened(file: str) -> "ZipImages":
     try:
         state = os.stat(file)
         return _opened(file, state.st_size, state.st_mtime_ns)
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
         raise ValueError(f"{file} cannot be read as a zip file: {error}") from error
 
 
@@ -55,101 +75,19 @@ def _opened(file: str, size: int, changed: int) -> "ZipImages":
     return ZipImages(file)
 
 
-def _parts(address: str) -> tuple[str, str]:
-    name, _, file = address.removeprefix("zip://").rpartition("::")
-    return name, file
-
-
 class ZipImages:
-    """An open zip file and its directory."""
+    """An open zip file, its entries' names as sorted hashes, and their numbers in this order."""
 
     def __init__(self, file: str):
-        self._name, self._file = file, os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        self._directory, self._base, count = self._read_directory()
-        hashes, places = np.empty(count, np.int64), np.empty(count, np.int64)
-        place = 0
-        for number in range(count):
-            mark, name, extra, comment = _LENGTHS.unpack_from(self._directory, place)
-            if mark != b"PK\1\2":
-                raise ValueError(f"entry {number} of its directory is broken")
-            start = place + _ENTRY.size
-            hashes[number], places[number] = hash(self._directory[start : start + name]), place
-            place = start + name + extra + comment
-        if place > len(self._directory):
-            raise ValueError("its directory is cut off")
-        order = np.argsort(hashes, kind="stable")
-        self._hashes, self._places = (array("q", numbers[order].tobytes()) for numbers in (hashes, places))
-        names = map(self._named, places[:_SHOWN].tolist())
-        self._first = ", ".join(name.decode(errors="replace") for name in names) or "none"
-
-    def __del__(self):
-        if hasattr(self, "_file"):
-            os.close(self._file)
-
-    def entry(self, name: str) -> tuple[int, int, int, int]:
-        """Method, checksum, packed size and place of an entry; ValueError if there is none, or it may not be read."""
-        for written in (name.encode(), name.encode("cp437", errors="replace")):
-            number = bisect_right(self._hashes, hashed := hash(written)) - 1
-            while number >= 0 and self._hashes[number] == hashed:  # of entries with one name, the last
-                if self._named(place := self._places[number]) == written:
-                    return self._checked(place)
-                number -= 1
-        raise ValueError(f"there is no such image in {self._name}, whose first entries are {self._first}")
-
-    def read(self, name: str) -> bytes:
-        method, checksum, packed, place = self.entry(name)
-        mark, *lengths = _LOCAL.unpack(os.pread(self._file, _LOCAL.size, place))
-        content = os.pread(self._file, packed, place + _LOCAL.size + sum(lengths))
-        if method:
-            content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, MAX_IMAGE_BYTES + 1)
-        if mark != b"PK\3\4" or len(content) <= MAX_IMAGE_BYTES and zlib.crc32(content) != checksum:
-            raise ValueError("it is broken in the zip file: its checksum differs")
-        return content
-
-    def _read_directory(self) -> tuple[bytes, int, int]:
-        """The directory, the place that others are counted from, and the number of entries."""
-        start = max(0, os.fstat(self._file).st_size - _END.size - _COMMENT)
-        tail = os.pread(self._file, _END.size + _COMMENT, start)
-        if (mark := tail.rfind(b"PK\5\6")) < 0:
-            raise ValueError("its end is missing")
-        *_, count, size, place, _ = _END.unpack_from(tail, mark)
-        end = start + mark
-        if end >= (wide := _END_64.size + _LOCATOR.size):
-            record = os.pread(self._file, wide, end - wide)
-            if record.startswith(b"PK\6\6") and record[_END_64.size :].startswith(b"PK\6\7"):
-                *_, count, size, place = _END_64.unpack_from(record)
-                end -= wide
-        if not count * _ENTRY.size <= size <= min(end, _LARGEST_DIRECTORY):
-            raise ValueError(f"its directory of {count:,} entries in {size:,} bytes is broken")
-        return os.pread(self._file, size, end - size), end - size - place, count
-
-    def _named(self, place: int) -> bytes:
-        _, length, *_ = _LENGTHS.unpack_from(self._directory, place)
-        return self._directory[place + _ENTRY.size : place + _ENTRY.size + length]
-
-    def _checked(self, place: int) -> tuple[int, int, int, int]:
-        fields = _ENTRY.unpack_from(self._directory, place)
-        flags, method, checksum, packed, size, name, extra = (fields[number] for number in (3, 4, 7, 8, 9, 10, 11))
-        if stat.S_ISLNK(fields[15] >> 16):
-            raise ValueError("it is a link, and links in a zip file are not followed. Put the image there")
-        if flags & 1:
-            raise ValueError("it is encrypted. Make the zip file again without a password")
-        if method not in (0, 8):
-            raise ValueError(f"it is packed by method {method}. Make the zip file again, stored or deflated")
-        start = place + _ENTRY.size + name
-        size, packed, where = _widened([size, packed, fields[16]], self._directory[start : start + extra])
-        if max(size, packed) > MAX_IMAGE_BYTES:
-            raise ValueError(TOO_LARGE)
-        return method, checksum, packed, self._base + where
+        self.file = open(file, "rb")  # noqa: SIM115
+        listed = zipfile.ZipFile(self.file).infolist()
+        self.first = ", ".join(entry.filename for entry in listed[:3]) or "none"
+        names = np.fromiter((hash(entry.filename) for entry in listed), np.int64, len(listed))
+        order = names.argsort(kind="stable")
+        self.names, self.entries = names[order], np.fromiter(map(_numbers, listed), _ENTRY, len(listed))[order]
 
 
-def _widened(numbers: list[int], extra: bytes) -> list[int]:
-    """Size, packed size and place of an entry, some of which may be among its extra fields."""
-    place = 0
-    while place + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, place)
-        if kind == 1:
-            wide = (value for (value,) in struct.iter_unpack("<Q", extra[place + 4 : place + 4 + length // 8 * 8]))
-            return [next(wide, number) if number == _LARGE else number for number in numbers]
-        place += 4 + length
-    return numbers
+def _numbers(entry: zipfile.ZipInfo) -> tuple[int, int, int, int, int]:
+    is_refused = stat.S_ISLNK(entry.external_attr >> 16) or entry.flag_bits & 1 or entry.compress_type not in (0, 8)
+    method = _REFUSED if is_refused else entry.compress_type
+    return entry.header_offset, entry.compress_size, entry.file_size, entry.CRC, method

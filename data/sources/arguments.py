@@ -2,8 +2,6 @@
 """Options: which data sets to read, and what to do with bad rows."""
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -22,40 +20,37 @@ def option(default: Any, help: str, **others: Any) -> Any:
 
 @dataclass
 class DataSource:
-    """One data set of a mixture, under the names of TRL's `DatasetConfig`.
+    """One data set of a mixture, under the names of TRL's `DatasetConfig`."""
 
-    Args:
-        path: Hub id, folder, or file of rows with one of the suffixes `FILES`.
-        name: Configuration of a Hub data set.
-        data_dir, data_files: Options of `datasets.load_dataset`.
-        split: Split to read.
-        columns: Columns to read, by default all; or, by the column of [`FORMS`], the data's column it is read from.
-        fraction: Share of the mixture.
-        image_folder: Folder or zip file that relative image paths start from; by default the data file's own.
-    """
-
-    path: str
-    name: str | None = None
-    data_dir: str | None = None
+    path: str  # Hub id, folder, or file of rows with one of the suffixes `FILES`
+    name: str | None = None  # configuration of a Hub data set
+    data_dir: str | None = None  # this and data_files as of `datasets.load_dataset`
     data_files: str | list[str] | dict[str, Any] | None = None
     split: str = "train"
-    columns: list[str] | dict[str, str] | None = None
-    fraction: float | None = None
-    image_folder: str | None = None
+    columns: list[str] | dict[str, str] | None = None  # to read, or by known name
+    fraction: float | None = None  # share of the mixture
+    image_folder: str | None = None  # or zip file; by default the data file's folder
 
     def __post_init__(self):
-        if self.columns:
-            self.columns = _columns(self.columns)
+        if not self.columns:
+            return
+        from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick
+
+        columns: Any = self.columns
+        if isinstance(columns, str):
+            pairs = (pair.partition("=") for pair in columns.split(","))
+            columns = {own.strip(): column.strip() for own, _, column in pairs}
+        names = columns.values() if isinstance(columns, dict) else columns
+        if not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f"columns must be pairs such as image=image_path,answer=caption, got {columns!r}.")
+        if isinstance(columns, dict) and (unknown := columns.keys() - COLUMNS - ALIASES.keys()):
+            names = ", ".join(map(repr, sorted(unknown)))
+            raise ValueError(f"columns names {names}, which no form has. Known are {', '.join(sorted(COLUMNS))}.")
+        self.columns = columns
 
     @classmethod
     def named(cls, data: str, /, **others: Any) -> "DataSource":
-        """The source of `DATA`, `DATA:SPLIT` or `DATA:CONFIG:SPLIT`, with other attributes.
-
-        The path of a local file or folder may have colons.
-
-        Raises:
-            ValueError: There are too many colons.
-        """
+        """The source of `DATA`, `DATA:SPLIT` or `DATA:CONFIG:SPLIT`; a local path may have colons."""
         path, *rest = [data] if Path(data).expanduser().exists() else data.split(":")
         if len(rest) > 2:
             raise ValueError(f"{data} has {len(rest)} colons; DATA:SPLIT or DATA:CONFIG:SPLIT names a split.")
@@ -67,21 +62,11 @@ class DataSource:
     def check_paths(self) -> None:
         """Raises ValueError if a local file or folder does not exist; the Hub is not asked."""
         path = Path(self.path)
-        if path.suffix.lower() in FILES and not path.is_file():
-            raise ValueError(f"There is no data file {path}.")
-        if path.is_file() and path.suffix.lower() not in FILES:
-            raise ValueError(
-                f"The data file {path} has the suffix {path.suffix!r}, which is not known. Save its rows as one of "
-                f"{', '.join(FILES)}."
-            )
+        if (path.suffix.lower() in FILES) != path.is_file():
+            raise ValueError(f"There is no data file {path}. Data files end in {', '.join(FILES)}.")
         # With data_dir or data_files, the path may be a format that `datasets` knows.
         if not (path.exists() or is_hub_id(self.path) or self.data_dir or self.data_files):
-            name, colon, split = self.path.rpartition(":")
-            named = f" In a mixture a split has a key of its own: path: {name}, split: {split}." if colon else ""
-            raise ValueError(
-                f"{self.path} is no file or folder here. Check the path. A data set of the Hub is named owner/name."
-                f"{named}"
-            )
+            raise ValueError(f"{self.path} is no file or folder here, nor owner/name of the Hub.")
         if not self.image_folder or (folder := Path(self.image_folder)).is_dir():
             return
         if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
@@ -93,11 +78,7 @@ class DataSource:
 
 @dataclass
 class DataArguments:
-    """Options of the data, those of TRL's `ScriptArguments` (`dataset_name`, ...) among them.
-
-    Raises:
-        ValueError: A data set is missing or named twice, or a number is out of range.
-    """
+    """Options of the data, those of TRL's `ScriptArguments` (`dataset_name`, ...) among them."""
 
     dataset_name: str | None = option(
         None, f"Data to train on: a Hub id, a folder, or a file ({', '.join(FILES)}). DATA:SPLIT names a split."
@@ -142,10 +123,15 @@ class DataArguments:
         keys = set(DataSource.__dataclass_fields__)
         for source in self.datasets:
             if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
-                raise ValueError(
-                    f"Each of datasets is a mapping with path and others of {sorted(keys)}; got {source!r}."
-                )
-        check_bad_rows(self.bad_rows)
+                raise ValueError(f"A data set is a mapping with path and others of {sorted(keys)}; got {source!r}.")
+        if self.bad_rows not in (None, "stop", "skip"):
+            try:
+                share = float(self.bad_rows)
+            except ValueError:
+                share = 0.0
+            if not 0 < share < 1:
+                known = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
+                raise ValueError(f"bad_rows must be {known}; got {self.bad_rows!r}.")
         for name in ("max_image_pixels", "shuffle_buffer_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -158,46 +144,6 @@ class DataArguments:
             return [DataSource(**{**shared, **source}) for source in self.datasets]
         plain = {"name": self.dataset_config, "split": self.dataset_train_split}
         return [DataSource.named(str(self.dataset_name), **shared, **plain)]
-
-
-def _columns(columns: Any) -> list[str] | dict[str, str]:
-    """The attribute `columns` of a data set. Raises ValueError if it is neither a list of names nor a mapping."""
-    from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick
-
-    if isinstance(columns, str):
-        pairs = (pair.partition("=") for pair in columns.split(","))
-        columns = {own.strip(): column.strip() for own, _, column in pairs}
-    named = columns.items() if isinstance(columns, dict) else [(None, name) for name in columns]
-    if not all(isinstance(name, str) and name for _, name in named):
-        raise ValueError(f"columns must be pairs such as image=image_path,answer=caption, got {columns!r}.")
-    if isinstance(columns, dict) and (unknown := columns.keys() - COLUMNS - ALIASES.keys()):
-        raise ValueError(
-            f"columns names {', '.join(map(repr, sorted(unknown)))}, which no form has. Before the = stands one of "
-            f"{', '.join(sorted(COLUMNS))}; after it, a column of the data."
-        )
-    return columns
-
-
-def map_collecting_errors(function: Callable[[Any], Any], sources: Iterable[Any]) -> list[Any]:
-    """The results of a function for data sets; raises one ValueError with the errors of all."""
-    results, errors = [], []
-    for source in sources:
-        try:
-            results.append(function(source))
-        except ValueError as error:
-            errors.append(error)
-    if errors:
-        raise ValueError("\n".join(map(str, errors))) from errors[0]
-    return results
-
-
-def check_bad_rows(option: str | float | None) -> None:
-    """Raises ValueError if `bad_rows` is neither "stop" nor "skip" nor a share."""
-    if option not in (None, "stop", "skip"):
-        with suppress(ValueError):
-            if 0 < float(option) < 1:
-                return
-        raise ValueError(f"bad_rows must be 'stop', 'skip' or a share between 0 and 1, such as 0.01; got {option!r}.")
 
 
 def check_choices(options: Any) -> None:

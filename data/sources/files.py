@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -19,21 +18,14 @@ from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 
 from ..rows.forms import FORMS
-from ..rows.images import SUFFIXES, short
+from ..rows.images import SUFFIXES
 from ..rows.values import parsed
 
 
 METADATA = "metadata"
 """Name, without suffix, of a file of rows about the images beside it, named in its column `file_name`."""
 
-ROWS = Features(
-    {
-        "file": Value("string"),
-        "number": Value("int64"),
-        "json": Value("string"),
-        "images": List(Image(decode=False)),
-    }
-)
+ROWS = Features(file=Value("string"), number=Value("int64"), json=Value("string"), images=List(Image(decode=False)))
 """Columns of rows kept as JSON texts: with the number in their file, or, of shards, with their images."""
 
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
@@ -45,11 +37,7 @@ _ONE_A_LINE = "Write each row in one line, as `jq -c .` does."
 
 
 def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDataset:
-    """The rows of files in `READERS`, with the columns `ROWS`; what is not a row is reported by the check of rows.
-
-    Raises:
-        ValueError: A file as a whole cannot be read.
-    """
+    """The rows of files in `READERS`, with the columns `ROWS`."""
     # A tuple, since each element of a list would be a shard.
     if streaming:
         return IterableDataset.from_generator(_rows, features=ROWS, gen_kwargs={"files": files})
@@ -62,23 +50,13 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
 
 
 def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    names = {"file_name": "image", "file_names": "images"}
     for file in files:
-        try:
-            for number, text in enumerate(_rows_of_file(file)):
-                yield {"file": file, "number": number, "json": text, "images": None}
-        except ValueError as error:
-            if not (others := [other for other in files if other != file]):
-                raise
-            raise ValueError(f"{error} To read a file alone, name it: {', '.join(others)}.") from error
-
-
-def _rows_of_file(file: str) -> Iterator[str]:
-    is_metadata = Path(file).stem == METADATA
-    for text in READERS[Path(file).suffix.lower()](file):
-        if is_metadata and isinstance(raw := loaded(text), dict):
-            names = {"file_name": "image", "file_names": "images"}
-            text = json.dumps({names.get(column, column): value for column, value in raw.items()})
-        yield text
+        is_metadata = Path(file).stem == METADATA
+        for number, text in enumerate(READERS[Path(file).suffix.lower()](file)):
+            if is_metadata and isinstance(raw := loaded(text), dict):
+                text = json.dumps({names.get(column, column): value for column, value in raw.items()})
+            yield {"file": file, "number": number, "json": text, "images": None}
 
 
 def loaded(text: str) -> Any:
@@ -92,9 +70,8 @@ def loaded(text: str) -> Any:
 def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
     """The files of rows in a folder whose names belong to a split, and others, which are not read.
 
-    WebDataset's shards come first, since programs write tables of their content beside them, then metadata. There are
-    none if `datasets` has to read the folder. Without files at its top, metadata are searched in all of it. Raises
-    ValueError if there are files, but none of this split.
+    WebDataset's shards come first, since programs write tables of their content beside them, then
+    metadata, in all of the folder if its top has no files. None if `datasets` has to read it.
     """
     top = sorted(path for path in folder.glob("*") if path.is_file() and not path.stem.startswith("dataset_info"))
     files = [path for path in top if path.suffix.lower() in READERS]
@@ -129,9 +106,7 @@ def _json(file: str) -> Iterator[str]:
     try:
         yield from _elements(text)
         return
-    except RecursionError as error:
-        raise ValueError(f"{file} is nested too deeply to be rows of data.") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         pass  # no list of rows, or an error whose place `json.loads` tells
     lines = list(filter(None, map(str.strip, text.split("\n"))))
     if len(lines) > 1 and isinstance(loaded(lines[0]), dict):
@@ -139,16 +114,12 @@ def _json(file: str) -> Iterator[str]:
         return
     try:
         content = json.loads(text)
-    except ValueError as error:
-        remedy = f". {_ONE_A_LINE}" if "Extra data" in str(error) else ""
-        raise ValueError(f"{file} is not valid JSON: {error}{remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}. {_ONE_A_LINE}") from error
     if isinstance(content, dict) and any(content.get(str(asks or answers)) for asks, answers in FORMS):
         yield json.dumps(content)  # the only row
     elif content != []:
-        shown = f"one object with {', '.join([*content][:5])}" if isinstance(content, dict) else short(content)
-        raise ValueError(
-            f"{file} must be a JSON list of rows, or have one row a line, got {shown}. Save the list alone."
-        )
+        raise ValueError(f"{file} is no JSON list of rows. {_ONE_A_LINE} Or name another file of its folder.")
 
 
 def _elements(text: str) -> Iterator[str]:
@@ -168,12 +139,10 @@ def _json_lines(file: str) -> Iterator[str]:
         # No JSON has the escape that an invalid byte becomes.
         texts = (line.decode("utf-8-sig", "backslashreplace") for line in map(bytes.strip, lines) if line)
         first = next(texts, "")
-        if first == "{":
-            raise ValueError(f"{file} has rows of several lines. {_ONE_A_LINE}")
-        if first == "[" or first.startswith("[{"):
+        if first in ("{", "[") or first.startswith("[{"):
             yield from _json(file)
-            return
-        yield from chain([first] if first else [], texts)
+        else:
+            yield from chain([first] if first else [], texts)
 
 
 def _csv(file: str) -> Iterator[str]:
@@ -183,33 +152,23 @@ def _csv(file: str) -> Iterator[str]:
         try:
             rows = csv.DictReader(lines, delimiter=separator, strict=True)
             rows.fieldnames = [name.strip() for name in rows.fieldnames or [""]]
-            header, *more = rows.fieldnames
-            if twice := [name for name, count in Counter(rows.fieldnames).items() if count > 1]:
-                raise ValueError(f"{file} has several columns called {twice[0]!r}. Rename one.")
-            if not more and (seems := max(",;\t|", key=header.count)) in header:
-                raise ValueError(
-                    f"{file} has one column, {short(header)}; its separator seems to be {seems!r}. Save it with "
-                    "commas as .csv, or with tabs as .tsv."
-                )
+            if len({*rows.fieldnames}) < len(rows.fieldnames):
+                raise ValueError(f"{file} has several columns of one name: {', '.join(rows.fieldnames)}. Rename one.")
             for row in rows:
                 # More cells than the header: a comma in a text without quotes.
                 cells = list(row.values()) if None in row else {name: _cell(cell) for name, cell in row.items()}
                 if separator == "\t" and any("\t" in cell and "\n" in cell for cell in map(str, row.values())):
-                    raise ValueError(
-                        f"{file} has a cell with tabs and line breaks, near line {rows.line_num}. If the quote at its "
-                        "start is a part of the text, write it twice, and put quotes around the cell."
-                    )
+                    raise csv.Error(f"a cell has tabs and line breaks, near line {rows.line_num}; are quotes text?")
                 yield json.dumps(cells)
         except (csv.Error, UnicodeDecodeError) as error:
-            remedy = " Save it as UTF-8." if isinstance(error, UnicodeDecodeError) else ""
-            raise ValueError(f"{file} is not valid CSV: {error}.{remedy}") from error
+            raise ValueError(f"{file} is not valid CSV in UTF-8: {error}.") from error
 
 
 def _cell(text: str | None) -> Any:
     """The text of a cell, or the list of texts that it holds; None if it is empty."""
     content = parsed(text)
-    is_list = isinstance(content, list) and content and all(isinstance(element, str) for element in content)
-    return content if is_list else text or None
+    is_list = isinstance(content, list) and all(isinstance(element, str) for element in content)
+    return content if content and is_list else text or None
 
 
 READERS: dict[str, Callable[[str], Iterator[str]]] = {

@@ -19,15 +19,13 @@ from ..rows.checks import Checks
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES, DroppedRows
 from ..rows.reports import ABOUT, DataReport, SourceReport, not_read
-from .arguments import DataArguments, DataSource, map_collecting_errors
+from .arguments import DataArguments, DataSource
 from .source import Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, valid_rows
 from .table import RowReader, measure, only_valid, rows_on_access, valid_table
 
 
 logger = logging.getLogger(__name__)
-
-_HELD_OUT = "held out of training"  # name of rows that are split from the training rows
 
 
 @dataclass
@@ -52,28 +50,14 @@ def load_data(
 ) -> TrainingData:
     """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
 
-    In memory, all rows are checked here, and images are decoded as [`check_rows`] says. The processes
-    share this work, so all must call this at the same time. With fractions, the mixture is the largest
-    one with these shares in which no row comes twice.
+    In memory, images are decoded as [`check_rows`] says; the processes share the work, so all must
+    call this at the same time. With fractions, the mixture is the largest one with these shares in
+    which no row comes twice. A stream is checked while it is read, and its first rows here. For
+    training it is shuffled in a buffer and endless; each process reads all of it, and takes its part.
 
-    A stream is checked while it is read, and its first rows here. For training it is shuffled in a
-    buffer and endless, see [`endless_rows`]. It has a single shard: each process reads all of it, in
-    one worker at most, and takes its part.
-
-    Args:
-        arguments: Data sets, and what to do with bad rows.
-        processor: Determines the length of a row.
-        max_length, dropped_rows: Attributes of [`Checks`].
-        seed: Seed of the mixture, the shuffle buffer and the held-out split.
-        with_eval: Whether to load held-out data.
-        need_images: Whether it is an error if no training row has an image; of a stream, if none of
-            the first has.
-        num_proc: Processes that read files and check rows in memory; by default one for each core.
-
-    Raises:
-        ValueError: A data set cannot be read, has more bad rows than `bad_rows` allows, or no row left;
-            fractions are not numbers above 0, or missing for some sources; images are needed and there
-            are none, or seem to be there but are not read. A stream also raises while it is read.
+    `need_images` makes it an error if no training row, or none of the first of a stream, has an
+    image; others are attributes of [`Checks`]. Raises ValueError if a data set cannot be read, has
+    too many bad rows, or no row left.
     """
     streaming = arguments.dataset_streaming
     fractions = _fractions(arguments.sources)
@@ -81,33 +65,40 @@ def load_data(
     if streaming and splitting:
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
     held_out = open_held_out(arguments, num_proc) if with_eval and not splitting else None
-    sources = map_collecting_errors(lambda source: open_source(source, streaming, num_proc), arguments.sources)
+    sources = [open_source(source, streaming, num_proc) for source in arguments.sources]
     options = (arguments.bad_rows, arguments.check_images, arguments.max_image_pixels)
     checks = Checks(processor, max_length, *options, dropped_rows, num_proc)
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
-    held_name, held_id = (held_out.name, held_out.dataset) if held_out else (_HELD_OUT, None)
-    held_report = SourceReport(held_name, "eval", dataset=held_id)
+    held_report = SourceReport("held out of training", "eval")
     train: Dataset | IterableDataset
     held: Dataset | IterableDataset | None = None
     if streaming:
-        with_images = any(
-            [has_images(source, checks, report) for source, report in zip(sources, reports, strict=True)]
-        )
+        with_images = any([has_images(*opened, checks) for opened in zip(sources, reports, strict=True)])
         drawn = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
-        train = stream(endless_rows, {**drawn, "buffer_size": arguments.shuffle_buffer_size})
+        train = stream(endless_rows, drawn | {"buffer_size": arguments.shuffle_buffer_size})
     else:
         reader = RowReader(tuple(sources))
-        parts = map_collecting_errors(lambda part: valid_table(reader, part[0], checks, part[1]), enumerate(reports))
-        table = _mixture(parts, fractions, seed, reports)
+        parts = [valid_table(reader, part, checks, report) for part, report in enumerate(reports)]
+        most = min((len(part) / share for part, share in zip(parts, fractions, strict=False)), default=0)
+        for number, fraction in enumerate(fractions):
+            order = np.random.default_rng([seed, number]).permutation(len(parts[number]))
+            parts[number] = parts[number].select(sorted(order[: round(most * fraction)]))
+            reports[number].used = len(parts[number])
+        table = concatenate_datasets(parts)
         if splitting:
-            table, out = _split(table, arguments.test_split_size, seed, reports)
+            numbers = Dataset.from_dict({"number": list(range(len(table)))})  # of which no file is cached
+            split = numbers.train_test_split(arguments.test_split_size, seed=seed)
+            table, out = (table.select(split[name]["number"][:]) for name in ("train", "test"))
+            for report, count in zip(reports, np.bincount(table["part"][:], minlength=len(reports)), strict=True):
+                report.used = int(count)
             # With any file allowed: links that leave the image folder were checked with all rows.
-            mixed = Source(_HELD_OUT, ImageRules(), out)
+            mixed = Source(held_report.source, ImageRules(), out)
             held = rows_on_access(only_valid(out, reader, mixed, checks, held_report), reader)
         train = rows_on_access(table, reader)
         with_images = any(report.images for report in reports)
     if held_out:
+        held_report = SourceReport(held_out.name, "eval", dataset=held_out.dataset)
         held, _ = _prepared(held_out, checks, held_report)
     if need_images and not with_images:
         raise _no_images(source.name for source in sources)
@@ -124,25 +115,11 @@ def prepare_rows(
     split: Literal["train", "eval"] = "train",
     need_images: bool = False,
 ) -> tuple[Dataset | IterableDataset, SourceReport]:
-    """Parsed rows, checked and measured, of a data set that is already open.
+    """Parsed rows, checked and measured, of a data set that is open, in any form that files have.
 
-    Rows may have any form that files have; images may also be PIL images, or any local files. A stream is
-    neither shuffled nor repeated. What this function or [`load_data`] returned comes back unchanged. All
-    processes must call this at the same time.
-
-    Args:
-        data: Rows, in memory or streamed.
-        checks: Options of the checks.
-        name: Name of the data in errors.
-        split: Use of the data. Every image of held-out data is decoded now.
-        need_images: Argument of [`load_data`].
-
-    Raises:
-        ValueError: The data set has more bad rows than `bad_rows` allows, no row left, or no images
-            although they are needed.
+    Images may also be PIL images, or any local files. A stream is neither shuffled nor repeated. What
+    this or [`load_data`] returned comes back unchanged. All processes must call it at the same time.
     """
-    if not isinstance(data, (Dataset, IterableDataset)):
-        raise TypeError(f"{name} is a {type(data).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream.")
     report = SourceReport(name, split)
     transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
     if data.features == FEATURES or isinstance(transform, RowReader):
@@ -163,7 +140,7 @@ def prepare_rows(
 def _prepared(source: Source, checks: Checks, report: SourceReport) -> tuple[Dataset | IterableDataset, bool]:
     """The valid rows of a source, and whether there are images; of a stream, among its first rows."""
     if isinstance(source.data, IterableDataset):
-        return stream(valid_rows, {"source": source, "checks": checks}), has_images(source, checks, report)
+        return stream(valid_rows, {"source": source, "checks": checks}), has_images(source, report, checks)
     reader = RowReader((source,))
     return rows_on_access(valid_table(reader, 0, checks, report), reader), bool(report.images)
 
@@ -189,26 +166,3 @@ def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
     if not all(isinstance(fraction, (int, float)) and 0 < fraction < math.inf for fraction in shares):
         raise ValueError(f"Every data set of a mixture has a fraction, a number above 0, or none has; got {shares}.")
     return tuple(fraction / sum(shares) for fraction in shares)
-
-
-def _mixture(parts: list[Dataset], fractions: tuple[float, ...], seed: int, reports: list[SourceReport]) -> Dataset:
-    if fractions:
-        total = min(len(part) / fraction for part, fraction in zip(parts, fractions, strict=True))
-        for number, (part, fraction) in enumerate(zip(parts, fractions, strict=True)):
-            drawn = np.random.default_rng([seed, number]).permutation(len(part))[: round(total * fraction)]
-            parts[number] = part.select(sorted(drawn))
-            reports[number].used = len(drawn)
-    return concatenate_datasets(parts)
-
-
-def _split(
-    mixture: Dataset, test_size: float | None, seed: int, reports: list[SourceReport]
-) -> tuple[Dataset, Dataset]:
-    """Training rows and held-out rows; updates in the reports how many rows of each source are trained on."""
-    numbers = Dataset.from_dict({"number": list(range(len(mixture)))})
-    parts = numbers.train_test_split(test_size=test_size, seed=seed)
-    selected, out = parts["train"]["number"][:], parts["test"]["number"][:]
-    starts = np.cumsum([0] + [report.used for report in reports])
-    for report, count in zip(reports, np.histogram(selected, starts)[0], strict=True):
-        report.used = int(count)
-    return mixture.select(selected), mixture.select(out)

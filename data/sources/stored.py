@@ -23,9 +23,6 @@ from .files import ROWS, loaded
 
 
 _PARQUET_ROWS = 100  # read together; a row group, as by default, may become any size in memory
-_TEXTS = (".json", ".txt")
-_MEDIA = {"mp4": "video", "webm": "video", "avi": "video", "mov": "video", "mkv": "video"}
-_MEDIA |= {"mp3": "audio", "wav": "audio", "flac": "audio", "ogg": "audio", "m4a": "audio"}
 _BLOCK = 512  # bytes, of a tar file
 
 
@@ -72,10 +69,7 @@ def check_inside(folder: Path, files: Iterable[str]) -> None:
 class Shards(WebDataset):
     """The builder of `datasets` for tar files in which the files of one name, `7.jpg` and `7.json`, are a row.
 
-    Unlike there, rows may have different files. The columns of a row are those of its .json file, and
-    files called by a column, such as `7.question` or `7.question.txt`; `caption` is its .txt file.
-    Images in the shard replace named ones. Further files are columns that are not read, called by
-    their suffix, videos `video` and sounds `audio`.
+    Unlike there, rows may have different files, and the .json file any columns.
     """
 
     DECODERS: ClassVar[dict] = {}
@@ -91,24 +85,19 @@ class Shards(WebDataset):
         read = ((name, io.BytesIO(file.read(_bytes_to_read(name)))) for name, file in tar_iterator)
         for sample in super()._get_pipeline_from_tar(tar_path, read):
             key, _ = sample.pop("__key__"), sample.pop("__url__")
-            images, text, files = [], "{}", dict[str, str]()
+            images, files = [], dict[str, str]()
             for name in sorted(sample, key=_in_order):
-                content, column = sample[name], name.lower().removesuffix(".txt")
-                if f".{name}".lower().endswith(SUFFIXES):
-                    images.append({"path": f"{key}.{name}", "bytes": content})
-                    continue
-                decoded = content.decode("utf-8-sig", "backslashreplace")
-                if name.lower() == "json":
-                    text = decoded
-                elif name.lower() == "txt":
-                    files["caption"] = decoded
-                else:
-                    files[_MEDIA.get(column, column)] = decoded if column in COLUMNS else "a file"
+                column = "caption" if name.lower() == "txt" else name.lower().removesuffix(".txt")
+                if f".{column}".endswith(SUFFIXES):
+                    images.append({"path": f"{key}.{name}", "bytes": sample[name]})
+                elif column in {"json", *COLUMNS}:
+                    files[column] = sample[name].decode("utf-8-sig", "backslashreplace")
+                else:  # as what is not read, or makes the row a bad one
+                    kinds = {"video": cls.VIDEO_EXTENSIONS, "audio": cls.AUDIO_EXTENSIONS}
+                    files[next((kind for kind in kinds if column in kinds[kind]), column)] = "a file"
+            text = files.pop("json", "{}")
             row = loaded(text)
-            if isinstance(row, dict):
-                others = [name for name in files if row.get(name) not in (None, files[name])]
-                text = json.dumps(row | files | {f"{name} of the .json file": row[name] for name in others})
-            yield {"json": text, "images": images}
+            yield {"json": json.dumps(row | files) if isinstance(row, dict) else text, "images": images}
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
@@ -119,14 +108,11 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 def _bytes_to_read(name: str) -> int:
     """Most bytes that are read of a file, which may be sparse or packed."""
     suffix = PurePosixPath(name).suffix.lower()
-    return MAX_IMAGE_BYTES + 1 if suffix in (*SUFFIXES, *_TEXTS) or suffix[1:] in COLUMNS else 0
+    return MAX_IMAGE_BYTES + 1 if suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS else 0
 
 
 def _check_end(path: str) -> None:
-    """Raises ValueError if a local shard that is not packed does not end as tar files do.
-
-    `tarfile` takes a cut between two files for the end.
-    """
+    """Raises ValueError if a local shard is cut off, which `tarfile` takes for its end."""
     if os.path.isfile(path):
         with open(path, "rb") as file:
             start = file.read(_BLOCK)

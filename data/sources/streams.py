@@ -12,14 +12,14 @@ from datasets import IterableDataset
 from ..rows.checks import (
     MANY_ROWS,
     Checks,
-    bad_rows_message,
     check_images_are_read,
-    image_problem,
+    check_share,
     parse_rows,
     share_of_bad_rows,
     warn_of_captions,
 )
-from ..rows.parse import FEATURES, BadRow, DroppedRow
+from ..rows.images import image_problem
+from ..rows.parse import FEATURES, DroppedRow
 from ..rows.reports import SourceReport, warn_once
 from ..rows.unread import is_about
 from .source import Source
@@ -39,12 +39,18 @@ def stream(rows: Callable[..., Iterator[dict[str, Any]]], arguments: dict[str, A
 def endless_rows(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, buffer_size: int
 ) -> Iterator[dict[str, Any]]:
-    """The valid rows of all sources without end, through a shuffle buffer of `buffer_size` rows.
+    """The valid rows, source after source or drawn by `fractions`, shuffled and without end."""
 
-    Sources follow each other, or are drawn row by row with the probabilities `fractions`.
-    """
+    def drawn() -> Iterator[dict[str, Any]]:
+        # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
+        groups = [(source,) for source in sources] if fractions else [sources]
+        streams = [chain.from_iterable(valid_rows(source, checks) for source in cycle(group)) for group in groups]
+        random = np.random.default_rng(seed)
+        while True:
+            yield next(streams[random.choice(len(streams), p=fractions or None)])
+
     # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
-    rows, random = _drawn_rows(sources, checks, fractions, seed), np.random.default_rng(seed)
+    rows, random = drawn(), np.random.default_rng(seed)
     buffer = list(islice(rows, buffer_size))
     for row in rows:
         place = random.integers(buffer_size)
@@ -52,43 +58,22 @@ def endless_rows(
         buffer[place] = row
 
 
-def _drawn_rows(
-    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
-) -> Iterator[dict[str, Any]]:
-    # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
-    groups = [(source,) for source in sources] if fractions else [sources]
-    streams = [chain.from_iterable(valid_rows(source, checks) for source in cycle(group)) for group in groups]
-    random = np.random.default_rng(seed)
-    while True:
-        yield next(streams[random.choice(len(streams), p=fractions or None)])
-
-
 def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    """The rows of a source that pass all checks, in parsed form; the others are recorded.
-
-    Raises:
-        ValueError: More rows are bad than `bad_rows` allows, or no row is left at the end.
-    """
+    """The rows of a source that pass all checks, in parsed form; the others are recorded."""
     empty = True
     for row in _valid(source, checks):
         empty = False
-        if row["unread"]:
-            warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
-        for name in row["left_out"]:
-            if not is_about(name):
-                warn_once(f"{source.name}: left out: {name}.")
-        for change in row["changed"]:
-            warn_once(f"{source.name}: {change}.")
+        warnings = [f"what looks like an image is not read: {row['unread']}"] if row["unread"] else []
+        warnings += [f"left out: {name}" for name in row["left_out"] if not is_about(name)]
+        for warning in (*warnings, *row["changed"]):
+            warn_once(f"{source.name}: {warning}.")
         yield {column: row[column] for column in FEATURES}
     if empty:  # repeated without end, it would never give a row
         raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
 
 
-def has_images(source: Source, checks: Checks, report: SourceReport) -> bool:
-    """Whether one of the first rows of a stream has an image; all of their images are opened.
-
-    Raises ValueError if too many rows are bad, or [`check_images_are_read`] finds unread images.
-    """
+def has_images(source: Source, report: SourceReport, checks: Checks) -> bool:
+    """Whether one of the first rows of a stream, whose images are opened, has an image."""
     report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
     rows = list(_valid(source, checks, _FIRST))
     images = sum(row["image_count"] for row in rows)
@@ -99,25 +84,19 @@ def has_images(source: Source, checks: Checks, report: SourceReport) -> bool:
 def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[dict[str, Any]]:
     """The valid rows of a stream; of the `first` alone, the images are opened too."""
     stored = islice(source, first)
-    rows = iter(lambda: parse_rows(islice(stored, _CHUNK), source.rules, checks.processor), [])
+    chunks = iter(lambda: parse_rows(islice(stored, _CHUNK), source.rules, checks.processor), [])
     share, bad, number = share_of_bad_rows(checks.bad_rows, source), list[DroppedRow](), 0
-    for number, row in enumerate(chain.from_iterable(rows), 1):
+    for number, row in enumerate(chain.from_iterable(chunks), 1):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None
         pixels = checks.max_image_pixels if first else None
         if problem := problem or image_problem(row["images"], source.rules, pixels):
             dropped = DroppedRow(row["source"], row["row"], *problem)
             bad += [dropped] if share < 1 or first else []
-            if len(bad) > share * max(number, MANY_ROWS):
-                raise BadRow(bad_rows_message(source, bad, share=share))
+            check_share(source, bad, max(number, MANY_ROWS), share)
         if not dropped:
             warn_of_captions(source.name, [row["form"]])
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
-    is_sample, likely = number == first, float(len(bad))
-    if is_sample:  # three standard deviations less
-        likely -= 3 * likely**0.5
-    if len(bad) == number > 0 or likely > share * number:
-        shown = f"\nThese are the first {number:,} rows of the stream." if is_sample else ""
-        raise BadRow(bad_rows_message(source, bad, number, share=share) + shown)
+    check_share(source, bad, number, share, deviations=-3 if number == first else 0)

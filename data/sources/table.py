@@ -19,12 +19,13 @@ from ...assembly import chat_template
 from ..rows.checks import (
     MANY_ROWS,
     Checks,
-    bad_rows_message,
     check_images_are_read,
+    check_share,
     image_problems,
     parse_rows,
     share_of_bad_rows,
     tokens_per_image,
+    too_many,
     warn_of_captions,
 )
 from ..rows.parse import DroppedRow, control_tokens, parse_row
@@ -35,20 +36,10 @@ from .source import CHUNK, Source
 
 
 COLUMNS = Features(
-    {
-        "index": Value("int64"),
-        "source": Value("string"),
-        "row": Value("int64"),
-        "file": Value("string"),
-        "reason": Value("string"),
-        "form": Value("string"),
-        "unread": Value("string"),
-        "left_out": List(Value("string")),
-        "changed": List(Value("string")),
-        "image_count": Value("int32"),
-        "length": Value("int32"),
-        "paths": List(Value("string")),
-    }
+    dict.fromkeys(("source", "file", "reason", "form", "unread"), Value("string"))
+    | dict.fromkeys(("left_out", "changed", "paths"), List(Value("string")))
+    | dict.fromkeys(("index", "row"), Value("int64"))
+    | dict.fromkeys(("image_count", "length"), Value("int32"))
 )
 """Columns of the cached table. `index` is the number of a row in its source, `row` that in its file."""
 
@@ -76,9 +67,7 @@ class RowReader:
 def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceReport) -> Dataset:
     """The table of the valid rows of one of the reader's sources; errors are those of the functions that it calls."""
     source = reader.sources[part]
-    table = all_rows(source, part, checks)
-    valid = only_valid(table, reader, source, checks, report)
-    count_contents(table, valid, report)
+    valid = only_valid(all_rows(source, part, checks), reader, source, checks, report)
     warn_of_captions(source.name, report.forms)
     check_images_are_read(source.name, len(valid), report.images or 0, report.unread)
     return valid
@@ -95,19 +84,14 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
 
 
 def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport) -> Dataset:
-    """The valid rows of a table of a source; fills in the report as [`check_rows`] does.
-
-    Raises:
-        ValueError: More rows are bad than `bad_rows` allows, or no row is left.
-    """
+    """[`check_rows`]; ValueError if more are bad than `bad_rows` allows, or no row is left."""
     valid = check_rows(table, reader, source, checks, report)
     share = share_of_bad_rows(checks.bad_rows, source, len(table))
     bad = [row for row in report.dropped if row.tokens is None]
-    if len(bad) > share * len(table):
-        raise ValueError(bad_rows_message(source, bad, len(table), share=share))
+    check_share(source, bad, len(table), share)
     report.skippable = max(0, int(share * len(table)) - len(bad))
     if not len(valid):
-        counts = f"{len(table)} found, {len(bad)} bad, {report.too_long} longer than max_length {checks.max_length}."
+        counts = f"{len(table)} rows, {len(bad)} bad, {report.too_long} longer than max_length {checks.max_length}."
         raise ValueError("\n".join([f"{report.source}: no row is left. {counts}", *by_kind(report.dropped, 5)]))
     return valid
 
@@ -120,8 +104,7 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
     of these are bad that all may have more than the allowed share.
     """
     refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
-    shows = np.flatnonzero(pc.greater(_column(table, "image_count"), 0))
-    shows = np.setdiff1d(shows, refused)
+    shows = np.setdiff1d(np.flatnonzero(pc.greater(_column(table, "image_count"), 0)), refused)
     sample = shows
     allowed = share_of_bad_rows(checks.bad_rows, source, len(table))
     if len(shows) > MANY_ROWS and allowed and not checks.check_images and report.split == "train":
@@ -140,9 +123,8 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         return {int(numbers[number]): fault for number, fault in faults.items()}
 
     problems = image_faults(sample, checks.max_image_pixels)
-    most = (len(problems) ** 0.5 + 1.5) ** 2  # that such samples have on average: three standard deviations more
-    pixels = checks.max_image_pixels if most > allowed * len(sample) else None
-    problems |= image_faults(np.setdiff1d(shows, sample), pixels)
+    may_be_many = too_many(len(problems), len(sample), allowed, deviations=3)
+    problems |= image_faults(np.setdiff1d(shows, sample), checks.max_image_pixels if may_be_many else None)
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
     if checks.max_length is not None:
@@ -155,21 +137,17 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         elif too_long := checks.too_long(row):
             long.append(too_long)
     report.found, report.bad, report.too_long, report.dropped = len(table), len(bad), len(long), bad + long
+    files = _counts(_column(table, "source"))
+    report.files = files if len(files) > 1 else {}
     if dropped:
         table = table.select(np.delete(np.arange(len(table)), list(dropped)))
+    report.forms, report.unread = (_counts(_column(table, name)) for name in ("form", "unread"))
+    report.left_out, report.changed = (
+        _counts(pc.list_flatten(_column(table, name))) for name in ("left_out", "changed")
+    )
     if len(table):
         measure(table, report)
     return table
-
-
-def count_contents(table: Dataset, valid: Dataset, report: SourceReport) -> None:
-    """Fills in the files of a table, and the forms of its valid rows and what of them is not read."""
-    files = _counts(_column(table, "source"))
-    report.files = files if len(files) > 1 else {}
-    report.forms, report.unread = (_counts(_column(valid, name)) for name in ("form", "unread"))
-    report.left_out, report.changed = (
-        _counts(pc.list_flatten(_column(valid, name))) for name in ("left_out", "changed")
-    )
 
 
 def measure(rows: Dataset, report: SourceReport) -> None:
@@ -195,7 +173,6 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
     """The table of all rows of a source, which is `part` of its reader's, from the cache of `datasets`.
 
     Of processes that start together, the first checks the rows, divided among `checks.processes`, and the others wait.
-    Raises ValueError if there are no rows.
     """
     processor, known = checks.processor, list[Any]()
     if processor:

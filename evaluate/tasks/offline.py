@@ -16,8 +16,17 @@ from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
 from normalign_llava.evaluate.answers import named
-from normalign_llava.fetched.easy_vqa import CHOICES, EMOJI, KINDS, Question, emoji as drawn, held_out, load_image, png
-from normalign_llava.fetched.texts import passages as read_passages
+from normalign_llava.fetched.easy_vqa import (
+    CHOICES,
+    EMOJI,
+    KINDS,
+    Question,
+    emoji as drawn,
+    held_out,
+    load_image,
+    passages as read_passages,
+    png,
+)
 
 
 BLANK = Image.new("RGB", (64, 64), "white")

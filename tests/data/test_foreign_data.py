@@ -28,13 +28,11 @@ def refused(folder) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "path", ["{private}/rows.parquet", "../private/rows.parquet", "file://{private}/rows.parquet"]
-)
+@pytest.mark.parametrize("path", ["{0}/rows.parquet", "../private/rows.parquet", "file://{0}/rows.parquet"])
 def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
     train_data.write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
     assert len(list(open_source(DataSource(str(tmp_path / "data")), False))) == 3
-    files = {"config_name": "default", "data_files": [{"split": "train", "path": path.format(private=private)}]}
+    files = {"config_name": "default", "data_files": [{"split": "train", "path": path.format(private)}]}
     (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {json.dumps([files])}\n---\n")
     assert "private/rows.parquet read, which is not in the folder" in refused(tmp_path / "data")
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import re
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,7 @@ import paths
 import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image as PILImage
-from train_data import arguments, image_bytes, images, llava, read, write_json
+from train_data import image_bytes, images, llava, read, write_json
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.forms import FORMS, PROMPT
@@ -71,46 +70,31 @@ def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, pr
         assert [{**made, "source": row["source"]} for made in prepared] == [row]
 
 
-def test_csv_with_quotes_and_a_comma_that_is_not_quoted(processor, tmp_path):
-    images(tmp_path, "red.png")
-    lines = '\ufeffimage,question,answer,note\nred.png,"a, or\nb?","A, ""so""",\n,Q,none,x\nred.png,Q,Yes, it, is'
-    (tmp_path / "data.csv").write_text(lines, encoding="utf-8")
-    with pytest.raises(ValueError, match="data.csv, row 2: a row must be a mapping"):
-        read(tmp_path / "data.csv", processor)
-    data = read(tmp_path, processor, bad_rows="skip")
-    assert [said(row)[0][1] for row in data.train] == ["a, or\nb?", "Q"]
-    assert said(data.train[0])[1][1] == 'A, "so"' and [row["image_count"] for row in data.train] == [1, 0]
-    (tmp_path / "data.csv").write_bytes(b"image\n\xff\xfe")
-    with pytest.raises(ValueError, match="data.csv is not valid CSV"):
-        read(tmp_path, processor)
-
-
 def test_splits_and_image_folder_are_the_same_for_training_and_diagnosing(processor, tmp_path):
+    mine = tmp_path / "mine"
     for split, colour in (("train", "red"), ("test", "blue")):
-        images(tmp_path / "mine" / split, f"{colour}.png")
+        images(mine / split, f"{colour}.png")
         row = {"file_name": f"{colour}.png", "question": f"{split}?", "answer": colour}
-        (tmp_path / "mine" / split / "metadata.jsonl").write_text(json.dumps(row))
-    saved = Dataset.from_list([{"image": "sub/x.png", "question": "saved?", "answer": "A"}])
+        (mine / split / "metadata.jsonl").write_text(json.dumps(row))
+    saved = Dataset.from_list([{"image": "sub/green.png", "question": "saved?", "answer": "A"}])
     DatasetDict(train=saved, test=saved).save_to_disk(str(tmp_path / "saved"))
     images(tmp_path / "there", "sub/green.png")
-    (tmp_path / "there/sub/green.png").rename(tmp_path / "there/sub/x.png")
     for data, folder, question in (
-        ("mine", None, "train?"),
-        ("mine:test", None, "test?"),
-        ("saved:test", str(tmp_path / "there"), "saved?"),
+        (mine, None, "train?"),
+        (f"{mine}:test", None, "test?"),
+        (f"{tmp_path}/saved:test", str(tmp_path / "there"), "saved?"),
     ):
-        (row,) = read(tmp_path / data, processor, image_folder=folder).train
-        (sample,) = load_samples(str(tmp_path / data), 1, image_folder=folder).samples
+        (row,) = read(data, processor, image_folder=folder).train
+        (sample,) = load_samples(str(data), 1, image_folder=folder).samples
         assert said(row)[0][1] == sample.question == question and dict(sample.stored) == row["images"][0]
-    both = {"train": tmp_path / "mine:train", "test": f"{tmp_path}/mine:test"}
-    data = read(both["train"], processor, eval_dataset_name=both["test"], with_eval=True)
+    data = read(f"{mine}:train", processor, eval_dataset_name=f"{mine}:test", with_eval=True)
     assert [said(row)[0][1] for row in (*data.train, *data.eval)] == ["train?", "test?"]
     with pytest.raises(ValueError, match="no file in .*mine has 'dev' in its name: test/metadata.jsonl, train/"):
-        read(tmp_path / "mine:dev", processor)
-    (tmp_path / "mine" / "train").rename(tmp_path / "mine" / "cats")
-    (tmp_path / "mine" / "test").rename(tmp_path / "mine" / "dogs")
-    with pytest.raises(ValueError, match="it has metadata in several folders. Name one of them: .*cats, .*dogs"):
-        read(tmp_path / "mine", processor)
+        read(f"{mine}:dev", processor)
+    for split in ("train", "test"):
+        (mine / split).rename(mine / f"of {split}ers")
+    with pytest.raises(ValueError, match="it has metadata in several folders. Name one: .*of testers, .*of trainers"):
+        read(mine, processor)
 
 
 OWN = [{"path": "sub/red.png", "asked": "Q", "caption": "one", "image": "none.png"}, {"asked": "Q2", "caption": "two"}]
@@ -138,60 +122,54 @@ def test_columns_have_names_of_ones_own(processor, tmp_path, form, streaming):
     assert [[image["path"] for image in row["images"]] for row in named] == [[str(tmp_path / "sub/red.png")], []]
     assert rows(columns=RENAMED) == named
     assert [said(row)[1][1] for row in rows(columns={**RENAMED, "answer": "asked"})] == ["Q", "Q2"]  # nothing cached
-    with pytest.raises(ValueError, match="columns names 'paht', which no row has. The data's columns are: .*asked"):
+    with pytest.raises(ValueError, match="columns names 'paht', which no row has. Its columns are: .*asked"):
         rows(columns={"image": "paht"})
     with pytest.raises(ValueError, match="columns names 'none', which no row has"):
         rows(columns=["caption", "none"])
+    for wrong in ("image", "image=", "img=path", {"image": 3}):
+        with pytest.raises(ValueError, match="columns (must be pairs such as|names 'img', which no form has)"):
+            rows(columns=wrong)
 
 
 def test_a_mixture_and_diagnosing_take_names_of_columns(processor, tmp_path):
     path = write_json(tmp_path, [{**OWN[0], "path": "red.png"}])
     listed = [{"path": str(path), "columns": RENAMED}, {"path": str(write_json(tmp_path / "b", [llava("Q", "A")]))}]
-    data = read(None, processor, datasets=listed).train
-    assert [said(row)[1][1] for row in data] == ["one", "A"]
+    assert [said(row)[1][1] for row in read(None, processor, datasets=listed).train] == ["one", "A"]
     (sample,) = load_samples(str(path), 1, columns="image=path,question=asked").samples
     assert sample.question == "Q" and sample.image.getpixel((3, 3)) == (255, 0, 0)
 
 
-@pytest.mark.parametrize("columns", ["image", "image=", "img=path", {"image": 3}, [None]])
-def test_columns_that_name_nothing_are_refused(tmp_path, columns):
-    with pytest.raises(
-        ValueError, match="columns (must be pairs such as|names 'img', which no form has. Before the =)"
-    ):
-        arguments(tmp_path, columns=columns).sources  # noqa: B018
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_align_without_an_image_is_an_error(processor, tmp_path, streaming):
-    options = {"dataset_streaming": streaming}
-    path = write_json(tmp_path, [llava("Q", "A"), llava("Q2", "A2")])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_align_without_an_image_is_an_error(processor, tmp_path, streamed):
+    path = write_json(tmp_path, [llava("Q", "A")])
     with pytest.raises(ValueError, match="data.json.* have no image, .* nothing is trained .* stage align"):
-        read(path, processor, need_images=True, **options)
-    assert len(list(islice(read(path, processor, **options).train, 2))) == 2
+        read(path, processor, need_images=True, streamed=streamed)
+    assert len(list(islice(read(path, processor, streamed=streamed).train, 1))) == 1
     write_json(tmp_path, [llava("Q", "A"), llava("<image>Q2", "A2", "red.png")])
-    read(path, processor, need_images=True, **options)
+    read(path, processor, need_images=True, streamed=streamed)
 
 
 UNREAD = {
     "column img": {"img": "red.png", **llava("Q", "A")},
     "column photo_urls": {"photo_urls": ["http://host/red"], **llava("Q", "A")},
+    "column image_id": {"question": "Q", "answer": "A", "image_id": 458752},  # VQA's own JSON
+    "column imageId": {**llava("Q", "A"), "imageId": 7},
     "column seen": {"seen": "https://host/red.JPG?size=3", **llava("Q", "A")},
     "column drawing": {"drawing": f"data:image/png;base64,{'A' * 100}", **llava("Q", "A")},
     "text <image_1>": llava("What is in <image_1>?", "A"),
     "text <|image 2|>": llava("Is <|image 2|> red?", "A"),
+    "text <Image>": llava("<Image>\nWhat?", "A"),
+    "text [IMG]": llava("[IMG] What?", "A"),
 }
 
 
-@pytest.mark.parametrize(("what", "streaming"), [*((what, False) for what in UNREAD), ("column img", True)])
-def test_what_looks_like_images_and_is_not_read_is_named(what, streaming, processor, tmp_path, caplog):
-    options = {"dataset_streaming": streaming}
+@pytest.mark.parametrize(("what", "streamed"), [*((what, False) for what in UNREAD), ("column img", True)])
+def test_what_looks_like_images_and_is_not_read_is_named(what, streamed, processor, tmp_path, caplog):
     path = write_json(tmp_path, [UNREAD[what]] * 3)
-    with pytest.raises(
-        ValueError, match=f"data.json: what .* is not read: {re.escape(what)} .3 rows.. No other image was found."
-    ):
-        read(path, processor, **options)
-    name = f"{streaming}.json"  # a warning is given once for each data set
+    reason = f"data.json: what .* is not read: {re.escape(what)} .3 rows.. No other image was found."
+    with pytest.raises(ValueError, match=reason):
+        read(path, processor, streamed=streamed)
+    name = f"{streamed}.json"  # a warning is given once for each data set
     path = write_json(tmp_path, [UNREAD[what], llava("<image>Q", "A", "red.png"), llava("Q", "B")], name)
-    with caplog.at_level(logging.WARNING):
-        list(islice(read(path, processor, **options).train, 3))
+    list(islice(read(path, processor, streamed=streamed).train, 3))
     assert f"{name}: what looks like an image is not read: {what}" in caplog.text

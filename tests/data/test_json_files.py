@@ -20,21 +20,17 @@ def test_a_list_is_what_json_reads(tmp_path, encoding):
         assert rows(tmp_path / "data.json") == values
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "is not valid JSON: Expecting value: line 1 column 1"),
-        ('[{"a": 1}', r"is not valid JSON: Expecting ',' delimiter: line 1 column 10 \(char 9\)"),
-        ("[1] 2", r"is not valid JSON: Extra data: line 1 column 5 \(char 4\)"),
-        ('{"a": 1}', "must be a JSON list of rows, or have one row a line, got one object with a"),
-        ("[" * 100_000, "is nested too deeply to be rows of data"),
-    ],
-)
-def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path, text, reason):
+def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path):
     file = tmp_path / "data.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=f"^{file} {reason}"):
-        rows(file)
+    for text, reason in {
+        "": "is not valid JSON: Expecting value: line 1 column 1",
+        '[{"a": 1}': r"is not valid JSON: Expecting ',' delimiter: line 1 column 10",
+        '{"a": 1}': "is no JSON list of rows",
+        "[" * 100_000: "is not valid JSON",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"^{file} {reason}"):
+            rows(file)
 
 
 def test_other_json_in_a_file_of_lines_is_read_or_refused_in_a_sentence(tmp_path):
@@ -42,13 +38,9 @@ def test_other_json_in_a_file_of_lines_is_read_or_refused_in_a_sentence(tmp_path
     for indent in (None, 2):
         file.write_text(json.dumps(values, indent=indent), encoding="utf-8-sig")
         assert rows(file) == values
-    for suffix, reason in (
-        (".jsonl", "has rows of several lines"),
-        (".json", "is not valid JSON: Extra data: line 4 .*"),
-    ):
-        other = file.with_suffix(suffix)
+    for other in (file, file.with_suffix(".json")):
         other.write_text("\n".join(json.dumps(row, indent=2) for row in values))
-        with pytest.raises(ValueError, match=f"^{other} {reason}. Write each row in one line, as `jq -c .` does.$"):
+        with pytest.raises(ValueError, match=f"^{other} is not valid JSON: Extra data.*Write each row in one line"):
             rows(other)
 
 
@@ -60,19 +52,11 @@ def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
 
 @pytest.mark.parametrize("name, separator", [("data.csv", ","), ("data.tsv", "\t"), ("data.TSV", "\t")])
 def test_tables_of_text_are_separated_as_their_suffix_says(tmp_path, name, separator):
-    lines = [["image", "question"], ["a.png", '"one; two,\tthree|"'], ["", "Q"]]
-    (tmp_path / name).write_text("\n".join(map(separator.join, lines)))
-    assert rows(tmp_path / name) == [
-        {"image": "a.png", "question": "one; two,\tthree|"},
-        {"image": None, "question": "Q"},
-    ]
-
-
-@pytest.mark.parametrize("name, separator, seems", [("data.csv", ";", "';'"), ("data.tsv", ",", "','")])
-def test_other_separators_are_named(tmp_path, name, separator, seems):
-    file = tmp_path / name
-    file.write_text(separator.join(["image", "question", "answer"]) + "\n")
-    with pytest.raises(ValueError, match=f"^{file} has one column, .* seems to be {seems}. Save it with"):
-        rows(file)
-    file.write_text("caption\na; b | c\n")
-    assert rows(file) == [{"caption": "a; b | c"}]
+    lines = [["image", "question"], ["a.png", '"one; ""two"",\tthree|"'], ["", "Q"], ["b.png", "Yes", " more"]]
+    (tmp_path / name).write_text("\ufeff" + "\n".join(map(separator.join, lines)), encoding="utf-8")
+    first, second, no_row = rows(tmp_path / name)
+    assert first == {"image": "a.png", "question": 'one; "two",\tthree|'}
+    assert second == {"image": None, "question": "Q"} and isinstance(no_row, list)
+    (tmp_path / name).write_bytes(b"image\n\xff\xfe")
+    with pytest.raises(ValueError, match=f"{name} is not valid CSV in UTF-8"):
+        rows(tmp_path / name)

@@ -9,10 +9,9 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
 from normalign_llava import mean_embedding_norm
-from normalign_llava.fetched.archives import LANGUAGE, VISION
 from normalign_llava.fetched.convert import convert_language, convert_vision
 from normalign_llava.fetched.easy_vqa import emoji, load_image
-from normalign_llava.fetched.fetch import unpack
+from normalign_llava.fetched.fetch import LANGUAGE, VISION, unpack
 
 
 pytestmark = pytest.mark.usefixtures("archives")

@@ -53,7 +53,7 @@ def test_every_fault_comes_at_once(tmp_path, checkpoint):
     found = command(path, "--model", checkpoint)
     assert found.exit_code == 1
     assert all(f"data.json, row {number}" in found.output for number in (0, 1, 2, 3, 4, 5, 6, 8, 9))
-    assert "got {'a': 5} (2 rows)" in found.output and "no visible character (2 rows)" in found.output
+    assert "got {'a': 5} (2 rows)" in found.output and "is empty (2 rows)" in found.output
     write_json(tmp_path, [{"a": 1}, llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
     found = command(path)
     assert "row 0: its form" in found.output and "broken.png: " in found.output
