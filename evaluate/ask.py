@@ -27,15 +27,16 @@ class AnswerPrinter(TextStreamer):
 
 
 def ask(
-    model: str, image: Path, question: str, *, max_new_tokens: int, trust_remote_code: bool = False, **loading: Any
+    model: str, image: Path, question: str, max_new_tokens: int, trust_remote_code: bool = False, **loading: Any
 ) -> None:
-    """Prints the greedy answer of a model to a question about an image, word by word; `loading` are options of
-    [`ModelHandle.load`].
+    """Prints the greedy answer of a model to a question about an image, word by word.
 
     While image and question are read, which takes a large model minutes on a CPU, a terminal says so on stderr.
-
-    Raises ValueError, before weights are loaded, if the model, the image or the question cannot be used.
+    `loading` are options of [`ModelHandle.load`]. Raises ValueError, before weights are loaded, if the model, the image
+    or the question cannot be used.
     """
+    if not question.strip():
+        raise ValueError("The question is empty. Write one, in quotes.")
     sample = Sample(image.name, question, {"path": str(image), "bytes": None})
     sample.image  # noqa: B018  (decoded for its errors)
     handle = resolve_model(model, trust_remote_code=trust_remote_code)

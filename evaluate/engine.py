@@ -21,7 +21,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, ProcessorMixin
+from transformers import AutoTokenizer, PreTrainedModel, ProcessorMixin
 
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.precision import quantization_name
@@ -41,8 +41,6 @@ REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
 evaluator.get_git_commit_hash = lambda: None  # of the working directory; without one, git prints an error
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model in memory and of each metric of a part
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
-SEED = 1234
-"""The seed of few-shot examples and everything else that a task draws."""
 
 
 class MultimodalLM(HFMultimodalLM):
@@ -57,10 +55,11 @@ class MultimodalLM(HFMultimodalLM):
         self.processor = processor
         # The harness ties the weights of each model, which may have an adapter's own head or embeddings by now.
         model.tie_weights = lambda *args, **kwargs: None
-        try:
-            super().__init__(model, batch_size=batch_size)
-        finally:
-            del model.tie_weights
+        super().__init__(model, batch_size=batch_size)
+        config = model.generation_config
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        config.eos_token_id = [token for token in {*ends, self.eot_token_id} if token is not None]
+        config.max_new_tokens = None  # the task says how many
 
     def _create_tokenizer(self, *args, **kwargs):
         self.tokenizer = text_tokenizer(self.processor.tokenizer)
@@ -69,38 +68,17 @@ class MultimodalLM(HFMultimodalLM):
         self, strings, images, padding_side="left", left_truncate_len=None, truncation=False
     ):
         tokenizer = self.processor.tokenizer
-        if not any(images):
-            of_text, self.tokenizer = self.tokenizer, tokenizer
-            try:
-                ids, mask = self.tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
-            finally:
-                self.tokenizer = of_text
-            return BatchEncoding({"input_ids": ids, "attention_mask": mask}).to(self.device)
         first = tokenizer.bos_token
         if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
             strings = [string.removeprefix(first) for string in strings]
-        inputs = super().tok_batch_multimodal_encode(strings, images, padding_side, None, truncation)
+        if any(images):
+            inputs = super().tok_batch_multimodal_encode(strings, images, padding_side)
+        else:
+            inputs = tokenizer(strings, padding=True, padding_side=padding_side, return_tensors="pt").to(self.device)
         if left_truncate_len and (length := inputs["input_ids"].shape[1]) > left_truncate_len:
             question = shorten(max(strings, key=len), 100)
             raise ValueError(f"Shorten {question!r}: it has {length:,} tokens, and {left_truncate_len:,} are allowed.")
         return inputs
-
-    def _model_multimodal_generate(self, inputs, *args, **kwargs):
-        last = self.model.generation_config.eos_token_id
-        ends = {self.eot_token_id, *(last if isinstance(last, list) else [last])} - {None}
-        config = self.model.generation_config
-        own, config.max_new_tokens = config.max_new_tokens, None  # the task says how many
-        try:
-            return super()._model_multimodal_generate(inputs, *args, eos_token_id=list(ends), **kwargs)
-        finally:
-            config.max_new_tokens = own
-
-    def generate_until(self, requests, disable_tqdm=False):
-        gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded
-        try:
-            return super().generate_until(requests, disable_tqdm)
-        finally:
-            gc.unfreeze()
 
 
 def chosen_tasks(
@@ -145,51 +123,52 @@ def run_task(lm: LM, task: str | Task, manager: TaskManager, *, limit: int | Non
     """
     loaded = manager.load([task])["tasks"].values()
     generates = all(part.get_config("output_type") == "generate_until" for part in loaded)
-    has_template = bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
-    chat = generates and has_template
-    seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
-    raw = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
+    chat = generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
+    gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded
+    try:
+        raw = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager)
+    finally:
+        gc.unfreeze()
     assert raw is not None  # in the first process
     raw["config"]["apply_chat_template"] = chat  # which the harness does not write
     return raw
 
 
-def save(raw: dict[str, Any], folder: Path, *, model: str) -> None:
-    """Writes what [`run_task`] found in the harness's own form."""
+def save(raw: dict[str, Any], folder: Path) -> None:
+    """Writes what [`run_task`] returns in the harness's own form: `results_*.json` and `samples_*.jsonl`."""
     samples = raw.pop("samples")
     tracker = EvaluationTracker(output_path=str(folder / "results.json"))
-    tracker.general_config_tracker.model_name_sanitized = model
     tracker.save_results_aggregated(raw, samples=samples)
     for name, answers in samples.items():
         tracker.save_results_samples(name, answers)
 
 
-def saved_files(folder: Path) -> set[str]:
+def saved_files(folder: Path) -> list[str]:
     """The names of what [`save`] wrote into a folder."""
-    return {file.name for pattern in ("results_*.json", "samples_*.jsonl") for file in folder.glob(pattern)}
+    return [file.name for pattern in ("results_*.json", "samples_*.jsonl") for file in folder.glob(pattern)]
 
 
 def summarized(raw: dict[str, Any], task: str, *, weights: str, settings: dict[str, Any]) -> Evaluation:
     """The results of a task, of a group as a whole first, then of its parts."""
     counts = raw["n-samples"].values()
     config = next(iter(raw["configs"].values()))
-    own = (config.get("metadata") or {}).get("own", {})
+    metadata = config.get("metadata") or {}
     return Evaluation(
         task=task,
-        title=own.get("title", task),
+        title=metadata.get("title", task),
         metrics=_metrics(raw, task),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=_protocol(raw, config, own, settings.get("quantization")),
+        protocol=_protocol(raw, config, settings.get("quantization")),
         date=datetime.now(UTC).date().isoformat(),
-        versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
+        versions={name: version(name) for name in PACKAGES} | {task: str(metadata.get("version"))},
         weights=weights,
         settings=settings,
     )
 
 
 def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
-    """The metrics of a task or group as a whole first, then of its parts."""
+    """Of `acc` references are `blank` and `commonest`, of `acc_colour` `blank_colour` and so on."""
     metrics = []
     for name in sorted(raw["results"], key=lambda name: name != task):
         scores, samples = raw["results"][name], (raw.get("samples") or {}).get(name)  # of a group there are none
@@ -199,12 +178,14 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
             if not is_number or metric.partition("_")[0] in REFERENCES:
                 continue
             error = scores.get(f"{metric}_stderr,{rule}")
+            part = metric.removeprefix("exact_match").removeprefix("acc")
+            references = {title: scores.get(f"{reference}{part},{rule}") for reference, title in REFERENCES.items()}
             metrics.append(
                 Metric(
                     metric if rule == "none" else f"{metric}, {rule}",
                     float(value),
                     float(error) if isinstance(error, int | float) else None,
-                    references=_references(scores, metric, rule),
+                    references={title: float(score) for title, score in references.items() if score is not None},
                     subset=None if name == task else scores.get("alias", name).strip(" -"),
                     samples=samples and sum(metric in s["metrics"] for s in samples if s["filter"] == rule),
                 )
@@ -212,34 +193,26 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
     return metrics
 
 
-def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
-    """References of a metric: of `acc`, `blank` and `commonest`; of `acc_colour`, `blank_colour` and so on."""
-    measure, _, subset = ("acc", "", "") if metric == "exact_match" else metric.partition("_")
-    keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
-    return {name: float(scores[key]) for name, key in keys.items() if measure == "acc" and key in scores}
-
-
-def _protocol(
-    raw: dict[str, Any], config: dict[str, Any], own: dict[str, str], quantization: dict[str, Any] | None
-) -> list[str]:
+def _protocol(raw: dict[str, Any], config: dict[str, Any], quantization: dict[str, Any] | None) -> list[str]:
     """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
     kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
     template = "through the chat template" if raw["config"]["apply_chat_template"] else "as plain text"
+    rule = (config.get("metadata") or {}).get("rule")  # of own data
     sentences = [
         f"lm-evaluation-harness runs its task {config['task']} on {data}.",
         f"Answers are generated with {options}." if kind == "generate_until" else f"Answers are chosen by {kind}.",
         f"Prompts are given {template}, with {config.get('num_fewshot') or 0} examples before the question.",
-        *filter(None, [own.get("rule")]),
     ]
+    sentences += [rule] if rule else []
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(metric["metric"] == "blank" for metric in config.get("metric_list", ())):
         sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
         sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
     samples = next(iter(raw["samples"].values()), None)
-    if samples and kind != "loglikelihood_rolling" and not own:
+    if samples and kind != "loglikelihood_rolling" and not rule:
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
     if quantization:

@@ -119,7 +119,7 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
         "num_fewshot": 0,
         "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": longest},
         "metric_list": [{"metric": name, "aggregation": by, "higher_is_better": by == "mean"} for name, by in metrics],
-        "metadata": {"version": version, "own": {"title": f"{label} (own data)", "rule": RULES[metric]}},
+        "metadata": {"version": version, "title": f"{label} (own data)", "rule": RULES[metric]},
     }
     return OfflineTask(config)
 

@@ -24,15 +24,10 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Metric:
-    """One result of a task, with its error and references.
+    """One result of a task, a share as 0.98, with its standard error over samples if computed.
 
-    Attributes:
-        name: Name of the metric, such as "accuracy".
-        value: A share as 0.98, not 98.
-        stderr: Standard error over samples; None if not computed.
-        references: Results to compare with, by name: `{"blank image": 0.24, "commonest answer": 0.40}`.
-        subset: Part of the task, such as "colour"; None for the whole.
-        samples: How many samples it is computed from.
+    `references` are results to compare with, by name: `{"blank image": 0.24, "commonest answer": 0.40}`; `subset` is a
+    part of the task, such as "colour", None for the whole; `samples` is how many the metric is computed from.
     """
 
     name: str
@@ -45,18 +40,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of one task, and how they were obtained.
+    """The results of one task over `samples` of `total` samples. Raises ValueError if a number is not finite.
 
-    Attributes:
-        samples, total: How many samples were evaluated, of how many. Fewer than all, or none, is a partial run.
-        protocol: Prompt, decoding and scoring, one sentence each.
-        date: ISO 8601.
-        versions: Versions of the packages that evaluated, and of the task.
-        weights: SHA-256 of the files of weights, or Hub id and commit.
-        settings: What else the results depend on: batch size, precision, seeds.
-
-    Raises:
-        ValueError: A number is not finite.
+    `protocol` says how prompts, decoding and scores are, `versions` of which packages and task; `weights`
+    is a hash of the model's files, or Hub id and commit; `settings` is what else the results depend on.
     """
 
     task: str
@@ -83,10 +70,7 @@ class Evaluation:
         return self.samples < self.total or self.samples == 0
 
     def write(self, checkpoint: Path) -> None:
-        """Writes the results into `evaluation/summary.json` of a folder, in place of earlier ones of the task.
-
-        Raises ValueError, and changes nothing, if the file is not valid.
-        """
+        """Writes the results into `evaluation/summary.json` of a folder, in place of earlier ones of the task."""
         with only_writer(checkpoint):
             others = [result for result in read_evaluations(checkpoint) if result.task != self.task]
             tasks = sorted([*others, self], key=lambda result: result.task)

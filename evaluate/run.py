@@ -4,7 +4,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,35 +15,28 @@ from rich.table import Table
 from ..checkpoint.files import replaced_folder
 from ..checkpoint.lock import only_writer
 from ..diagnose.load import resolve_model
-from ..errors import Console, NotWritable, device_error
-from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
+from ..errors import Console, NotWritable, Printed, device_error
+from .engine import SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
 from .own_data import own_task
 from .results import FOLDER, SUMMARY, WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from .tasks.offline import OfflineTask
 
 
-# Files of a model beside its weights, and of one's own tasks, on which answers depend.
-SETTINGS = ("*config.json", "*chat_template*", "*processor*.json", "*token*")
-TASKS = ("**/*yaml", "**/*.yml", "**/*.py")
-
-
 @dataclass
-class Evaluated:
+class Evaluated(Printed):
     """The file of the summary, the results of the tasks asked for, and why others could not be run."""
 
     file: Path
-    results: list[Evaluation] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    results: list[Evaluation]
+    failed: dict[str, str]
 
-    def table(self) -> Table:
-        """The results of whole tasks, for the terminal."""
+    def renderable(self) -> Table:
+        """The results of whole tasks."""
         whole = [(result, metric) for result in self.results for metric in result.metrics if metric.subset is None]
         references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))
         partial = any(result.partial for result in self.results)
-        table = Table(box=SIMPLE, padding=0, show_edge=False, caption="partial" if partial else None)
-        for column in ("task", "metric", "value", "±", *references, "n"):
-            name = column in ("task", "metric")
-            table.add_column(column, justify="left" if name else "right", no_wrap=name)
+        columns = ("task", "metric", "value", "±", *references, "n")
+        table = Table(*columns, box=SIMPLE, padding=0, show_edge=False, caption="partial" if partial else None)
         for result, metric in whole:
             compared = [f"{metric.references[name]:.3f}" if name in metric.references else "" for name in references]
             error = "" if metric.stderr is None else f"{metric.stderr:.3f}"
@@ -105,9 +98,10 @@ def evaluate(
     folder = Path(checkpoint.name) if Path(checkpoint.name).is_dir() else None
     output = output or folder or Path("evaluations", handle.name.replace("/", "--"))
     weights = files_hash(folder, WEIGHT_FILES) if folder else f"{checkpoint.name}@{checkpoint.revision}"
-    settings: dict[str, Any] = {"batch_size": batch_size, "limit": limit, "seed": SEED}
-    settings["files"] = files_hash(folder, *SETTINGS) if folder else None
-    settings["tasks"] = files_hash(include_path, *TASKS) if include_path else None
+    settings: dict[str, Any] = {"batch_size": batch_size, "limit": limit}
+    beside_weights = ("*config.json", "*chat_template*", "*processor*.json", "*token*")
+    settings["files"] = files_hash(folder, *beside_weights) if folder else None
+    settings["tasks"] = files_hash(include_path, "**/*yaml", "**/*.yml", "**/*.py") if include_path else None
     if handle.adapter:  # which is put on its base as in training
         base = handle.adapter.base.revision or files_hash(Path(handle.adapter.base.name), WEIGHT_FILES)
         settings |= {"dtype": None, "load_in_4bit": None, "quantization": handle.adapter.quantization, "base": base}
@@ -119,38 +113,39 @@ def evaluate(
             settings["quantization"] = json.loads(quantization.to_json_string(use_diff=False))  # float32 is a default
     with only_writer(output):
         (output / FOLDER).mkdir(exist_ok=True)
-    evaluated = Evaluated(output / FOLDER / SUMMARY)
+    with only_writer(output):
+        (output / FOLDER).mkdir(exist_ok=True)
     earlier = [r for r in read_evaluations(output) if r.task in chosen and r.weights == weights]
     versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
-    kept = {
+    results = {
         result.task: result
         for result in earlier
         if result.settings == settings and versions.items() <= result.versions.items()
         if getattr(chosen[result.task], "VERSION", None) in (None, result.versions[result.task])  # data of one's own
     }
-    whole = [result.task for result in earlier if not result.partial and result.task not in kept]
+    whole = [result.task for result in earlier if not result.partial and result.task not in results]
     if limit and whole:
         raise ValueError(f"--limit would replace whole results of {', '.join(whole)}. Name another --output.")
     console = Console(stderr=True)
-    for task in kept:
+    for task in results:
         console.print(f"{task}: done before.")
-    missing = [task for task in chosen if task not in kept]
+    missing = [task for task in chosen if task not in results]
     lm = as_lm(handle, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit) if missing else None
+    failed = {}
     for number, task in enumerate(missing, 1):
         console.print(f"{task} ({number} of {len(missing)})")
         try:
             with replaced_folder(output / FOLDER / task, saved_files) as answers:
                 raw = run_task(lm, chosen[task], manager, limit=limit)
                 result = summarized(raw, task, weights=weights, settings=settings)
-                save(raw, answers, model=output.name)
+                save(raw, answers)
             result.write(output)
         except NotWritable:
             raise
         except Exception as error:  # whatever it is, the other tasks are run
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-            evaluated.failed[task] = device_error(error, "Use a smaller batch_size, or load_in_4bit.") or reason
-            console.print(f"{task} could not be run: {evaluated.failed[task]}", style="red")
+            failed[task] = device_error(error, "Use a smaller batch_size, or load_in_4bit.") or reason
+            console.print(f"{task} could not be run: {failed[task]}", style="red")
         else:
-            kept[task] = result
-    evaluated.results = [kept[task] for task in chosen if task in kept]
-    return evaluated
+            results[task] = result
+    return Evaluated(output / FOLDER / SUMMARY, [results[task] for task in chosen if task in results], failed)

@@ -70,7 +70,7 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
     stored = json.loads(raw.read_text())
     assert stored["results"]["tiny_choosing"]["acc,none"] == right / 5 and stored["git_hash"] is None
-    assert evaluated.table().row_count == 2
+    assert evaluated.renderable().row_count == 2
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):

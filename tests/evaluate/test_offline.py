@@ -98,7 +98,7 @@ def test_a_tiny_model_is_evaluated(checkpoint, tmp_path):
             assert set(metric.references) == ({"blank image", "commonest answer"} if vision else set())
             part = {"acc_shape": 1, "acc_colour": 1, "acc_yes_no": 1}
             assert metric.samples == part.get(metric.name, 3)
-    assert {column.header for column in evaluated.table().columns} >= {"blank image", "commonest answer"}
+    assert {column.header for column in evaluated.renderable().columns} >= {"blank image", "commonest answer"}
     processor = AutoProcessor.from_pretrained(checkpoint)
     (file,) = (tmp_path / "evaluation" / "offline_emoji").glob("samples_*.jsonl")
     for sample in map(json.loads, file.read_text().splitlines()):
