@@ -32,8 +32,9 @@ def ask(
     """Prints the greedy answer of a model to a question about an image, word by word.
 
     While image and question are read, which takes a large model minutes on a CPU, a terminal says so on stderr.
-    `loading` are options of [`ModelHandle.load`]. Raises ValueError, before weights are loaded, if the model, the image
-    or the question cannot be used.
+    `loading` are options of [`ModelHandle.load`].
+
+    Raises ValueError, before weights are loaded, if the model, the image or the question cannot be used.
     """
     if not question.strip():
         raise ValueError("The question is empty. Write one, in quotes.")

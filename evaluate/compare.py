@@ -23,7 +23,7 @@ from ..checkpoint.precision import quantization_name
 from ..checkpoint.untrusted import json_object
 from ..errors import Printed
 from .results import FOLDER, read_evaluations
-from .tasks.choices import by_category, whole_questions
+from .tasks.benchmarks import by_category, whole_questions
 
 
 CONFIDENCE = 0.95

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """lm-evaluation-harness: which tasks there are, a checkpoint as its model, and the results of a task."""
 
-import difflib
 import gc
 import json
 import logging
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -89,23 +87,15 @@ def chosen_tasks(
         if suite not in SUITES:
             raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
     chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
-    manager = _task_manager(include_path, defaults=False)
+    paths = [str(files(__package__) / "tasks"), *([str(include_path)] if include_path else [])]  # later ones win
+    manager = TaskManager(include_path=paths, include_defaults=False)
     if not set(chosen) <= set(manager.all_tasks):
-        manager = _task_manager(include_path, defaults=True)  # reads 10,000 files
-    for task in chosen:
-        if task not in manager.all_tasks:
-            close = difflib.get_close_matches(task, manager.all_tasks, n=1)
-            hint = f"Did you mean {close[0]}?" if close else "`lm-eval ls tasks` lists those of the harness."
-            raise ValueError(f"There is no task {task!r}. {hint}")
+        manager = TaskManager(include_path=paths)  # reads the harness's 10,000 files
+    if unknown := [task for task in chosen if task not in manager.all_tasks]:
+        raise ValueError(f"There is no task {unknown[0]!r}. `lm-eval ls tasks` lists those of the harness.")
     if limit and "mmbench_en_dev" in chosen:
         raise ValueError("mmbench_en_dev asks each question several times, and a limit would cut them. Leave one out.")
     return chosen, manager
-
-
-@cache
-def _task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
-    own = [str(include_path)] if include_path else []  # which come before the package's
-    return TaskManager(include_path=[str(files(__package__) / "tasks"), *own], include_defaults=defaults)
 
 
 def as_lm(handle: ModelHandle, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:

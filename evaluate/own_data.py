@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from statistics import median
 from string import ascii_uppercase
 from typing import Any
 
@@ -24,14 +23,13 @@ from ..data.rows.reports import ABOUT, not_read
 from ..data.sources.arguments import DataArguments, DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option
-from .tasks.documents import ASK_FOR_LETTER
+from .tasks.benchmarks import ASK_FOR_LETTER
 from .tasks.offline import OfflineTask, blank, commonest
 
 
 logger = logging.getLogger(__name__)
 
 MAX_PIXELS = DataArguments.max_image_pixels
-MANY_WORDS = 10  # of the median answer, above which it is no label
 RULES = {  # by metric: of questions without options, and with them
     "exact_match": "An answer is right if it is a true one, but for case, spaces and punctuation at its ends.",
     "acc": "An answer is right if it chooses the true option, by its letter or its text.",
@@ -93,9 +91,6 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
 
 def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[str, Any]]]) -> OfflineTask:
     metric = "acc" if documents[0]["options"] else "exact_match"
-    if (words := median(len(document["answer"].split()) for document in documents)) > MANY_WORDS:
-        note = "exact_match counts the same words alone, and says little of captions: read the answers in evaluation/."
-        logger.warning(f"The median answer of {label} has {words:,.0f} words. {note}")
     files = [[hashlib.sha256(stored_bytes(image)).hexdigest() for image in stored] for stored in images]
     version = hashlib.sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
     alike = defaultdict(list)
@@ -108,7 +103,7 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
     config: dict[str, Any] = {
         "task": "own_" + re.sub(r"[^\w.-]+", "-", label),
         "dataset_path": f"{label}, own data of {len(rows):,} rows (SHA-256 {version}...)",
-        "custom_dataset": lambda: {"test": Dataset.from_list(rows)},
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
         "test_split": "test",
         "description": documents[0]["system"],
         "doc_to_text": lambda row: row["prompt"],
