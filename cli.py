@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 from typer import Argument, BadParameter, Context, Exit, Option, Typer, echo
 
 from . import __version__
-from .errors import Console, errors_for_people
-from .notices import hide_notices
+from .errors import Console, errors_for_people, hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Arm = Literal["none", "unit", "aligned", "gwc"]
+Strategy = Literal["default", "full"]
+Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
 DtypeOption = Annotated[Dtype, Option(help="Weight dtype. auto keeps the checkpoint's.")]
@@ -32,20 +34,13 @@ if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads t
 app = Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        echo(f"normalign-llava {__version__}")
-        raise Exit()
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False) -> None:
     """Vision-language models whose visual tokens enter the language model with the norm of text."""
     hide_notices()
+    if version:
+        echo(f"normalign-llava {__version__}")
+        raise Exit()
 
 
 def _layers(text: str) -> int | list[int]:
@@ -61,15 +56,14 @@ def build(
     from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to retrofit, instead of two parts.")] = None,
     output: NewFolderOption,
     arm: Annotated[
-        Literal["none", "unit", "aligned", "gwc"],
-        Option(help="No norm; gain 1; gain aligned with text embeddings; aligned, with gradient compensation."),
+        Arm, Option(help="No norm; gain 1; gain aligned with text embeddings; that, with gradient compensation.")
     ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
     feature_layer: Annotated[
         Any, Option(parser=_layers, metavar="N,...", show_default="-2", help="Hidden states that the projector reads.")
     ] = None,
     select_strategy: Annotated[
-        Literal["default", "full"] | None, Option(help="Visual tokens: without the class token, or all.")
+        Strategy | None, Option(help="Drop the class token, or keep all visual tokens.")
     ] = None,
     chat_template: Annotated[Path | None, Option(help="Jinja file of the chat template.", exists=True)] = None,
     dtype: DtypeOption = "auto",
@@ -191,8 +185,7 @@ def merge(
     output: NewFolderOption,
     base: BaseOption = None,
     base_quantization: Annotated[
-        Literal["none", "nf4", "nf4-double", "int8"] | None,
-        Option(help="Quantization of the base in training.", show_default="what training.json says"),
+        Quantization | None, Option(help="That of the base in training.", show_default="what training.json says")
     ] = None,
     dtype: DtypeOption = "auto",
 ) -> None:
@@ -228,10 +221,6 @@ def evaluate(
 ) -> None:
     """Evaluate a model on benchmarks with lm-evaluation-harness. Finished tasks are skipped the next time."""
     with errors_for_people(extra="evaluate", stopped=f"Finished tasks are kept. {AGAIN}", full=FEWER):
-        from .checkpoint.find import find_model
-
-        find_model(model)
-
         from .evaluate.run import evaluate as run
 
         suites, names = ([*filter(None, ",".join(texts or ()).split(","))] for texts in (suite, tasks))

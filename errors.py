@@ -2,13 +2,15 @@
 """Output of commands: foreign text cannot control the terminal; an error is one sentence and exit status 1."""
 
 import errno
+import logging
 import os
 import re
 import signal
 import sys
 import traceback
 import unicodedata
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,9 +41,7 @@ class Console(rich.console.Console):
 class Printed(JupyterMixin):
     """What a terminal prints and a notebook shows as its `renderable()`, foreign text as [`Console`] prints it."""
 
-    def renderable(self) -> RenderableType:
-        """What `rich` prints of it."""
-        raise NotImplementedError
+    renderable: Callable[[], RenderableType]
 
     def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> Iterable[Segment]:
         return Console().render(self.renderable(), options)
@@ -53,6 +53,29 @@ def escaped(text: str) -> str:
     hidden = {letter for letter in text if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
     hidden -= {"\n", "\t", "\u200c", "\u200d"}
     return text.translate({ord(letter): ascii(letter)[1:-1] for letter in hidden})
+
+
+NOTICES = {
+    "DeepSpeed": "Setting accelerator to CPU",  # on standard output, with and without it in use
+    "accelerate.accelerator": "Gradient accumulation steps mismatch",  # the Trainer counts them itself
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "datasets.builder": "Setting num_proc from",  # for a split of fewer files
+    "transformers.configuration_utils": "must be `None` or an integer within the vocabulary",  # of a CLIP's text part
+    "transformers.modeling_utils": "| CONVERSION",  # an error follows, which has what matters of the report
+    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+    "transformers.utils.import_utils": "requires torchvision (not installed)",  # Pillow's serve as well
+}
+
+
+def hide_notices() -> None:
+    """Hides messages of other libraries that a user can do nothing about, unless `python -W` is given: `NOTICES`, by
+    logger and a part of the text, and deprecation warnings of libraries imported later."""
+    if sys.warnoptions:
+        return
+    for name in NOTICES:
+        logging.getLogger(name).addFilter(lambda record: NOTICES[record.name] not in str(record.msg))
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|trl|peft)\.")
+    warnings.filterwarnings("ignore", category=UserWarning, module="_distutils_hack")  # of DeepSpeed's imports
 
 
 class Terminated(SystemExit):
@@ -73,10 +96,7 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 def device_error(error: BaseException, remedy: str = "Use a machine with more.") -> str | None:
-    """A sentence about full memory, or an error of a GPU or of a library of kernels; None for other errors.
-
-    `remedy` says what to do if memory is full.
-    """
+    """A sentence about full memory, with its remedy, or an error of a GPU or a library of kernels; else None."""
     if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
         return None
     text, frames = first_cause(error)
@@ -106,15 +126,11 @@ def first_cause(error: BaseException) -> tuple[str, str]:
 def errors_for_people(
     extra: str | None = None, stopped: str = "", full: str = "Use a machine with more."
 ) -> Iterator[None]:
-    """Prints errors that a user can fix as a message without a traceback, and exits with status 1.
+    """Prints errors that a user can fix as a message without a traceback, and exits with status 1; after Ctrl-C and
+    SIGTERM with `stopped` and 130 or 143.
 
-    Ctrl-C and SIGTERM end the block too, with the words "Stopped." and status 130 or 143. Of the processes of a run on
-    one machine, the first that fails prints its error: those of the others are mostly that it has ended.
-
-    Args:
-        extra: The extra of this package that a missing module belongs to.
-        stopped: What to say of a command that was stopped, unless the exception has notes of it.
-        full: What to do if memory is full.
+    Of the processes of a run on one machine, the first that fails prints its error: others fail since it has ended. A
+    missing module belongs to `extra` of this package; `full` says what to do if memory is full.
     """
     handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _stop) for number in handled}
@@ -124,11 +140,8 @@ def errors_for_people(
         if os.environ.get("RANK", "0") == "0":
             Console(stderr=True).print("Stopped.", *getattr(error, "__notes__", [stopped]), soft_wrap=True)
         raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
-    except (SystemExit, typer.Exit):
+    except (SystemExit, typer.Exit, BrokenPipeError):  # typer ends without a word if `| head` has read enough
         raise
-    except BrokenPipeError:  # `| head` has read what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-        raise typer.Exit(1) from None
     except BaseException as error:  # torch.distributed.checkpoint's own is not an Exception
         if _is_first():
             message = device_error(error, full)

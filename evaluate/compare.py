@@ -44,23 +44,17 @@ class Arm:
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm against the first one on a task, over the questions that all models were asked.
-
-    Scores are means over questions and runs. `over_questions` and `over_seeds` are intervals of their difference if
-    other questions of the kind were asked, and over training runs. `mcnemar` is the p-value of whether as many
-    questions are right in one model alone as in the other alone; None with several runs, or if scores are not right or
-    wrong.
-    """
+    """An arm against the first one on a task, over the questions that all models were asked."""
 
     task: str
     arm: str
     against: str
     questions: int
-    score: float
+    score: float  # a mean over questions and runs, as is the reference
     reference: float
-    over_questions: Interval
-    over_seeds: Interval | None
-    mcnemar: float | None
+    over_questions: Interval  # of the difference, if other questions of the kind were asked
+    over_seeds: Interval | None  # of the difference over training runs
+    mcnemar: float | None  # p-value; None with several runs, or if scores are not right or wrong
 
     @property
     def value(self) -> float:
@@ -154,8 +148,7 @@ def over_questions(scores: np.ndarray, reference: np.ndarray, confidence: float 
         return (float(scores[0] - reference[0]),) * 2
     settings = {"n_resamples": 10_000, "batch": 500, "method": "percentile", "rng": 0}
     bootstrap = stats.bootstrap((scores - reference,), np.mean, confidence_level=confidence, **settings)
-    low, high = bootstrap.confidence_interval
-    return float(low), float(high)
+    return tuple(bootstrap.confidence_interval)
 
 
 def mcnemar(scores: np.ndarray, reference: np.ndarray) -> float:
@@ -165,15 +158,14 @@ def mcnemar(scores: np.ndarray, reference: np.ndarray) -> float:
 
 
 def over_seeds(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval | None:
-    """t interval of the difference of mean scores of runs, `(runs,)` each: paired if there are as many runs,
-    otherwise Welch's. None with fewer than two runs on either side."""
+    """t interval of the difference of runs' mean scores, paired if there are as many, or Welch's; None for one run."""
     if min(len(scores), len(reference)) < 2:
         return None
     paired = len(scores) == len(reference)
     test = stats.ttest_rel(scores, reference) if paired else stats.ttest_ind(scores, reference, equal_var=False)
     low, high = test.confidence_interval(confidence)
     value = float(scores.mean() - reference.mean())
-    return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
+    return (value, value) if math.isnan(low) else (low, high)  # all runs differ alike
 
 
 def _run(folder: Path) -> dict[str, Scores]:

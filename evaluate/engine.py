@@ -42,12 +42,7 @@ PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
 
 
 class MultimodalLM(HFMultimodalLM):
-    """The harness's `hf-multimodal` for a model in memory, whose answers are those to each question alone.
-
-    That of lm-eval 0.4.13 fails at a batch of questions without images, and cuts the images off long ones. It begins a
-    prompt with two first tokens if chat template and tokenizer both write one. And where the tokenizer's last token is
-    not the model's, an answer goes on after it until the others of the batch end.
-    """
+    """The harness's `hf-multimodal` for a model in memory, whose answers are those to each question alone."""
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
         self.processor = processor
@@ -56,6 +51,7 @@ class MultimodalLM(HFMultimodalLM):
         super().__init__(model, batch_size=batch_size)
         config = model.generation_config
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        # Otherwise an answer goes on after a last token that only the tokenizer has, until others of the batch end.
         config.eos_token_id = [token for token in {*ends, self.eot_token_id} if token is not None]
         config.max_new_tokens = None  # the task says how many
 
@@ -67,11 +63,11 @@ class MultimodalLM(HFMultimodalLM):
     ):
         tokenizer = self.processor.tokenizer
         first = tokenizer.bos_token
-        if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
+        if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:  # which the template wrote already
             strings = [string.removeprefix(first) for string in strings]
         if any(images):
             inputs = super().tok_batch_multimodal_encode(strings, images, padding_side)
-        else:
+        else:  # at which that of lm-eval 0.4.13 fails; and it cuts the images off long questions
             inputs = tokenizer(strings, padding=True, padding_side=padding_side, return_tensors="pt").to(self.device)
         if left_truncate_len and (length := inputs["input_ids"].shape[1]) > left_truncate_len:
             question = shorten(max(strings, key=len), 100)
@@ -83,9 +79,8 @@ def chosen_tasks(
     suites: Sequence[str], tasks: Sequence[str], include_path: Path | None = None, limit: int | None = None
 ) -> tuple[list[str], TaskManager]:
     """The tasks of some suites, and others by name, each once; and a manager that has them."""
-    for suite in suites:
-        if suite not in SUITES:
-            raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
+    if others := [suite for suite in suites if suite not in SUITES]:
+        raise ValueError(f"There is no suite {others[0]!r}. There are {', '.join(SUITES)}.")
     chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
     paths = [str(files(__package__) / "tasks"), *([str(include_path)] if include_path else [])]  # later ones win
     manager = TaskManager(include_path=paths, include_defaults=False)
@@ -106,55 +101,44 @@ def as_lm(handle: ModelHandle, *, batch_size: int, dtype: str = "auto", load_in_
     return MultimodalLM(model, handle.processor, batch_size)
 
 
-def run_task(lm: LM, task: str | Task, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
-    """What the harness's `simple_evaluate` returns for one task or group of tasks, by name or itself.
+def run_task(
+    lm: LM, name: str, task: str | Task, manager: TaskManager, folder: Path, weights: str, settings: dict[str, Any]
+) -> Evaluation:
+    """Runs a task or group of tasks, by name or itself, and writes what the harness writes into a folder.
 
     Tasks that generate answers get them through the chat template; likelihoods are of plain text, as is usual.
     """
-    loaded = manager.load([task])["tasks"].values()
-    generates = all(part.get_config("output_type") == "generate_until" for part in loaded)
+    parts = manager.load([task])["tasks"].values()
+    generates = all(part.get_config("output_type") == "generate_until" for part in parts)
     chat = generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
     gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded
     try:
-        raw = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager)
+        raw = simple_evaluate(
+            lm, tasks=[task], limit=settings["limit"], apply_chat_template=chat, task_manager=manager
+        )
     finally:
         gc.unfreeze()
     assert raw is not None  # in the first process
-    raw["config"]["apply_chat_template"] = chat  # which the harness does not write
-    return raw
-
-
-def save(raw: dict[str, Any], folder: Path) -> None:
-    """Writes what [`run_task`] returns in the harness's own form: `results_*.json` and `samples_*.jsonl`."""
-    samples = raw.pop("samples")
-    tracker = EvaluationTracker(output_path=str(folder / "results.json"))
-    tracker.save_results_aggregated(raw, samples=samples)
-    for name, answers in samples.items():
-        tracker.save_results_samples(name, answers)
-
-
-def saved_files(folder: Path) -> list[str]:
-    """The names of what [`save`] wrote into a folder."""
-    return [file.name for pattern in ("results_*.json", "samples_*.jsonl") for file in folder.glob(pattern)]
-
-
-def summarized(raw: dict[str, Any], task: str, *, weights: str, settings: dict[str, Any]) -> Evaluation:
-    """The results of a task, of a group as a whole first, then of its parts."""
-    counts = raw["n-samples"].values()
-    config = next(iter(raw["configs"].values()))
+    counts, config = raw["n-samples"].values(), next(iter(raw["configs"].values()))
     metadata = config.get("metadata") or {}
-    return Evaluation(
-        task=task,
-        title=metadata.get("title", task),
-        metrics=_metrics(raw, task),
+    result = Evaluation(
+        task=name,
+        title=metadata.get("title", name),
+        metrics=_metrics(raw, name),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=_protocol(raw, config, settings.get("quantization")),
+        protocol=_protocol(raw, config, chat, settings.get("quantization")),
         date=datetime.now(UTC).date().isoformat(),
-        versions={name: version(name) for name in PACKAGES} | {task: str(metadata.get("version"))},
+        versions={package: version(package) for package in PACKAGES} | {name: str(metadata.get("version"))},
         weights=weights,
         settings=settings,
     )
+    samples = raw.pop("samples")
+    tracker = EvaluationTracker(output_path=str(folder / "results.json"))
+    tracker.save_results_aggregated(raw, samples=samples)
+    for part, answers in samples.items():
+        tracker.save_results_samples(part, answers)
+    return result
 
 
 def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
@@ -183,12 +167,14 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
     return metrics
 
 
-def _protocol(raw: dict[str, Any], config: dict[str, Any], quantization: dict[str, Any] | None) -> list[str]:
+def _protocol(
+    raw: dict[str, Any], config: dict[str, Any], chat: bool, quantization: dict[str, Any] | None
+) -> list[str]:
     """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
     kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
-    template = "through the chat template" if raw["config"]["apply_chat_template"] else "as plain text"
+    template = "through the chat template" if chat else "as plain text"
     rule = (config.get("metadata") or {}).get("rule")  # of own data
     sentences = [
         f"lm-evaluation-harness runs its task {config['task']} on {data}.",

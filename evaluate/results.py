@@ -24,38 +24,30 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Metric:
-    """One result of a task, a share as 0.98, with its standard error over samples if computed.
-
-    `references` are results to compare with, by name: `{"blank image": 0.24, "commonest answer": 0.40}`; `subset` is a
-    part of the task, such as "colour", None for the whole; `samples` is how many the metric is computed from.
-    """
+    """One result of a task."""
 
     name: str
-    value: float
-    stderr: float | None = None
-    references: dict[str, float] = field(default_factory=dict)
-    subset: str | None = None
-    samples: int | None = None
+    value: float  # a share as 0.98, not 98
+    stderr: float | None = None  # over samples
+    references: dict[str, float] = field(default_factory=dict)  # {"blank image": 0.24, "commonest answer": 0.40}
+    subset: str | None = None  # part of the task; None for the whole
+    samples: int | None = None  # how many it is computed from
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of one task over `samples` of `total` samples. Raises ValueError if a number is not finite.
-
-    `protocol` says how prompts, decoding and scores are, `versions` of which packages and task; `weights`
-    is a hash of the model's files, or Hub id and commit; `settings` is what else the results depend on.
-    """
+    """The results of one task, and how they were obtained."""
 
     task: str
     title: str
     metrics: list[Metric]
-    samples: int
+    samples: int  # evaluated, of `total`
     total: int
-    protocol: list[str]
+    protocol: list[str]  # prompt, decoding and scoring, a sentence each
     date: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    weights: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)  # of packages and of the task
+    weights: str | None = None  # a hash of their files, or Hub id and commit
+    settings: dict[str, Any] = field(default_factory=dict)  # what else the results depend on
 
     def __post_init__(self):
         numbers: list[tuple[str, list[Any]]] = [("samples", [self.samples, self.total])]

@@ -16,7 +16,7 @@ from ..checkpoint.files import replaced_folder
 from ..checkpoint.lock import only_writer
 from ..diagnose.load import resolve_model
 from ..errors import Console, NotWritable, Printed, device_error
-from .engine import SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
+from .engine import SUITES, as_lm, chosen_tasks, run_task
 from .own_data import own_task
 from .results import FOLDER, SUMMARY, WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from .tasks.offline import OfflineTask
@@ -98,21 +98,22 @@ def evaluate(
     folder = Path(checkpoint.name) if Path(checkpoint.name).is_dir() else None
     output = output or folder or Path("evaluations", handle.name.replace("/", "--"))
     weights = files_hash(folder, WEIGHT_FILES) if folder else f"{checkpoint.name}@{checkpoint.revision}"
-    settings: dict[str, Any] = {"batch_size": batch_size, "limit": limit}
     beside_weights = ("*config.json", "*chat_template*", "*processor*.json", "*token*")
-    settings["files"] = files_hash(folder, *beside_weights) if folder else None
-    settings["tasks"] = files_hash(include_path, "**/*yaml", "**/*.yml", "**/*.py") if include_path else None
+    settings: dict[str, Any] = {
+        "batch_size": batch_size,
+        "limit": limit,
+        "files": files_hash(folder, *beside_weights) if folder else None,
+        "tasks": files_hash(include_path, "**/*yaml", "**/*.yml", "**/*.py") if include_path else None,
+    }
     if handle.adapter:  # which is put on its base as in training
         base = handle.adapter.base.revision or files_hash(Path(handle.adapter.base.name), WEIGHT_FILES)
-        settings |= {"dtype": None, "load_in_4bit": None, "quantization": handle.adapter.quantization, "base": base}
+        settings |= {"quantization": handle.adapter.quantization, "base": base}
     else:
         decided, quantization = handle.precision(dtype, load_in_4bit)
         dtype = str(decided).removeprefix("torch.")
         settings |= {"dtype": dtype, "load_in_4bit": load_in_4bit}
         if quantization:
             settings["quantization"] = json.loads(quantization.to_json_string(use_diff=False))  # float32 is a default
-    with only_writer(output):
-        (output / FOLDER).mkdir(exist_ok=True)
     with only_writer(output):
         (output / FOLDER).mkdir(exist_ok=True)
     earlier = [r for r in read_evaluations(output) if r.task in chosen and r.weights == weights]
@@ -135,10 +136,9 @@ def evaluate(
     for number, task in enumerate(missing, 1):
         console.print(f"{task} ({number} of {len(missing)})")
         try:
-            with replaced_folder(output / FOLDER / task, saved_files) as answers:
-                raw = run_task(lm, chosen[task], manager, limit=limit)
-                result = summarized(raw, task, weights=weights, settings=settings)
-                save(raw, answers)
+            place = output / FOLDER / task
+            with replaced_folder(place, lambda folder: {file.name for file in folder.glob("*s_*.json*")}) as answers:
+                result = run_task(lm, task, chosen[task], manager, answers, weights, settings)
             result.write(output)
         except NotWritable:
             raise

@@ -38,10 +38,7 @@ PART_OF_TYPE = {
 
 
 def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dataset]:
-    """A function that returns a split whose images are opened as those of training data are.
-
-    It raises ValueError if a column is missing, or holds something else than its `values`, in any case.
-    """
+    """A function that checks the columns of a split, and has its images opened as those of training data are."""
 
     def documents(split: Dataset) -> Dataset:
         missing = {"image", *columns, *values} - set(split.column_names)
@@ -52,13 +49,12 @@ def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dat
             raise ValueError(f"The data set has changed: missing columns or new values: {', '.join(sorted(missing))}.")
         # `datasets` would let Pillow open any format.
         undecoded = split.cast_column("image", datasets.Image(decode=False))
-        return undecoded.with_transform(_decoded, columns=["image"], output_all_columns=True)
+        return undecoded.with_transform(decoded, columns=["image"], output_all_columns=True)
+
+    def decoded(batch: dict[str, list]) -> dict[str, list]:
+        return {"image": [image and decode_image(image, DataArguments.max_image_pixels) for image in batch["image"]]}
 
     return documents
-
-
-def _decoded(batch: dict[str, list]) -> dict[str, list]:
-    return {"image": [image and decode_image(image, DataArguments.max_image_pixels) for image in batch["image"]]}
 
 
 mmbench = checked("index", "question", "hint", "answer", *"ABCD")
@@ -115,10 +111,7 @@ def results(document: dict, answers: list[str]) -> dict:
 
 
 def whole_questions(rows: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """From indices of rows and their scores, by index, 1 if a question is answered rightly in every rotation, else 0.
-
-    Rotations without their first question do not count.
-    """
+    """By index, 1 if a question is right in every rotation, else 0. Rotations without their first do not count."""
     rotations = defaultdict(list)
     for index, right in rows:
         rotations[index % ROTATION].append(right)
@@ -193,18 +186,12 @@ def ocrbench_text(document: dict) -> str:
 def ocrbench_results(document: dict, answers: list[str]) -> dict:
     """1 if an accepted answer is in the answer, else 0: for all, for the row's part, and for the mean."""
     accepted = [document["answer"]] if isinstance(document["answer"], str) else document["answer"]
-    plain = _formula if document["dataset"] == "HME100k" else _lower
-    right = float(any(plain(text) in plain(answers[0]) for text in accepted))
+    if document["dataset"] == "HME100k":  # formulas in LaTeX: spaces mean nothing, upper and lower case do
+        said, *accepted = [text.strip().replace("\n", "").replace(" ", "") for text in (answers[0], *accepted)]
+    else:
+        said, *accepted = [text.lower().strip().replace("\n", " ") for text in (answers[0], *accepted)]
+    right = float(any(text in said for text in accepted))
     return {"total": right, PART_OF_TYPE[document["question_type"].strip().lower()]: right, "acc": right}
-
-
-def _lower(text: str) -> str:
-    return text.lower().strip().replace("\n", " ")
-
-
-def _formula(text: str) -> str:
-    # LaTeX: spaces mean nothing, upper and lower case do.
-    return text.strip().replace("\n", "").replace(" ", "")
 
 
 def points(right: list[float]) -> float:

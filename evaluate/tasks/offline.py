@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline suite, from pinned archives: questions about easy-VQA's images and emoji; a text.
 
-A document with an image is a question. The first of each wording is asked a second time with a white image, and holds
-the true answers to all questions so worded: `blank` is the accuracy of the answers to the white image over them all.
+The first question of each wording is asked again with a white image, and holds the true answers to all so worded:
+`blank` is the accuracy of the answers to the white image over them all.
 """
 
 import math

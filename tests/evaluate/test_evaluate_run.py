@@ -138,7 +138,7 @@ def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_pat
         "tiny_missing": "missing",
         "tiny_undefined": "share is [nan, nan], not finite numbers",
         "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
-        "pope": "The data set has changed: it has no column question",
+        "pope": "missing columns or new values: question",
     }
     result = CliRunner().invoke(app, words(room, tmp_path, *reasons, "tiny_choosing"))
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)  # no traceback
