@@ -206,7 +206,7 @@ def evaluate(
     model: ModelArgument,
     suite: Annotated[list[str] | None, Option(help="Suites, by commas: paper, vision, text, offline.")] = None,
     tasks: Annotated[list[str] | None, Option(help="Tasks of lm-evaluation-harness, by commas.")] = None,
-    include_path: Annotated[Path | None, Option(help="Folder with task files of your own.")] = None,
+    include_path: Annotated[Path | None, Option(help="Folder of your own task files.", exists=True)] = None,
     data: Annotated[str | None, Option(help="Questions of your own: file, folder or Hub data set.")] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
@@ -230,7 +230,7 @@ def evaluate(
             trust_remote_code=trust_remote_code, output=output,
         )  # fmt: skip
     Console().print(evaluated)
-    Console().print(*evaluated.sentences(), sep="\n", soft_wrap=True)
+    Console().print(f"Results: {evaluated.file}.", soft_wrap=True)
     raise Exit(int(bool(evaluated.failed)))
 
 

@@ -87,6 +87,7 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
+MORE = "Use a machine with more."
 _FULL = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
 _ASKED = re.compile(r"tried to allocate [\d.]+ \w+(\. GPU \d+ has .*? is free)?", re.I)
 _DEVICE = re.compile(r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b")
@@ -95,7 +96,7 @@ _DISK_FULL = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
-def device_error(error: BaseException, remedy: str = "Use a machine with more.") -> str | None:
+def device_error(error: BaseException, remedy: str = MORE) -> str | None:
     """A sentence about full memory, with its remedy, or an error of a GPU or a library of kernels; else None."""
     if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
         return None
@@ -123,17 +124,17 @@ def first_cause(error: BaseException) -> tuple[str, str]:
 
 
 @contextmanager
-def errors_for_people(
-    extra: str | None = None, stopped: str = "", full: str = "Use a machine with more."
-) -> Iterator[None]:
+def errors_for_people(extra: str | None = None, stopped: str = "", full: str = MORE) -> Iterator[None]:
     """Prints errors that a user can fix as a message without a traceback, and exits with status 1; after Ctrl-C and
     SIGTERM with `stopped` and 130 or 143.
 
     Of the processes of a run on one machine, the first that fails prints its error: others fail since it has ended. A
     missing module belongs to `extra` of this package; `full` says what to do if memory is full.
     """
-    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, _stop) for number in handled}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, _stop)
     try:
         yield
     except (KeyboardInterrupt, Terminated) as error:
@@ -172,9 +173,7 @@ def _is_first() -> bool:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would interrupt the removal of what is unfinished
-    if number == signal.SIGINT:
-        signal.default_int_handler(number, frame)
-    raise Terminated(128 + number)
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(128 + number)
 
 
 class NotWritable(OSError):
@@ -186,10 +185,8 @@ def writing_to(folder: Path) -> Iterator[None]:
     """Raises [`NotWritable`] in place of an error of the block that comes of a read-only folder or a full disk."""
     try:
         yield
-    except NotWritable:
-        raise
     except Exception as error:
-        cause = write_failure(error)
+        cause = None if isinstance(error, NotWritable) else write_failure(error)
         if isinstance(error, OSError) and error.errno in _DENIED and error.filename is not None:
             file = Path(os.fsdecode(error.filename))
             if file in folder.parents or folder in (file, *file.parents):

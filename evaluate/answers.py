@@ -7,14 +7,11 @@ and `YOrN_Extraction`, version 0.2). lmms-eval 0.7 has a rule for each benchmark
 
 import re
 from collections.abc import Collection, Mapping
-from functools import lru_cache
 
 from ..data.rows.choices import plain
 
 
-_REFUSAL = re.compile(
-    r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I (?:cannot|can['’]t|can not)|cannot determine)\b", re.I
-)
+_REFUSAL = re.compile(r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I can(?: ?not|['’]t)|cannot determine)\b", re.I)
 
 
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
@@ -76,7 +73,6 @@ def named(answer: str, choices: Collection[str]) -> str | None:
     return None
 
 
-@lru_cache
 def _patterns(letters: str) -> tuple[re.Pattern, ...]:
     either = f"[{letters}{letters.lower()}]"
     # A letter or digit before or after makes it part of a word; a Chinese character does not: "答案是B".

@@ -15,7 +15,6 @@ class AnswerPrinter(TextStreamer):
     """Prints the answer word by word, so that it cannot control the terminal."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Prints what is new."""
         super().on_finalized_text(escaped(text), stream_end)
 
 

@@ -27,7 +27,6 @@ from .tasks.benchmarks import by_category, whole_questions
 
 
 CONFIDENCE = 0.95
-
 Interval = tuple[float, float]
 Scores = dict[tuple[str, int, str], float]
 """The score of each question, by task, number, and a hash of the true answer with the task's version."""
@@ -70,17 +69,15 @@ class Comparison(Printed):
     differences: list[Difference]
 
     def renderable(self) -> Table:
-        """A row for each difference."""
         against = self.arms[0].name
         columns = ("task", "model", "n", "score", against, "difference", "over questions", "over seeds", "p")
         caption = f"Differences from {against}, 95 % intervals, over the n questions that all models were asked."
         table = Table(*columns, box=SIMPLE, padding=0, show_edge=False, caption=caption)
         for row in self.differences:
             scores = (f"{row.questions:,}", f"{row.score:.3f}", f"{row.reference:.3f}", f"{row.value:+.3f}")
-            both = (row.over_questions, row.over_seeds)
-            intervals = [f"{ends[0]:+.3f} {ends[1]:+.3f}" if ends else "-" for ends in both]
+            ends = [f"{i[0]:+.3f} {i[1]:+.3f}" if i else "-" for i in (row.over_questions, row.over_seeds)]
             p = "-" if row.mcnemar is None else f"{row.mcnemar:.3f}"
-            table.add_row(row.task, row.arm, *scores, *intervals, p)
+            table.add_row(row.task, row.arm, *scores, *ends, p)
         return table
 
     def left_out(self) -> list[str]:

@@ -33,8 +33,8 @@ OFFLINE = ("offline_easy_vqa", "offline_emoji", "offline_perplexity")
 SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT, "offline": OFFLINE}
 """Tasks of each suite; `"paper"` has the paper's nine (table 4)."""
 
+# Metrics of a task that its accuracy is to be compared with, and their names in results.
 REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
-"""Metrics of a task that its accuracy is to be compared with, and their names in results."""
 
 evaluator.get_git_commit_hash = lambda: None  # of the working directory; without one, git prints an error
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model in memory and of each metric of a part
@@ -58,9 +58,7 @@ class MultimodalLM(HFMultimodalLM):
     def _create_tokenizer(self, *args, **kwargs):
         self.tokenizer = text_tokenizer(self.processor.tokenizer)
 
-    def tok_batch_multimodal_encode(
-        self, strings, images, padding_side="left", left_truncate_len=None, truncation=False
-    ):
+    def tok_batch_multimodal_encode(self, strings, images, padding_side="left", left_truncate_len=None, **_):
         tokenizer = self.processor.tokenizer
         first = tokenizer.bos_token
         if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:  # which the template wrote already
@@ -167,9 +165,7 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
     return metrics
 
 
-def _protocol(
-    raw: dict[str, Any], config: dict[str, Any], chat: bool, quantization: dict[str, Any] | None
-) -> list[str]:
+def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) -> list[str]:
     """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
@@ -180,8 +176,8 @@ def _protocol(
         f"lm-evaluation-harness runs its task {config['task']} on {data}.",
         f"Answers are generated with {options}." if kind == "generate_until" else f"Answers are chosen by {kind}.",
         f"Prompts are given {template}, with {config.get('num_fewshot') or 0} examples before the question.",
+        *([rule] if rule else []),
     ]
-    sentences += [rule] if rule else []
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(metric["metric"] == "blank" for metric in config.get("metric_list", ())):

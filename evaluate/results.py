@@ -12,14 +12,9 @@ from ..checkpoint.lock import only_writer
 from ..checkpoint.untrusted import json_object
 
 
-FOLDER, SUMMARY = "evaluation", "summary.json"
-"""The folder within a checkpoint that holds its evaluations, and the file of their results."""
-
-WEIGHT_FILES = "*.safetensors"
-"""Files of a model's weights, of which [`files_hash`] tells whether a result is theirs."""
-
-SCHEMA_VERSION = 2
-"""The version of `summary.json`; it grows when a field is renamed, removed or changes its meaning."""
+FOLDER, SUMMARY = "evaluation", "summary.json"  # within a checkpoint's folder, beside what the harness writes
+WEIGHT_FILES = "*.safetensors"  # of which [`files_hash`] tells whether a result is theirs
+SCHEMA_VERSION = 2  # grows when a field of the summary is renamed, removed or changes its meaning
 
 
 @dataclass(frozen=True)

@@ -24,30 +24,24 @@ from .tasks.offline import OfflineTask
 
 @dataclass
 class Evaluated(Printed):
-    """The file of the summary, the results of the tasks asked for, and why others could not be run."""
+    """The results of tasks, in `file` and, of whole tasks, as a table; and why others could not be run."""
 
     file: Path
     results: list[Evaluation]
     failed: dict[str, str]
 
     def renderable(self) -> Table:
-        """The results of whole tasks."""
         whole = [(result, metric) for result in self.results for metric in result.metrics if metric.subset is None]
         references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))
         partial = any(result.partial for result in self.results)
         columns = ("task", "metric", "value", "±", *references, "n")
         table = Table(*columns, box=SIMPLE, padding=0, show_edge=False, caption="partial" if partial else None)
         for result, metric in whole:
-            compared = [f"{metric.references[name]:.3f}" if name in metric.references else "" for name in references]
-            error = "" if metric.stderr is None else f"{metric.stderr:.3f}"
+            numbers = (metric.value, metric.stderr, *map(metric.references.get, references))
             samples = result.samples if metric.samples is None else metric.samples
-            table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *compared, f"{samples:,}")
+            cells = ["" if number is None else f"{number:.3f}" for number in numbers]
+            table.add_row(result.task, metric.name, *cells, f"{samples:,}")
         return table
-
-    def sentences(self) -> list[str]:
-        """Where the results are, and why tasks were not run."""
-        written = [f"Written to {self.file}."] if self.results else []
-        return written + [f"Not evaluated: {task}. {reason}" for task, reason in self.failed.items()]
 
 
 def evaluate(
@@ -84,8 +78,6 @@ def evaluate(
     Raises ValueError if model, task or data cannot be read, or a limit would replace whole results of the model.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if include_path and not include_path.is_dir():
-        raise ValueError(f"{include_path} is no folder with task files.")
     names, manager = chosen_tasks(suites, tasks, include_path, limit)
     chosen: dict[str, str | OfflineTask] = {name: name for name in names}
     if data:

@@ -18,7 +18,6 @@ from normalign_llava.evaluate.answers import chosen_option, yes_or_no
 
 ASK_FOR_LETTER = "Answer with the option's letter from the given choices directly."
 ROTATION = 1_000_000  # A rotated question of MMBench has the index of the first plus a multiple of this.
-
 # MMStar: "Options: A: a dog, B: a cat" and "Choices:\n(A) a dog\n(B) a cat".
 OPTION = re.compile(r"(?:^|[\s,])\(?([A-D])[:.)]\s*(.*?)(?=\s+\(?[A-D][:.)]|$)", re.DOTALL)
 
@@ -41,12 +40,12 @@ def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dat
     """A function that checks the columns of a split, and has its images opened as those of training data are."""
 
     def documents(split: Dataset) -> Dataset:
-        missing = {"image", *columns, *values} - set(split.column_names)
-        for column in values.keys() - missing:
-            others = {str(value) for value in split.unique(column)}
-            missing |= {f"{column}={value}" for value in others if value.strip().lower() not in values[column]}
-        if missing:
-            raise ValueError(f"The data set has changed: missing columns or new values: {', '.join(sorted(missing))}.")
+        changes = {"image", *columns, *values} - set(split.column_names)
+        for column in values.keys() - changes:
+            known = {str(value) for value in split.unique(column)}
+            changes |= {f"{column}={value}" for value in known if value.strip().lower() not in values[column]}
+        if changes:
+            raise ValueError(f"The data set has changed: missing columns or new values: {', '.join(sorted(changes))}.")
         # `datasets` would let Pillow open any format.
         undecoded = split.cast_column("image", datasets.Image(decode=False))
         return undecoded.with_transform(decoded, columns=["image"], output_all_columns=True)
@@ -100,14 +99,14 @@ def target(document: dict) -> str:
 
 def results(document: dict, answers: list[str]) -> dict:
     """`acc`: 1 if the answer names the right option, else 0; and what the benchmark's own metrics take."""
-    acc = {"acc": float(chosen_option(answers[0], _options(document)) == target(document))}
+    right = float(chosen_option(answers[0], _options(document)) == target(document))
     if "l2_category" in document:  # MMStar
-        return {"acc_by_category": (document["l2_category"], acc["acc"]), **acc}
+        return {"acc_by_category": (document["l2_category"], right), "acc": right}
     if "A" in document:  # MMBench
-        return {"acc_circular": (int(document["index"]), acc["acc"]), **acc}
+        return {"acc_circular": (int(document["index"]), right), "acc": right}
     if "question_image_type" in document:  # SEED-Bench-2-Plus
-        return {**acc, f"acc_{document['question_image_type'].strip().lower()}": acc["acc"]}
-    return acc
+        return {"acc": right, f"acc_{document['question_image_type'].strip().lower()}": right}
+    return {"acc": right}
 
 
 def whole_questions(rows: Sequence[tuple[int, float]]) -> dict[int, float]:
@@ -194,6 +193,4 @@ def ocrbench_results(document: dict, answers: list[str]) -> dict:
     return {"total": right, PART_OF_TYPE[document["question_type"].strip().lower()]: right, "acc": right}
 
 
-def points(right: list[float]) -> float:
-    """Number of right answers, as OCRBench counts: the total is out of 1000."""
-    return sum(right)
+points = sum  # OCRBench counts right answers: its total is out of 1000

@@ -21,7 +21,6 @@ from normalign_llava.fetched.texts import passages as read_passages
 
 
 BLANK = Image.new("RGB", (64, 64), "white")
-SEED = 0
 
 
 class OfflineTask(ConfigurableTask):
@@ -41,7 +40,7 @@ class OfflineTask(ConfigurableTask):
 
 def easy_vqa(**_: object) -> dict[str, Dataset]:
     """The quickstart's questions about easy-VQA's test images: 100 each of shape and colour, and yes or no."""
-    asked = held_out(100, SEED)
+    asked = held_out(100)
     of_kind = [[question for question in asked if question.kind == kind] for kind in KINDS]
     mixed = [question for trio in zip(*of_kind, strict=True) for question in trio]  # the first few are of all kinds
     return _as_test([(question, CHOICES[question.kind], question.kind.replace("/", "_")) for question in mixed])
@@ -96,9 +95,8 @@ def results(document: dict, answers: list[str]) -> dict:
 def passage_results(document: dict, likelihoods: list[float]) -> dict:
     """Bits for each byte of a passage, from its log likelihood, and what its words weigh in the perplexity."""
     (likelihood,) = likelihoods
-    size = len(document["text"].encode())
     return {
-        "bits_per_byte": -likelihood / size / math.log(2),
+        "bits_per_byte": -likelihood / len(document["text"].encode()) / math.log(2),
         "word_perplexity": (likelihood, len(document["text"].split())),
     }
 
