@@ -32,40 +32,37 @@ from normalign_llava.cli import app
 for words in json.load(sys.stdin):
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     heavy = {"torch", "transformers", "trl", "accelerate"} & set(sys.modules)
-    print(json.dumps({"status": result.exit_code, "said": result.output, "heavy": sorted(heavy)}))
+    print(json.dumps([result.exit_code, result.output, sorted(heavy)]))
 """
 
 
 def in_one_process(lines, folder, **environment):
-    """What commands print, one after the other in one process, and what heavy modules that has imported by then."""
-    process = subprocess.run(
-        [sys.executable, "-c", LIGHT],
-        input=json.dumps([[str(word) for word in words] for words in lines]),
-        cwd=folder, env=os.environ | environment, capture_output=True, text=True,
-    )  # fmt: skip
+    """Statuses and outputs of commands, one after the other in one process, which imports no heavy module."""
+    words, environment = json.dumps([[*line] for line in lines]), os.environ | environment
+    command = [sys.executable, "-c", LIGHT]
+    process = subprocess.run(command, input=words, cwd=folder, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    return [json.loads(line) for line in process.stdout.splitlines()]
-
-
-def test_help_and_version_need_no_torch(tmp_path):
-    commands = [name for name in app_commands() if name]
-    lines = [["--version"], ["--help"], ["train"], *([command, "--help"] for command in commands)]
-    outputs = in_one_process(lines, tmp_path)
-    assert outputs[0] == {"status": 0, "said": f"normalign-llava {__version__}\n", "heavy": []}
-    for output in outputs[1:]:
-        assert output["status"] == 0 and "Usage" in output["said"] and not output["heavy"], output
+    outputs = [json.loads(line) for line in process.stdout.splitlines()]
+    assert not any(heavy for _, _, heavy in outputs), outputs
+    return [(status, said) for status, said, _ in outputs]
 
 
 def app_commands():
     return typer.main.get_command(app).commands
 
 
+def test_help_and_version_need_no_torch(tmp_path):
+    lines = [["--version"], ["--help"], ["train"], *([command, "--help"] for command in app_commands())]
+    version, *helps = in_one_process(lines, tmp_path)
+    assert version == (0, f"normalign-llava {__version__}\n")
+    assert all(status == 0 and "Usage" in said for status, said in helps)
+
+
 def test_help_of_training_shows_options_that_exist():
     named = [name for names in SHOWN.values() for name in names]
-    parsed = {option for action in option_parser()._actions for option in action.option_strings}
-    ours = {option for parameter in app_commands()["train"].params for option in parameter.opts}
-    assert len(named) == len(set(named)) == 29
-    assert {f"--{name}" for name in named} <= parsed | ours
+    known = {option for action in option_parser()._actions for option in action.option_strings}
+    known |= {option for parameter in app_commands()["train"].params for option in parameter.opts}
+    assert len(named) == len(set(named)) and {f"--{name}" for name in named} <= known
     shown = invoke("train", "--help").output
     assert "Usage: normalign train RECIPE [--option value ...]" in shown and "qlora, quickstart-" in shown
     assert all(f"--{name} " in shown for name in named) and "--adam_beta1" not in shown
@@ -87,9 +84,8 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
     }
     # Nobody listens on the port of this Hub.
     outputs = in_one_process(cases, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "home"))
-    for (words, expected), output in zip(cases.items(), outputs, strict=True):
-        assert output["status"] in (1, 2) and expected in output["said"], (words, output)
-        assert not output["heavy"], (words, output["heavy"])
+    for (words, expected), (status, said) in zip(cases.items(), outputs, strict=True):
+        assert status in (1, 2) and expected in said, (words, said)
     assert not (tmp_path / "x").exists()
 
 
@@ -154,29 +150,23 @@ def test_of_several_processes_the_first_that_fails_prints_its_error(tmp_path):
     assert mistake.startswith("Traceback") and "KeyError: 'a mistake'" in mistake
 
 
-OUT_OF_MEMORY = (
-    "CUDA out of memory. Tried to allocate 2.31 GiB. GPU 0 has a total capacity of 23.65 GiB of which 1.12 GiB is "
-    "free. Including non-PyTorch memory, this process has 22.50 GiB memory in use."
-)
-
-
 def bad_quantization(folder):
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf5")
     NormAlignLlavaForConditionalGeneration.from_pretrained(folder, quantization_config=settings)
 
 
-def raised(error):
-    def function(folder):
-        raise error
-
-    return function
+def out_of_memory(folder):
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.31 GiB. GPU 0 has a total capacity of 23.65 GiB of which 1.12 GiB is "
+        "free. Including non-PyTorch memory, this process has 22.50 GiB memory in use."
+    )
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda folder: torch.empty(2**50), r"Out of memory in loading the model X: tried to allocate \d+ bytes"),
-        (raised(torch.OutOfMemoryError(OUT_OF_MEMORY)), "Out of memory .* 2.31 GiB. GPU 0 .* 1.12 GiB is free. Less!"),
+        (out_of_memory, "Out of memory .* 2.31 GiB. GPU 0 .* 1.12 GiB is free. Less!"),
         (lambda folder: torch.zeros(1, device="cuda"), "The GPU failed: .*(CUDA|NVIDIA).*build of torch"),
         (bad_quantization, "bitsandbytes failed: .*nf5.*\\. Does its version fit torch and this machine?"),
     ],

@@ -72,9 +72,7 @@ def test_words_are_printed_as_they_come_and_cannot_control_the_terminal(capsys):
 
 def test_a_reader_that_has_seen_enough_ends_it_without_a_word(prepared, checkpoint, tmp_path):
     (tmp_path / "noise.png").write_bytes(training.image(1))
-    command = (
-        "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); from normalign_llava.cli import app; app()"
-    )
+    command = "import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1); from normalign_llava.cli import app; app()"
     result = prepared.run(["-c", command, "ask", checkpoint, tmp_path / "noise.png", "What?", "--max-new-tokens", "4"])
     assert result.returncode == 1 and not re.search("Error|Traceback|Exception|pipe", result.stderr), result.stderr
 
@@ -91,9 +89,6 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
         result = ask(model, tmp_path / image)
         assert result.exit_code == 1 and reason in result.output
     without = shutil.copytree(checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    for question, reason in {
-        "<image>\nWhat?": "has <image>.",
-        "what? " * 300: "model takes 256.",
-        " ": "empty",
-    }.items():
+    questions = {"<image>\nWhat?": "has <image>.", "what? " * 300: "model takes 256.", " ": "empty"}
+    for question, reason in questions.items():
         assert reason in ask(without, tmp_path / "noise.png", question=question).stderr

@@ -70,13 +70,8 @@ def alone(model, processor, text, images):
     words = [{"type": "text", "text": part} if part else None for part in text.split("<image>")]
     shown = [{"type": "image", "image": image} for image in images]
     content = [part for pair in zip(words, [*shown, None], strict=True) for part in pair if part]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **options)
     end = processor.tokenizer.eos_token_id
     ids = model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False, eos_token_id=end)
     return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).split("\n")[0]

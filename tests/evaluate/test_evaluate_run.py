@@ -13,7 +13,6 @@ import yaml
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluate.compare import compare_arms, read_arm
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.evaluate.run import evaluate
 
@@ -42,8 +41,8 @@ def room(tmp_path_factory):
 
 def words(room, output, *tasks):
     """The command line."""
-    named = [word for task in tasks for word in ("--tasks", task)]
-    return ["evaluate", str(room / "model"), "--include-path", str(room / "tasks"), "--output", str(output), *named]
+    named = ["--include-path", str(room / "tasks"), "--tasks", ",".join(tasks)]
+    return ["evaluate", str(room / "model"), "--output", str(output), *named]
 
 
 def run(room, output, *tasks, model=None, **options):
@@ -59,18 +58,14 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     assert (colours.samples, colours.total, colours.partial) == (5, 5, False)
     assert len(colours.weights) == 64 and colours.settings["batch_size"] == 2
     assert colours.versions["tiny_looking"] == "3" and "lm_eval" in colours.versions
-    assert any("max_gen_toks" in sentence for sentence in colours.protocol)
     sentence = "lm-evaluation-harness runs its task tiny_looking on my-questions."  # without the folders above it
     assert colours.protocol[0] == sentence and "<image>what is in 0?" in colours.protocol[-1]
-    assert choice.protocol[-1] == 'The first prompt is "what is in 0?"'
     (samples,) = (tmp_path / "evaluation" / "tiny_choosing").glob("samples_tiny_choosing_*.jsonl")
     answered = [json.loads(line) for line in samples.read_text().splitlines()]
-    right = sum(sample["acc"] for sample in answered)
-    assert len(answered) == 5 and choice.metrics[0].value == right / 5
+    assert len(answered) == 5 and choice.metrics[0].value == sum(sample["acc"] for sample in answered) / 5
     (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
     stored = json.loads(raw.read_text())
-    assert stored["results"]["tiny_choosing"]["acc,none"] == right / 5 and stored["git_hash"] is None
-    assert evaluated.renderable().row_count == 2
+    assert stored["results"]["tiny_choosing"]["acc,none"] == choice.metrics[0].value and stored["git_hash"] is None
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):
@@ -136,7 +131,7 @@ def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
 def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_path):
     reasons = {
         "tiny_missing": "missing",
-        "tiny_undefined": "share is [nan, nan], not finite numbers",
+        "tiny_undefined": "share is [nan, nan]",
         "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
         "pope": "missing columns or new values: question",
     }
@@ -160,8 +155,3 @@ def test_a_language_model_alone_is_opened_with_the_same_care(room, tmp_path):
     assert (how["bnb_4bit_quant_type"], how["bnb_4bit_use_double_quant"]) == ("nf4", True)
     assert how["llm_int8_skip_modules"] == ["lm_head"]
     assert f"quantized: 4-bit NF4, double quantization, products in {settings['dtype']}." in result.protocol[-1]
-    arms = [read_arm(str(tmp_path / name)) for name in ("whole", "quantized")]
-    with pytest.raises(
-        ValueError, match=r"whole: tiny_choosing acc; quantized: tiny_choosing acc \(4-bit NF4, double"
-    ):
-        compare_arms(arms)

@@ -56,10 +56,7 @@ TINY = {
         "tiny": {
             "question": "Which?",
             "seeds": [5, 6],
-            "variants": {
-                "none": {"arm": "none"},
-                "gwc": {"arm": "gwc"},
-            },
+            "variants": {"none": {"arm": "none"}, "gwc": {"arm": "gwc"}},
         },
     },
 }
@@ -67,10 +64,7 @@ TINY = {
 
 @pytest.mark.nightly
 def test_a_plan_of_commands_is_killed_resumed_and_reported(archives, tmp_path):
-    parts = {
-        "vision": tiny_parts.vision(tmp_path / "vision", "dinov2"),
-        "language": tiny_parts.language(tmp_path / "l"),
-    }
+    parts = {"vision": tiny_parts.vision(tmp_path / "v", "dinov2"), "language": tiny_parts.language(tmp_path / "l")}
     file, work, results = tmp_path / "plan.yaml", tmp_path / "work", tmp_path / "results"
     file.write_text(yaml.safe_dump({**TINY, **parts}))
     words = [sys.executable, ROOT / "experiments", "run", file, "--work", work, "--results", results]
@@ -199,15 +193,10 @@ METHODS = {
 @pytest.mark.parametrize("method", [pytest.param("align", marks=pytest.mark.nightly), "all", "adapters"])
 def test_operations_are_those_that_torch_counts(models, method, checkpointing):
     for folder in models:
-        given = {"model_name_or_path": folder / "checkpoint", "dataset_name": folder / "data"}
-        given |= {
-            "output_dir": folder / "run",
-            "attn_implementation": "eager",
-            "bf16": "false",
-            "global_batch_size": 1,
-        }
-        given |= {"per_device_train_batch_size": 1, "gradient_checkpointing": checkpointing}
-        words = [*METHODS[method], *(str(word) for name, value in given.items() for word in (f"--{name}", value))]
+        options = f"--output_dir {folder}/run --attn_implementation eager --bf16 false --global_batch_size 1"
+        options += f" --model_name_or_path {folder}/checkpoint --dataset_name {folder}/data"
+        options += f" --per_device_train_batch_size 1 --gradient_checkpointing {checkpointing}"
+        words = [*METHODS[method], *options.split()]
         trainer, _ = make_trainer(*parse(words))
         model, batch = trainer.model.train(), largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
         if checkpointing == "true":

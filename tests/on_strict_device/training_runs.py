@@ -23,11 +23,7 @@ def trainer(checkpoint, tmp_path, monkeypatch):
     def make(device, **options):
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(torch.device(device, 0) if device == "strict" else device))
         AcceleratorState._reset_state(reset_partial_state=True)
-        options = {
-            "dataset": training.rows(12, images=lambda n: n // 2 % 3),
-            "dataloader_pin_memory": False,
-            **options,
-        }
+        options = {"dataset": training.rows(12, images=lambda n: n // 2 % 3), "dataloader_pin_memory": False} | options
         made = training.trainer(tmp_path / device, checkpoint, use_cpu=device == "cpu", **options)
         assert made.args.device.type == device and all(p.device == made.args.device for p in made.model.parameters())
         return made
@@ -62,18 +58,9 @@ TIMED = ("runtime", "per_second")
 def test_training_steps_with_all_callbacks(trainer, options, only_answers):
     runs = []
     for device in ("cpu", "strict"):
-        run = trainer(
-            device,
-            held_out=training.rows(2),
-            probe_steps=[0, 2],
-            sample_count=2,
-            sample_max_new_tokens=3,
-            eval_strategy="steps",
-            eval_steps=2,
-            optim="sgd",
-            learning_rate=0.1,
-            **options,
-        )
+        probed = {"probe_steps": [0, 2], "sample_count": 2, "sample_max_new_tokens": 3}
+        evaluated = {"held_out": training.rows(2), "eval_strategy": "steps", "eval_steps": 2}
+        run = trainer(device, optim="sgd", learning_rate=0.1, **probed, **evaluated, **options)
         model = base_model(run.model)
         assert model.only_answers == (device == "cpu")
         model.only_answers = only_answers
@@ -83,10 +70,8 @@ def test_training_steps_with_all_callbacks(trainer, options, only_answers):
     assert len(on_strict.state.log_history) == len(on_cpu.state.log_history) == 4
     for found, expected in zip(on_strict.state.log_history, on_cpu.state.log_history, strict=True):
         assert found.keys() == expected.keys()
-        kept = [name for name in expected if not name.endswith(TIMED)]
-        assert {name: found[name] for name in kept} == pytest.approx(
-            {name: expected[name] for name in kept}, rel=1e-4, abs=1e-6
-        )
+        for name in expected:
+            assert name.endswith(TIMED) or found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
     (probed, samples), (probed_on_cpu, samples_on_cpu) = written(on_strict), written(on_cpu)
     assert len(probed) == 2 and len(samples) == 1 and samples == samples_on_cpu
     for found, expected in zip(probed, probed_on_cpu, strict=True):
@@ -94,14 +79,6 @@ def test_training_steps_with_all_callbacks(trainer, options, only_answers):
             assert found[kind] == pytest.approx(expected[kind], rel=1e-5)
     for parameter, expected in zip(on_strict.model.parameters(), on_cpu.model.parameters(), strict=True):
         close(parameter.detach(), expected.detach(), rtol=1e-4, atol=1e-6)
-
-
-def test_a_step_that_is_not_finite_stops_the_run(trainer):
-    run = trainer("strict", logging_steps=5)
-    hook = base_model(run.model).model.multi_modal_projector.linear_2.register_full_backward_hook
-    hook(lambda module, given, got: (given[0] * float("inf"),))
-    with pytest.raises(FloatingPointError, match="first in the gradient"):
-        run.train()
 
 
 def test_a_run_resumes_from_its_checkpoint(trainer):
