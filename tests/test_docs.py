@@ -69,10 +69,7 @@ def made(tmp_path_factory, archives, server):
         shutil.copyfile(here / "kite.png", images / f"{number}.png")
     asked = [{"file_name": f"{number}.png", "question": "what is it", "answer": "a kite"} for number in range(4)]
     (images / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    said = [
-        {"from": "human", "value": "<image>\nwhat is it"},
-        {"from": "gpt", "value": "a kite"},
-    ]
+    said = [{"from": "human", "value": "<image>\nwhat is it"}, {"from": "gpt", "value": "a kite"}]
     rows = [{"image": f"{number}.png", "conversations": said} for number in range(4)]
     pretrain = here / "LLaVA-Pretrain"
     shutil.make_archive(str(pretrain / "images"), "zip", images)
@@ -81,14 +78,10 @@ def made(tmp_path_factory, archives, server):
     next_data = [{**row, "image": Image.open(here / "kite.png").copy()} for row in rows]
     Dataset.from_list(next_data).to_parquet(str(root / "data" / "train-00000-of-00001.parquet"))
     server.clear()
-    for name, folder in {
-        "google/siglip-so400m-patch14-384": Path(vision),
-        "Qwen/Qwen2.5-7B-Instruct": Path(language),
-        "llava-hf/llava-1.5-7b-hf": root / "llava",
-        "Qwen/Qwen2.5-VL-3B-Instruct": root / "llava",
-        "Qwen/Qwen2.5-VL-7B-Instruct": root / "llava",
-    }.items():
-        server.serve(name, folder)
+    server.serve("google/siglip-so400m-patch14-384", Path(vision))
+    server.serve("Qwen/Qwen2.5-7B-Instruct", Path(language))
+    for name in ("llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct"):
+        server.serve(name, root / "llava")
     server.serve("lmms-lab/LLaVA-NeXT-Data", root / "data", kind="dataset")
     return here
 

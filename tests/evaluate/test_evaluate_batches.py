@@ -85,18 +85,11 @@ def write_task(folder, answers):
     ]
     features = Features({"images": List(Image()), "question": Value("string"), "answer": Value("string")})
     Dataset.from_list(rows, features=features).to_parquet(folder / "rows.parquet")
-    task = {
-        "task": "tiny_mixed",
-        "dataset_path": "parquet",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.parquet")}, "cache_dir": str(folder / "cache")},
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_image": "images",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": LONGEST},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
+    files = {"data_files": {"test": str(folder / "rows.parquet")}, "cache_dir": str(folder / "cache")}
+    task = {"task": "tiny_mixed", "dataset_path": "parquet", "dataset_kwargs": files, "test_split": "test"}
+    task |= {"output_type": "generate_until", "doc_to_image": "images", "doc_to_text": "{{question}}"}
+    task |= {"generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": LONGEST}}
+    task |= {"metric_list": [{"metric": "exact_match"}], "doc_to_target": "{{answer}}"}
     (folder / "tiny_mixed.yaml").write_text(yaml.safe_dump(task))
 
 

@@ -30,8 +30,8 @@ def room(tmp_path_factory):
     choosing = yaml.safe_load((tasks / "tiny_choosing.yaml").read_text())
     missing = {**choosing, "task": "tiny_missing", "dataset_path": str(folder / "missing")}
     (tasks / "tiny_missing.yaml").write_text(yaml.safe_dump(missing))
-    undefined = {**choosing, "task": "tiny_undefined", "metric_list": [{"metric": "share", "aggregation": "mean"}]}
-    undefined["metric_list"][0]["higher_is_better"] = True
+    share = {"metric": "share", "aggregation": "mean", "higher_is_better": True}
+    undefined = {**choosing, "task": "tiny_undefined", "metric_list": [share]}
     (tasks / "undefined.py").write_text("def share(document, answers):\n    return {'share': float('nan')}\n")
     text = yaml.safe_dump(undefined) + "process_results: !function undefined.share\n"
     (tasks / "tiny_undefined.yaml").write_text(text)

@@ -130,8 +130,7 @@ def test_a_model_is_asked_compared_and_published(checkpoint, tmp_path):
     assert "Differences from model" in run("compare", model, other, "--output", tmp_path / "comparison")
 
     write_card(model)
-    sent = choose_files(model, {})
-    check_private(sent, "")
+    check_private(sent := choose_files(model, {}), "")
     card, summary = (sent.files[name].decode() for name in ("README.md", "evaluation/summary.json"))
     assert "### my-images (own data)" in card and "own data of 2 rows (SHA-256 " in card
     assert not any(word in text for word in (SECRET, "Ann", str(tmp_path)) for text in (card, summary))

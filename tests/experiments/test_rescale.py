@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from rescale import rescale_encoder, rescale_language_model
 from transformers import AutoImageProcessor, Dinov2Model, LlamaForCausalLM
 
@@ -42,19 +41,6 @@ def test_logits_are_equal_bit_for_bit(language, rescaled_language):
     assert torch.equal(before.logits, after.logits)
     for state, scaled in zip(before.hidden_states[:-1], after.hidden_states[:-1], strict=True):
         assert torch.equal(state * TEXT, scaled)
-
-
-def test_gradients_of_adapters_are_unchanged(language, rescaled_language):
-    gradients = []
-    for model in (language, rescaled_language):
-        torch.manual_seed(0)
-        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        adapted = get_peft_model(copy.deepcopy(model), config)
-        adapted(TOKENS, labels=TOKENS).loss.backward()
-        gradients.append({name: p.grad for name, p in adapted.named_parameters() if p.requires_grad})
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=0, msg=name)
-    assert len(gradients[0]) == 120 and all(gradient.norm() > 0 for gradient in gradients[0].values())
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ themselves. There is no autocast and no pinned memory, and random numbers are th
 import ctypes
 from pathlib import Path
 
+import pytest
 import torch
 import torchgen
 from torch.nn.attention import SDPBackend
@@ -133,3 +134,15 @@ def close(found: torch.Tensor, expected: torch.Tensor, **tolerance: float) -> No
     """Asserts that a tensor is on the device and has the values of one on the CPU."""
     assert found.device == STRICT
     torch.testing.assert_close(found.cpu(), expected, **tolerance)
+
+
+def same(found: object, expected: object) -> None:
+    """Asserts that numbers of two reports are the same, at any depth."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = [*found.values()], [*expected.values()]
+    if isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    else:
+        assert found == (pytest.approx(expected, rel=1e-4, abs=1e-6) if isinstance(expected, float) else expected)

@@ -6,7 +6,7 @@ import demo_parts
 import pytest
 import tiny
 import vlm_families
-from strict_device import STRICT
+from strict_device import STRICT, same
 
 from normalign_llava.checkpoint.opening import check_processor
 from normalign_llava.diagnose import probe
@@ -14,18 +14,6 @@ from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.embeddings import embedding_table_of, gain_of
 from normalign_llava.hub_cards import demo_app
 from normalign_llava.hub_cards.push.clean_process import difference, first_logits
-
-
-def same(measured, expected):
-    """Numbers of two reports, at any depth."""
-    if isinstance(expected, dict):
-        assert measured.keys() == expected.keys()
-        measured, expected = [*measured.values()], [*expected.values()]
-    if isinstance(expected, list):
-        for one, other in zip(measured, expected, strict=True):
-            same(one, other)
-    else:
-        assert measured == (pytest.approx(expected, rel=1e-4, abs=1e-6) if isinstance(expected, float) else expected)
 
 
 def check(model, measure):
