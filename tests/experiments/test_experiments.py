@@ -22,9 +22,14 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.evaluate.engine import SUITES
 
 
-LORA = ("use_peft", "lora_r", "lora_dropout", "lora_target_modules")
 SHORT = {"max_steps": 20, "global_batch_size": 2, "per_device_train_batch_size": 2}
 SHORT |= {"logging_steps": 10, "save_steps": 10, "probe_steps": None}
+VARIANTS = """
+none: {arm: none, enters_at: 1}
+gwc: {gradient: 1.002, stage2: {use_peft: null, lora_r: null, lora_dropout: null, lora_target_modules: null}}
+wild: {stage2: {learning_rate: 1.0e+39, warmup_steps: 0}}
+"""
+GROUP = {"question": "Which?", "seeds": [5], "variants": yaml.safe_load(VARIANTS)}
 PLAN = {
     "tasks": ["offline_emoji"],
     "feature_layer": -2,
@@ -32,17 +37,7 @@ PLAN = {
     "stage1": {"recipe": "quickstart-align", **SHORT},
     "stage2": {"recipe": "quickstart-tune", **SHORT, "lora_r": 2},
     "decisions": {"H1": ["tiny/gwc", "tiny/none"]},
-    "groups": {
-        "tiny": {
-            "question": "Which?",
-            "seeds": [5],
-            "variants": {
-                "none": {"arm": "none", "enters_at": 1},
-                "gwc": {"gradient": 1.002, "stage2": dict.fromkeys(LORA)},
-                "wild": {"stage2": {"learning_rate": 1e39, "warmup_steps": 0}},
-            },
-        }
-    },
+    "groups": {"tiny": GROUP},
 }
 
 

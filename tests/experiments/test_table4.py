@@ -34,8 +34,12 @@ from normalign_llava.train.run import make_trainer
 
 
 TABLE4 = ROOT / "experiments" / "table4.yaml"
-ALL_TRAINED = dict.fromkeys(["use_peft", "lora_dropout", "lora_target_modules"])
 STEPS = {"global_batch_size": 2, "per_device_train_batch_size": 2, "probe_steps": [0, 2]}
+ALL_TRAINED = STEPS | dict.fromkeys(["use_peft", "lora_dropout", "lora_target_modules"])
+GROUPS = """
+wrong: {question: "What is refused?", seeds: [5], variants: {aligned: {arm: aligned, stage1: {learning_rate: -1}}}}
+tiny: {question: "Which?", seeds: [5, 6], variants: {none: {arm: none}, gwc: {arm: gwc}}}
+"""
 TINY = {
     "commands": True,
     "bf16": False,
@@ -44,19 +48,8 @@ TINY = {
     "diagnosed": 2,
     "evaluate": {"batch-size": 16},
     "stage1": {"recipe": "quickstart-align", **STEPS, "max_steps": 2, "save_steps": 2},
-    "stage2": {"recipe": "quickstart-tune", **STEPS, "max_steps": 3, "save_steps": 1, **ALL_TRAINED},
-    "groups": {
-        "wrong": {
-            "question": "What is refused?",
-            "seeds": [5],
-            "variants": {"aligned": {"arm": "aligned", "stage1": {"learning_rate": -1}}},
-        },
-        "tiny": {
-            "question": "Which?",
-            "seeds": [5, 6],
-            "variants": {"none": {"arm": "none"}, "gwc": {"arm": "gwc"}},
-        },
-    },
+    "stage2": {"recipe": "quickstart-tune", **ALL_TRAINED, "max_steps": 3, "save_steps": 1},
+    "groups": yaml.safe_load(GROUPS),
 }
 
 
