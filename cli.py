@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from typer import Argument, BadParameter, Context, Exit, Option, Typer, echo
 
 from . import __version__
-from .errors import Console, errors_for_people, hide_notices
+from .errors import Console, errors_for_people
+from .notices import hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -18,7 +19,7 @@ Strategy = Literal["default", "full"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
-DtypeOption = Annotated[Dtype, Option(help="Weight dtype. auto keeps the checkpoint's.")]
+DtypeOption = Annotated[Dtype, Option(help="Weight dtype, the norm's apart; auto keeps the model's.")]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
 ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip file that image paths start from.")]
 ColumnsOption = Annotated[str | None, Option(help="The data's columns, such as image=image_path,answer=caption.")]
@@ -69,10 +70,7 @@ def build(
     dtype: DtypeOption = "auto",
     seed: Annotated[int | None, Option(help="Seed of the projector's random weights.")] = None,
 ) -> None:
-    """Join a vision encoder and a language model into a checkpoint folder, or add the norm to a LLaVA checkpoint.
-
-    The norm is float32 in every dtype; auto keeps the language model's.
-    """
+    """Join a vision encoder and a language model into a checkpoint folder, or add the norm to a LLaVA checkpoint."""
     joined = (vision, language, feature_layer, select_strategy, chat_template, seed)
     if from_llava and any(option is not None for option in joined):
         others = "--vision, --language, --feature-layer, --select-strategy, --chat-template and --seed"
@@ -167,8 +165,7 @@ def data(
         from .data.sources.arguments import DataSource
         from .train.data_check import check_data
 
-        named = DataSource.named(source, image_folder=image_folder, columns=columns)
-        check = check_data(named, model, check_images)
+        check = check_data(DataSource.named(source, image_folder=image_folder, columns=columns), model, check_images)
     console = Console()
     console.print(check.table(source))
     if check.example:
@@ -230,7 +227,7 @@ def evaluate(
             trust_remote_code=trust_remote_code, output=output,
         )  # fmt: skip
     Console().print(evaluated)
-    Console().print(f"Results: {evaluated.file}.", soft_wrap=True)
+    Console().print(f"Results: {evaluated.file if evaluated.results else 'none'}.", soft_wrap=True)
     raise Exit(int(bool(evaluated.failed)))
 
 

@@ -2,14 +2,11 @@
 """Output of commands: foreign text cannot control the terminal; an error is one sentence and exit status 1."""
 
 import errno
-import logging
 import os
 import re
 import signal
-import sys
 import traceback
 import unicodedata
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -53,29 +50,6 @@ def escaped(text: str) -> str:
     hidden = {letter for letter in text if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
     hidden -= {"\n", "\t", "\u200c", "\u200d"}
     return text.translate({ord(letter): ascii(letter)[1:-1] for letter in hidden})
-
-
-NOTICES = {
-    "DeepSpeed": "Setting accelerator to CPU",  # on standard output, with and without it in use
-    "accelerate.accelerator": "Gradient accumulation steps mismatch",  # the Trainer counts them itself
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
-    "datasets.builder": "Setting num_proc from",  # for a split of fewer files
-    "transformers.configuration_utils": "must be `None` or an integer within the vocabulary",  # of a CLIP's text part
-    "transformers.modeling_utils": "| CONVERSION",  # an error follows, which has what matters of the report
-    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
-    "transformers.utils.import_utils": "requires torchvision (not installed)",  # Pillow's serve as well
-}
-
-
-def hide_notices() -> None:
-    """Hides messages of other libraries that a user can do nothing about, unless `python -W` is given: `NOTICES`, by
-    logger and a part of the text, and deprecation warnings of libraries imported later."""
-    if sys.warnoptions:
-        return
-    for name in NOTICES:
-        logging.getLogger(name).addFilter(lambda record: NOTICES[record.name] not in str(record.msg))
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|trl|peft)\.")
-    warnings.filterwarnings("ignore", category=UserWarning, module="_distutils_hack")  # of DeepSpeed's imports
 
 
 class Terminated(SystemExit):
