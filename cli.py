@@ -19,7 +19,7 @@ Strategy = Literal["default", "full"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
-DtypeOption = Annotated[Dtype, Option(help="Weight dtype, the norm's apart; auto keeps the model's.")]
+DtypeOption = Annotated[Dtype, Option(help="Dtype of weights; the norm is float32. auto keeps the model's.")]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
 ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip file that image paths start from.")]
 ColumnsOption = Annotated[str | None, Option(help="The data's columns, such as image=image_path,answer=caption.")]

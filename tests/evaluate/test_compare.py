@@ -14,13 +14,10 @@ from normalign_llava.evaluate.results import Evaluation, Metric
 def evaluated(folder, task, metrics, rows, **settings):
     """A folder as `normalign evaluate` leaves it; `rows` are fields of samples, with numbers from 0."""
     Evaluation(task, task, metrics, len(rows), len(rows), [], settings=settings).write(folder)
-    place = folder / "evaluation" / task
-    place.mkdir()
-    lines = [
-        json.dumps({"doc_id": number, "filter": "none", "target_hash": "yes", **row})
-        for number, row in enumerate(rows)
-    ]
-    (place / f"samples_{task}_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
+    file = folder / "evaluation" / task / f"samples_{task}_2026-01-01T00-00-00.jsonl"
+    file.parent.mkdir()
+    rows = [{"doc_id": number, "filter": "none", "target_hash": "yes", **row} for number, row in enumerate(rows)]
+    file.write_text("\n".join(map(json.dumps, rows)))
     return str(folder)
 
 

@@ -6,7 +6,7 @@ import tiny_parts as parts
 import torch
 import training
 import yaml
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Image, List
 from lm_eval import evaluate
 from lm_eval.tasks import TaskManager
 from PIL import Image as Picture
@@ -83,8 +83,7 @@ def write_task(folder, answers):
         {"images": images, "question": text, "answer": answer if number % 3 else "wrong"}
         for number, (images, text, answer) in enumerate(zip(IMAGES, QUESTIONS, answers, strict=True))
     ]
-    features = Features({"images": List(Image()), "question": Value("string"), "answer": Value("string")})
-    Dataset.from_list(rows, features=features).to_parquet(folder / "rows.parquet")
+    Dataset.from_list(rows).cast_column("images", List(Image())).to_parquet(folder / "rows.parquet")
     files = {"data_files": {"test": str(folder / "rows.parquet")}, "cache_dir": str(folder / "cache")}
     task = {"task": "tiny_mixed", "dataset_path": "parquet", "dataset_kwargs": files, "test_split": "test"}
     task |= {"output_type": "generate_until", "doc_to_image": "images", "doc_to_text": "{{question}}"}

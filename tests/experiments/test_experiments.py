@@ -123,8 +123,6 @@ def test_differences_are_paired_and_corrected_as_by_hand():
 
 def test_stored_results_make_the_report_that_is_stored():
     plan = read_plan(ROOT / "experiments" / "regime.yaml")
-    if not list(plan.results.glob("*.json")):
-        pytest.skip("no run is finished yet")
     stored = (plan.results / "report.md").read_text()
     assert write_report(plan).read_text() == stored
 

@@ -149,22 +149,21 @@ def test_the_average_is_that_of_the_papers_nine_columns_of_whole_tasks():
     assert paper_average(whole[1:]) == paper_average([*whole[1:], replace(whole[0], samples=4)]) == {}
 
 
-SENTENCES = [
-    (None, (0.1, 0.2), 1.0, "too few seeds to tell"),
-    ((-2.0, 3.0), (0.4, 0.6), 1.0, "too few seeds to tell"),
-    ((0.4, 0.6), (-2.0, 3.0), 1.0, "too few questions to tell"),
-    ((0.2, 0.8), (0.4, 0.6), 0.7, "the paper's +0.70 is inside"),
-    ((-0.1, 1.1), (0.4, 0.6), 1.3, "no difference shown, the paper's +1.30 is outside"),
-    ((0.2, 0.8), (0.4, 0.6), 0.9, "same sign, the paper's +0.90 is outside"),
-    ((0.2, 0.8), (0.4, 0.6), -0.9, "opposite sign, the paper's -0.90 is outside"),
-    ((0.2, 0.8), None, None, "higher"),
-    ((-0.1, 1.1), None, None, "not shown"),
-    # 0.3 and 0.4 on a side make 0.5: each alone would leave 0 out.
-    ((0.2, 0.8), (0.1, 0.9), None, "not shown"),
-]
-
-
-@pytest.mark.parametrize(("over_seeds", "over_questions", "paper", "sentence"), SENTENCES)
+@pytest.mark.parametrize(
+    ("over_seeds", "over_questions", "paper", "sentence"),
+    [
+        (None, (0.1, 0.2), 1.0, "too few seeds to tell"),
+        ((-2.0, 3.0), (0.4, 0.6), 1.0, "too few seeds to tell"),
+        ((0.4, 0.6), (-2.0, 3.0), 1.0, "too few questions to tell"),
+        ((0.2, 0.8), (0.4, 0.6), 0.7, "the paper's +0.70 is inside"),
+        ((-0.1, 1.1), (0.4, 0.6), 1.3, "no difference shown, the paper's +1.30 is outside"),
+        ((0.2, 0.8), (0.4, 0.6), 0.9, "same sign, the paper's +0.90 is outside"),
+        ((0.2, 0.8), (0.4, 0.6), -0.9, "opposite sign, the paper's -0.90 is outside"),
+        ((0.2, 0.8), None, None, "higher"),
+        ((-0.1, 1.1), None, None, "not shown"),
+        ((0.2, 0.8), (0.1, 0.9), None, "not shown"),  # 0.3 and 0.4 on a side make 0.5: each alone would leave 0 out
+    ],
+)
 def test_a_difference_is_put_into_words_by_the_rule(over_seeds, over_questions, paper, sentence):
     assert Line("a task", 1.5, 1.0, paper, over_questions, over_seeds).sentence == sentence
 

@@ -2,7 +2,7 @@
 
 import training
 import yaml
-from datasets import Dataset, Features, Image, Value
+from datasets import Dataset, Image
 
 
 def write(tasks) -> None:
@@ -12,8 +12,7 @@ def write(tasks) -> None:
         {"image": {"bytes": training.image(i), "path": None}, "question": f"what is in {i}?", "answer": "red"}
         for i in range(5)
     ]
-    features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
-    Dataset.from_list(asked, features=features).to_parquet(tasks / "my-questions" / "test.parquet")
+    Dataset.from_list(asked).cast_column("image", Image()).to_parquet(tasks / "my-questions" / "test.parquet")
     shared = {"dataset_path": str(tasks / "my-questions"), "test_split": "test", "doc_to_target": "{{answer}}"}
     shared |= {"metadata": {"version": 3}}
     looking = shared | {"task": "tiny_looking", "output_type": "generate_until", "doc_to_image": ["image"]}
