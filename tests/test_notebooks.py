@@ -53,7 +53,6 @@ def run(prepared, tmp_path):
 
 
 def shown(outputs: list, kind: str) -> list[str]:
-    """What a cell shows of one kind."""
     return [output.data[kind] for output in outputs if kind in output.get("data", ())]
 
 

@@ -40,7 +40,6 @@ def room(tmp_path_factory):
 
 
 def words(room, output, *tasks):
-    """The command line."""
     named = ["--include-path", str(room / "tasks"), "--tasks", ",".join(tasks)]
     return ["evaluate", str(room / "model"), "--output", str(output), *named]
 

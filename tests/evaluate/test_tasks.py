@@ -43,14 +43,10 @@ def scores(folder, task, rows, answers):
     return {name[:-5]: score for name, score in results.items() if name.endswith(",none") and "_stderr" not in name}
 
 
-def numbered(task, row, count):
-    return [row | {"index": index} if task == "mmbench_en_dev" else row for index in range(count)]
-
-
 @pytest.mark.parametrize("task", CHOICES)
 def test_odd_answers_to_multiple_choice(task, tmp_path):
     model = Script(list(ODD))
-    result = run(tmp_path, task, numbered(task, CHOICES[task], len(ODD)), model)
+    result = run(tmp_path, task, [CHOICES[task] | {"index": index} for index in range(len(ODD))], model)
     score = {sample["resps"][0][0]: sample["acc"] for sample in result["samples"][task]}
     assert score == ODD
     assert result["results"][task]["acc,none"] == pytest.approx(3 / 7)

@@ -1,9 +1,8 @@
 """A device that computes on the CPU and refuses, as CUDA does, to mix its tensors with the CPU's.
 
-Importing this registers `strict` as torch's private device, for the whole process. Its tensors are ordinary ones in
-the CPU's memory, and operations run the CPU's kernels. An operation on tensors of both devices raises RuntimeError,
-except as CUDA allows: copies, indices on the CPU, 0-dimensional CPU tensors in operations that check devices
-themselves. There is no autocast and no pinned memory, and random numbers are the CPU's.
+Importing this registers `strict` as torch's private device, for the whole process. Its tensors lie in the CPU's
+memory, and the CPU's kernels compute. An operation on tensors of both devices raises RuntimeError, but for copies,
+indices on the CPU, and 0-dimensional CPU tensors where CUDA allows them. It has no autocast and no pinned memory.
 """
 
 import ctypes
