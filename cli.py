@@ -14,19 +14,20 @@ from .notices import hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Arm = Literal["none", "unit", "aligned", "gwc"]
+Strategy = Literal["default", "full"]
+Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
-DtypeOption = Annotated[Dtype, Option(help="Weight dtype. auto keeps the checkpoint's.")]
+DtypeOption = Annotated[Dtype, Option(help="Dtype of weights; the norm is float32. auto keeps the model's.")]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
-ImageFolderOption = Annotated[
-    str | None,
-    Option(help="Folder or .zip file that image paths in the data start from.", show_default="the data's own"),
-]
-ColumnsOption = Annotated[
-    str | None, Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
-]
+ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip file that image paths start from.")]
+ColumnsOption = Annotated[str | None, Option(help="The data's columns, such as image=image_path,answer=caption.")]
 TrustOption = Annotated[bool, Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
 NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
+ModelArgument = Annotated[str, Argument(help="Folder or Hub id of a model, or an adapter's folder.")]
+BaseOption = Annotated[str | None, Option(help="The adapter's base, if it has moved: folder or Hub id.")]
+BatchOption = Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")]
 
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this when it is imported
     os.environ |= {name: os.environ.get(name, "60") for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL")}
@@ -34,20 +35,13 @@ if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads t
 app = Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        echo(f"normalign-llava {__version__}")
-        raise Exit()
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False) -> None:
     """Vision-language models whose visual tokens enter the language model with the norm of text."""
     hide_notices()
+    if version:
+        echo(f"normalign-llava {__version__}")
+        raise Exit()
 
 
 def _layers(text: str) -> int | list[int]:
@@ -63,27 +57,20 @@ def build(
     from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to retrofit, instead of two parts.")] = None,
     output: NewFolderOption,
     arm: Annotated[
-        Literal["none", "unit", "aligned", "gwc"],
-        Option(help="No norm; gain 1; gain aligned with text embeddings; aligned, with gradient compensation."),
+        Arm, Option(help="No norm; gain 1; gain aligned with text embeddings; that, with gradient compensation.")
     ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
     feature_layer: Annotated[
         Any, Option(parser=_layers, metavar="N,...", show_default="-2", help="Hidden states that the projector reads.")
     ] = None,
     select_strategy: Annotated[
-        Literal["default", "full"] | None,
-        Option(help="Visual tokens: without the class token, or all.", show_default="what suits the encoder"),
+        Strategy | None, Option(help="Drop the class token, or keep all visual tokens.")
     ] = None,
-    chat_template: Annotated[
-        Path | None, Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False)
-    ] = None,
+    chat_template: Annotated[Path | None, Option(help="Jinja file of the chat template.", exists=True)] = None,
     dtype: DtypeOption = "auto",
     seed: Annotated[int | None, Option(help="Seed of the projector's random weights.")] = None,
 ) -> None:
-    """Join a vision encoder and a language model into a checkpoint folder, or add the norm to a LLaVA checkpoint.
-
-    The norm is float32 in every dtype; auto keeps the language model's.
-    """
+    """Join a vision encoder and a language model into a checkpoint folder, or add the norm to a LLaVA checkpoint."""
     joined = (vision, language, feature_layer, select_strategy, chat_template, seed)
     if from_llava and any(option is not None for option in joined):
         others = "--vision, --language, --feature-layer, --select-strategy, --chat-template and --seed"
@@ -92,28 +79,19 @@ def build(
         raise BadParameter("Give --vision and --language, or --from-llava.")
     with errors_for_people():
         from .assembly.build import build_checkpoint, retrofit_checkpoint
+        from .train.command import next_command
 
         if from_llava:
             report = retrofit_checkpoint(from_llava, output, arm=arm, norm=norm, dtype=dtype)
         else:
+            layer = -2 if feature_layer is None else feature_layer
             report = build_checkpoint(
-                str(vision), str(language), output, arm=arm, norm=norm, select_strategy=select_strategy,
-                feature_layer=-2 if feature_layer is None else feature_layer, chat_template=chat_template, dtype=dtype,
-                seed=seed,
+                str(vision), str(language), output, arm=arm, norm=norm, feature_layer=layer, dtype=dtype, seed=seed,
+                select_strategy=select_strategy, chat_template=chat_template,
             )  # fmt: skip
     Console().print(report)
     if report.generation_marks:
-        _print_next_command(output, "build")
-
-
-def _print_next_command(checkpoint: Path, stage: str | None = None) -> None:
-    from .train.command import next_command
-
-    Console().print(f"Next: {next_command(checkpoint, stage, adapters=False)}", soft_wrap=True)
-
-
-def _names(lists: list[str] | None) -> list[str]:
-    return [name for text in lists or () for name in text.split(",") if name]
+        Console().print(f"Next: {next_command(output, 'build', adapters=False)}", soft_wrap=True)
 
 
 @app.command()
@@ -121,9 +99,7 @@ def gain(
     model: Annotated[str, Argument(help="Folder or Hub id.")],
     top: Annotated[int, Option(metavar="N", min=0, help="Number of tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, Option(help="Branch, tag or commit on the Hub.")] = None,
-    critical: Annotated[
-        bool, Option("--critical", help="Also run the model and predict the norm at which rotation drops.")
-    ] = False,
+    critical: Annotated[bool, Option("--critical", help="Run the model; predict where rotation drops.")] = False,
 ) -> None:
     """Measure N_text and the gain of a model, fetching only its embeddings' file unless --critical is given."""
     with errors_for_people():
@@ -131,13 +107,12 @@ def gain(
         from .checkpoint.find import find_model
 
         _, revision = find_model(model, revision)
-        statistics = embedding_statistics(model, top=top, revision=revision)
-        updates = None
+        tables = embedding_statistics(model, top=top, revision=revision).tables()
         if critical:
             from .diagnose.critical import updates_of
 
-            updates = updates_of(model, revision)
-    Console().print(*statistics.tables(), *([updates.table(model)] if updates else []), sep="\n")
+            tables = [*tables, updates_of(model, revision).table(model)]
+    Console().print(*tables, sep="\n")
 
 
 @app.command(
@@ -183,17 +158,14 @@ def data(
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     model: Annotated[str | None, Option(help="Checkpoint that counts tokens and shows what is learned.")] = None,
-    check_images: Annotated[
-        bool, Option("--check-images", help="Decode every image, not a sample of 10,000 rows.")
-    ] = False,
+    check_images: Annotated[bool, Option("--check-images", help="Decode every image, not a sample.")] = False,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault at once."""
     with errors_for_people():
         from .data.sources.arguments import DataSource
         from .train.data_check import check_data
 
-        named = DataSource.named(source, image_folder=image_folder, columns=columns)
-        check = check_data(named, model, check_images)
+        check = check_data(DataSource.named(source, image_folder=image_folder, columns=columns), model, check_images)
     console = Console()
     console.print(check.table(source))
     if check.example:
@@ -208,10 +180,9 @@ def data(
 def merge(
     adapter: Annotated[str, Argument(help="Folder of an adapter that `normalign train` wrote.")],
     output: NewFolderOption,
-    base: Annotated[str | None, Option(help="Checkpoint that it was trained on, if it has moved.")] = None,
+    base: BaseOption = None,
     base_quantization: Annotated[
-        Literal["none", "nf4", "nf4-double", "int8"] | None,
-        Option(help="Quantization of the base in training.", show_default="what training.json says"),
+        Quantization | None, Option(help="That of the base in training.", show_default="what training.json says")
     ] = None,
     dtype: DtypeOption = "auto",
 ) -> None:
@@ -219,56 +190,50 @@ def merge(
     with errors_for_people(extra="qlora"):
         from .assembly.merge import merge_adapter
         from .hub_cards.card.write import refresh_card
+        from .train.command import next_command
 
         report = merge_adapter(adapter, output, base=base, base_quantization=base_quantization, dtype=dtype)
         refresh_card(output)
     Console().print(report)
-    _print_next_command(output)
+    Console().print(f"Next: {next_command(output, None, adapters=False)}", soft_wrap=True)
 
 
 @app.command()
 def evaluate(
-    model: Annotated[str, Argument(help="Folder or Hub id of a model, or an adapter's folder.")],
-    suite: Annotated[
-        list[str] | None, Option(help="Suites, with commas between: paper, vision, text, offline.")
-    ] = None,
-    tasks: Annotated[list[str] | None, Option(help="Tasks of lm-evaluation-harness, with commas between.")] = None,
-    include_path: Annotated[Path | None, Option(help="Folder with task files of your own.")] = None,
+    model: ModelArgument,
+    suite: Annotated[list[str] | None, Option(help="Suites, by commas: paper, vision, text, offline.")] = None,
+    tasks: Annotated[list[str] | None, Option(help="Tasks of lm-evaluation-harness, by commas.")] = None,
+    include_path: Annotated[Path | None, Option(help="Folder of your own task files.", exists=True)] = None,
     data: Annotated[str | None, Option(help="Questions of your own: file, folder or Hub data set.")] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     limit: Annotated[int | None, Option(metavar="N", min=1, help="Use the first N samples of a task.")] = None,
     output: Annotated[
-        Path | None,
-        Option(help="Folder in which to write evaluation/.", show_default="MODEL, or evaluations/MODEL for a Hub id"),
+        Path | None, Option(help="Folder of evaluation/.", show_default="MODEL, or evaluations/MODEL for a Hub id")
     ] = None,
-    batch_size: Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")] = 1,
+    batch_size: BatchOption = 1,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Evaluate a model on benchmarks with lm-evaluation-harness. Finished tasks are skipped the next time."""
     with errors_for_people(extra="evaluate", stopped=f"Finished tasks are kept. {AGAIN}", full=FEWER):
-        from .checkpoint.find import find_model
-
-        find_model(model)
-
         from .evaluate.run import evaluate as run
 
+        suites, names = ([*filter(None, ",".join(texts or ()).split(","))] for texts in (suite, tasks))
         evaluated = run(
-            model, suites=_names(suite), tasks=_names(tasks), include_path=include_path, data=data,
-            image_folder=image_folder, columns=columns, limit=limit, batch_size=batch_size, dtype=dtype,
-            load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, output=output,
+            model, suites=suites, tasks=names, include_path=include_path, data=data, image_folder=image_folder,
+            columns=columns, limit=limit, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code, output=output,
         )  # fmt: skip
-        console = Console()
-        console.print(evaluated.table())
-        console.print(*evaluated.sentences(), sep="\n", soft_wrap=True)
-        raise Exit(int(bool(evaluated.failed)))
+    Console().print(evaluated)
+    Console().print(f"Results: {evaluated.file if evaluated.results else 'none'}.", soft_wrap=True)
+    raise Exit(int(bool(evaluated.failed)))
 
 
 @app.command()
 def ask(
-    model: Annotated[str, Argument(help="Folder or Hub id of a vision-language model, or an adapter's folder.")],
+    model: ModelArgument,
     image: Annotated[Path, Argument(help="Image file.")],
     question: Annotated[str, Argument(help="Question, in quotes.")],
     max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Largest length of the answer.")] = 128,
@@ -280,17 +245,12 @@ def ask(
     with errors_for_people(extra="qlora", full="Use --load-in-4bit."):
         from .evaluate.ask import ask as run
 
-        run(
-            model, image, question, max_new_tokens=max_new_tokens, dtype=dtype, load_in_4bit=load_in_4bit,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        run(model, image, question, max_new_tokens, trust_remote_code, dtype=dtype, load_in_4bit=load_in_4bit)
 
 
 @app.command()
 def compare(
-    models: Annotated[
-        list[str], Argument(help="Evaluated checkpoints: FOLDER, or NAME=FOLDER,FOLDER,... for several seeds.")
-    ],
+    models: Annotated[list[str], Argument(help="Evaluated: FOLDER, or NAME=FOLDER,FOLDER,... of several seeds.")],
     output: Annotated[Path, Option(help="Folder in which to write comparison.json.")] = Path("comparison"),
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
@@ -299,30 +259,24 @@ def compare(
 
         comparison = compare_arms([read_arm(model) for model in models])
         comparison.write(output)
-    console = Console()
-    console.print(comparison)
-    console.print(*comparison.left_out(), f"Written to {output}.", sep="\n", soft_wrap=True)
+    Console().print(comparison)
+    Console().print(*comparison.left_out(), f"Written to {output}.", sep="\n", soft_wrap=True)
 
 
 @app.command()
 def diagnose(
-    model: Annotated[str, Argument(help="Folder or Hub id of a model, or an adapter's folder.")],
+    model: ModelArgument,
     against: Annotated[str | None, Option(help="Baseline to compare with, on the same images.")] = None,
     data: Annotated[
-        str | None,
-        Option(
-            help="Images and questions: data that can be trained on.",
-            show_default="the quickstart's held-out images",
-        ),
+        str | None, Option(help="Images and questions, as in training.", show_default="the quickstart's held-out ones")
     ] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     samples: Annotated[int, Option(metavar="N", min=1, help="Number of questions with images.")] = 64,
     output: Annotated[
-        Path | None,
-        Option(help="Folder of the report.", show_default="MODEL/diagnostics, or diagnostics/MODEL for a Hub id"),
+        Path | None, Option(help="Folder.", show_default="MODEL/diagnostics, or diagnostics/MODEL for a Hub id")
     ] = None,
-    batch_size: Annotated[int, Option(metavar="N", min=1, help="Images per batch.")] = 8,
+    batch_size: BatchOption = 8,
     seed: Annotated[int, Option(help="Seed by which the questions are drawn.")] = 0,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
@@ -343,9 +297,7 @@ def diagnose(
 @app.command()
 def quickstart(
     output: Annotated[Path, Option(help="Folder for data, checkpoints and results.")] = Path("outputs/quickstart"),
-    full_baseline: Annotated[
-        bool, Option("--full-baseline", help="Also train without the norm, and compare.")
-    ] = False,
+    full_baseline: Annotated[bool, Option("--full-baseline", help="Also train without the norm.")] = False,
     seed: Annotated[int, Option(help="Seed of data, initial weights and training.")] = 0,
 ) -> None:
     """Fetch real parts and data, build, train, evaluate and diagnose a small model: minutes on two CPU cores."""
@@ -366,25 +318,20 @@ def card(
         from .hub_cards.card.write import write_card
 
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
-    console = Console()
-    for warning in written.warnings:
-        console.print(f"Warning: {warning}", soft_wrap=True)
-    console.print(f"Card: {checkpoint / 'README.md'}", soft_wrap=True)
+    warnings = [f"Warning: {warning}" for warning in written.warnings]
+    Console().print(*warnings, f"Card: {checkpoint / 'README.md'}", sep="\n", soft_wrap=True)
 
 
 @app.command()
 def publish(
     checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, or of an adapter.")],
     repo_id: Annotated[str, Option(help="Repository: user/name or organisation/name.")],
-    private: Annotated[
-        bool | None,
-        Option("--private/--public", help="Visibility of a new repository.", show_default="your account's"),
-    ] = None,
+    private: Annotated[bool | None, Option("--private/--public", help="Visibility of a new repository.")] = None,
     revision: Annotated[str, Option(help="Branch; made if it does not exist.")] = "main",
     create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     space: Annotated[bool, Option("--space", help="Publish a demo as well: the Space REPO_ID-demo.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Publish an adapter without merging it.")] = False,
-    base: Annotated[str | None, Option(help="The adapter's base, if it has moved: folder or Hub id.")] = None,
+    base: BaseOption = None,
     replace_card: Annotated[bool, Option("--replace-card", help="Overwrite a card of your own.")] = False,
     no_verify: Annotated[bool, Option("--no-verify", help="Do not load the model, if it is large.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check, and show what would be sent.")] = False,

@@ -2,11 +2,9 @@
 """Output of commands: foreign text cannot control the terminal; an error is one sentence and exit status 1."""
 
 import errno
-import hashlib
 import os
 import re
 import signal
-import sys
 import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -14,7 +12,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import rich.console
 import typer
@@ -55,10 +52,7 @@ class Printed(JupyterMixin):
 
 
 def escaped(text: str) -> str:
-    """`text` with control and invisible characters written as in Python, `\\x1b`.
-
-    Line breaks, tabs and the joiners of letters and emoji stay.
-    """
+    """`text` with control and invisible characters as in Python, `\\x1b`, but for line breaks, tabs and joiners."""
     # Control (C0, C1), format (bidirectional, of no width), half of a surrogate pair, line or paragraph separator.
     hidden = {letter for letter in text if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
     hidden -= {"\n", "\t", "\u200c", "\u200d"}
@@ -74,106 +68,73 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
-_FULL = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory", re.I)
-_DEVICE = re.compile(
-    r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b|no kernel image|Could not run '\S+' with arguments from"
-)
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+MORE = "Use a machine with more."
+_FULL = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
+_ASKED = re.compile(r"tried to allocate [\d.]+ \w+(\. GPU \d+ has .*? is free)?", re.I)
+_DEVICE = re.compile(r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b")
+_KERNELS = re.compile(r"-packages[\\/](bitsandbytes|triton|flash_attn|kernels)[\\/]")
+_DISK_FULL = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
-_KERNELS = re.compile(
-    r"(?:-packages[\\/]|[\\/](?=bitsandbytes|flash_attn))(bitsandbytes|triton|flash_attn|kernels)[\\/]"
-)
 
 
-def device_error(error: BaseException, remedy: str = "Use a machine with more.") -> str | None:
-    """A sentence about full memory, or an error of a GPU or of a library of kernels; None for other errors.
-
-    Args:
-        remedy: What to do if memory is full, as a sentence.
-    """
+def device_error(error: BaseException, remedy: str = MORE) -> str | None:
+    """A sentence about full memory, with its remedy, or an error of a GPU or a library of kernels; else None."""
     if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
         return None
-    text, where = first_cause(error)
+    text, frames = first_cause(error)
     of_torch = isinstance(error, RuntimeError | AssertionError)
     if isinstance(error, MemoryError) or of_torch and _FULL.search(text):
-        size = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.I)
-        tried = "".join(f" in {note}" for note in getattr(error, "__notes__", ())[:1])  # where it was raised
-        asked = f"{size[1]} more were asked for, after a peak" if size else "The peak was"
-        return f"Out of memory{tried}: {asked} of {_peak()}. {remedy}"
+        place = "".join(f" in {note}" for note in getattr(error, "__notes__", ())[:1])
+        asked = _ASKED.search(text)
+        return f"Out of memory{place}{f': {asked[0]}' if asked else ''}. {remedy}"
     text = text.partition("\n")[0].rstrip(".")
-    if kernels := _KERNELS.findall(where):
+    if kernels := _KERNELS.findall(frames):
         return f"{kernels[-1]} failed: {text or type(error).__name__}. Does its version fit torch and this machine?"
-    if type(error).__name__ == "AcceleratorError" or of_torch and _DEVICE.search(text):
+    if of_torch and _DEVICE.search(text):
         return f"The GPU failed: {text}. Does this build of torch fit the GPU and its driver?"
     return None
 
 
 def first_cause(error: BaseException) -> tuple[str, str]:
-    """An error's message, and the files through which it was raised.
-
-    Of errors in quantizing or placing weights, transformers logs a traceback and raises another that names no cause.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in frames:
-        for where in getattr(frame.f_locals.get("loading_info"), "conversion_errors", {}).values():
-            said = [text for name, text in re.findall(r"^([\w.]+): (.+)$", where, re.M) if name != "Error"]
-            return (said or [where])[0], where
-    return str(error), "\n".join(frame.f_code.co_filename for frame in frames)
-
-
-def _peak() -> str:
-    """The most memory that this process has used: of the GPU, once it is used, or else of this machine."""
-    torch: Any = sys.modules.get("torch")
-    if torch and torch.cuda.is_initialized():
-        size, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
-        return f"{size / 2**30:,.2f} of the {whole / 2**30:,.2f} GiB of {torch.cuda.get_device_name()}"
-    if sys.platform == "win32":
-        return "what this machine has"
-    import resource
-
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return f"{size / 2**30:,.2f} GiB"
+    """An error's message and traceback; of one in quantizing or placing weights, which transformers keeps as text."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for report in getattr(frame.f_locals.get("loading_info"), "conversion_errors", {}).values():
+            cause = re.search(r"^[\w.]+: (.+)$", report, re.M)
+            return cause[1] if cause else report, report
+    return str(error), "".join(traceback.format_tb(error.__traceback__))
 
 
 @contextmanager
-def errors_for_people(
-    extra: str | None = None, stopped: str = "", full: str = "Use a machine with more."
-) -> Iterator[None]:
-    """Prints errors that a user can fix as a message without a traceback, and exits with status 1.
+def errors_for_people(extra: str | None = None, stopped: str = "", full: str = MORE) -> Iterator[None]:
+    """Prints errors that a user can fix as a message without a traceback, and exits with status 1; after Ctrl-C and
+    SIGTERM with `stopped` and 130 or 143.
 
-    Ctrl-C and SIGTERM end the block too, with the words "Stopped." and status 130 or 143. Of the processes of a run on
-    one machine, one prints what several would, and what is an error only because another process has ended is a line.
-
-    Args:
-        extra: The extra of this package that a missing module belongs to.
-        stopped: What to say of a command that was stopped, unless the exception has notes of it.
-        full: What to do if memory is full.
+    Of the processes of a run on one machine, the first that fails prints its error: others fail since it has ended. A
+    missing module belongs to `extra` of this package; `full` says what to do if memory is full.
     """
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
-            before[number] = signal.signal(number, _stop)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, _stop)
     try:
         yield
     except (KeyboardInterrupt, Terminated) as error:
         if os.environ.get("RANK", "0") == "0":
             Console(stderr=True).print("Stopped.", *getattr(error, "__notes__", [stopped]), soft_wrap=True)
         raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
-    except (SystemExit, typer.Exit):
+    except (SystemExit, typer.Exit, BrokenPipeError):  # typer ends without a word if `| head` has read enough
         raise
-    except BrokenPipeError:  # `| head` has read what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-        raise typer.Exit(1) from None
-    except BaseException as error:
-        message, is_first = _message(error, extra, full), _is_first("error")
-        text = message or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        is_new = _is_first(hashlib.sha256(text.encode(errors="replace")).hexdigest())
-        if message is None and is_first:
-            raise
-        if is_new:
-            process = f" in process {os.environ.get('RANK')}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-            head = (f"Error{process}:", "bold red") if message else f"Then{process}:"
-            line = Text.assemble(head, " ", escaped(text))  # one write, or another process writes between
+    except BaseException as error:  # torch.distributed.checkpoint's own is not an Exception
+        if _is_first():
+            message = device_error(error, full)
+            if extra and isinstance(error, ModuleNotFoundError):
+                message = f"{error}. {install(extra)}"
+            elif isinstance(error, ValueError | OSError | ImportError | FloatingPointError):
+                message = message or str(error)
+            if message is None:
+                raise
+            process = f" in process {os.environ['RANK']}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+            line = Text.assemble((f"Error{process}:", "bold red"), " ", escaped(message))
             Console(stderr=True).print(line, soft_wrap=True)  # paths stay whole
         raise typer.Exit(1) from error
     finally:
@@ -181,35 +142,19 @@ def errors_for_people(
             signal.signal(number, handler)
 
 
-def _message(error: BaseException, extra: str | None, full: str) -> str | None:
-    """What to print of an error that a user can do something about; None for others."""
-    if is_panic(error):
-        return f"A native library crashed while it read a file: {error}. Use another checkpoint."
-    if extra and isinstance(error, ModuleNotFoundError):
-        return f"{error}. {install(extra)}"
-    known = isinstance(error, ValueError | OSError | ImportError | FloatingPointError)
-    return device_error(error, full) or (str(error) if known else None)
-
-
-def _is_first(name: str) -> bool:
-    """Whether this process of a run is the first on its machine to ask for `name`; alone it always is.
-
-    torch's launcher gives the processes a folder in common, which it removes. With other launchers all are first.
-    """
-    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    try:
-        if file.name == "error.json":
-            file.parents[1].joinpath(f"first-{name}").touch(exist_ok=False)
-    except OSError as error:
-        return not isinstance(error, FileExistsError)
+def _is_first() -> bool:
+    """Whether no other process of this run on this machine has failed before; with launchers but torch's, True."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in a folder that the processes have in common
+        try:
+            (Path(file).parents[1] / "failed").touch(exist_ok=False)
+        except OSError as error:  # another than this one if the launcher has removed the folder
+            return not isinstance(error, FileExistsError)
     return True
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would interrupt the removal of what is unfinished
-    if number == signal.SIGINT:
-        signal.default_int_handler(number, frame)
-    raise Terminated(128 + number)
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(128 + number)
 
 
 class NotWritable(OSError):
@@ -221,13 +166,12 @@ def writing_to(folder: Path) -> Iterator[None]:
     """Raises [`NotWritable`] in place of an error of the block that comes of a read-only folder or a full disk."""
     try:
         yield
-    except NotWritable:
-        raise
     except Exception as error:
-        cause = write_failure(error)
+        cause = None if isinstance(error, NotWritable) else write_failure(error)
         if isinstance(error, OSError) and error.errno in _DENIED and error.filename is not None:
             file = Path(os.fsdecode(error.filename))
-            cause = error.strerror if file in folder.parents or folder in (file, *file.parents) else cause
+            if file in folder.parents or folder in (file, *file.parents):
+                cause = error.strerror
         if cause is None:
             raise
         raise NotWritable(
@@ -241,14 +185,11 @@ def write_failure(error: BaseException | None) -> str | None:
 
     safetensors, tokenizers and torch raise errors of their own, which are not OSErrors.
     """
-    while error is not None:
-        text = str(error)
-        numbers = {int(number) for number in re.findall(r"(?:\[Errno |\(os error )(\d+)", text)}
-        if known := numbers & _DISK_FULL:
-            return os.strerror(known.pop())
-        if "PytorchStreamWriter failed writing" in text or ("inline_container" in text and "unexpected pos" in text):
-            return "a file could not be written to its end"  # torch.save gives no reason
-        error = error.__cause__ or error.__context__
+    text = "".join(traceback.format_exception(error))
+    if full := re.search(rf"(?:\[Errno |\(os error )({_DISK_FULL})\b", text):
+        return os.strerror(int(full[1]))
+    if re.search("PytorchStreamWriter failed writing|inline_container.*unexpected pos", text):
+        return "a file could not be written to its end"  # torch.save gives no reason
     return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hides messages of other libraries that a user at the terminal can do nothing about."""
+"""Hides messages of other libraries that a user can do nothing about, by their logger and a part of the text."""
 
 import logging
 import sys
@@ -16,7 +16,6 @@ NOTICES = {
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
     "transformers.utils.import_utils": "requires torchvision (not installed)",  # Pillow's serve as well
 }
-"""Names of loggers, and a part of the message that is hidden."""
 
 
 def hide_notices() -> None:

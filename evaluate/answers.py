@@ -7,71 +7,64 @@ and `YOrN_Extraction`, version 0.2). lmms-eval 0.7 has a rule for each benchmark
 
 import re
 from collections.abc import Collection, Mapping
-from functools import lru_cache
 
 from ..data.rows.choices import plain
 
 
-_REFUSAL = re.compile(
-    r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I (?:cannot|can['’]t|can not)|cannot determine)\b", re.I
-)
+_REFUSAL = re.compile(r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I can(?: ?not|['’]t)|cannot determine)\b", re.I)
 
 
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     """Which option an answer to a multiple-choice question chooses, a key of `options`; None if it chooses none.
 
-    In this order:
-
-    1. an answer that is a letter: "B", "b", "(B)", "**B**", "B.";
-    2. an answer that is the full text of an option;
-    3. a letter after "answer", "option" or "choice": "The answer is B", "option b";
-    4. the one capital letter that stands alone, at the start or among the last four words, or "b)";
-    5. the one option whose full text is in the answer, if the answer is at most twice as long as all options together.
-
-    Several letters ("A or B"), a refusal, and a letter that the question does not have choose nothing. The "A"
-    of "A dog" is no letter.
-
-    VLMEvalKit has 3, 4 and 5, with these differences: "A dog" is option A, and so is "The answer is A or B"; "not B"
-    is B; "cat" is in "category"; lower case is no letter; a letter at the start of a long answer is not seen; four
-    sentences are refusals.
+    Rules 3 to 5 are VLMEvalKit's but for this: there "A dog" and "The answer is A or B" are option A, "not B" is B,
+    "cat" is in "category", lower case is no letter, and a letter at the start of a long answer is not seen.
     """
     answer = answer.strip()
     whole, named, another, alone, in_brackets = _patterns("".join(options))
+    # 1. An answer that is a letter: "B", "b", "(B)", "**B**", "B."
     if letter := whole.fullmatch(answer):
         return letter[1].upper()
+    # 2. An answer that is the full text of an option.
     same = [key for key, text in options.items() if plain(text) == plain(answer) != ""]
     if len(same) == 1:
         return same[0]
     if _REFUSAL.match(answer):
         return None
+    # 3. A letter after "answer", "option" or "choice": "The answer is B", "option b".
     if matches := list(named.finditer(answer)):
         several = any(another.match(answer, match.end()) for match in matches)
         letters = {match[1].upper() for match in matches}
         return letters.pop() if len(letters) == 1 and not several else None
+    # 4. The one capital letter that stands alone, at the start or among the last four words, or "b)".
     if matches := [*alone.finditer(answer), *in_brackets.finditer(answer)]:
         if len({match[1].upper() for match in matches}) > 1:
             return None
         around = [(answer[: match.start()], answer[match.end() :]) for match in matches]
         if any(not re.search(r"\w", before) or len(re.findall(r"\w+", after)) < 4 for before, after in around):
             return matches[0][1].upper()
-    return _option_within(answer, options)
+    # 5. The one option whose full text is in an answer at most twice as long as all options together.
+    words, texts = plain(answer), {key: bare for key, text in options.items() if (bare := plain(text))}
+    if len(words) > 2 * sum(map(len, texts.values())):
+        return None
+    alone_in = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
+    within = [key for key, text in texts.items() if re.search(alone_in.format(re.escape(text)), words)]
+    return within[0] if len(within) == 1 else None
 
 
 def yes_or_no(answer: str) -> str | None:
-    """Which of the words "yes" and "no" is in the answer, in upper or lower case; None for neither and for both.
+    """Which of the words "yes" and "no" is in the answer, as VLMEvalKit reads it; None for neither and for both.
 
-    This is VLMEvalKit's rule. lmms-eval counts the bare word alone, so "Yes." is wrong there. The authors of POPE take
-    every answer without "no" or "not" for a yes, refusals among them.
+    lmms-eval counts the bare word alone; POPE's authors take every answer without "no" or "not" for a yes.
     """
     said = {"yes", "no"} & set(re.findall(r"\w+", answer.lower()))
     return said.pop() if len(said) == 1 else None
 
 
 def named(answer: str, choices: Collection[str]) -> str | None:
-    """Which of some words the answer names, in upper or lower case; None for none of them and for several.
+    """Which of some words in lower case the answer names; None for none of them and for several.
 
-    What follows the last comma counts, as in "red circle, not blue, no"; if that does not name just one, the whole
-    answer does. `choices` are in lower case.
+    What follows the last comma counts, as in "red circle, not blue, no"; if it does not name just one, the whole does.
     """
     for part in (answer.rpartition(",")[2], answer):
         said = set(re.findall(r"\w+", part.lower())) & set(choices)
@@ -80,7 +73,6 @@ def named(answer: str, choices: Collection[str]) -> str | None:
     return None
 
 
-@lru_cache
 def _patterns(letters: str) -> tuple[re.Pattern, ...]:
     either = f"[{letters}{letters.lower()}]"
     # A letter or digit before or after makes it part of a word; a Chinese character does not: "答案是B".
@@ -95,14 +87,3 @@ def _patterns(letters: str) -> tuple[re.Pattern, ...]:
         re.compile(rf"{before}([{letters}]){after}"),
         re.compile(rf"{before}([{letters.lower()}])(?:\)|(?<=^.)[.:](?=\s))"),
     )
-
-
-def _option_within(answer: str, options: Mapping[str, str]) -> str | None:
-    answer = plain(answer)
-    texts = {key: bare for key, text in options.items() if (bare := plain(text))}
-    if len(answer) > 2 * sum(map(len, texts.values())):
-        return None
-    within = [
-        key for key, text in texts.items() if re.search(rf"(?<![A-Za-z0-9]){re.escape(text)}(?![A-Za-z0-9])", answer)
-    ]
-    return within[0] if len(within) == 1 else None

@@ -4,9 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from rich.status import Status
-from rich.text import Text
-from transformers import BatchFeature, PreTrainedTokenizerBase, TextStreamer
+from transformers import BatchFeature, TextStreamer
 
 from ..diagnose.data import Sample, batches
 from ..diagnose.load import resolve_model
@@ -14,28 +12,22 @@ from ..errors import Console, escaped
 
 
 class AnswerPrinter(TextStreamer):
-    """Prints the answer word by word. `status` ends before the first."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, status: Status):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.status = status
+    """Prints the answer word by word, so that it cannot control the terminal."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Prints what is new, so that it cannot control the terminal."""
-        self.status.stop()
         super().on_finalized_text(escaped(text), stream_end)
 
 
 def ask(
-    model: str, image: Path, question: str, *, max_new_tokens: int, trust_remote_code: bool = False, **loading: Any
+    model: str, image: Path, question: str, max_new_tokens: int, trust_remote_code: bool = False, **loading: Any
 ) -> None:
-    """Prints the greedy answer of a model to a question about an image, word by word; `loading` are options of
-    [`ModelHandle.load`].
+    """Prints the greedy answer of a model to a question about an image, word by word.
 
-    While image and question are read, which takes a large model minutes on a CPU, a terminal says so on stderr.
-
-    Raises ValueError, before weights are loaded, if the model, the image or the question cannot be used.
+    `loading` are options of [`ModelHandle.load`]. Raises ValueError, before weights are loaded, if model, image or
+    question cannot be used.
     """
+    if not question.strip():
+        raise ValueError("The question is empty. Write one, in quotes.")
     sample = Sample(image.name, question, {"path": str(image), "bytes": None})
     sample.image  # noqa: B018  (decoded for its errors)
     handle = resolve_model(model, trust_remote_code=trust_remote_code)
@@ -50,6 +42,6 @@ def ask(
     answering = handle.load(**loading)
     asked = BatchFeature(inputs).to(answering.device, answering.dtype)
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    with Console(stderr=True).status(Text(f"Reading {image.name}")) as status:
-        streamer = AnswerPrinter(processor.tokenizer, status)
-        answering.generate(**asked, **greedy, max_new_tokens=max_new_tokens, streamer=streamer)
+    Console(stderr=True).print(f"Reading {image.name} ...")  # which takes a large model minutes on a CPU
+    streamer = AnswerPrinter(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    answering.generate(**asked, **greedy, max_new_tokens=max_new_tokens, streamer=streamer)

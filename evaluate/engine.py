@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """lm-evaluation-harness: which tasks there are, a checkpoint as its model, and the results of a task."""
 
-import difflib
 import gc
 import json
 import logging
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +19,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, ProcessorMixin
+from transformers import AutoTokenizer, PreTrainedModel, ProcessorMixin
 
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.precision import quantization_name
@@ -35,99 +33,62 @@ OFFLINE = ("offline_easy_vqa", "offline_emoji", "offline_perplexity")
 SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT, "offline": OFFLINE}
 """Tasks of each suite; `"paper"` has the paper's nine (table 4)."""
 
+# Metrics of a task that its accuracy is to be compared with, and their names in results.
 REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
-"""Metrics of a task that its accuracy is to be compared with, and their names in results."""
 
 evaluator.get_git_commit_hash = lambda: None  # of the working directory; without one, git prints an error
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model in memory and of each metric of a part
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
-SEED = 1234
-"""The seed of few-shot examples and everything else that a task draws."""
 
 
 class MultimodalLM(HFMultimodalLM):
-    """The harness's `hf-multimodal` for a model in memory, whose answers are those to each question alone.
-
-    That of lm-eval 0.4.13 fails at a batch of questions without images, and cuts the images off long ones. It begins a
-    prompt with two first tokens if chat template and tokenizer both write one. And where the tokenizer's last token is
-    not the model's, an answer goes on after it until the others of the batch end.
-    """
+    """The harness's `hf-multimodal` for a model in memory, whose answers are those to each question alone."""
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
         self.processor = processor
         # The harness ties the weights of each model, which may have an adapter's own head or embeddings by now.
         model.tie_weights = lambda *args, **kwargs: None
-        try:
-            super().__init__(model, batch_size=batch_size)
-        finally:
-            del model.tie_weights
+        super().__init__(model, batch_size=batch_size)
+        config = model.generation_config
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        # Otherwise an answer goes on after a last token that only the tokenizer has, until others of the batch end.
+        config.eos_token_id = [token for token in {*ends, self.eot_token_id} if token is not None]
+        config.max_new_tokens = None  # the task says how many
 
     def _create_tokenizer(self, *args, **kwargs):
         self.tokenizer = text_tokenizer(self.processor.tokenizer)
 
-    def tok_batch_multimodal_encode(
-        self, strings, images, padding_side="left", left_truncate_len=None, truncation=False
-    ):
+    def tok_batch_multimodal_encode(self, strings, images, padding_side="left", left_truncate_len=None, **_):
         tokenizer = self.processor.tokenizer
-        if not any(images):
-            of_text, self.tokenizer = self.tokenizer, tokenizer
-            try:
-                ids, mask = self.tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
-            finally:
-                self.tokenizer = of_text
-            return BatchEncoding({"input_ids": ids, "attention_mask": mask}).to(self.device)
         first = tokenizer.bos_token
-        if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
+        if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:  # which the template wrote already
             strings = [string.removeprefix(first) for string in strings]
-        inputs = super().tok_batch_multimodal_encode(strings, images, padding_side, None, truncation)
+        if any(images):
+            inputs = super().tok_batch_multimodal_encode(strings, images, padding_side)
+        else:  # at which that of lm-eval 0.4.13 fails; and it cuts the images off long questions
+            inputs = tokenizer(strings, padding=True, padding_side=padding_side, return_tensors="pt").to(self.device)
         if left_truncate_len and (length := inputs["input_ids"].shape[1]) > left_truncate_len:
             question = shorten(max(strings, key=len), 100)
             raise ValueError(f"Shorten {question!r}: it has {length:,} tokens, and {left_truncate_len:,} are allowed.")
         return inputs
-
-    def _model_multimodal_generate(self, inputs, *args, **kwargs):
-        last = self.model.generation_config.eos_token_id
-        ends = {self.eot_token_id, *(last if isinstance(last, list) else [last])} - {None}
-        config = self.model.generation_config
-        own, config.max_new_tokens = config.max_new_tokens, None  # the task says how many
-        try:
-            return super()._model_multimodal_generate(inputs, *args, eos_token_id=list(ends), **kwargs)
-        finally:
-            config.max_new_tokens = own
-
-    def generate_until(self, requests, disable_tqdm=False):
-        gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded
-        try:
-            return super().generate_until(requests, disable_tqdm)
-        finally:
-            gc.unfreeze()
 
 
 def chosen_tasks(
     suites: Sequence[str], tasks: Sequence[str], include_path: Path | None = None, limit: int | None = None
 ) -> tuple[list[str], TaskManager]:
     """The tasks of some suites, and others by name, each once; and a manager that has them."""
-    for suite in suites:
-        if suite not in SUITES:
-            raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
+    if others := [suite for suite in suites if suite not in SUITES]:
+        raise ValueError(f"There is no suite {others[0]!r}. There are {', '.join(SUITES)}.")
     chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
-    manager = _task_manager(include_path, defaults=False)
+    paths = [str(files(__package__) / "tasks"), *([str(include_path)] if include_path else [])]  # later ones win
+    manager = TaskManager(include_path=paths, include_defaults=False)
     if not set(chosen) <= set(manager.all_tasks):
-        manager = _task_manager(include_path, defaults=True)  # reads 10,000 files
-    for task in chosen:
-        if task not in manager.all_tasks:
-            close = difflib.get_close_matches(task, manager.all_tasks, n=1)
-            hint = f"Did you mean {close[0]}?" if close else "`lm-eval ls tasks` lists those of the harness."
-            raise ValueError(f"There is no task {task!r}. {hint}")
+        manager = TaskManager(include_path=paths)  # reads the harness's 10,000 files
+    if unknown := [task for task in chosen if task not in manager.all_tasks]:
+        raise ValueError(f"There is no task {unknown[0]!r}. `lm-eval ls tasks` lists those of the harness.")
     if limit and "mmbench_en_dev" in chosen:
         raise ValueError("mmbench_en_dev asks each question several times, and a limit would cut them. Leave one out.")
     return chosen, manager
-
-
-@cache
-def _task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
-    own = [str(include_path)] if include_path else []  # which come before the package's
-    return TaskManager(include_path=[str(files(__package__) / "tasks"), *own], include_defaults=defaults)
 
 
 def as_lm(handle: ModelHandle, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
@@ -138,58 +99,48 @@ def as_lm(handle: ModelHandle, *, batch_size: int, dtype: str = "auto", load_in_
     return MultimodalLM(model, handle.processor, batch_size)
 
 
-def run_task(lm: LM, task: str | Task, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
-    """What the harness's `simple_evaluate` returns for one task or group of tasks, by name or itself.
+def run_task(
+    lm: LM, name: str, task: str | Task, manager: TaskManager, folder: Path, weights: str, settings: dict[str, Any]
+) -> Evaluation:
+    """Runs a task or group of tasks, by name or itself, and writes what the harness writes into a folder.
 
     Tasks that generate answers get them through the chat template; likelihoods are of plain text, as is usual.
     """
-    loaded = manager.load([task])["tasks"].values()
-    generates = all(part.get_config("output_type") == "generate_until" for part in loaded)
-    has_template = bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
-    chat = generates and has_template
-    seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
-    raw = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
+    parts = manager.load([task])["tasks"].values()
+    generates = all(part.get_config("output_type") == "generate_until" for part in parts)
+    chat = generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
+    gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded
+    try:
+        raw = simple_evaluate(
+            lm, tasks=[task], limit=settings["limit"], apply_chat_template=chat, task_manager=manager
+        )
+    finally:
+        gc.unfreeze()
     assert raw is not None  # in the first process
-    raw["config"]["apply_chat_template"] = chat  # which the harness does not write
-    return raw
-
-
-def save(raw: dict[str, Any], folder: Path, *, model: str) -> None:
-    """Writes what [`run_task`] found in the harness's own form."""
-    samples = raw.pop("samples")
-    tracker = EvaluationTracker(output_path=str(folder / "results.json"))
-    tracker.general_config_tracker.model_name_sanitized = model
-    tracker.save_results_aggregated(raw, samples=samples)
-    for name, answers in samples.items():
-        tracker.save_results_samples(name, answers)
-
-
-def saved_files(folder: Path) -> set[str]:
-    """The names of what [`save`] wrote into a folder."""
-    return {file.name for pattern in ("results_*.json", "samples_*.jsonl") for file in folder.glob(pattern)}
-
-
-def summarized(raw: dict[str, Any], task: str, *, weights: str, settings: dict[str, Any]) -> Evaluation:
-    """The results of a task, of a group as a whole first, then of its parts."""
-    counts = raw["n-samples"].values()
-    config = next(iter(raw["configs"].values()))
-    own = (config.get("metadata") or {}).get("own", {})
-    return Evaluation(
-        task=task,
-        title=own.get("title", task),
-        metrics=_metrics(raw, task),
+    counts, config = raw["n-samples"].values(), next(iter(raw["configs"].values()))
+    metadata = config.get("metadata") or {}
+    result = Evaluation(
+        task=name,
+        title=metadata.get("title", name),
+        metrics=_metrics(raw, name),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=_protocol(raw, config, own, settings.get("quantization")),
+        protocol=_protocol(raw, config, chat, settings.get("quantization")),
         date=datetime.now(UTC).date().isoformat(),
-        versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
+        versions={package: version(package) for package in PACKAGES} | {name: str(metadata.get("version"))},
         weights=weights,
         settings=settings,
     )
+    samples = raw.pop("samples")
+    tracker = EvaluationTracker(output_path=str(folder / "results.json"))
+    tracker.save_results_aggregated(raw, samples=samples)
+    for part, answers in samples.items():
+        tracker.save_results_samples(part, answers)
+    return result
 
 
 def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
-    """The metrics of a task or group as a whole first, then of its parts."""
+    """Of `acc` references are `blank` and `commonest`, of `acc_colour` `blank_colour` and so on."""
     metrics = []
     for name in sorted(raw["results"], key=lambda name: name != task):
         scores, samples = raw["results"][name], (raw.get("samples") or {}).get(name)  # of a group there are none
@@ -199,12 +150,14 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
             if not is_number or metric.partition("_")[0] in REFERENCES:
                 continue
             error = scores.get(f"{metric}_stderr,{rule}")
+            part = metric.removeprefix("exact_match").removeprefix("acc")
+            references = {title: scores.get(f"{reference}{part},{rule}") for reference, title in REFERENCES.items()}
             metrics.append(
                 Metric(
                     metric if rule == "none" else f"{metric}, {rule}",
                     float(value),
                     float(error) if isinstance(error, int | float) else None,
-                    references=_references(scores, metric, rule),
+                    references={title: float(score) for title, score in references.items() if score is not None},
                     subset=None if name == task else scores.get("alias", name).strip(" -"),
                     samples=samples and sum(metric in s["metrics"] for s in samples if s["filter"] == rule),
                 )
@@ -212,26 +165,18 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
     return metrics
 
 
-def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
-    """References of a metric: of `acc`, `blank` and `commonest`; of `acc_colour`, `blank_colour` and so on."""
-    measure, _, subset = ("acc", "", "") if metric == "exact_match" else metric.partition("_")
-    keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
-    return {name: float(scores[key]) for name, key in keys.items() if measure == "acc" and key in scores}
-
-
-def _protocol(
-    raw: dict[str, Any], config: dict[str, Any], own: dict[str, str], quantization: dict[str, Any] | None
-) -> list[str]:
+def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) -> list[str]:
     """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
     kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
-    template = "through the chat template" if raw["config"]["apply_chat_template"] else "as plain text"
+    template = "through the chat template" if chat else "as plain text"
+    rule = (config.get("metadata") or {}).get("rule")  # of own data
     sentences = [
         f"lm-evaluation-harness runs its task {config['task']} on {data}.",
         f"Answers are generated with {options}." if kind == "generate_until" else f"Answers are chosen by {kind}.",
         f"Prompts are given {template}, with {config.get('num_fewshot') or 0} examples before the question.",
-        *filter(None, [own.get("rule")]),
+        *([rule] if rule else []),
     ]
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
@@ -239,7 +184,7 @@ def _protocol(
         sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
         sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
     samples = next(iter(raw["samples"].values()), None)
-    if samples and kind != "loglikelihood_rolling" and not own:
+    if samples and kind != "loglikelihood_rolling" and not rule:
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
     if quantization:

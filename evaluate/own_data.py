@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from statistics import median
 from string import ascii_uppercase
 from typing import Any
 
@@ -24,27 +23,20 @@ from ..data.rows.reports import ABOUT, not_read
 from ..data.sources.arguments import DataArguments, DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option
-from .tasks.documents import ASK_FOR_LETTER
+from .tasks.benchmarks import ASK_FOR_LETTER
 from .tasks.offline import OfflineTask, blank, commonest
 
 
 logger = logging.getLogger(__name__)
 
 MAX_PIXELS = DataArguments.max_image_pixels
-MANY_WORDS = 10  # of the median answer, above which it is no label
-RULES = {  # by metric: of questions without options, and with them
-    "exact_match": "An answer is right if it is a true one, but for case, spaces and punctuation at its ends.",
-    "acc": "An answer is right if it chooses the true option, by its letter or its text.",
-}
 
 
 def own_task(data: str, *, image_folder: str | None = None, columns: str | None = None) -> OfflineTask:
     """A task of rows in any form that training reads, with a question and its answer each.
 
-    Of several accepted answers each is right, and the commonest counts for `commonest`. The answer to a question with
-    options is the text, the letter or the number of one. The task's version is a hash of all questions, answers and
-    images. Arguments are those of [`DataSource.named`]. Raises ValueError that names the rows and images that cannot
-    be used.
+    The task's version is a hash of all questions, answers and images. Arguments are those of [`DataSource.named`].
+    Raises ValueError that names the rows and images that cannot be used.
     """
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
     opened = open_source(source, streaming=False)
@@ -92,10 +84,9 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
 
 
 def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[str, Any]]]) -> OfflineTask:
-    metric = "acc" if documents[0]["options"] else "exact_match"
-    if (words := median(len(document["answer"].split()) for document in documents)) > MANY_WORDS:
-        note = "exact_match counts the same words alone, and says little of captions: read the answers in evaluation/."
-        logger.warning(f"The median answer of {label} has {words:,.0f} words. {note}")
+    metric, rule = "exact_match", "is a true one, but for case, spaces and punctuation at its ends."
+    if documents[0]["options"]:
+        metric, rule = "acc", "chooses the true option, by its letter or its text."
     files = [[hashlib.sha256(stored_bytes(image)).hexdigest() for image in stored] for stored in images]
     version = hashlib.sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
     alike = defaultdict(list)
@@ -108,7 +99,7 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
     config: dict[str, Any] = {
         "task": "own_" + re.sub(r"[^\w.-]+", "-", label),
         "dataset_path": f"{label}, own data of {len(rows):,} rows (SHA-256 {version}...)",
-        "custom_dataset": lambda: {"test": Dataset.from_list(rows)},
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
         "test_split": "test",
         "description": documents[0]["system"],
         "doc_to_text": lambda row: row["prompt"],
@@ -119,7 +110,7 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
         "num_fewshot": 0,
         "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": longest},
         "metric_list": [{"metric": name, "aggregation": by, "higher_is_better": by == "mean"} for name, by in metrics],
-        "metadata": {"version": version, "own": {"title": f"{label} (own data)", "rule": RULES[metric]}},
+        "metadata": {"version": version, "title": f"{label} (own data)", "rule": f"An answer is right if it {rule}"},
     }
     return OfflineTask(config)
 

@@ -11,63 +11,37 @@ from ..checkpoint.files import only_writer, write_json
 from ..checkpoint.untrusted import json_object
 
 
-FOLDER, SUMMARY = "evaluation", "summary.json"
-"""The folder within a checkpoint that holds its evaluations, and the file of their results."""
-
-WEIGHT_FILES = "*.safetensors"
-"""Files of a model's weights, of which [`files_hash`] tells whether a result is theirs."""
-
-SCHEMA_VERSION = 2
-"""The version of `summary.json`; it grows when a field is renamed, removed or changes its meaning."""
+FOLDER, SUMMARY = "evaluation", "summary.json"  # within a checkpoint's folder, beside what the harness writes
+WEIGHT_FILES = "*.safetensors"  # of which [`files_hash`] tells whether a result is theirs
+SCHEMA_VERSION = 2  # grows when a field of the summary is renamed, removed or changes its meaning
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One result of a task, with its error and references.
-
-    Attributes:
-        name: Name of the metric, such as "accuracy".
-        value: A share as 0.98, not 98.
-        stderr: Standard error over samples; None if not computed.
-        references: Results to compare with, by name: `{"blank image": 0.24, "commonest answer": 0.40}`.
-        subset: Part of the task, such as "colour"; None for the whole.
-        samples: How many samples it is computed from.
-    """
+    """One result of a task."""
 
     name: str
-    value: float
-    stderr: float | None = None
-    references: dict[str, float] = field(default_factory=dict)
-    subset: str | None = None
-    samples: int | None = None
+    value: float  # a share as 0.98, not 98
+    stderr: float | None = None  # over samples
+    references: dict[str, float] = field(default_factory=dict)  # {"blank image": 0.24, "commonest answer": 0.40}
+    subset: str | None = None  # part of the task; None for the whole
+    samples: int | None = None  # how many it is computed from
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of one task, and how they were obtained.
-
-    Attributes:
-        samples, total: How many samples were evaluated, of how many. Fewer than all, or none, is a partial run.
-        protocol: Prompt, decoding and scoring, one sentence each.
-        date: ISO 8601.
-        versions: Versions of the packages that evaluated, and of the task.
-        weights: SHA-256 of the files of weights, or Hub id and commit.
-        settings: What else the results depend on: batch size, precision, seeds.
-
-    Raises:
-        ValueError: A number is not finite.
-    """
+    """The results of one task, and how they were obtained."""
 
     task: str
     title: str
     metrics: list[Metric]
-    samples: int
+    samples: int  # evaluated, of `total`
     total: int
-    protocol: list[str]
+    protocol: list[str]  # prompt, decoding and scoring, a sentence each
     date: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    weights: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)  # of packages and of the task
+    weights: str | None = None  # a hash of their files, or Hub id and commit
+    settings: dict[str, Any] = field(default_factory=dict)  # what else the results depend on
 
     def __post_init__(self):
         numbers: list[tuple[str, list[Any]]] = [("samples", [self.samples, self.total])]
@@ -82,10 +56,7 @@ class Evaluation:
         return self.samples < self.total or self.samples == 0
 
     def write(self, checkpoint: Path) -> None:
-        """Writes the results into `evaluation/summary.json` of a folder, in place of earlier ones of the task.
-
-        Raises ValueError, and changes nothing, if the file is not valid.
-        """
+        """Writes the results into `evaluation/summary.json` of a folder, in place of earlier ones of the task."""
         with only_writer(checkpoint):
             others = [result for result in read_evaluations(checkpoint) if result.task != self.task]
             tasks = sorted([*others, self], key=lambda result: result.task)

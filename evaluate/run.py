@@ -4,7 +4,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,46 +14,33 @@ from rich.table import Table
 
 from ..checkpoint.files import finished_folder, only_writer
 from ..diagnose.load import resolve_model
-from ..errors import Console, NotWritable, device_error
-from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
+from ..errors import Console, NotWritable, Printed, device_error
+from .engine import SUITES, as_lm, chosen_tasks, run_task
 from .own_data import own_task
 from .results import FOLDER, SUMMARY, WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from .tasks.offline import OfflineTask
 
 
-# Files of a model beside its weights, and of one's own tasks, on which answers depend.
-SETTINGS = ("*config.json", "*chat_template*", "*processor*.json", "*token*")
-TASKS = ("**/*yaml", "**/*.yml", "**/*.py")
-
-
 @dataclass
-class Evaluated:
-    """The file of the summary, the results of the tasks asked for, and why others could not be run."""
+class Evaluated(Printed):
+    """The results of tasks, in `file` and, of whole tasks, as a table; and why others could not be run."""
 
     file: Path
-    results: list[Evaluation] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    results: list[Evaluation]
+    failed: dict[str, str]
 
-    def table(self) -> Table:
-        """The results of whole tasks, for the terminal."""
+    def renderable(self) -> Table:
         whole = [(result, metric) for result in self.results for metric in result.metrics if metric.subset is None]
         references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))
         partial = any(result.partial for result in self.results)
-        table = Table(box=SIMPLE, padding=0, show_edge=False, caption="partial" if partial else None)
-        for column in ("task", "metric", "value", "±", *references, "n"):
-            name = column in ("task", "metric")
-            table.add_column(column, justify="left" if name else "right", no_wrap=name)
+        columns = ("task", "metric", "value", "±", *references, "n")
+        table = Table(*columns, box=SIMPLE, padding=0, show_edge=False, caption="partial" if partial else None)
         for result, metric in whole:
-            compared = [f"{metric.references[name]:.3f}" if name in metric.references else "" for name in references]
-            error = "" if metric.stderr is None else f"{metric.stderr:.3f}"
+            numbers = (metric.value, metric.stderr, *map(metric.references.get, references))
             samples = result.samples if metric.samples is None else metric.samples
-            table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *compared, f"{samples:,}")
+            cells = ["" if number is None else f"{number:.3f}" for number in numbers]
+            table.add_row(result.task, metric.name, *cells, f"{samples:,}")
         return table
-
-    def sentences(self) -> list[str]:
-        """Where the results are, and why tasks were not run."""
-        written = [f"Written to {self.file}."] if self.results else []
-        return written + [f"Not evaluated: {task}. {reason}" for task, reason in self.failed.items()]
 
 
 def evaluate(
@@ -90,8 +77,6 @@ def evaluate(
     Raises ValueError if model, task or data cannot be read, or a limit would replace whole results of the model.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if include_path and not include_path.is_dir():
-        raise ValueError(f"{include_path} is no folder with task files.")
     names, manager = chosen_tasks(suites, tasks, include_path, limit)
     chosen: dict[str, str | OfflineTask] = {name: name for name in names}
     if data:
@@ -104,12 +89,16 @@ def evaluate(
     folder = Path(checkpoint.name) if Path(checkpoint.name).is_dir() else None
     output = output or folder or Path("evaluations", handle.name.replace("/", "--"))
     weights = files_hash(folder, WEIGHT_FILES) if folder else f"{checkpoint.name}@{checkpoint.revision}"
-    settings: dict[str, Any] = {"batch_size": batch_size, "limit": limit, "seed": SEED}
-    settings["files"] = files_hash(folder, *SETTINGS) if folder else None
-    settings["tasks"] = files_hash(include_path, *TASKS) if include_path else None
+    beside_weights = ("*config.json", "*chat_template*", "*processor*.json", "*token*")
+    settings: dict[str, Any] = {
+        "batch_size": batch_size,
+        "limit": limit,
+        "files": files_hash(folder, *beside_weights) if folder else None,
+        "tasks": files_hash(include_path, "**/*yaml", "**/*.yml", "**/*.py") if include_path else None,
+    }
     if handle.adapter:  # which is put on its base as in training
         base = handle.adapter.base.revision or files_hash(Path(handle.adapter.base.name), WEIGHT_FILES)
-        settings |= {"dtype": None, "load_in_4bit": None, "quantization": handle.adapter.quantization, "base": base}
+        settings |= {"quantization": handle.adapter.quantization, "base": base}
     else:
         decided, quantization = handle.precision(dtype, load_in_4bit)
         dtype = str(decided).removeprefix("torch.")
@@ -118,38 +107,36 @@ def evaluate(
             settings["quantization"] = json.loads(quantization.to_json_string(use_diff=False))  # float32 is a default
     with only_writer(output):
         (output / FOLDER).mkdir(exist_ok=True)
-    evaluated = Evaluated(output / FOLDER / SUMMARY)
     earlier = [r for r in read_evaluations(output) if r.task in chosen and r.weights == weights]
     versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
-    kept = {
+    results = {
         result.task: result
         for result in earlier
         if result.settings == settings and versions.items() <= result.versions.items()
         if getattr(chosen[result.task], "VERSION", None) in (None, result.versions[result.task])  # data of one's own
     }
-    whole = [result.task for result in earlier if not result.partial and result.task not in kept]
+    whole = [result.task for result in earlier if not result.partial and result.task not in results]
     if limit and whole:
         raise ValueError(f"--limit would replace whole results of {', '.join(whole)}. Name another --output.")
     console = Console(stderr=True)
-    for task in kept:
+    for task in results:
         console.print(f"{task}: done before.")
-    missing = [task for task in chosen if task not in kept]
+    missing = [task for task in chosen if task not in results]
     lm = as_lm(handle, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit) if missing else None
+    failed = {}
     for number, task in enumerate(missing, 1):
         console.print(f"{task} ({number} of {len(missing)})")
         try:
-            with finished_folder(output / FOLDER / task, saved_files) as answers:
-                raw = run_task(lm, chosen[task], manager, limit=limit)
-                result = summarized(raw, task, weights=weights, settings=settings)
-                save(raw, answers, model=output.name)
+            place = output / FOLDER / task
+            with finished_folder(place, lambda folder: {file.name for file in folder.glob("*s_*.json*")}) as answers:
+                result = run_task(lm, task, chosen[task], manager, answers, weights, settings)
             result.write(output)
         except NotWritable:
             raise
         except Exception as error:  # whatever it is, the other tasks are run
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-            evaluated.failed[task] = device_error(error, "Use a smaller batch_size, or load_in_4bit.") or reason
-            console.print(f"{task} could not be run: {evaluated.failed[task]}", style="red")
+            failed[task] = device_error(error, "Use a smaller batch_size, or load_in_4bit.") or reason
+            console.print(f"{task} could not be run: {failed[task]}", style="red")
         else:
-            kept[task] = result
-    evaluated.results = [kept[task] for task in chosen if task in kept]
-    return evaluated
+            results[task] = result
+    return Evaluated(output / FOLDER / SUMMARY, [results[task] for task in chosen if task in results], failed)

@@ -102,8 +102,7 @@ def hub(server, prepared):
 
 @pytest.fixture
 def processor(monkeypatch):
-    """A function that has it measured of this processor how many times as long half precision takes as float32;
-    float16 as bfloat16, unless it is given."""
+    """A function that sets how many times as long half precision takes as float32; float16 as bfloat16 by default."""
     from normalign_llava.checkpoint import precision
 
     def measured(bfloat16: float, float16: float | None = None) -> None:

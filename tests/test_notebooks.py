@@ -1,8 +1,7 @@
-"""The notebooks, run whole by a kernel: on tiny parts, with a hub of their own. They are kept without outputs."""
+"""The notebooks, run whole by a kernel: on tiny parts, with a hub of their own."""
 
 import os
 import re
-from base64 import b64decode
 from pathlib import Path
 
 import nbformat
@@ -16,9 +15,6 @@ from nbclient import NotebookClient
 from paths import ROOT
 
 from normalign_llava.diagnose.run import Diagnosis
-
-
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 class ForkedKernel(LocalProvisioner):
@@ -57,14 +53,7 @@ def run(prepared, tmp_path):
 
 
 def shown(outputs: list, kind: str) -> list[str]:
-    """What a cell shows of one kind."""
     return [output.data[kind] for output in outputs if kind in output.get("data", ())]
-
-
-def check_figures(cells: dict[str, list], *names: str) -> None:
-    for name in names:
-        figures = shown(cells[name], "image/png")
-        assert figures and all(b64decode(figure).startswith(b"\x89PNG") for figure in figures), name
 
 
 @pytest.mark.slow
@@ -73,7 +62,7 @@ def test_a_model_is_built_trained_merged_compared_published_and_asked(run, hub, 
     small = dict(VISION=vision, LANGUAGE=language, DRAWN={"train": 4, "test": 2}, STEPS=1, BATCH=2)
     variables = {"HF_TOKEN": hub.token("ann")}
     cells = run("finetune", variables, **small, REPO_ID="ann/m", CHECK_LOADING=False)
-    check_figures(cells, "images", "curves")
+    assert all(shown(cells[name], "image/png") for name in ("images", "curves"))
     tables = [shown(cells[name], "text/html") for name in ("build", "recipe", "merge", "compare")]
     assert all("<pre" in "".join(table) for table in tables)
     assert "".join(output.text for output in cells["chat"] if output.get("name") == "stdout")
@@ -87,18 +76,9 @@ def test_any_model_is_diagnosed_with_figures_and_claims(run, checkpoint, tmp_pat
     llava = parts.llava(tmp_path / "llava", tiny.llava())
     Path(llava, "chat_template.jinja").unlink()  # which knows no images
     cells = run("diagnose", {}, MODEL=str(checkpoint), AGAINST=llava, SAMPLES=2, BATCH=2)
-    check_figures(cells, "norms", "paper", "rotation", "attention")
+    assert all(shown(cells[name], "image/png") for name in ("norms", "paper", "rotation", "attention"))
     assert "<pre" in "".join(shown(cells["diagnose"], "text/html"))
     assert (tmp_path / "here/diagnosis/report.html").exists()
-
-
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_notebooks_are_short_and_kept_without_outputs(file):
-    notebook = nbformat.read(file, as_version=4)
-    nbformat.validate(notebook)
-    assert 10 <= len(notebook.cells) <= 15
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
 def test_names_in_a_notebook_are_neither_html_nor_markup(tmp_path):

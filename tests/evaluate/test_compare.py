@@ -14,13 +14,10 @@ from normalign_llava.evaluate.results import Evaluation, Metric
 def evaluated(folder, task, metrics, rows, **settings):
     """A folder as `normalign evaluate` leaves it; `rows` are fields of samples, with numbers from 0."""
     Evaluation(task, task, metrics, len(rows), len(rows), [], settings=settings).write(folder)
-    place = folder / "evaluation" / task
-    place.mkdir()
-    lines = [
-        json.dumps({"doc_id": number, "filter": "none", "target_hash": "yes", **row})
-        for number, row in enumerate(rows)
-    ]
-    (place / f"samples_{task}_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
+    file = folder / "evaluation" / task / f"samples_{task}_2026-01-01T00-00-00.jsonl"
+    file.parent.mkdir()
+    rows = [{"doc_id": number, "filter": "none", "target_hash": "yes", **row} for number, row in enumerate(rows)]
+    file.write_text("\n".join(map(json.dumps, rows)))
     return str(folder)
 
 
@@ -70,24 +67,14 @@ def test_scores_of_questions_have_the_benchmarks_own_mean(tmp_path, task, metric
 
 def test_scores_of_two_quantizations_are_not_compared(tmp_path):
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    alike = [
-        [{"load_in_4bit": False}, {"load_in_4bit": None, "quantization": None}, {}],
-        [{"quantization": nf4 | {"bnb_4bit_compute_dtype": dtype}} for dtype in ("bfloat16", "float16")],
-        [{"load_in_4bit": None, "quantization": {"load_in_8bit": True}}],
-    ]
-    arms = [
-        [read_arm(scored(tmp_path / f"{i}-{j}", answers(0.5, j), **settings)) for j, settings in enumerate(kind)]
-        for i, kind in enumerate(alike)
-    ]
-    for ours in arms:
-        if len(ours) > 1:
-            assert len(compare_arms(ours).differences) == len(ours) - 1
-        for theirs in arms:
-            if ours is not theirs:
-                with pytest.raises(
-                    ValueError, match=r"No task is common to all \(.*pope acc.*pope acc.* quantized alike"
-                ):
-                    compare_arms([ours[-1], theirs[0]])
+    settings = {"whole": {"load_in_4bit": False}, "old": {}, "8": {"quantization": {"load_in_8bit": True}}}
+    settings |= {dtype: {"quantization": nf4 | {"bnb_4bit_compute_dtype": dtype}} for dtype in ("bfloat16", "float16")}
+    arms = {name: read_arm(scored(tmp_path / name, answers(0.5, 1), **how)) for name, how in settings.items()}
+    for alike in (("whole", "old"), ("bfloat16", "float16")):
+        assert len(compare_arms([arms[name] for name in alike]).differences) == 1
+    for other in (("whole", "8"), ("whole", "float16"), ("8", "float16")):
+        with pytest.raises(ValueError, match=r"No task is common to all \(.*pope acc.*pope acc.* quantized alike"):
+            compare_arms([arms[name] for name in other])
 
 
 def test_mcnemar_by_hand():
@@ -133,35 +120,28 @@ def test_a_task_that_is_not_compared_is_named(tmp_path):
     shown = CliRunner().invoke(app, ["compare", one, other, "--output", str(tmp_path)], env={"COLUMNS": "120"})
     assert shown.exit_code == 0, shown.output
     assert "pope acc" in shown.output
-    assert "Left out: mine f1, without a score for each question in a=b,c, d." in shown.output
-    assert "Left out: mmstar acc, without a score for each question in d." in shown.output
+    assert "Left out: mine f1 (without a score for each question: a=b,c, d)." in shown.output
+    assert "Left out: mmstar acc (not evaluated on it: d)." in shown.output
 
 
 def test_the_first_filter_of_the_summary_is_compared(tmp_path):
-    arms = []
-    for name, value in (("base", 0.0), ("model", 1.0)):
-        metrics = [Metric("acc, strict", value), Metric("acc, loose", 0.5)]
-        rows = [
-            {"doc_id": number, "metrics": ["acc"], "filter": rule, "acc": right}
-            for rule, right in (("loose", 0.5), ("strict", value))
-            for number in range(4)
-        ]
-        evaluated(tmp_path / name, "math", metrics, rows)
-        arms.append(read_arm(str(tmp_path / name)))
-    (difference,) = compare_arms(arms).differences
-    assert (difference.task, difference.value) == ("math acc, strict", 1.0)
+    metrics = [Metric("acc, strict", 1.0), Metric("acc, loose", 0.5)]
+    rows = [{"metrics": ["acc"], "filter": rule, "acc": right} for rule, right in (("loose", 0.5), ("strict", 1.0))]
+    ((task, scores),) = (
+        read_arm(evaluated(tmp_path, "math", metrics, [row | {"doc_id": 0} for row in rows])).runs[0].items()
+    )
+    assert (task, [*scores.values()]) == ("math acc, strict", [1.0])
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
-    whole = scored(tmp_path / "a", answers(0.5, 1))
-    with pytest.raises(ValueError, match="two or more"):
-        compare_arms([read_arm(whole)])
-    with pytest.raises(ValueError, match="the same name: a, a. Write NAME=FOLDER"):
-        compare_arms([read_arm(whole), read_arm(whole)])
+    whole, other = (scored(tmp_path / name / "a", answers(0.5, 1)) for name in "12")
+    for arguments in ([whole], [whole, other], [f"x={whole}", f"y={whole}"], [f"x={whole},{whole}", f"y={other}"]):
+        with pytest.raises(ValueError, match="two or more models, each name and each folder once"):
+            compare_arms([read_arm(argument) for argument in arguments])
     with pytest.raises(ValueError, match="No task is common to all"):
         compare_arms([read_arm(whole), read_arm(scored(tmp_path / "b", answers(0.5, 1), task="mmstar"))])
-    for name, other in (("c", dict(first=200)), ("d", dict(truth=["no"])), ("e", dict(truth=["yes", "no"]))):
+    for name, others in (("c", dict(first=200)), ("d", dict(truth=["no"])), ("e", dict(truth=["yes", "no"]))):
         with pytest.raises(ValueError, match="pope acc asked the models other questions"):
-            compare_arms([read_arm(whole), read_arm(scored(tmp_path / name, answers(0.5, 1), **other))])
+            compare_arms([read_arm(whole), read_arm(scored(tmp_path / name, answers(0.5, 1), **others))])
     with pytest.raises(ValueError, match="has no evaluation/"):
         read_arm(str(tmp_path / "none"))

@@ -6,7 +6,7 @@ import tiny_parts as parts
 import torch
 import training
 import yaml
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Image, List
 from lm_eval import evaluate
 from lm_eval.tasks import TaskManager
 from PIL import Image as Picture
@@ -70,13 +70,8 @@ def alone(model, processor, text, images):
     words = [{"type": "text", "text": part} if part else None for part in text.split("<image>")]
     shown = [{"type": "image", "image": image} for image in images]
     content = [part for pair in zip(words, [*shown, None], strict=True) for part in pair if part]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **options)
     end = processor.tokenizer.eos_token_id
     ids = model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False, eos_token_id=end)
     return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).split("\n")[0]
@@ -88,20 +83,12 @@ def write_task(folder, answers):
         {"images": images, "question": text, "answer": answer if number % 3 else "wrong"}
         for number, (images, text, answer) in enumerate(zip(IMAGES, QUESTIONS, answers, strict=True))
     ]
-    features = Features({"images": List(Image()), "question": Value("string"), "answer": Value("string")})
-    Dataset.from_list(rows, features=features).to_parquet(folder / "rows.parquet")
-    task = {
-        "task": "tiny_mixed",
-        "dataset_path": "parquet",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.parquet")}, "cache_dir": str(folder / "cache")},
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_image": "images",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": LONGEST},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
+    Dataset.from_list(rows).cast_column("images", List(Image())).to_parquet(folder / "rows.parquet")
+    files = {"data_files": {"test": str(folder / "rows.parquet")}, "cache_dir": str(folder / "cache")}
+    task = {"task": "tiny_mixed", "dataset_path": "parquet", "dataset_kwargs": files, "test_split": "test"}
+    task |= {"output_type": "generate_until", "doc_to_image": "images", "doc_to_text": "{{question}}"}
+    task |= {"generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": LONGEST}}
+    task |= {"metric_list": [{"metric": "exact_match"}], "doc_to_target": "{{answer}}"}
     (folder / "tiny_mixed.yaml").write_text(yaml.safe_dump(task))
 
 

@@ -13,7 +13,6 @@ import yaml
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluate.compare import compare_arms, read_arm
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.evaluate.run import evaluate
 
@@ -31,8 +30,8 @@ def room(tmp_path_factory):
     choosing = yaml.safe_load((tasks / "tiny_choosing.yaml").read_text())
     missing = {**choosing, "task": "tiny_missing", "dataset_path": str(folder / "missing")}
     (tasks / "tiny_missing.yaml").write_text(yaml.safe_dump(missing))
-    undefined = {**choosing, "task": "tiny_undefined", "metric_list": [{"metric": "share", "aggregation": "mean"}]}
-    undefined["metric_list"][0]["higher_is_better"] = True
+    share = {"metric": "share", "aggregation": "mean", "higher_is_better": True}
+    undefined = {**choosing, "task": "tiny_undefined", "metric_list": [share]}
     (tasks / "undefined.py").write_text("def share(document, answers):\n    return {'share': float('nan')}\n")
     text = yaml.safe_dump(undefined) + "process_results: !function undefined.share\n"
     (tasks / "tiny_undefined.yaml").write_text(text)
@@ -41,9 +40,8 @@ def room(tmp_path_factory):
 
 
 def words(room, output, *tasks):
-    """The command line."""
-    named = [word for task in tasks for word in ("--tasks", task)]
-    return ["evaluate", str(room / "model"), "--include-path", str(room / "tasks"), "--output", str(output), *named]
+    named = ["--include-path", str(room / "tasks"), "--tasks", ",".join(tasks)]
+    return ["evaluate", str(room / "model"), "--output", str(output), *named]
 
 
 def run(room, output, *tasks, model=None, **options):
@@ -59,18 +57,14 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     assert (colours.samples, colours.total, colours.partial) == (5, 5, False)
     assert len(colours.weights) == 64 and colours.settings["batch_size"] == 2
     assert colours.versions["tiny_looking"] == "3" and "lm_eval" in colours.versions
-    assert any("max_gen_toks" in sentence for sentence in colours.protocol)
     sentence = "lm-evaluation-harness runs its task tiny_looking on my-questions."  # without the folders above it
     assert colours.protocol[0] == sentence and "<image>what is in 0?" in colours.protocol[-1]
-    assert choice.protocol[-1] == 'The first prompt is "what is in 0?"'
     (samples,) = (tmp_path / "evaluation" / "tiny_choosing").glob("samples_tiny_choosing_*.jsonl")
     answered = [json.loads(line) for line in samples.read_text().splitlines()]
-    right = sum(sample["acc"] for sample in answered)
-    assert len(answered) == 5 and choice.metrics[0].value == right / 5
+    assert len(answered) == 5 and choice.metrics[0].value == sum(sample["acc"] for sample in answered) / 5
     (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
     stored = json.loads(raw.read_text())
-    assert stored["results"]["tiny_choosing"]["acc,none"] == right / 5 and stored["git_hash"] is None
-    assert evaluated.table().row_count == 2
+    assert stored["results"]["tiny_choosing"]["acc,none"] == choice.metrics[0].value and stored["git_hash"] is None
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):
@@ -136,16 +130,16 @@ def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
 def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_path):
     reasons = {
         "tiny_missing": "missing",
-        "tiny_undefined": "share is [nan, nan], not finite numbers",
+        "tiny_undefined": "share is [nan, nan]",
         "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
-        "pope": "The data set has changed: it has no column question",
+        "pope": "missing columns or new values: question",
     }
     result = CliRunner().invoke(app, words(room, tmp_path, *reasons, "tiny_choosing"))
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)  # no traceback
     assert [kept.task for kept in read_evaluations(tmp_path)] == ["tiny_choosing"]
     said = " ".join(result.output.split())
     for task, reason in reasons.items():
-        assert reason in said.split(f"Not evaluated: {task}.")[1]
+        assert reason in said.split(f"{task} could not be run: ")[1]
 
 
 def test_a_language_model_alone_is_opened_with_the_same_care(room, tmp_path):
@@ -160,8 +154,3 @@ def test_a_language_model_alone_is_opened_with_the_same_care(room, tmp_path):
     assert (how["bnb_4bit_quant_type"], how["bnb_4bit_use_double_quant"]) == ("nf4", True)
     assert how["llm_int8_skip_modules"] == ["lm_head"]
     assert f"quantized: 4-bit NF4, double quantization, products in {settings['dtype']}." in result.protocol[-1]
-    arms = [read_arm(str(tmp_path / name)) for name in ("whole", "quantized")]
-    with pytest.raises(
-        ValueError, match=r"whole: tiny_choosing acc; quantized: tiny_choosing acc \(4-bit NF4, double"
-    ):
-        compare_arms(arms)

@@ -73,16 +73,11 @@ def test_easy_vqa_and_emoji_by_hand():
     assert result == pytest.approx({"acc": 10 / 12, "blank": 1 / 12, "commonest": 1 / 12})
 
 
-@pytest.mark.parametrize(
-    ("answer", "word"),
-    [
-        ("red", "red"), ("Red.", "red"), ("It is a red circle.", "red"), ("red circle, not blue, no", None),
-        ("red or blue", None), ("blue, red", "red"), ("reddish", None), ("", None), ("rot", None),
-        ("red, not blue, I think", None), ("I think, red", "red"), ("red, I think", "red"),
-    ],
-)  # fmt: skip
-def test_the_word_that_an_answer_names(answer, word):
-    assert named(answer, ("red", "blue")) == word
+def test_the_word_that_an_answer_names():
+    words = {"red": "red", "Red.": "red", "It is a red circle.": "red", "blue, red": "red", "I think, red": "red"}
+    words |= {"red, I think": "red", "red circle, not blue, no": None, "red, not blue, I think": None}
+    words |= dict.fromkeys(("red or blue", "reddish", "", "rot"))
+    assert {answer: named(answer, ("red", "blue")) for answer in words} == words
 
 
 def test_a_tiny_model_is_evaluated(checkpoint, tmp_path):
@@ -90,15 +85,12 @@ def test_a_tiny_model_is_evaluated(checkpoint, tmp_path):
     assert not evaluated.failed and [result.task for result in evaluated.results] == list(OFFLINE)
     for result in evaluated.results:
         assert (result.samples, result.total, result.partial) == (3, ITEMS[result.task][0], True)
-        assert not {"blank", "commonest"} & {metric.name.partition("_")[0] for metric in result.metrics}
         prompts = "through the chat template" if result.task in VISION else "as plain text"
         assert any(prompts in sentence for sentence in result.protocol)
         for metric in result.metrics:
             vision = result.task in VISION and metric.name.startswith("acc")
             assert set(metric.references) == ({"blank image", "commonest answer"} if vision else set())
-            part = {"acc_shape": 1, "acc_colour": 1, "acc_yes_no": 1}
-            assert metric.samples == part.get(metric.name, 3)
-    assert {column.header for column in evaluated.table().columns} >= {"blank image", "commonest answer"}
+            assert metric.samples == (1 if metric.name.startswith("acc_") else 3)
     processor = AutoProcessor.from_pretrained(checkpoint)
     (file,) = (tmp_path / "evaluation" / "offline_emoji").glob("samples_*.jsonl")
     for sample in map(json.loads, file.read_text().splitlines()):

@@ -79,22 +79,18 @@ def test_any_of_several_accepted_answers_is_right_and_choices_may_be_numbers(tmp
     # Right are the first and the last; of a white image, "kite" is right to the first of three.
     assert [result[name] for name in ("exact_match", "blank", "commonest")] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
     assert "rows.jsonl: left out: tools (1 row)" in caplog.text
-    rows = [
-        asked("Which?", 1, choices=["yes", "no"]),
-        asked("Which?", None, options=["yes", "no"], correct_choice_idx=0),
-    ]
-    assert own_task(lines(tmp_path / "rows.jsonl", *rows)).eval_docs["answer"] == ["B", "A"]
+    numbers = [asked("Which?", 1, choices=["yes", "no"])]
+    numbers.append(asked("Which?", None, options=["yes", "no"], correct_choice_idx=0))
+    assert own_task(lines(tmp_path / "rows.jsonl", *numbers)).eval_docs["answer"] == ["B", "A"]
 
 
-def test_several_images_and_a_system_turn_are_asked(tmp_path, caplog):
+def test_several_images_and_a_system_turn_are_asked(tmp_path):
     image, text = {"type": "image"}, {"type": "text", "text": "or"}
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [image, text, image]}, TURNS[1]]
     row = {"file_names": ["0.png", "1.png"], "messages": turns}
     result, requests = scores(own_task(folder_of(tmp_path / "images", row)), "What", "")
     assert requests[0].args[0] == "Be brief.<image>or<image>" and result["exact_match"] == 1
-    assert [len(request.args[2]["visual"]) for request in requests] == [2, 2] and not caplog.messages
-    own_task(folder_of(tmp_path / "captions", {"caption": "A red kite flies above a wide green field of grass."}))
-    assert caplog.messages[0].startswith("The median answer of captions has 11 words. exact_match counts")
+    assert [len(request.args[2]["visual"]) for request in requests] == [2, 2]
 
 
 def test_rows_that_cannot_be_evaluated_are_named(tmp_path):
@@ -121,8 +117,7 @@ def test_a_model_is_asked_compared_and_published(checkpoint, tmp_path):
 
     assert "own_my-images exact_match" in run("evaluate", model, "--data", data, "--batch-size", 2)
     long = lines(tmp_path / "long.jsonl", asked("what " * 400, "it", image="0.png"))
-    too_long = run("evaluate", model, "--data", long, "--image-folder", data)
-    assert "what what [...]': it has 2,023 tokens, and 240 are allowed." in too_long
+    assert "has 2,023 tokens, and 240 are allowed." in run("evaluate", model, "--data", long, "--image-folder", data)
     (result,) = read_evaluations(model)
     assert (result.title, result.total, result.metrics[0].samples) == ("my-images (own data)", 2, 2)
     assert result.metrics[0].references == {"blank image": 0, "commonest answer": 0.5}
@@ -135,8 +130,7 @@ def test_a_model_is_asked_compared_and_published(checkpoint, tmp_path):
     assert "Differences from model" in run("compare", model, other, "--output", tmp_path / "comparison")
 
     write_card(model)
-    sent = choose_files(model, {})
-    check_private(sent, "")
+    check_private(sent := choose_files(model, {}), "")
     card, summary = (sent.files[name].decode() for name in ("README.md", "evaluation/summary.json"))
     assert "### my-images (own data)" in card and "own data of 2 rows (SHA-256 " in card
     assert not any(word in text for word in (SECRET, "Ann", str(tmp_path)) for text in (card, summary))

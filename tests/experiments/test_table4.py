@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import pytest
 import tiny_parts
 import torch
 import yaml
-from commands import steps
 from cost import row_flops, run_cost
 from dry_runs import random_checkpoint, write_rows
 from paths import DOCS, ROOT
@@ -36,8 +34,12 @@ from normalign_llava.train.run import make_trainer
 
 
 TABLE4 = ROOT / "experiments" / "table4.yaml"
-ALL_TRAINED = dict.fromkeys(["use_peft", "lora_dropout", "lora_target_modules"])
 STEPS = {"global_batch_size": 2, "per_device_train_batch_size": 2, "probe_steps": [0, 2]}
+ALL_TRAINED = STEPS | dict.fromkeys(["use_peft", "lora_dropout", "lora_target_modules"])
+GROUPS = """
+wrong: {question: "What is refused?", seeds: [5], variants: {aligned: {arm: aligned, stage1: {learning_rate: -1}}}}
+tiny: {question: "Which?", seeds: [5, 6], variants: {none: {arm: none}, gwc: {arm: gwc}}}
+"""
 TINY = {
     "commands": True,
     "bf16": False,
@@ -46,31 +48,14 @@ TINY = {
     "diagnosed": 2,
     "evaluate": {"batch-size": 16},
     "stage1": {"recipe": "quickstart-align", **STEPS, "max_steps": 2, "save_steps": 2},
-    "stage2": {"recipe": "quickstart-tune", **STEPS, "max_steps": 3, "save_steps": 1, **ALL_TRAINED},
-    "groups": {
-        "wrong": {
-            "question": "What is refused?",
-            "seeds": [5],
-            "variants": {"aligned": {"arm": "aligned", "stage1": {"learning_rate": -1}}},
-        },
-        "tiny": {
-            "question": "Which?",
-            "seeds": [5, 6],
-            "variants": {
-                "none": {"arm": "none"},
-                "gwc": {"arm": "gwc"},
-            },
-        },
-    },
+    "stage2": {"recipe": "quickstart-tune", **ALL_TRAINED, "max_steps": 3, "save_steps": 1},
+    "groups": yaml.safe_load(GROUPS),
 }
 
 
 @pytest.mark.nightly
 def test_a_plan_of_commands_is_killed_resumed_and_reported(archives, tmp_path):
-    parts = {
-        "vision": tiny_parts.vision(tmp_path / "vision", "dinov2"),
-        "language": tiny_parts.language(tmp_path / "l"),
-    }
+    parts = {"vision": tiny_parts.vision(tmp_path / "v", "dinov2"), "language": tiny_parts.language(tmp_path / "l")}
     file, work, results = tmp_path / "plan.yaml", tmp_path / "work", tmp_path / "results"
     file.write_text(yaml.safe_dump({**TINY, **parts}))
     words = [sys.executable, ROOT / "experiments", "run", file, "--work", work, "--results", results]
@@ -100,11 +85,8 @@ def test_a_plan_of_commands_is_killed_resumed_and_reported(archives, tmp_path):
     row = next(line for line in page.splitlines() if line.startswith("| perplexity bits per byte | "))
     assert row.split(" | ")[1] == f"{fmean(apart):+.3f}"
     assert row.split(" | ")[4] == f"{fmean(apart) - half:+.3f} to {fmean(apart) + half:+.3f}"
-    diagnosed = [
-        json.loads((work / f"tiny-gwc-seed{seed}" / "stage2" / "diagnostics" / "report.json").read_text())["report"]
-        for seed in (5, 6)
-    ]
-    entry = fmean(each["interface"]["ratio"] for each in diagnosed)
+    reports = [work / f"tiny-gwc-seed{seed}" / "stage2" / "diagnostics" / "report.json" for seed in (5, 6)]
+    entry = fmean(json.loads(file.read_text())["report"]["interface"]["ratio"] for file in reports)
     assert re.search(rf"^\| norm and GWC \| .* \| {entry:.3f} ± ", page, flags=re.M)
     with Image.open(results / "scores.png") as figure:
         assert figure.width > 500
@@ -167,31 +149,26 @@ def test_the_average_is_that_of_the_papers_nine_columns_of_whole_tasks():
     assert paper_average(whole[1:]) == paper_average([*whole[1:], replace(whole[0], samples=4)]) == {}
 
 
-SENTENCES = [
-    (None, (0.1, 0.2), 1.0, "too few seeds to tell"),
-    ((-2.0, 3.0), (0.4, 0.6), 1.0, "too few seeds to tell"),
-    ((0.4, 0.6), (-2.0, 3.0), 1.0, "too few questions to tell"),
-    ((0.2, 0.8), (0.4, 0.6), 0.7, "the paper's +0.70 is inside"),
-    ((-0.1, 1.1), (0.4, 0.6), 1.3, "no difference shown, the paper's +1.30 is outside"),
-    ((0.2, 0.8), (0.4, 0.6), 0.9, "same sign, the paper's +0.90 is outside"),
-    ((0.2, 0.8), (0.4, 0.6), -0.9, "opposite sign, the paper's -0.90 is outside"),
-    ((0.2, 0.8), None, None, "higher"),
-    ((-0.1, 1.1), None, None, "not shown"),
-    # 0.3 and 0.4 on a side make 0.5: each alone would leave 0 out.
-    ((0.2, 0.8), (0.1, 0.9), None, "not shown"),
-]
-
-
-@pytest.mark.parametrize(("over_seeds", "over_questions", "paper", "sentence"), SENTENCES)
+@pytest.mark.parametrize(
+    ("over_seeds", "over_questions", "paper", "sentence"),
+    [
+        (None, (0.1, 0.2), 1.0, "too few seeds to tell"),
+        ((-2.0, 3.0), (0.4, 0.6), 1.0, "too few seeds to tell"),
+        ((0.4, 0.6), (-2.0, 3.0), 1.0, "too few questions to tell"),
+        ((0.2, 0.8), (0.4, 0.6), 0.7, "the paper's +0.70 is inside"),
+        ((-0.1, 1.1), (0.4, 0.6), 1.3, "no difference shown, the paper's +1.30 is outside"),
+        ((0.2, 0.8), (0.4, 0.6), 0.9, "same sign, the paper's +0.90 is outside"),
+        ((0.2, 0.8), (0.4, 0.6), -0.9, "opposite sign, the paper's -0.90 is outside"),
+        ((0.2, 0.8), None, None, "higher"),
+        ((-0.1, 1.1), None, None, "not shown"),
+        ((0.2, 0.8), (0.1, 0.9), None, "not shown"),  # 0.3 and 0.4 on a side make 0.5: each alone would leave 0 out
+    ],
+)
 def test_a_difference_is_put_into_words_by_the_rule(over_seeds, over_questions, paper, sentence):
     assert Line("a task", 1.5, 1.0, paper, over_questions, over_seeds).sentence == sentence
 
 
-METHODS = {
-    "align": ["--stage", "align"],
-    "all": ["--stage", "tune"],
-    "adapters": ["--stage", "tune", "--use_peft", "--lora_r", "4"],
-}
+METHODS = {"align": "--stage align", "all": "--stage tune", "adapters": "--stage tune --use_peft --lora_r 4"}
 
 
 @pytest.mark.slow
@@ -199,16 +176,10 @@ METHODS = {
 @pytest.mark.parametrize("method", [pytest.param("align", marks=pytest.mark.nightly), "all", "adapters"])
 def test_operations_are_those_that_torch_counts(models, method, checkpointing):
     for folder in models:
-        given = {"model_name_or_path": folder / "checkpoint", "dataset_name": folder / "data"}
-        given |= {
-            "output_dir": folder / "run",
-            "attn_implementation": "eager",
-            "bf16": "false",
-            "global_batch_size": 1,
-        }
-        given |= {"per_device_train_batch_size": 1, "gradient_checkpointing": checkpointing}
-        words = [*METHODS[method], *(str(word) for name, value in given.items() for word in (f"--{name}", value))]
-        trainer, _ = make_trainer(*parse(words))
+        options = f"{METHODS[method]} --output_dir {folder}/run --attn_implementation eager --bf16 false"
+        options += f" --global_batch_size 1 --model_name_or_path {folder}/checkpoint --dataset_name {folder}/data"
+        options += f" --per_device_train_batch_size 1 --gradient_checkpointing {checkpointing}"
+        trainer, _ = make_trainer(*parse(options.split()))
         model, batch = trainer.model.train(), largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
         if checkpointing == "true":
             model.gradient_checkpointing_enable()
@@ -254,20 +225,3 @@ def test_the_price_of_the_papers_plan():
         divided = 4 * trained * (1 - 1 / 8)  # weights, gradients and two states
         assert costs["stage2"].memory(8) == pytest.approx(costs["stage2"].memory(1) - divided, rel=0.02)
         assert untrained == pytest.approx(trained / 2, rel=0.01)
-
-
-def test_the_commands_of_a_cell(tmp_path):
-    plan = read_plan(TABLE4, tmp_path)
-    (run,) = plan.runs(["qwen2.5-7b/gwc/43"])
-    found = steps(plan, run, plan.vision, "Qwen/Qwen2.5-7B-Instruct", tmp_path, gpus=8)
-    assert list(found) == ["build", "stage1", "stage2", "evaluate", "diagnose stage 1", "diagnose"]
-    assert not any(step.done for step in found.values())
-    for stage, config, batch in (("stage1", "ddp", 256), ("stage2", "fsdp2", 128)):
-        line = shlex.join(found[stage].words)
-        assert f"--accelerate_config {config} --num_processes 8" in line and "--seed 43" in line
-        _, args, model = parse(found[stage].words[1:-4])
-        assert args.global_batch_size == batch and args.lr_scheduler_type == "cosine" and args.num_train_epochs == 1
-    assert "--seed 43" in shlex.join(found["build"].words)
-    assert len(plan.runs([])) == 18 and len(plan.runs(["qwen2.5-7b/unit"])) == 3
-    with pytest.raises(ValueError, match="table4 has no 'qwen/gwc'. It has, for example, llama-3.2-3b/none/42"):
-        plan.runs(["qwen/gwc"])

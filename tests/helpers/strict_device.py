@@ -1,14 +1,14 @@
 """A device that computes on the CPU and refuses, as CUDA does, to mix its tensors with the CPU's.
 
-Importing this registers `strict` as torch's private device, for the whole process. Its tensors are ordinary ones in
-the CPU's memory, and operations run the CPU's kernels. An operation on tensors of both devices raises RuntimeError,
-except as CUDA allows: copies, indices on the CPU, 0-dimensional CPU tensors in operations that check devices
-themselves. There is no autocast and no pinned memory, and random numbers are the CPU's.
+Importing this registers `strict` as torch's private device, for the whole process. Its tensors lie in the CPU's
+memory, and the CPU's kernels compute. An operation on tensors of both devices raises RuntimeError, but for copies,
+indices on the CPU, and 0-dimensional CPU tensors where CUDA allows them. It has no autocast and no pinned memory.
 """
 
 import ctypes
 from pathlib import Path
 
+import pytest
 import torch
 import torchgen
 from torch.nn.attention import SDPBackend
@@ -133,3 +133,15 @@ def close(found: torch.Tensor, expected: torch.Tensor, **tolerance: float) -> No
     """Asserts that a tensor is on the device and has the values of one on the CPU."""
     assert found.device == STRICT
     torch.testing.assert_close(found.cpu(), expected, **tolerance)
+
+
+def same(found: object, expected: object) -> None:
+    """Asserts that numbers of two reports are the same, at any depth."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = [*found.values()], [*expected.values()]
+    if isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    else:
+        assert found == (pytest.approx(expected, rel=1e-4, abs=1e-6) if isinstance(expected, float) else expected)

@@ -2,7 +2,7 @@
 
 import training
 import yaml
-from datasets import Dataset, Features, Image, Value
+from datasets import Dataset, Image
 
 
 def write(tasks) -> None:
@@ -12,30 +12,13 @@ def write(tasks) -> None:
         {"image": {"bytes": training.image(i), "path": None}, "question": f"what is in {i}?", "answer": "red"}
         for i in range(5)
     ]
-    features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
-    Dataset.from_list(asked, features=features).to_parquet(tasks / "my-questions" / "test.parquet")
-    shared = {
-        "dataset_path": str(tasks / "my-questions"),
-        "test_split": "test",
-        "doc_to_target": "{{answer}}",
-        "metadata": {"version": 3},
-    }
-    looking = {
-        **shared,
-        "task": "tiny_looking",
-        "output_type": "generate_until",
-        "doc_to_image": ["image"],
-        "doc_to_text": "<image>{{question}}",
-        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": 6},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-    choosing = {
-        **shared,
-        "task": "tiny_choosing",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": ["red", "green", "blue"],
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
+    Dataset.from_list(asked).cast_column("image", Image()).to_parquet(tasks / "my-questions" / "test.parquet")
+    shared = {"dataset_path": str(tasks / "my-questions"), "test_split": "test", "doc_to_target": "{{answer}}"}
+    shared |= {"metadata": {"version": 3}}
+    looking = shared | {"task": "tiny_looking", "output_type": "generate_until", "doc_to_image": ["image"]}
+    looking |= {"doc_to_text": "<image>{{question}}", "metric_list": [{"metric": "exact_match"}]}
+    looking |= {"generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": 6}}
+    choosing = shared | {"task": "tiny_choosing", "output_type": "multiple_choice", "doc_to_text": "{{question}}"}
+    choosing |= {"doc_to_choice": ["red", "green", "blue"], "metric_list": [{"metric": "acc"}]}
     (tasks / "tiny_choosing.yaml").write_text(yaml.safe_dump(choosing))
     (tasks / "tiny_looking.yaml").write_text(yaml.safe_dump(looking))

@@ -36,7 +36,5 @@ def test_a_llava_checkpoint_is_aligned_as_it_is_loaded(tmp_path):
     tiny.llava().save_pretrained(tmp_path)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map={"": STRICT})
     n_text = tiny.reference_n_text(model.get_input_embeddings().weight)
-    close(
-        model.base_model.multi_modal_projector.norm.weight.detach(),
-        torch.full((tiny.WIDTH,), n_text / tiny.WIDTH**0.5),
-    )
+    gain = model.base_model.multi_modal_projector.norm.weight.detach()
+    close(gain, torch.full((tiny.WIDTH,), n_text / tiny.WIDTH**0.5))

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seven benchmarks with images: their rows, once the columns are checked, prompts, answers and scores."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import fmean
+from string import ascii_uppercase
+
+import datasets
+from datasets import Dataset
+from PIL import Image
+
+from normalign_llava.data.rows.images import decode_image
+from normalign_llava.data.sources.arguments import DataArguments
+from normalign_llava.evaluate.answers import chosen_option, yes_or_no
+
+
+ASK_FOR_LETTER = "Answer with the option's letter from the given choices directly."
+ROTATION = 1_000_000  # A rotated question of MMBench has the index of the first plus a multiple of this.
+# MMStar: "Options: A: a dog, B: a cat" and "Choices:\n(A) a dog\n(B) a cat".
+OPTION = re.compile(r"(?:^|[\s,])\(?([A-D])[:.)]\s*(.*?)(?=\s+\(?[A-D][:.)]|$)", re.DOTALL)
+
+# OCRBench's five parts, of 300, 200, 200, 200 and 100 questions.
+PART_OF_TYPE = {
+    "regular text recognition": "text_recognition",
+    "irregular text recognition": "text_recognition",
+    "artistic text recognition": "text_recognition",
+    "handwriting recognition": "text_recognition",
+    "digit string recognition": "text_recognition",
+    "non-semantic text recognition": "text_recognition",
+    "scene text-centric vqa": "scene_text_vqa",
+    "doc-oriented vqa": "document_vqa",
+    "key information extraction": "key_information",
+    "handwritten mathematical expression recognition": "handwritten_math",
+}
+
+
+def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dataset]:
+    """A function that checks the columns of a split, and has its images opened as those of training data are."""
+
+    def documents(split: Dataset) -> Dataset:
+        changes = {"image", *columns, *values} - set(split.column_names)
+        for column in values.keys() - changes:
+            known = {str(value) for value in split.unique(column)}
+            changes |= {f"{column}={value}" for value in known if value.strip().lower() not in values[column]}
+        if changes:
+            raise ValueError(f"The data set has changed: missing columns or new values: {', '.join(sorted(changes))}.")
+        # `datasets` would let Pillow open any format.
+        undecoded = split.cast_column("image", datasets.Image(decode=False))
+        return undecoded.with_transform(decoded, columns=["image"], output_all_columns=True)
+
+    def decoded(batch: dict[str, list]) -> dict[str, list]:
+        return {"image": [image and decode_image(image, DataArguments.max_image_pixels) for image in batch["image"]]}
+
+    return documents
+
+
+mmbench = checked("index", "question", "hint", "answer", *"ABCD")
+mmstar = checked("question", "answer", "l2_category")
+seedbench = checked(
+    "question", "answer", *(f"choice_{letter}" for letter in "ABCD"), question_image_type=("chart", "map", "web")
+)
+scienceqa = checked("question", "choices", "answer", "hint")
+ai2d = checked("question", "options", "answer")
+pope = checked("question", category=("random", "popular", "adversarial"), answer=("yes", "no"))
+ocrbench = checked("question", "answer", "dataset", question_type=PART_OF_TYPE)
+
+
+def image(document: dict) -> list[Image.Image]:
+    """The image of a document in RGB, in a list; an empty list if it has none."""
+    return [document["image"].convert("RGB")] if document["image"] else []
+
+
+def text(document: dict) -> str:
+    """The prompt of SEED-Bench-2-Plus, ScienceQA and AI2D. Some rows of ScienceQA have no image, some a hint."""
+    image = "<image>" if document["image"] else ""
+    hint = f"Context: {document['hint']}\n" if document.get("hint") else ""
+    return f"{image}{hint}{document['question']}\n{_listed(_options(document))}\n{ASK_FOR_LETTER}"
+
+
+def mmbench_text(document: dict) -> str:
+    """The prompt of MMBench."""
+    question = " ".join(part for part in (document["hint"], document["question"]) if part and part != "nan")
+    return f"<image>{question} There are several options:\n{_listed(_options(document))}\n\n{ASK_FOR_LETTER}"
+
+
+def mmstar_text(document: dict) -> str:
+    """The prompt of MMStar."""
+    question = document["question"].strip().replace(" Please answer yes or no.", "")
+    return f"<image>{question}\n{ASK_FOR_LETTER.removesuffix('.')}"
+
+
+def target(document: dict) -> str:
+    """The letter of the right option, which ScienceQA and AI2D have as a number from 0."""
+    answer = str(document["answer"]).strip().upper()
+    return ascii_uppercase[int(answer)] if answer.isdigit() else answer
+
+
+def results(document: dict, answers: list[str]) -> dict:
+    """`acc`: 1 if the answer names the right option, else 0; and what the benchmark's own metrics take."""
+    right = float(chosen_option(answers[0], _options(document)) == target(document))
+    if "l2_category" in document:  # MMStar
+        return {"acc_by_category": (document["l2_category"], right), "acc": right}
+    if "A" in document:  # MMBench
+        return {"acc_circular": (int(document["index"]), right), "acc": right}
+    if "question_image_type" in document:  # SEED-Bench-2-Plus
+        return {"acc": right, f"acc_{document['question_image_type'].strip().lower()}": right}
+    return {"acc": right}
+
+
+def whole_questions(rows: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """By index, 1 if a question is right in every rotation, else 0. Rotations without their first do not count."""
+    rotations = defaultdict(list)
+    for index, right in rows:
+        rotations[index % ROTATION].append(right)
+    return {index: float(all(rotations[index])) for index, _ in rows if index < ROTATION}
+
+
+def circular(rows: list[tuple[int, float]]) -> float:
+    """Share of the questions of MMBench that are answered rightly in every rotation."""
+    return fmean(whole_questions(rows).values())
+
+
+def by_category(rows: Sequence[tuple[str, float]]) -> list[float]:
+    """The scores, from categories of rows and their scores, with weights that give each category the same in all."""
+    sizes = Counter(category for category, _ in rows)
+    return [right * len(rows) / (len(sizes) * sizes[category]) for category, right in rows]
+
+
+def mean_of_categories(rows: list[tuple[str, float]]) -> float:
+    """Mean over the 18 fine categories of MMStar of the share of right answers."""
+    return fmean(by_category(rows))
+
+
+def _listed(options: Mapping[str, str]) -> str:
+    return "\n".join(f"{letter}. {text}" for letter, text in options.items())
+
+
+def _options(document: dict) -> dict[str, str]:
+    """The options by letter: of a list, of the columns A to D or choice_A to choice_D, or of the question's text."""
+    if texts := document.get("options") or document.get("choices"):
+        return dict(zip(ascii_uppercase, texts, strict=False))
+    lettered = {letter: document.get(f"choice_{letter}", document.get(letter)) for letter in "ABCD"}
+    # Questions of MMBench with fewer options have "nan" or nothing there.
+    if options := {letter: text for letter, text in lettered.items() if text not in (None, "", "nan")}:
+        return options
+    listed = re.split(r"\b(?:Options|Choices):", document["question"])[-1]
+    return dict.fromkeys("ABCD", "") | {letter: text.strip() for letter, text in OPTION.findall(listed.strip())}
+
+
+def pope_text(document: dict) -> str:
+    """The prompt of POPE, which asks for a single word."""
+    return f"<image>{document['question'].strip()}\nAnswer the question using a single word or phrase."
+
+
+def pope_results(document: dict, answers: list[str]) -> dict:
+    """The scores over all questions and over those of the setting. What is neither yes nor no finds no object."""
+    said, is_there = yes_or_no(answers[0]), document["answer"].strip().lower() == "yes"
+    says_yes = said == "yes"
+    scores = {"acc": float(said == ("yes" if is_there else "no")), "precision": (says_yes, is_there)}
+    scores |= {"recall": float(says_yes)} if is_there else {}
+    scores |= {"f1": (says_yes, is_there), "yes_ratio": float(says_yes)}
+    setting = document["category"].strip().lower()
+    return scores | {f"{name}_{setting}": score for name, score in scores.items()}
+
+
+def precision(pairs: list[tuple[bool, bool]]) -> float:
+    """Share of right ones among the answers "yes", from whether it is said and whether it is true; 0 without any."""
+    of_yes = [is_there for says_yes, is_there in pairs if says_yes]
+    return sum(of_yes) / len(of_yes) if of_yes else 0.0
+
+
+def f1(pairs: list[tuple[bool, bool]]) -> float:
+    """Harmonic mean of precision and recall; 0 if both are 0."""
+    right = sum(says_yes and is_there for says_yes, is_there in pairs)
+    return 2 * right / sum(map(sum, pairs)) if right else 0.0
+
+
+def ocrbench_text(document: dict) -> str:
+    """The prompt of OCRBench: the image and the question alone."""
+    return f"<image>{document['question'].strip()}"
+
+
+def ocrbench_results(document: dict, answers: list[str]) -> dict:
+    """1 if an accepted answer is in the answer, else 0: for all, for the row's part, and for the mean."""
+    accepted = [document["answer"]] if isinstance(document["answer"], str) else document["answer"]
+    if document["dataset"] == "HME100k":  # formulas in LaTeX: spaces mean nothing, upper and lower case do
+        said, *accepted = [text.strip().replace("\n", "").replace(" ", "") for text in (answers[0], *accepted)]
+    else:
+        said, *accepted = [text.lower().strip().replace("\n", " ") for text in (answers[0], *accepted)]
+    right = float(any(text in said for text in accepted))
+    return {"total": right, PART_OF_TYPE[document["question_type"].strip().lower()]: right, "acc": right}
+
+
+points = sum  # OCRBench counts right answers: its total is out of 1000
