@@ -1,2 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation on benchmarks, by lm-evaluation-harness."""
+
+
+def lmms_model():
+    """What lmms-eval's registry keeps of [`~normalign_llava.evaluate.lmms.NormAlignLlava`], without loading it."""
+    from lmms_eval.models.registry_v2 import ModelManifest
+
+    return ModelManifest("normalign_llava", chat_class_path=f"{__name__}.lmms.NormAlignLlava")

@@ -31,4 +31,7 @@ def test_the_wheel_has_what_git_has_of_the_package(tmp_path):
     package = {name.removeprefix("normalign_llava/") for name in names if name.startswith("normalign_llava/")}
     assert package == sources
     others = {name.split("/")[0] for name in names if not name.startswith("normalign_llava/")}
-    assert others == {f"{wheel.name.split('-py3')[0]}.dist-info"}
+    (about,) = others
+    assert about == f"{wheel.name.split('-py3')[0]}.dist-info"
+    entries = zipfile.ZipFile(wheel).read(f"{about}/entry_points.txt").decode()
+    assert "[lmms_eval.models]\nnormalign_llava = normalign_llava.evaluate:lmms_model" in entries

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of lmms-eval, `--model normalign_llava`, which finds it by an entry point of this package."""
+
+from itertools import groupby
+
+import torch
+from lmms_eval.api.instance import Instance
+from lmms_eval.api.model import lmms
+from lmms_eval.protocol import ChatMessages
+from tqdm import tqdm
+
+from ..assembly.processing import pad_left
+from ..diagnose.load import resolve_model
+
+
+class NormAlignLlava(lmms):
+    """The answers of the vision-language model `pretrained`, a folder or Hub id, through its chat template."""
+
+    is_simple = False  # it takes messages
+
+    def __init__(self, pretrained: str, batch_size: int | str = 1, dtype: str = "auto", device: str | None = None):
+        super().__init__()
+        handle = resolve_model(pretrained)
+        if handle.processor is None:
+            raise ValueError(f"{handle.name} is a language model. Give a vision-language model.")
+        self.processor = handle.processor
+        pad_left(self.processor.tokenizer)
+        self.model = handle.load(dtype=dtype)
+        if device:
+            self.model.to(device)
+        self.batch_size = int(batch_size)
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """The model's answers, in batches of requests with the same options."""
+        answers = []
+        with tqdm(total=len(requests), disable=self.rank != 0) as bar:
+            for _, alike in groupby(requests, key=lambda request: repr(request.args[2])):
+                group = list(alike)
+                for start in range(0, len(group), self.batch_size):
+                    batch = group[start : start + self.batch_size]
+                    answers += self._answers(batch)
+                    bar.update(len(batch))
+        return answers
+
+    @torch.no_grad()
+    def _answers(self, batch: list[Instance]) -> list[str]:
+        conversations = []
+        for _, messages_of, _, document, task, split in (request.args for request in batch):
+            messages = messages_of(self.task_dict[task][split][document])
+            conversations.append(ChatMessages(messages=messages).to_hf_messages())
+        options = batch[0].args[2]
+        inputs = self.processor.apply_chat_template(
+            conversations,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True},
+        ).to(self.model.device, self.model.dtype)
+        drawn = {name: options[name] for name in ("temperature", "top_p") if options.get("temperature")}
+        most, beams = options.get("max_new_tokens", 1024), options.get("num_beams", 1)
+        ids = self.model.generate(**inputs, max_new_tokens=most, num_beams=beams, do_sample=bool(drawn), **drawn)
+        answers = self.processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        until = options.get("until", [])
+        for stop in [until] if isinstance(until, str) else until:
+            answers = [answer.split(stop)[0] for answer in answers]
+        return answers
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise NotImplementedError("normalign_llava generates answers. `normalign evaluate` has tasks of likelihoods.")
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
+        raise NotImplementedError("normalign_llava answers one round.")
