@@ -22,6 +22,7 @@ _EXPORTS = {
     "merge_adapter": "assembly.merge",
     "embedding_statistics": "assembly.gain",
     "half_precision_pays": "checkpoint.precision",
+    "probe": "diagnose.measure.probe",
     "publish": "hub_cards.push.publish",
     "NormAlignConfig": "train.options.arguments",
     "NormAlignTrainer": "train.trainer",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .assembly.merge import merge_adapter
     from .checkpoint.precision import half_precision_pays
     from .configuration_normalign_llava import NormAlignLlavaConfig
+    from .diagnose.measure.probe import probe
     from .hub_cards.push.publish import publish
     from .modeling_normalign_llava import (
         GlobalWeightCompensatedLayerNorm,

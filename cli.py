@@ -3,14 +3,14 @@
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument, BadParameter, Context, Exit, Option, Typer, echo
 
 from . import __version__
-from .errors import Console, errors_for_people
-from .notices import hide_notices
+from .errors import Console, errors_for_people, hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -255,10 +255,11 @@ def compare(
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):
+        from .checkpoint.files import write_json
         from .evaluate.compare import compare_arms, read_arm
 
         comparison = compare_arms([read_arm(model) for model in models])
-        comparison.write(output)
+        write_json(output / "comparison.json", [asdict(difference) for difference in comparison.differences])
     Console().print(comparison)
     Console().print(*comparison.left_out(), f"Written to {output}.", sep="\n", soft_wrap=True)
 

@@ -43,13 +43,8 @@ def multimodal_chat_template(
     nothing between them. Marks count only if each marked span is, up to white space around it, what follows the
     generation prompt, through the end-of-turn token.
 
-    Args:
-        template: The language model's own; `None` gives Vicuna v1.1's. One that prints `image_token` for image parts
-            gets no preamble.
-        special_tokens: The tokenizer's, which templates print.
-
-    Raises:
-        ValueError: `template` is not valid Jinja, or renders a text-only conversation differently with the preamble.
+    `template` is the language model's own; None gives Vicuna v1.1's. One that prints `image_token` for image parts
+    gets no preamble. Raises ValueError if it is not valid Jinja, or renders text differently with the preamble.
     """
     preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
     if template is None:

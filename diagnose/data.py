@@ -20,7 +20,7 @@ from ..data.rows.forms import columns as columns_of, image_name
 from ..data.rows.images import ImageRules, decode_image
 from ..data.rows.unread import known_row, unread_image
 from ..data.rows.values import printable
-from ..data.sources.arguments import DataArguments, DataSource
+from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
 from ..fetched.easy_vqa import held_out
 
@@ -42,7 +42,7 @@ class Sample:
     def image(self) -> Image.Image:
         """The image, upright and in RGB; decoded at each access."""
         try:
-            return decode_image(dict(self.stored), DataArguments.max_image_pixels)
+            return decode_image(dict(self.stored))
         except ValueError as error:
             raise ValueError(f"The image of {self.name} cannot be used: {error}") from error
 
@@ -58,15 +58,10 @@ class Samples:
 def load_samples(
     data: str | None, count: int, *, seed: int = 0, image_folder: str | None = None, columns: str | None = None
 ) -> Samples:
-    """Draws questions with images. Every image is decoded once, so that a bad one is found before any long work.
+    """Draws questions with images, which are decoded once, so that a bad one is found before any long work.
 
-    Args:
-        data: None for the built-in images; or data in any form that can be trained on, or without answers: see
-            docs/data.md. `DATA:SPLIT` or `DATA:CONFIG:SPLIT` names a split other than `train`. Of a row, the first
-            image and the first user turn are used. Rows without an image are skipped.
-        count: Number of samples, drawn by `seed`; if there are fewer, all, with a warning.
-        image_folder: Folder that image paths start from and may not leave; by default that of the data.
-        columns: Names of its columns, such as `"image=image_path,question=asked"`.
+    `data` are the built-in images, or data in any form that can be trained on (docs/data.md), with or without answers.
+    Of a row, the first image and the first user turn are used. Rows without an image are skipped.
     """
     rng = random.Random(seed)
     candidates: Iterable[Sample | None]

@@ -10,8 +10,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from .figures import STAGES
 from .findings import findings, verdict
-from .paper import paper_ratios
-from .report import KINDS, PAGE, Drawing, Report, number, spread
+from .report import KINDS, PAGE, Drawing, Report, number, paper_ratios, spread
 
 
 SECTIONS = {

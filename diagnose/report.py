@@ -7,6 +7,7 @@ docs/report.md defines states and layers. Equations, tables, figures and appendi
 import json
 import math
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 
@@ -200,3 +201,16 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
         return number(value, digits)
     places = max(0, -math.floor(math.log10(error)))
     return f"{value:.{places}f} ± {error:.{places}f}"
+
+
+def paper_tables() -> dict[str, Any]:
+    """The paper's tables 1 to 8 by name, and `source`, where they were published."""
+    return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
+
+
+def paper_ratios() -> dict[str, float]:
+    """Mean norm of visual tokens, out of the projector, over that of text embeddings, by model."""
+    tables = paper_tables()
+    ratios = {row["model"]: row["after_mean"] / row["text_mean"] for row in tables["table_2"]}
+    ovis = tables["table_3_ovis2_5"]
+    return {**ratios, "Ovis2.5": ovis["visual_mean"] / ovis["text_mean"]}

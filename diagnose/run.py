@@ -30,8 +30,8 @@ from .figures import draw
 from .findings import Finding, findings, verdict
 from .load import ModelHandle, resolve_model
 from .measure.attention import attention_maps
+from .measure.families import tokenizer_ids
 from .measure.interface import embedding_table_of, gain_of
-from .measure.positions import tokenizer_ids
 from .measure.probe import probe
 from .page import write_page
 from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, DynamicsStep, Report, report_json

@@ -21,10 +21,9 @@ class AnswerPrinter(TextStreamer):
 def ask(
     model: str, image: Path, question: str, max_new_tokens: int, trust_remote_code: bool = False, **loading: Any
 ) -> None:
-    """Prints the greedy answer of a model to a question about an image, word by word.
+    """Prints the greedy answer of a model, which `loading` is how to load, word by word.
 
-    `loading` are options of [`ModelHandle.load`]. Raises ValueError, before weights are loaded, if model, image or
-    question cannot be used.
+    Raises ValueError, before weights are loaded, if model, image or question cannot be used.
     """
     if not question.strip():
         raise ValueError("The question is empty. Write one, in quotes.")

@@ -9,7 +9,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from rich.box import SIMPLE
 from rich.table import Table
 from scipy import stats
 
-from ..checkpoint.files import write_json
 from ..checkpoint.precision import quantization_name
 from ..checkpoint.untrusted import json_object
 from ..errors import Printed
@@ -73,6 +72,8 @@ class Comparison(Printed):
         columns = ("task", "model", "n", "score", against, "difference", "over questions", "over seeds", "p")
         caption = f"Differences from {against}, 95 % intervals, over the n questions that all models were asked."
         table = Table(*columns, box=SIMPLE, padding=0, show_edge=False, caption=caption)
+        for column in table.columns[2:]:
+            column.justify = "right"
         for row in self.differences:
             scores = (f"{row.questions:,}", f"{row.score:.3f}", f"{row.reference:.3f}", f"{row.value:+.3f}")
             ends = [f"{i[0]:+.3f} {i[1]:+.3f}" if i else "-" for i in (row.over_questions, row.over_seeds)]
@@ -88,10 +89,6 @@ class Comparison(Printed):
                 if names := [arm.name for arm in self.arms if any(run.get(task) == lacking for run in arm.runs)]:
                     sentences.append(f"Left out: {task} ({reason}: {', '.join(names)}).")
         return sentences
-
-    def write(self, output: Path) -> None:
-        """Writes `comparison.json` into a folder."""
-        write_json(output / "comparison.json", [asdict(difference) for difference in self.differences])
 
 
 def read_arm(argument: str) -> Arm:
@@ -113,8 +110,8 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
     """
     names, folders = [arm.name for arm in arms], [folder for arm in arms for folder in arm.folders]
     if len(arms) < 2 or len({*names}) < len(names) or len({*folders}) < len(folders):
-        given = ", ".join([*names, *map(str, folders)])
-        raise ValueError(f"Name two or more models, each name and each folder once, as NAME=FOLDER: {given}.")
+        named = ", ".join([*names, *map(str, folders)])
+        raise ValueError(f"Name two or more models, each name and each folder once, as NAME=FOLDER: {named}.")
     runs = [run for arm in arms for run in arm.runs]
     tasks = [task for task in runs[0] if all(run.get(task) for run in runs)]
     if not tasks:

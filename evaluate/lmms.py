@@ -2,6 +2,7 @@
 """A model of lmms-eval, `--model normalign_llava`, which finds it by an entry point of this package."""
 
 from itertools import groupby
+from typing import Any
 
 import torch
 from lmms_eval.api.instance import Instance
@@ -66,8 +67,7 @@ class NormAlignLlava(lmms):
             answers = [answer.split(stop)[0] for answer in answers]
         return answers
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        raise NotImplementedError("normalign_llava generates answers. `normalign evaluate` has tasks of likelihoods.")
+    def loglikelihood(self, requests: list[Instance]) -> Any:
+        raise NotImplementedError("normalign_llava generates answers, in one round. See `normalign evaluate`.")
 
-    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        raise NotImplementedError("normalign_llava answers one round.")
+    generate_until_multi_round = loglikelihood

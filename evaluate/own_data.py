@@ -20,7 +20,7 @@ from ..data.rows.forms import MARKER
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
 from ..data.rows.reports import ABOUT, not_read
-from ..data.sources.arguments import DataArguments, DataSource
+from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option
 from .tasks.benchmarks import ASK_FOR_LETTER
@@ -28,8 +28,6 @@ from .tasks.offline import OfflineTask, blank, commonest
 
 
 logger = logging.getLogger(__name__)
-
-MAX_PIXELS = DataArguments.max_image_pixels
 
 
 def own_task(data: str, *, image_folder: str | None = None, columns: str | None = None) -> OfflineTask:
@@ -45,7 +43,7 @@ def own_task(data: str, *, image_folder: str | None = None, columns: str | None 
     bad = []
     for number, row in enumerate(rows):
         try:
-            if problem := image_problem(row["images"], opened.rules, MAX_PIXELS):
+            if problem := image_problem(row["images"], opened.rules):
                 raise ValueError(problem[1])
             documents.append({"row": number, **_document(row, documents[0] if documents else None)})
         except ValueError as error:
@@ -103,7 +101,7 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
         "test_split": "test",
         "description": documents[0]["system"],
         "doc_to_text": lambda row: row["prompt"],
-        "doc_to_image": lambda row: [decode_image(image, MAX_PIXELS) for image in images[row["row"]]],
+        "doc_to_image": lambda row: [decode_image(image) for image in images[row["row"]]],
         "doc_to_target": "answer",
         "process_results": _results,
         "output_type": "generate_until",

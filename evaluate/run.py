@@ -35,6 +35,8 @@ class Evaluated(Printed):
         partial = any(result.partial for result in self.results)
         columns = ("task", "metric", "value", "±", *references, "n")
         table = Table(*columns, box=SIMPLE, padding=0, show_edge=False, caption="partial" if partial else None)
+        for column in table.columns[2:]:
+            column.justify = "right"
         for result, metric in whole:
             numbers = (metric.value, metric.stderr, *map(metric.references.get, references))
             samples = result.samples if metric.samples is None else metric.samples

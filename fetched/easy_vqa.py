@@ -17,7 +17,6 @@ from PIL import Image as PILImage, ImageOps
 
 from ..data.rows.images import decode_image
 from ..data.rows.parse import MESSAGES
-from ..data.sources.arguments import DataArguments
 from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, unpack
 
 
@@ -149,7 +148,7 @@ def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
 
 def load_image(path: Path) -> PILImage.Image:
     """The image in RGB, on white where it is transparent."""
-    return decode_image({"path": str(path), "bytes": None}, DataArguments.max_image_pixels)
+    return decode_image({"path": str(path), "bytes": None})
 
 
 def png(image: PILImage.Image) -> bytes:

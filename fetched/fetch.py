@@ -89,7 +89,7 @@ SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)
 
 def fetch(archive: Archive) -> Path:
     """The verified file of `archive`, fetched if it is not in the cache; or a [`FetchError`]."""
-    target = _cache() / archive.filename
+    target = cache_dir() / "archives" / archive.filename
     unfinished = target.with_name(f".{target.name}.unfinished")
     with _locked(target):
         if target.exists():
@@ -121,10 +121,6 @@ def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
 def _locked(target: Path) -> FileLock:
     target.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(target.with_name(f".{target.name}.lock"))
-
-
-def _cache() -> Path:
-    return cache_dir() / "archives"
 
 
 def _unpack(archive: Archive, folder: Path) -> None:
@@ -169,6 +165,5 @@ def _verified(path: Path, archive: Archive) -> Path:
 def _error(archive: Archive, reason: str) -> FetchError:
     return FetchError(
         f"{archive.name} {archive.version} is not available: {reason}\n"
-        f"Try again, or put {archive.filename} into {_cache()} yourself; `{archive.command}` fetches it "
-        "wherever there is a connection."
+        f"Try again, or put {archive.filename} into {cache_dir() / 'archives'} yourself: `{archive.command}`."
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..checkpoint.find import find_checkpoint
 from ..errors import check_installed
 from .push.repository import Repository, find_repository, push
 
@@ -39,12 +38,7 @@ weights, processor and code are loaded. If the model is private, give the Space 
 
 
 def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
-    """Loads a checkpoint, a folder or Hub id, and serves the page until it is interrupted.
-
-    `port` is by default the first free one from 7860. Raises ImportError without Gradio, ValueError if there is no
-    NormAlign-LLaVA, and OSError if the port is taken.
-    """
-    source, revision = find_checkpoint(checkpoint)
+    """Serves the page of a checkpoint until it is interrupted, by default at the first free port from 7860."""
     check_installed("gradio", "demo", "The demo")
     import torch
     from starlette.middleware import Middleware
@@ -54,7 +48,7 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     from ..checkpoint.precision import dtype_to_load
     from .demo_app import ATTENTION, build_app, launch
 
-    opened = open_checkpoint(source, revision)
+    opened = open_checkpoint(checkpoint)
     if opened.model_type != "normalign_llava":
         raise ValueError(f"{checkpoint} is a {opened.model_type!r} model. The demo shows NormAlign-LLaVA models.")
     device = "cuda" if torch.cuda.is_available() else "cpu"

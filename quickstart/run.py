@@ -61,11 +61,6 @@ def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = Fa
     The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained it, the same model
     without the norm is built, trained and evaluated as well, and both are compared, after stage 1 and finished.
     Returns what `output/results.json` holds.
-
-    Raises:
-        FetchError: An archive could not be fetched.
-        ValueError: `output` holds anything but a run with these settings, another run is writing there, or this
-            process sees several GPUs.
     """
     names = {path.name for path in output.iterdir()} - {LOCK} if output.exists() else set()
     if names and "settings" not in (json_or_none(output / JOURNAL) or {}):

@@ -41,7 +41,6 @@ class ConversationCollator:
     Args:
         processor: Its chat template must have generation marks. It is settled, see [`settle`].
         pad_to_multiple_of, padding_free: As in `SFTConfig`; without padding, see [`without_padding`].
-        max_image_pixels: Images with more pixels are bad.
         bad_rows: `"stop"` raises ValueError at a bad image, `"skip"` records the row in `dropped_rows`; a share, or
             None for the default, skips as many rows as `skippable`, see [`prepare_rows`].
         skippable, share: Rows that a process may skip, and the share of its rows, if that is more.
@@ -49,7 +48,6 @@ class ConversationCollator:
 
     processor: LlavaProcessor
     pad_to_multiple_of: int | None = None
-    max_image_pixels: int = 89_478_485
     bad_rows: str | float | None = None
     dropped_rows: DroppedRows | None = None
     padding_free: bool = False
@@ -107,7 +105,7 @@ class ConversationCollator:
         images, bad = [], False
         for image in example["images"]:
             try:
-                images.append(decode_image(image, self.max_image_pixels))
+                images.append(decode_image(image))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 self._skipped.add((dropped.source, dropped.row))

@@ -58,16 +58,9 @@ class DataCheck:
 
 
 def check_data(source: DataSource, model: str | None = None, check_images: bool = False) -> DataCheck:
-    """Checks all rows of a data set as training does.
+    """Checks all rows of a data set as training does, and every image with `check_images`.
 
-    Args:
-        source: The data set.
-        model: Folder or Hub id of a checkpoint, of which the processor is read: for lengths, tokens that no text may
-            contain, and the example.
-        check_images: Whether to decode every image, and not a sample of large data.
-
-    Raises:
-        ValueError: The data set or the checkpoint cannot be read, or it has no rows.
+    `model` is a checkpoint, of which the processor is read: for lengths, control tokens and the example.
     """
     collator = None
     if model:

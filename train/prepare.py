@@ -59,8 +59,12 @@ def normalign_config(args: TrainingArguments | None, model: Any, collator: Any =
 
 def check_options(args: NormAlignConfig, model: Any) -> None:
     """Raises ValueError if options cannot be used here or with this account; sets the accumulation."""
-    if getattr(model, "hf_device_map", None) is None:
-        check_one_gpu(args)
+    is_placed = getattr(model, "hf_device_map", None) is not None or "device_map" in (args.model_init_kwargs or {})
+    if args.n_gpu > 1 and not is_placed:  # which TRL refuses after loading
+        raise ValueError(
+            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
+            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
+        )
     if args.dry_run and is_deepspeed_zero3_enabled():
         raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
     args.gradient_accumulation_steps = accumulation_steps(args)
@@ -149,17 +153,16 @@ def read_data(
     args.padding_free = padding_free
     if named:
         dropped = None if args.dry_run else DroppedRows(Path(args.output_dir) / DROPPED_ROWS)
-        settings = {"max_image_pixels": named.max_image_pixels, "bad_rows": named.bad_rows, "dropped_rows": dropped}
-        collator = replace(collator, **settings)
+        collator = replace(collator, bad_rows=named.bad_rows, dropped_rows=dropped)
         data = load_data(
             named,
             processor,
-            max_length=args.max_length,
             seed=args.seed,
             with_eval=args.eval_strategy != "no",
             need_images=need_images,
+            max_length=args.max_length,
             dropped_rows=dropped,
-            num_proc=args.dataset_num_proc,
+            processes=args.dataset_num_proc,
         )
         train, held_out, report = data.train, data.eval, data.report
     else:
@@ -206,26 +209,13 @@ def checked_rows(
     need_images: bool = False,
 ) -> tuple[Dataset | IterableDataset, SourceReport | None]:
     """Rows in the form that `collator` takes, and a report; for a collator of another kind, rows as they are."""
+    if not isinstance(rows, Dataset | IterableDataset):
+        raise TypeError(f"{name} is a {type(rows).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream.")
     if not isinstance(collator, ConversationCollator):
         return rows, None
-    checks = Checks(
-        collator.processor,
-        args.max_length,
-        collator.bad_rows,
-        max_image_pixels=collator.max_image_pixels,
-        dropped_rows=collator.dropped_rows,
-        processes=args.dataset_num_proc,
-    )
+    dropped, processes = collator.dropped_rows, args.dataset_num_proc
+    checks = Checks(collator.processor, args.max_length, collator.bad_rows, False, dropped, processes)
     return prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
-
-
-def check_one_gpu(args: TrainingArguments) -> None:
-    """Raises ValueError if this process sees several GPUs, which TRL refuses after loading, without a device_map."""
-    if args.n_gpu > 1 and "device_map" not in (args.model_init_kwargs or {}):
-        raise ValueError(
-            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
-            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
-        )
 
 
 def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:

@@ -28,20 +28,10 @@ from .trainer import NormAlignTrainer
 
 
 def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | None:
-    """`normalign train RECIPE.yaml --option value ...`.
+    """`normalign train RECIPE.yaml --option value ...`: the folder of the result, or None after a dry run.
 
-    Args:
-        words: The command line; without the recipe if `recipe` has what [`read_command`] read of it.
-
-    Returns:
-        The folder of the trained checkpoint, or of the adapter; None with `dry_run`.
-
-    Raises:
-        ValueError: An option, the checkpoint or the data is wrong; nothing was trained.
-        OSError: A checkpoint could not be written; the last complete one remains.
-        FloatingPointError: Loss, gradients or weights are not finite; the last complete checkpoint remains.
-        KeyboardInterrupt, Terminated: The run was stopped; a note says what is lost and how to resume.
-        SystemExit: With `dry_run`, a step does not fit in memory.
+    `words` are the command line; without the recipe if `recipe` has what [`read_command`] read of it. A run that is
+    stopped has a note that says what is lost and how to resume. A dry run exits with 1 if a step does not fit.
     """
     data, args, model = parse(words, recipe)
     if args.dry_run:

@@ -14,7 +14,6 @@ from rich.progress import track
 from transformers import LlavaProcessor
 
 from ...errors import Console, escaped
-from ..sources.arguments import DataArguments
 from ..sources.source import Source
 from .forms import PROMPT, image_name
 from .images import ImageRules, image_problem
@@ -36,13 +35,12 @@ Until a stream has given so many rows, a share is of so many. In memory, the ima
 
 @dataclass
 class Checks:
-    """Options of the checks; those that are not described here are options of [`DataArguments`]."""
+    """Options of the checks; those that are not described here are options of the data."""
 
     processor: LlavaProcessor | None  # None to count no tokens
     max_length: int | None = None  # tokens, image tokens included, above which a row is dropped
     bad_rows: str | float | None = None
     check_images: bool = False
-    max_image_pixels: int = DataArguments.max_image_pixels
     dropped_rows: DroppedRows | None = None  # records dropped rows
     processes: int | None = None  # that check rows in memory; by default one for each core
 
@@ -134,14 +132,14 @@ def tokens_per_image(processor: LlavaProcessor) -> int:
 
 
 def image_problems(
-    images: Callable[[int], list[dict[str, Any]]], count: int, name: str, rules: ImageRules, max_pixels: int | None
+    images: Callable[[int], list[dict[str, Any]]], count: int, name: str, rules: ImageRules, decode: bool
 ) -> dict[int, tuple[str | None, str]]:
     """File and reason by number of the rows with bad images; the processes share the work."""
     state = PartialState()
 
     def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
         numbers = range(start, min(start + _CHUNK, stop))
-        checked = ((number, image_problem(images(number), rules, max_pixels)) for number in numbers)
+        checked = ((number, image_problem(images(number), rules, decode)) for number in numbers)
         return [(number, problem) for number, problem in checked if problem]
 
     # Each process takes rows that follow each other.
@@ -149,12 +147,12 @@ def image_problems(
     starts = range(begin, stop, _CHUNK)
     with ThreadPoolExecutor() as threads:
         results = track(
-            threads.map(problems, starts) if max_pixels is not None else map(problems, starts),
+            threads.map(problems, starts) if decode else map(problems, starts),
             f"Checking the images of {escape(escaped(name))}",
             total=len(starts),
             console=Console(),
             transient=True,
-            disable=max_pixels is None or not state.is_local_main_process,
+            disable=not decode or not state.is_local_main_process,
         )
         return dict(gather_object([problem for some in results for problem in some]))
 

@@ -28,6 +28,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", "
 """Suffixes of image files."""
 
 KEPT_SIDE = 2048  # pixels at least of an image that is reduced: twice what large image processors take
+MAX_PIXELS = 89_478_485  # of an image: Pillow's own limit
 MAX_RATIO = 200  # of the longer side to the shorter one
 MAX_PATH = 4096  # characters; no file system has longer paths
 
@@ -123,7 +124,7 @@ def _allows_folder(rules: ImageRules, folder: str) -> bool:
     return rules._allow(os.path.realpath(folder), os.path.realpath)
 
 
-def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_SIDE) -> Image.Image:
+def decode_image(image: dict[str, Any], kept_side: int = KEPT_SIDE) -> Image.Image:
     """Decodes an image into RGB: the first frame, rotated by its EXIF data, on white where it is transparent.
 
     If both sides are at least twice `kept_side` pixels, it is reduced by a whole number; 1 is
@@ -132,8 +133,8 @@ def decode_image(image: dict[str, Any], max_pixels: int, kept_side: int = KEPT_S
     try:
         with Image.open(io.BytesIO(stored_bytes(image)), formats=FORMATS) as opened:
             width, height = opened.size
-            if not 0 < width * height <= max_pixels:
-                raise ValueError(f"{width} x {height} pixels; from 1 to {max_pixels:,} are allowed")
+            if not 0 < width * height <= MAX_PIXELS:
+                raise ValueError(f"{width} x {height} pixels; from 1 to {MAX_PIXELS:,} are allowed")
             # Image processors that resize the shorter side would make a narrow strip huge.
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise ValueError(f"{width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
@@ -172,15 +173,15 @@ def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
 
 
 def image_problem(
-    images: list[dict[str, Any]], rules: ImageRules, max_pixels: int | None = None
+    images: list[dict[str, Any]], rules: ImageRules, decode: bool = True
 ) -> tuple[str | None, str] | None:
-    """File of the first bad image, and the reason, or None; decodes only with `max_pixels`."""
+    """File of the first bad image, and the reason, or None."""
     for image in images:
         try:
             if image["bytes"] is None:
                 rules.check_file(image["path"])
-            if max_pixels is not None:
-                decode_image(image, max_pixels, kept_side=1)
+            if decode:
+                decode_image(image, kept_side=1)
         except ValueError as error:
             return image["path"], str(error)
     return None

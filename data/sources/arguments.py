@@ -110,7 +110,6 @@ class DataArguments:
         "if data are from the Hub or have more than 10,000 rows in memory, else stop.",
     )
     check_images: bool = option(False, "Decode every image before training, not a sample of 10,000 rows.")
-    max_image_pixels: int = option(89_478_485, "Images with more pixels are bad rows. Default: Pillow's own limit.")
     shuffle_buffer_size: int = option(1000, "Rows in the shuffle buffer of a streamed data set.")
 
     def __post_init__(self):
@@ -132,9 +131,8 @@ class DataArguments:
             if not 0 < share < 1:
                 known = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
                 raise ValueError(f"bad_rows must be {known}; got {self.bad_rows!r}.")
-        for name in ("max_image_pixels", "shuffle_buffer_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.shuffle_buffer_size < 1:
+            raise ValueError(f"shuffle_buffer_size must be at least 1, got {self.shuffle_buffer_size}.")
 
     @property
     def sources(self) -> list[DataSource]:

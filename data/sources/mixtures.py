@@ -17,7 +17,7 @@ from transformers import LlavaProcessor
 
 from ..rows.checks import Checks
 from ..rows.images import ImageRules
-from ..rows.parse import FEATURES, DroppedRows
+from ..rows.parse import FEATURES
 from ..rows.reports import ABOUT, DataReport, SourceReport, not_read
 from .arguments import DataArguments, DataSource
 from .source import Source, open_held_out, open_source
@@ -41,12 +41,10 @@ def load_data(
     arguments: DataArguments,
     processor: LlavaProcessor,
     *,
-    max_length: int | None,
     seed: int,
     with_eval: bool,
     need_images: bool = False,
-    dropped_rows: DroppedRows | None = None,
-    num_proc: int | None = None,
+    **options: Any,
 ) -> TrainingData:
     """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
 
@@ -56,18 +54,17 @@ def load_data(
     training it is shuffled in a buffer and endless; each process reads all of it, and takes its part.
 
     `need_images` makes it an error if no training row, or none of the first of a stream, has an
-    image; others are attributes of [`Checks`]. Raises ValueError if a data set cannot be read, has
-    too many bad rows, or no row left.
+    image; `options` are those of [`Checks`] that are not in `arguments`. Raises ValueError if a
+    data set cannot be read, has too many bad rows, or no row left.
     """
     streaming = arguments.dataset_streaming
     fractions = _fractions(arguments.sources)
     splitting = bool(with_eval and arguments.test_split_size and not arguments.eval_dataset_name)
     if streaming and splitting:
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
-    held_out = open_held_out(arguments, num_proc) if with_eval and not splitting else None
-    sources = [open_source(source, streaming, num_proc) for source in arguments.sources]
-    options = (arguments.bad_rows, arguments.check_images, arguments.max_image_pixels)
-    checks = Checks(processor, max_length, *options, dropped_rows, num_proc)
+    checks = Checks(processor, bad_rows=arguments.bad_rows, check_images=arguments.check_images, **options)
+    held_out = open_held_out(arguments, checks.processes) if with_eval and not splitting else None
+    sources = [open_source(source, streaming, checks.processes) for source in arguments.sources]
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
     held_report = SourceReport("held out of training", "eval")
     train: Dataset | IterableDataset

@@ -89,8 +89,7 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
     for number, row in enumerate(chain.from_iterable(chunks), 1):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None
-        pixels = checks.max_image_pixels if first else None
-        if problem := problem or image_problem(row["images"], source.rules, pixels):
+        if problem := problem or image_problem(row["images"], source.rules, decode=bool(first)):
             dropped = DroppedRow(row["source"], row["row"], *problem)
             bad += [dropped] if share < 1 or first else []
             check_share(source, bad, max(number, MANY_ROWS), share)

@@ -110,21 +110,21 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
     if len(shows) > MANY_ROWS and allowed and not checks.check_images and report.split == "train":
         sample = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
 
-    def image_faults(numbers: np.ndarray, pixels: int | None) -> dict[int, tuple[str | None, str]]:
+    def image_faults(numbers: np.ndarray, decode: bool) -> dict[int, tuple[str | None, str]]:
         chosen = table.select(numbers)
         rows, paths = rows_on_access(chosen, reader), _column(chosen, "paths").combine_chunks()
 
         def images(number: int) -> list[dict[str, Any]]:
-            if pixels:
+            if decode:
                 return rows[number]["images"]
             return [{"path": path, "bytes": None} for path in paths[number].as_py()]
 
-        faults = image_problems(images, len(numbers), report.source, source.rules, pixels)
+        faults = image_problems(images, len(numbers), report.source, source.rules, decode)
         return {int(numbers[number]): fault for number, fault in faults.items()}
 
-    problems = image_faults(sample, checks.max_image_pixels)
+    problems = image_faults(sample, True)
     may_be_many = too_many(len(problems), len(sample), allowed, deviations=3)
-    problems |= image_faults(np.setdiff1d(shows, sample), checks.max_image_pixels if may_be_many else None)
+    problems |= image_faults(np.setdiff1d(shows, sample), may_be_many)
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
     if checks.max_length is not None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..report import KINDS, Attention
-from .families import RESAMPLED, find_parts
-from .positions import boundary_ids, token_kinds
+from .families import RESAMPLED, boundary_ids, find_parts, token_kinds
 from .probe import in_evaluation_mode, model_inputs
 
 
@@ -21,10 +20,7 @@ def attention_maps(
 ) -> Attention:
     """Attention from the text after an image to the image, by layer, of a batch of one sequence.
 
-    Averaged over heads and over the `text` positions (`report.KINDS`) after the last visual token:
-    the question, and what the chat template puts behind it. Several images, or the tiles of one,
-    are taken together in token order.
-
+    Averaged over heads and over the `text` positions (`report.KINDS`) after the last visual token.
     Layers without an attention map (linear attention), with NaN in it, or whose mask hides a part
     of the image from some of that text (a sliding window, chunks), are left out of the result.
     Only the decoder is eager meanwhile, which takes `heads * tokens^2` numbers for one layer.

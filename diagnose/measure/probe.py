@@ -13,9 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from ...checkpoint.precision import quantization_name
 from ..report import KINDS, Report
 from .depth import DepthProbe
-from .families import Parts, find_parts
+from .families import Parts, boundary_ids, find_parts, token_kinds, tokenizer_ids
 from .interface import InterfaceProbe
-from .positions import boundary_ids, token_kinds, tokenizer_ids
 
 
 def probe(

@@ -12,7 +12,6 @@ from datasets import Dataset
 from PIL import Image
 
 from normalign_llava.data.rows.images import decode_image
-from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.evaluate.answers import chosen_option, yes_or_no
 
 
@@ -51,7 +50,7 @@ def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dat
         return undecoded.with_transform(decoded, columns=["image"], output_all_columns=True)
 
     def decoded(batch: dict[str, list]) -> dict[str, list]:
-        return {"image": [image and decode_image(image, DataArguments.max_image_pixels) for image in batch["image"]]}
+        return {"image": [image and decode_image(image) for image in batch["image"]]}
 
     return documents
 

@@ -17,8 +17,7 @@ from ...checkpoint.files import atomic_write, only_writer
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.names import CARD
 from ...checkpoint.untrusted import loading
-from ...diagnose.paper import paper_ratios
-from ...diagnose.report import number, with_error
+from ...diagnose.report import number, paper_ratios, with_error
 from ...evaluate.results import Evaluation
 from .facts import Facts, Part
 from .metadata import ORDER, SECTIONS, added, by_hand, card_in, check_replaceable, is_ours, metadata, terms

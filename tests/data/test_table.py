@@ -80,7 +80,7 @@ def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch)
     path = train_data.write_json(tmp_path / "data", rows)
 
     def loaded(processes):
-        data = read(path, processor, bad_rows="skip", num_proc=processes)
+        data = read(path, processor, bad_rows="skip", processes=processes)
         return list(data.train), data.report
 
     one = loaded(1)

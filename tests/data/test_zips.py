@@ -40,7 +40,7 @@ def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, processor, stre
     path = write_json(tmp_path / "rows", rows)
     options = {"streamed": streaming, "image_folder": str(archive)}
     parsed = list(islice(read(path, processor, **options).train, 2))
-    colours = [decode_image(row["images"][0], 10**6).getpixel((3, 3)) for row in parsed]
+    colours = [decode_image(row["images"][0]).getpixel((3, 3)) for row in parsed]
     assert colours == [(255, 0, 0), (0, 0, 255)]
     assert len(load_samples(str(path), 2, image_folder=str(archive)).samples) == 2
     write_json(tmp_path / "rows", [*rows, llava("<image>Q", "A", "red.png")])
@@ -68,12 +68,12 @@ def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, processor, stre
 def test_an_image_that_may_not_or_cannot_be_read_is_a_bad_row(archive, name, edited, reason):
     (archive.parent / "blue.png").write_bytes(image_bytes("blue"))
     rules = ImageRules(str(archive))
-    assert image_problem([rules.image("blue.png")], rules, 10**6) is None
+    assert image_problem([rules.image("blue.png")], rules) is None
     if edited:
         edit(archive, name, *edited)
     with pytest.raises(ValueError, match=reason):
-        raise ValueError((image_problem([rules.image(name)], rules, 10**6) or ("", "nothing"))[1])
-    assert image_problem([rules.image("sub/red.png")], rules, 10**6) is None
+        raise ValueError((image_problem([rules.image(name)], rules) or ("", "nothing"))[1])
+    assert image_problem([rules.image("sub/red.png")], rules) is None
 
 
 def test_a_header_that_lies_about_the_size_fills_no_memory(archive, monkeypatch):

@@ -11,9 +11,8 @@ import vlm_processors
 from transformers import LlavaProcessor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava import NormAlignLlavaForConditionalGeneration, probe
 from normalign_llava.checkpoint.precision import compute_dtype, four_bits
-from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluate.engine import as_lm

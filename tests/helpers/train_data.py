@@ -38,7 +38,7 @@ def arguments(path, **kwargs) -> DataArguments:
 
 def read(path, processor, *, streamed=False, **options) -> TrainingData:
     """The data that training has of a path, or of `datasets`; `options` are of `DataArguments` and `load_data`."""
-    names = {"max_length", "seed", "with_eval", "need_images", "dropped_rows", "num_proc"} & options.keys()
+    names = {"max_length", "seed", "with_eval", "need_images", "dropped_rows", "processes"} & options.keys()
     loading = {"max_length": None, "seed": 0, "with_eval": False, **{name: options.pop(name) for name in names}}
     options |= {"dataset_streaming": True, "shuffle_buffer_size": 1} if streamed else {}
     return load_data(arguments(path, **options) if path else DataArguments(**options), processor, **loading)

@@ -8,8 +8,8 @@ import tiny
 import vlm_families
 from strict_device import STRICT, same
 
+from normalign_llava import probe
 from normalign_llava.checkpoint.opening import check_processor
-from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.interface import embedding_table_of, gain_of
 from normalign_llava.hub_cards import demo_app

@@ -15,8 +15,7 @@ from transformers import DataCollator, TrainerCallback
 from ...checkpoint.files import atomic_write
 from ...checkpoint.names import DYNAMICS
 from ...diagnose.measure.depth import DepthProbe
-from ...diagnose.measure.families import decoder_layers
-from ...diagnose.measure.positions import token_positions
+from ...diagnose.measure.families import decoder_layers, token_positions
 from ...diagnose.report import KINDS
 from ..collator import ConversationCollator
 from ..modules.model import base_model, evaluating

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from ...diagnose.measure.families import decoder_layers
-from ...diagnose.measure.positions import token_positions
+from ...diagnose.measure.families import decoder_layers, token_positions
 from ...modeling_normalign_llava import _gathered, gain_magnitude
 from ..modules.model import base_model, module_of, projector_norm, trained_parameters
 

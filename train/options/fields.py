@@ -103,6 +103,7 @@ class TrainingOptions:
     label_names: list[str] | None = refused(None, "the labels are always called labels")
     length_column_name: str = refused("length", "lengths are counted here, in tokens, image tokens included")
     liger_kernel_config: dict[str, bool] | None = refused(None, LIGER)
+    max_image_pixels: int | None = refused(None, "the limit is Pillow's own; images of more pixels are bad rows")
     packing_strategy: str = refused("bfd", PACKING)
     pad_token: str | None = refused(None, "the checkpoint's tokenizer has one")
     parallelism_config: dict[str, Any] | str | None = refused(None, "shard a model with FSDP2 or ZeRO-3 instead")
