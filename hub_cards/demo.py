@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from ..checkpoint.find import find_checkpoint
 from ..errors import check_installed
 from .push.repository import Repository, find_repository, push
 
@@ -39,6 +40,7 @@ weights, processor and code are loaded. If the model is private, give the Space 
 
 def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
     """Serves the page of a checkpoint until it is interrupted, by default at the first free port from 7860."""
+    source, revision = find_checkpoint(checkpoint)
     check_installed("gradio", "demo", "The demo")
     import torch
     from starlette.middleware import Middleware
@@ -48,7 +50,7 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     from ..checkpoint.precision import dtype_to_load
     from .demo_app import ATTENTION, build_app, launch
 
-    opened = open_checkpoint(checkpoint)
+    opened = open_checkpoint(source, revision)
     if opened.model_type != "normalign_llava":
         raise ValueError(f"{checkpoint} is a {opened.model_type!r} model. The demo shows NormAlign-LLaVA models.")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -64,7 +64,6 @@ def test_help_of_training_shows_options_that_exist():
     known |= {option for parameter in app_commands()["train"].params for option in parameter.opts}
     assert len(named) == len(set(named)) and {f"--{name}" for name in named} <= known
     shown = invoke("train", "--help").output
-    assert "Usage: normalign train RECIPE [--option value ...]" in shown and "qlora, quickstart-" in shown
     assert all(f"--{name} " in shown for name in named) and "--adam_beta1" not in shown
     assert "--adam_beta1" in invoke("train", "--help-all").output
 
@@ -96,14 +95,6 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
     needed = f"load_in_4bit needs the package bitsandbytes, which is not installed. {install('qlora')}."
     assert result.exit_code == 1 and result.stderr == f"Error: {needed}\n"
     assert invoke("train", "--load_in_4bit", "false").stderr.startswith("Error: Give the checkpoint")
-
-
-def test_the_package_has_all_that_it_names(prepared):
-    code = (
-        "import normalign_llava; [getattr(normalign_llava, name) for name in normalign_llava.__all__]; "
-        "from transformers import AutoConfig; AutoConfig.for_model('normalign_llava')"
-    )
-    assert prepared.run(["-c", code]).returncode == 0
 
 
 FAILS = """

@@ -12,7 +12,7 @@ from diagnosed import attention_of, diagnosed, embeddings_of
 from PIL import Image
 from transformers import LlavaProcessor
 
-from normalign_llava.diagnose.figures import attention, cosine, draw, interface, norms, rotation
+from normalign_llava.diagnose.figures import attention, cosine, draw, norms, rotation
 from normalign_llava.diagnose.page import write_page
 from normalign_llava.diagnose.report import Attention, Drawing
 from normalign_llava.diagnose.run import shown_image
@@ -54,16 +54,6 @@ def test_layers_show_the_reports_numbers():
             for kind in ("visual", "text"):
                 expected = factor * np.array(getattr(report.depth, quantity)[kind].mean)
                 np.testing.assert_allclose(curves[f"{kind}, {label}"], expected, rtol=1e-12)
-
-
-def test_interface_shows_mean_and_deviation():
-    (axes,) = interface(shown(diagnosed(37.0), None))[0].axes
-    rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows[0] == "encoder output" and "text in the data, as stored" not in rows
-    dots = {round(dot.get_ydata()[0]): dot.get_xdata()[0] for dot in axes.lines if len(dot.get_xdata()) == 1}
-    assert [dots[row] for row in range(len(rows))] == pytest.approx([71.78, 28.71, 39.96, 39.96, 1.234, 1.08, 3.24])
-    whiskers = [bars.get_segments()[0][:, 0] for bars in axes.collections]
-    assert whiskers[0] == pytest.approx([57.83, 85.73]) and axes.get_xlim()[0] > 0
 
 
 def test_attention_maps_are_means_over_layers_on_one_scale(images):

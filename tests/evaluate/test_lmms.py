@@ -1,7 +1,6 @@
 """lmms-eval finds the model by the package's entry point, and its answers are those of transformers."""
 
 import importlib.util
-from importlib.metadata import EntryPoint, entry_points
 
 import demo_parts
 import pytest
@@ -14,7 +13,6 @@ from datasets import load_dataset
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
-GROUP = "lmms_eval.models"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("lmms_eval") is None, reason="needs lmms-eval"),
@@ -26,15 +24,6 @@ def checkpoint(tmp_path_factory):
     folder = training.checkpoint(tmp_path_factory.mktemp("checkpoint"), tied=False)
     tiny.heeding(NormAlignLlavaForConditionalGeneration.from_pretrained(folder)).save_pretrained(folder)
     return folder
-
-
-def test_lmms_eval_s_registry_has_the_model():
-    from lmms_eval.models import get_model, list_available_models
-
-    (entry,) = (entry for entry in entry_points(group=GROUP) if entry.name == "normalign_llava")
-    assert entry == EntryPoint("normalign_llava", "normalign_llava.evaluate:lmms_model", GROUP)
-    assert "normalign_llava" in list_available_models()
-    assert get_model("normalign_llava").__module__ == "normalign_llava.evaluate.lmms"
 
 
 def test_a_task_of_lmms_eval_gets_the_answers_of_transformers(checkpoint, tmp_path):

@@ -125,7 +125,6 @@ class Account(NamedTuple):
 
     name: str
     role: str
-    orgs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -168,17 +167,16 @@ def address(kind: str, repo_id: str) -> str:
 def visible(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Repository:
     """A repository, for a request that may read it. To others a private one does not exist."""
     repository, account = hub.repositories.get(address(kind, repo_id)), request.account
-    owners = (account.name, *account.orgs) if account else ()
-    if repository is None or repository.private and repo_id.split("/")[0] not in owners:
+    owner = account.name if account else None
+    if repository is None or repository.private and repo_id.split("/")[0] != owner:
         raise Refusal(404, "RepoNotFound", "Repository not found")
     return repository
 
 
 def whoami(hub: "HubServer", request: Request) -> Answer:
     account = request.signed_in()
-    orgs = [{"type": "org", "name": name} for name in account.orgs]
     token = {"displayName": "test", "role": account.role}
-    return reply({"type": "user", "name": account.name, "orgs": orgs, "auth": {"accessToken": token}})
+    return reply({"type": "user", "name": account.name, "orgs": [], "auth": {"accessToken": token}})
 
 
 def info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str = "main") -> Answer:

@@ -60,10 +60,10 @@ class HubServer:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING_FACE"))}
         return {**inherited, "HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
 
-    def token(self, name: str, role: str = "write", orgs: tuple[str, ...] = ()) -> str:
-        """A token of the account `name`, to "read" or to "write" in its own namespace and in those of `orgs`."""
+    def token(self, name: str, role: str = "write") -> str:
+        """A token of the account `name`, to "read" or to "write" in its own namespace."""
         token = f"hf_{secrets.token_hex(17)}"
-        self.accounts[token] = Account(name, role, tuple(orgs))
+        self.accounts[token] = Account(name, role)
         return token
 
     def create(

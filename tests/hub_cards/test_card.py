@@ -238,17 +238,6 @@ def test_a_base_that_the_author_names_is_kept(folder):
     assert data(write_card(folder))["base_model"] == ["google/encoder", "Qwen/decoder"]
 
 
-@pytest.mark.parametrize("start", ["# a", "1. a", "---", "=== a", "```", "| a |", "<b>", "[a]: b", "a_b_ _"])
-def test_what_begins_like_markup_is_text(full, start):
-    made.evaluated(full, date=start, protocol=[start], title=start)
-    parsed = tokens(f"{section(render_card(full), 'Evaluation')}")
-    clean = [token.type for token in parsed]
-    made.evaluated(full, date=start, protocol=["a"], title="a")
-    assert clean == [token.type for token in tokens(section(render_card(full), "Evaluation"))]
-    shown = ["".join(child.content for child in token.children) for token in parsed if token.type == "inline"]
-    assert shown.count(" ".join(start.split())) == 2
-
-
 def test_a_model_that_was_not_trained_is_called_so(folder):
     assert "**not trained**" in render_card(folder).text
     made.edit(folder / "config.json", projector_gain_init="one")
@@ -281,19 +270,6 @@ def test_measured_alignment(full):
         "Norm, visual over N_text": ["1.02", "37.0"],
         "Norm, visual over text in the same data": ["0.893", "32.4"],
     }
-
-
-def test_training(full):
-    table = rows(section(render_card(full), "Training"))
-    expected = {
-        "": ["stage 1 (align)", "stage 2 (tune)"],
-        "Trained, at a peak learning rate": ["projector 0.001, norm 0.002"] * 2,
-        "Rows a step: a device × processes × accumulated": ["16 (4 × 2 × 2)"] * 2,
-        "Data": ["user/data, 500 of 505 rows (3 bad, 2 too long)", "user/data, 60 of 60 rows"],
-        "Hardware": ["2 × NVIDIA H200, x86_64 Linux"] * 2,
-        "Time": ["1:30:00", "0:00:42"],
-    }
-    assert table | expected == table
 
 
 def test_limits(full):
