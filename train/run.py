@@ -4,6 +4,7 @@
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,11 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
     in_full = trainer.learning_rates["language"] > 0 and not isinstance(trainer.model, PeftModel)
     adapters = ["--use_peft", "true"] if in_full else half
     in_4_bits = [*(adapters if in_full else []), "--load_in_4bit", "true", *half]
-    if getattr(base_model(trainer.model), "is_loaded_in_4bit", False):
+    if getattr(base_model(trainer.model), "is_loaded_in_4bit", False) or find_spec("bitsandbytes") is None:
         in_4_bits = []
     every = [*checkpointing, *in_4_bits, *(smaller[-1] if smaller else [])]
     for words in filter(None, (*smaller, checkpointing, adapters, in_4_bits, every)):
-        with suppress(ValueError, NameError, ImportError):  # options that do not go together; no bitsandbytes
+        with suppress(ValueError, ImportError):  # options that do not go together
             if (estimate := make(words).estimate_memory()).fits:
                 return f"Would fit: {' '.join(words)}. {estimate.verdict}"
     tried = f", not even {' '.join(every)}" if every else ""
