@@ -78,9 +78,7 @@ MORE = "Use a machine with more."
 _FULL = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
 _ASKED = re.compile(r"tried to allocate [\d.]+ \w+(\. GPU \d+ has .*? is free)?", re.I)
 _DEVICE = re.compile(r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b")
-_KERNELS = re.compile(
-    r"(?:-packages[\\/]|[\\/](?=bitsandbytes|flash_attn))(bitsandbytes|triton|flash_attn|kernels)[\\/]"
-)
+_KERNELS = re.compile(r"[\\/](bitsandbytes|flash_attn|(?<=-packages[\\/])(?:triton|kernels))[\\/]")
 _DISK_FULL = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 

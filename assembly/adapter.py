@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from transformers import LlavaProcessor
 
 from ..checkpoint.find import check_adapter
-from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINING_RECORD
+from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import NF4, dtype_to_load
+from ..checkpoint.provenance import read_record
 from ..checkpoint.untrusted import check_files, json_object, loading
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
@@ -99,6 +100,9 @@ def open_adapter(adapter: Path, base: str | None = None, base_quantization: str 
     opened = open_checkpoint(base, revision, remedy=f"It is the base of {adapter}: if it has moved, give --base.")
     if opened.model_type not in (NormAlignLlavaConfig.model_type, "llava"):
         raise ValueError(f"The base {base} is a {opened.model_type!r} model. Give a NormAlign-LLaVA with --base.")
+    builds = read_record(str(adapter), BUILD_RECORD), read_record(opened.name, BUILD_RECORD, opened.revision)
+    if all(builds) and builds[0] != builds[1]:
+        raise ValueError(f"{adapter} does not fit the base {base}: {BUILD_RECORD} differs. Give the right --base.")
     config = opened.read_config(NormAlignLlavaConfig)
     before = (config.projector_norm, config.projector_gain_init)
     for name, value in changes.items():

@@ -86,9 +86,9 @@ def merge_adapter(
         dtype: The dtype of the written weights; `"auto"` is the base's. The norm is always float32.
 
     Raises:
-        ValueError: The folder has no LoRA adapter; the base does not exist, or has another architecture or other
-            shapes; a tensor of the adapter does not fit it; or its quantization in training is not known. Nothing is
-            written.
+        ValueError: The folder has no LoRA adapter; the base does not exist, has another architecture or was built of
+            other parts (as `build.json` says); a tensor of the adapter does not fit it; or its quantization in
+            training is not known. Nothing is written.
     """
     adapter, dtype = Path(adapter), torch_dtype(dtype)
     with finished_folder(output) as folder:

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from trl import get_peft_config
 
 from ..checkpoint.files import json_or_none
-from ..checkpoint.names import TRAINING_RECORD
+from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..data.rows.parse import BadRow, DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
@@ -93,7 +93,8 @@ def make_trainer(
         options=(data, model),
     )
     if resume and (before := json_or_none(resume / TRAINING_RECORD)):
-        check_same_run(before, trainer.record, resume)
+        before["build"] = json_or_none(resume / BUILD_RECORD)
+        check_same_run(before, {**trainer.record, "build": trainer.build}, resume)
         trainer.record["seconds"] = before.get("seconds", 0.0)
     return trainer, resume
 

@@ -72,6 +72,7 @@ class DroppedRows:
 
     def add(self, dropped: DroppedRow) -> None:
         """Appends a line in one write, so that lines of several processes do not mix."""
+        self._written = self._written or {(row.source, row.row) for row in self.read()}
         if (dropped.source, dropped.row) in self._written:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,8 @@ class Facts:
         self.stages: list[dict[str, Any]] = []
         record: dict[str, Any] | None = read_json(checkpoint / TRAINING_RECORD)
         while record:
-            self.stages.insert(0, {"options": {}, "versions": {}, **record})
+            rates = {f"{name}_learning_rate": rate for name, rate in record.get("learning_rates", {}).items()}
+            self.stages.insert(0, {"versions": {}, **record, "options": record.get("options", {}) | rates})
             record = record.get("before")
 
         self.parts: list[Part] = []

@@ -221,7 +221,8 @@ REFUSED = [
     ({BIAS: torch.full((64,), 1e5)}, {"dtype": "float16"}, "linear_2.bias would be NaN or infinite in torch.float16"),
     ({"target_modules": r".*\.c_attn"}, {}, "No modules were targeted.*is not one of the base .*tied"),
     ({"base_model_name_or_path": None}, {}, "does not name its base"),
-    ({}, {"base": "wide"}, "does not fit the base .* has shape .* Give the right --base"),
+    ({}, {"base": "untied"}, "does not fit the base .*untied: build.json differs. Give the right --base"),
+    ({}, {"base": "wide"}, "does not fit the base .* Give the right --base"),
     ({}, {"base": "quantized"}, "quantized is stored quantized. Give what it was made from"),
 ]
 
@@ -231,6 +232,7 @@ def adapter(bases, tmp_path_factory):
     """An adapter, and beside it a base that says that it is stored in 4 bits."""
     root = tmp_path_factory.mktemp("adapter")
     make_adapter(bases["tied"], root / "adapter")
+    (root / "adapter" / "build.json").write_bytes((bases["tied"] / "build.json").read_bytes())
     config = shutil.copytree(bases["tied"], root / "quantized") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": NF4}))
     return root

@@ -1,7 +1,5 @@
 """Rows of every format are parsed; each kind of bad row has its reason."""
 
-import pickle
-
 import pytest
 import tiny_parts
 from huggingface_hub import constants
@@ -162,8 +160,8 @@ def test_dropped_rows_count_once_and_survive_a_torn_line(tmp_path):
     for row in (one, two, one):
         file.add(row)
     assert file.read() == [two, one]
-    pickle.loads(pickle.dumps(file)).add(two)
-    assert len(set(file.path.read_text().splitlines())) == 2 and file.path.read_text().count("b.json") == 1
+    DroppedRows(file.path).add(two)  # in a run that was resumed
+    assert len(file.path.read_text().splitlines()) == 2
     with file.path.open("a") as lines:
         lines.write('{"source": "c.js')  # killed
     assert DroppedRows(file.path).read() == [two, one]

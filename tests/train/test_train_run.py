@@ -79,19 +79,22 @@ def assert_same(whole: Path, resumed: Path) -> None:
 
 
 def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path, parts, capsys):
-    output = main([training.recipe(tmp_path, parts, stage="align"), "--seed", "5"])
+    output = main([training.recipe(tmp_path, parts, stage="align"), "--seed", "5", "--learning_rate", "5e-4"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "4 rows = 2 per device x 1 process(es) x 2 accumulation step(s)" in shown
     record = json.loads((output / "training.json").read_text())
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(output)
     linears = sum(p.numel() for n, p in model.named_parameters() if "projector.linear" in n)
     assert {row["module"]: (row["trained"], row["learning_rate"]) for row in record["run"]["modules"]} == {
-        "vision tower": (0, 0), "projector": (linears, 1e-3), "norm": (64, 1e-3), "language model": (0, 0)
+        "vision tower": (0, 0), "projector": (linears, 5e-4), "norm": (64, 5e-4), "language model": (0, 0)
     }  # fmt: skip
     assert record["run"]["disk"]["checkpoints"] == 2
     assert (record["options"]["seed"], record["options"]["warmup_steps"]) == (5, 0.03)
     assert (record["stage"], record["arm"], record["quantization"]) == ("align", "gwc", None)
     assert str(tmp_path) not in json.dumps(record) and str(parts) not in json.dumps(record)
+    text = (output / "README.md").read_text().split("```yaml")[1].split("```")[0]
+    (again := tmp_path / "again.yaml").write_text(text)
+    assert parse([str(again), "--output_dir", str(tmp_path)])[1].learning_rates(False) == record["learning_rates"]
 
 
 IMPORTED = """
@@ -302,7 +305,9 @@ def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts):
 def test_a_run_is_resumed_with_what_does_not_change_its_steps_and_not_as_another(tmp_path, parts):
     file = recipe(tmp_path / "run", parts, max_steps=4)
     resumed = [file, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
-    out = main([*resumed[:3], "--max_steps", "2"])
+    out, other = main([*resumed[:3], "--max_steps", "2"]), training.checkpoint(tmp_path / "other", seed=1)
+    rows = [train_data.llava(f"<image>\nother {i}?", "so", "red.png") for i in range(10)]
+    data = train_data.write_json(tmp_path / "first", [*rows, train_data.llava("no image?", "no")])
     for words, named in (
         (resumed[:3], "holds an earlier run or a model.*--resume_from_checkpoint"),
         ([*resumed, "--learning_rate", "1e-4"], r"learning_rates \(was .*0.001.*, is .*0.0001"),
@@ -310,6 +315,8 @@ def test_a_run_is_resumed_with_what_does_not_change_its_steps_and_not_as_another
         ([*resumed, "--use_peft"], "use_peft"),
         ([*resumed, "--seed", "7"], r"seed \(was 42, is 7\)"),
         ([*resumed, "--dataset_name", str(parts / "second" / "data.json")], r"data \(was .*11.*, is .*9"),
+        ([*resumed, "--dataset_name", str(data)], r"differs in data \(was"),
+        ([*resumed, "--model_name_or_path", str(other)], "the model to train, by its records"),
     ):
         with pytest.raises(ValueError, match=named):
             main(words)

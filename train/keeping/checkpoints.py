@@ -36,7 +36,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     """What a checkpoint lacks that the Trainer would resume without: the mark, optimizer, scheduler, random states."""
     folder = Path(checkpoint)
     if not is_complete(folder):
-        return [f"{STATE}, which is written last" if folder.is_dir() else "the folder itself"]
+        return [f"{STATE}, which is written last" if folder.is_dir() else "everything: there is no such folder"]
     random_states = {path.name for path in folder.glob("rng_state*.pth")}
     if not random_states:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]

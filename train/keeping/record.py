@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from enum import Enum
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,9 @@ from ..options.arguments import BOTH_STAGES, STAGES, NormAlignConfig
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 MAY_CHANGE = (
-    *("save_", "logging_", "log_", "eval_", "report_to", "sample_", "probe_", "max_steps", "num_train_epochs", "hub_"),
+    *("save_", "logging_", "log_", "eval_", "report_to", "probe_", "max_steps", "num_train_epochs", "hub_"),
     *("push_to_hub", "dataloader_", "test_split", "dataset_test", "model_name", "dataset_name", "image_folder"),
-    *("learning_rate", "bad_steps", "bad_rows", "check_images", "dataset_num_proc"),
-    *("dry_run", "device_memory"),
+    *("learning_rate", "bad_steps", "bad_rows", "check_images", "dataset_num_proc", "dry_run", "device_memory"),
 )
 """Prefixes of options that may change when a run is resumed. Data are compared by their reports, learning rates by
 module."""
@@ -114,7 +114,10 @@ def check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: P
     def fixed(record: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in record["options"].items() if not name.startswith(MAY_CHANGE)}
         kept |= {name: record.get(name) for name in ("stage", "arm", "learning_rates", "quantization")}
-        return kept | {"data": [[row["source"], row["used"]] for row in record["data"] if row["split"] == "train"]}
+        base = json.dumps([record.get("build"), record.get("before")], sort_keys=True)
+        counts = ("source", "used", "images", "shortest", "median", "longest")
+        data = [[row.get(name) for name in counts] for row in record["data"] if row["split"] == "train"]
+        return kept | {"data": data, "the model to train, by its records": sha256(base.encode()).hexdigest()[:8]}
 
     old, new = fixed(before), fixed(record)
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))

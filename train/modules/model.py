@@ -38,7 +38,7 @@ PLACES = {
     "norm": ["multi_modal_projector.norm"],
     "vision": ["vision_tower"],
 }
-"""What is in the names of their parameters, and of no others'."""
+"""What is in the names of their parameters; the norm is within the projector."""
 
 
 def module_of(parameter: str) -> str:
