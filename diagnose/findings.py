@@ -37,8 +37,8 @@ def verdict(report: Report, against: Report | None = None) -> list[str]:
     if against is None:
         outcomes = [finding.outcome for finding in findings(report)]
         checked = [outcome for outcome in outcomes if outcome in ("agrees", "disagrees", "unclear")]
-        agree = f"{checked.count('agrees')} of the {len(checked)}"
-        return [first, f"The measurement agrees with {agree} claims of the paper that it can check."]
+        agree = checked.count("agrees")
+        return [first, f"Of the paper's claims, this can check {len(checked)}, and agrees with {agree}."]
     values = (report.entry_ratio, against.entry_ratio, depth.asymmetry, against.depth.asymmetry)
     norm, norm_before, rotation, rotation_before = (f"{number(value, 2)} ×" for value in values)
     second = (

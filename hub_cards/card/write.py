@@ -247,7 +247,7 @@ def _rows_used(source: dict[str, Any]) -> str:
     counts = [f"{count:,}" for count in (source.get("used"), source.get("found")) if count is not None]
     rows = f", {' of '.join(counts)} rows" if source.get("used") is not None else ""
     bad = [f"{source[key]:,} {key.replace('_', ' ')}" for key in ("bad", "too_long") if source.get(key)]
-    use = "" if source.get("split") == "train" else ", held out"
+    use = "" if source.get("split") == "train" or name.startswith("held out") else ", held out"
     return name + rows + (f" ({', '.join(bad)})" if bad else "") + use
 
 
