@@ -93,8 +93,9 @@ class Shards(WebDataset):
                 elif column in {"json", *COLUMNS}:
                     files[column] = sample[name].decode("utf-8-sig", "backslashreplace")
                 else:  # as what is not read, or makes the row a bad one
-                    kinds = {"video": cls.VIDEO_EXTENSIONS, "audio": cls.AUDIO_EXTENSIONS}
-                    files[next((kind for kind in kinds if column in kinds[kind]), column)] = "a file"
+                    kinds = {"video": cls.VIDEO_EXTENSIONS, "audio": cls.AUDIO_EXTENSIONS}  # with or without dots
+                    names = (kind for kind in kinds if {column, f".{column}"} & {*kinds[kind]})
+                    files[next(names, column)] = "a file"
             text = files.pop("json", "{}")
             row = loaded(text)
             yield {"json": json.dumps(row | files) if isinstance(row, dict) else text, "images": images}
