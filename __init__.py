@@ -24,7 +24,7 @@ _EXPORTS = {
     "half_precision_pays": "checkpoint.precision",
     "probe": "diagnose.measure.probe",
     "publish": "hub_cards.push.publish",
-    "NormAlignConfig": "train.options.arguments",
+    "NormAlignConfig": "train.options",
     "NormAlignTrainer": "train.trainer",
 }
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         NormAlignLlavaModel,
         mean_embedding_norm,
     )
-    from .train.options.arguments import NormAlignConfig
+    from .train.options import NormAlignConfig
     from .train.trainer import NormAlignTrainer
 
 

@@ -104,7 +104,7 @@ def gain(
     """Measure N_text and the gain of a model, fetching only its embeddings' file unless --critical is given."""
     with errors_for_people():
         from .assembly.gain import embedding_statistics
-        from .checkpoint.find import find_model
+        from .checkpoint.files import find_model
 
         _, revision = find_model(model, revision)
         tables = embedding_statistics(model, top=top, revision=revision).tables()
@@ -137,7 +137,7 @@ def train(
     full = "The same command with --dry_run tells what fits."
     with errors_for_people(stopped="" if accelerate_config else "Nothing was trained.", full=full):
         if "--help-all" in context.args:
-            from .train.options.arguments import option_parser
+            from .train.options import option_parser
 
             return option_parser().print_help()
         words, recipe = read_command(context.args)

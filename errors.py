@@ -65,6 +65,11 @@ def escaped(text: str) -> str:
     return text.translate({ord(letter): ascii(letter)[1:-1] for letter in hidden})
 
 
+def printable(text: str) -> str:
+    """The text with question marks for half surrogate pairs, which JSON may have and UTF-8 may not."""
+    return text.encode(errors="replace").decode()
+
+
 class Terminated(SystemExit):
     """SIGTERM. What the command has begun and not finished is removed, and it ends with status 143."""
 

@@ -14,17 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlavaProcessor
 
-from ..checkpoint.find import check_adapter
-from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD
-from ..checkpoint.opening import Checkpoint, open_checkpoint
+from ..checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD, check_adapter
+from ..checkpoint.opening import Checkpoint, open_checkpoint, read_record
 from ..checkpoint.precision import NF4, dtype_to_load
-from ..checkpoint.provenance import read_record
 from ..checkpoint.untrusted import check_files, json_object, loading
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .arms import ARM_FIELDS
-from .processing import settle
+from .processing import ARM_FIELDS, settle
 
 
 IN_PRECISION = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]

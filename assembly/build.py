@@ -10,16 +10,13 @@ from pathlib import Path
 import torch
 from transformers import MODEL_MAPPING, AutoImageProcessor, AutoProcessor, AutoTokenizer, LlavaProcessor
 
-from ..checkpoint.files import finished_folder, write_json
-from ..checkpoint.names import BUILD_RECORD
-from ..checkpoint.opening import Checkpoint, check_processor, open_checkpoint
-from ..checkpoint.provenance import licence_of
+from ..checkpoint.files import BUILD_RECORD, finished_folder, write_json
+from ..checkpoint.opening import Checkpoint, check_processor, licence_of, open_checkpoint
 from ..checkpoint.untrusted import loading
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .arms import ARMS
 from .chat_template import has_generation_marks
 from .parts import (
     add_image_token,
@@ -30,7 +27,7 @@ from .parts import (
     text_logits,
     vision_config,
 )
-from .processing import check_feature_layer, make_processor
+from .processing import ARMS, check_feature_layer, make_processor
 
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from ..checkpoint.files import finished_folder
-from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, TRAINING_RECORD
+from ..checkpoint.files import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, TRAINING_RECORD, finished_folder
 from ..checkpoint.precision import quantization_name
 from ..checkpoint.untrusted import loading
 from ..checkpoint.weights import (

@@ -102,7 +102,7 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
     """Trains two steps: losses, tokens a second of the second one, and memory."""
     from transformers import PrinterCallback, TrainerCallback, logging
 
-    from normalign_llava.train.options.arguments import parse
+    from normalign_llava.train.options import parse
     from normalign_llava.train.run import make_trainer
 
     logging.set_verbosity_error()
@@ -150,7 +150,7 @@ def resume(folder: Path, words: list[str], device: str) -> str:
     """Trains twelve steps at once, and again from the checkpoint of the sixth: how far losses and weights differ."""
     from transformers import logging
 
-    from normalign_llava.train.options.arguments import parse
+    from normalign_llava.train.options import parse
     from normalign_llava.train.run import train as run
 
     logging.set_verbosity_error()

@@ -124,7 +124,7 @@ def trainer_of(folder: Path, settings: dict[str, Any], *, stock: bool, cls=None,
     from normalign_llava import NormAlignLlavaConfig
     from normalign_llava.train.modules.adapter import language_adapter
     from normalign_llava.train.modules.model import freeze
-    from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
+    from normalign_llava.train.options import ModelArguments, NormAlignConfig
     from normalign_llava.train.trainer import NormAlignTrainer
 
     checkpoint, data = str(folder / "checkpoint"), prepared_rows(folder)

@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_files
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import device_error, first_cause, is_panic
-from .names import ADAPTER_CONFIG, INDEX, PICKLES, WEIGHTS
+from .files import ADAPTER_CONFIG, INDEX, PICKLES, WEIGHTS
 
 
 AGAIN = "Save or fetch the checkpoint again, or use another."

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers.utils import cached_file, logging
 
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .files import atomic_write, write_json
-from .names import INDEX, WEIGHTS
+from .files import INDEX, WEIGHTS, atomic_write, write_json
 
 
 SHARD_BYTES = 5 * 10**9

@@ -16,12 +16,11 @@ from rich.progress import track
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from ..data.rows.forms import columns as columns_of, image_name
+from ..data.rows.forms import columns as columns_of, image_name, known_row, unread_image
 from ..data.rows.images import ImageRules, decode_image
-from ..data.rows.unread import known_row, unread_image
-from ..data.rows.values import printable
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
+from ..errors import printable
 from ..fetched.easy_vqa import held_out
 
 

@@ -25,7 +25,7 @@ from transformers.utils import is_torchvision_available
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
 from ..assembly.adapter import Adapter, open_adapter
 from ..assembly.build import torch_dtype
-from ..checkpoint.names import ADAPTER_CONFIG
+from ..checkpoint.files import ADAPTER_CONFIG
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import dtype_to_load, four_bits
 from ..configuration_normalign_llava import NormAlignLlavaConfig

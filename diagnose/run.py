@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from ..assembly.build import torch_dtype
-from ..checkpoint.files import finished_folder
-from ..checkpoint.names import DYNAMICS
+from ..checkpoint.files import DYNAMICS, finished_folder
 from ..checkpoint.precision import ProductsInBfloat16, emulates_float16
 from ..errors import Printed
 from .data import Samples, batches, load_samples

@@ -8,7 +8,7 @@ and `YOrN_Extraction`, version 0.2). lmms-eval 0.7 has a rule for each benchmark
 import re
 from collections.abc import Collection, Mapping
 
-from ..data.rows.choices import plain
+from ..data.rows.turns import plain
 
 
 _REFUSAL = re.compile(r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I can(?: ?not|['’]t)|cannot determine)\b", re.I)

@@ -14,12 +14,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..data.rows.checks import bad_rows_message, check_images_are_read, parse_rows
-from ..data.rows.choices import chosen_letter, plain
+from ..data.rows.checks import ABOUT, bad_rows_message, check_images_are_read, not_read, parse_rows
 from ..data.rows.forms import MARKER
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
-from ..data.rows.reports import ABOUT, not_read
+from ..data.rows.turns import chosen_letter, plain
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option

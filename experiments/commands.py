@@ -17,8 +17,7 @@ from filelock import FileLock
 from plan import Plan, Run
 from scores import paper_average
 
-from normalign_llava.checkpoint.files import json_or_none, write_json
-from normalign_llava.checkpoint.names import TRAINING_RECORD
+from normalign_llava.checkpoint.files import TRAINING_RECORD, json_or_none, write_json
 from normalign_llava.diagnose.report import REPORT
 from normalign_llava.diagnose.run import FOLDER
 from normalign_llava.evaluate.compare import read_arm

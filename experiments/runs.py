@@ -20,8 +20,7 @@ from transformers import AutoProcessor, TrainerCallback
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.files import finished_folder, json_or_none
-from normalign_llava.checkpoint.names import STATE, TRAINING_RECORD
+from normalign_llava.checkpoint.files import STATE, TRAINING_RECORD, finished_folder, json_or_none
 from normalign_llava.diagnose.data import batches, load_samples
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.evaluate.results import read_evaluations

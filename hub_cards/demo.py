@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..checkpoint.find import find_checkpoint
+from ..checkpoint.files import find_checkpoint
 from ..errors import check_installed
 from .push.repository import Repository, find_repository, push
 

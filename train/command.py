@@ -1,23 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `normalign train` does before TRL is imported: help, recipe, checks of the command line, several processes."""
+"""What `normalign train` does before TRL is imported: options, help, recipe, checks, several processes.
+
+The field of an option has its help, its choices and why it is refused; --help, checks and docs/options.md are made
+from that.
+"""
 
 import argparse
 import logging
 import os
+import re
 import shlex
 import signal
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from ..data.sources.arguments import DataArguments
+from ..data.sources.arguments import DataArguments, option
 from ..errors import Terminated, check_installed
-from .options.fields import ModelOptions, TrainingOptions
+
+
+REFUSED = "Refused: "
+"""How the help of an option begins that would do nothing here, or harm; the reason follows."""
+
+
+def flag(help: str) -> Any:
+    """A field that is true, false, or by default decided later."""
+    return option(None, help, nargs="?", const=True)
+
+
+def refused(default: Any, reason: str) -> Any:
+    """A field whose value must be its default."""
+    return option(default, f"{REFUSED}{reason}.")
+
+
+PACKING = "packing here divides the rows of each step and cuts none; evaluation has no padding with it"
+PRECISION = "it would round the gain, which is float32; evaluation has the precision of training"
+ANSWERS = "ask a checkpoint with `normalign ask`, or evaluate it with `normalign evaluate CHECKPOINT --data DATA`"
+LIGER = "Liger has no kernels for this architecture"
+PUSHES = "push_to_hub publishes the result once, at the end; send a checkpoint with `normalign publish CHECKPOINT`"
+SUITE = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT`"
+
+
+@dataclass
+class TrainingOptions:
+    """Options of `NormAlignConfig`, beside TRL's."""
+
+    output_dir: str = option(None, "Folder of the result, checkpoints and card.")
+    stage: Literal["align", "tune"] | None = option(None, "Sets defaults: align (projector, norm), tune (everything).")
+    arm: Literal["none", "unit", "aligned", "gwc"] | None = option(None, "Arm to train, if not the checkpoint's.")
+    global_batch_size: int | None = option(None, "Rows in an optimizer step over all processes, by accumulation.")
+    vision_learning_rate: float | None = option(
+        None, "Learning rate of the vision tower. Default: the stage's; 0 with use_peft."
+    )
+    projector_learning_rate: float | None = option(
+        None, "Learning rate of the projector's linear layers. Default: learning_rate."
+    )
+    norm_learning_rate: float | None = option(None, "Learning rate of gain and bias. Default: learning_rate.")
+    language_learning_rate: float | None = option(
+        None, "Learning rate of the language model or its adapters. Default: learning_rate."
+    )
+    learning_rate: float = option(None, "Learning rate of modules with no other; 0 freezes. Default: the stage's.")
+    per_device_train_batch_size: int = option(None, "Rows in a forward pass.")
+    max_steps: int = option(-1, "Steps, in place of epochs.")
+    num_train_epochs: float = option(None, "Passes over the data.")
+    lr_scheduler_type: str = option(None, "Schedule of the learning rate.")
+    warmup_steps: float = option(None, "Steps of linear warm-up, or their share of all steps if below 1.")
+    weight_decay: float = option(None, "Weight decay; never of gain, biases, norms.")
+    seed: int = option(None, "Random seed.")
+    bf16: bool | None = flag("Whether to multiply in bfloat16. Default: as the resumed run, or if it is fast here.")
+    fp16: bool | None = flag(
+        "Whether to multiply in float16. Default: on a GPU without bfloat16, if hidden states are small."
+    )
+    max_length: int | None = option(2048, "Rows with more tokens, image tokens included, are dropped and counted.")
+    use_cpu: bool | None = flag("Whether to train on the CPU. Default: if there is no accelerator.")
+    dataset_num_proc: int | None = option(None, "Processes that read and check the rows. Default: one for each core.")
+    dataloader_num_workers: int | None = option(None, "Processes that read batches. Default: up to 8, on a CPU none.")
+    dataloader_persistent_workers: bool | None = flag("Whether these processes last until the run ends. Default: yes.")
+    padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")
+    packing: bool = option(False, "Divide a step's rows into passes of nearly equal tokens, without padding.")
+    probe_steps: list[int] | None = option(None, "Steps at which inter-layer cosines are recorded (figure 5).")
+    probe_rows: int = option(4, "Rows in the batch on which cosines are recorded.")
+    bad_steps: Literal["stop", "skip"] = option("stop", "If loss or gradients are not finite: stop, or skip the step.")
+    resume_from_checkpoint: str | None = option(
+        None, "Resume from the newest complete checkpoint, or from the one named.", nargs="?", const="last"
+    )
+    dry_run: bool = option(False, "Check all that training checks, and whether a step fits in memory.")
+    device_memory: str | None = option(None, "With dry_run: a GPU's memory, such as 24GiB. Default: this device's.")
+
+    save_steps: float = option(None, "Steps between checkpoints, or their share of all steps if below 1.")
+    save_total_limit: int | None = option(None, "How many checkpoints are kept, the newest.")
+    eval_strategy: Literal["no", "steps", "epoch"] = option("no", "When held-out rows are evaluated.")
+    report_to: None | str | list[str] = option("none", "Trackers such as tensorboard or wandb.")
+
+    assistant_only_loss: bool = refused(True, "it must be true, or labels would hold image tokens")
+    auto_find_batch_size: bool = refused(False, "it would change the global batch; lower per_device_train_batch_size")
+    bf16_full_eval: bool = refused(False, PRECISION)
+    chat_template_path: str | None = refused(None, "the checkpoint has one, set by `normalign build --chat-template`")
+    completion_only_loss: bool | None = refused(None, "the loss is on all answers, or on those of the completion")
+    dataset_text_field: str = refused("text", "rows are conversations, whose form is known by their columns")
+    do_predict: bool = refused(False, ANSWERS)
+    eval_packing: bool | None = refused(None, PACKING)
+    eval_suite: str | None = refused(None, SUITE)
+    eval_suite_limit: int | None = refused(None, SUITE)
+    eval_suite_path: str | None = refused(None, SUITE)
+    fp16_full_eval: bool = refused(False, PRECISION)
+    hub_always_push: bool = refused(False, PUSHES)
+    hub_strategy: str = refused("end", PUSHES)
+    include_num_input_tokens_seen: str | bool = refused("no", "num_tokens is logged without it")
+    label_names: list[str] | None = refused(None, "the labels are always called labels")
+    length_column_name: str = refused("length", "lengths are counted here, in tokens, image tokens included")
+    liger_kernel_config: dict[str, bool] | None = refused(None, LIGER)
+    max_image_pixels: int | None = refused(None, "the limit is Pillow's own; images of more pixels are bad rows")
+    packing_strategy: str = refused("bfd", PACKING)
+    pad_token: str | None = refused(None, "the checkpoint's tokenizer has one")
+    parallelism_config: dict[str, Any] | str | None = refused(None, "shard a model with FSDP2 or ZeRO-3 instead")
+    remove_unused_columns: bool = refused(False, "the collator needs every column")
+    router_aux_loss_coef: float | None = refused(0.0, "LLaVA's outputs have no router logits")
+    sample_count: int | None = refused(None, ANSWERS)
+    sample_max_new_tokens: int | None = refused(None, ANSWERS)
+    shuffle_dataset: bool = refused(False, "rows are drawn at random without it, streams by shuffle_buffer_size")
+    truncation_mode: str = refused("keep_start", "rows longer than max_length are dropped and counted, never cut")
+    trust_remote_code: bool = refused(False, "this package's code is run, never a checkpoint's own")
+    use_liger_kernel: bool = refused(False, LIGER)
+
+
+@dataclass
+class ModelOptions:
+    """Options of `ModelArguments`, beside TRL's."""
+
+    model_name_or_path: str | None = option(None, "Checkpoint: a folder that `normalign build` made, or a Hub id.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "Dtype of what is frozen; what is trained is float32. auto: the checkpoint's, if steps autocast to it."
+    )
+    use_peft: bool = option(False, "Train LoRA adapters in place of the language model.")
+    lora_r: int = option(16, "Rank of the adapters.")
+    load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits: frozen, or under adapters.")
+    load_in_8bit: bool = option(False, "Quantize the language model's layers to 8 bits.")
+    use_bnb_nested_quant: bool = option(True, "Whether to quantize the constants of 4-bit quantization too.")
+    bnb_4bit_quant_storage: str | None = refused(None, "it is for FSDP, under which 4 bits are not tested here")
+
+
+def names_in(text: str) -> list[str]:
+    """The names in a text such as "q_proj,v_proj"; none if it is something else, such as a pattern."""
+    return re.split(r"[,\s]+", text.strip()) if re.fullmatch(r"[\w.]+([,\s]+[\w.]+)*", text.strip()) else []
+
+
+def check_refused(options: Any) -> None:
+    """Raises ValueError with the reason if an option that is refused is neither None nor its default."""
+    for field in fields(options):
+        value, text = getattr(options, field.name), field.metadata.get("help", "")
+        if text.startswith(REFUSED) and value is not None and value != field.default:
+            raise ValueError(f"{field.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")
 
 
 RECIPES, CONFIGS = (Path(__file__).parent / name for name in ("recipes", "accelerate_configs"))

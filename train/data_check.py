@@ -10,8 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.opening import open_checkpoint
-from ..data.rows.checks import Checks, bad_rows_message, check_images_are_read, share_of_bad_rows, warn_of_captions
-from ..data.rows.reports import SourceReport, not_read
+from ..data.rows.checks import (
+    Checks,
+    SourceReport,
+    bad_rows_message,
+    check_images_are_read,
+    not_read,
+    share_of_bad_rows,
+    warn_of_captions,
+)
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
 from ..data.sources.table import RowReader, all_rows, check_rows, rows_on_access

@@ -14,21 +14,19 @@ from transformers import BitsAndBytesConfig, DataCollator, LlavaProcessor, Train
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import HubStrategy
 
-from ..assembly.arms import arm_of
-from ..assembly.processing import settle
-from ..checkpoint.names import PICKLES
+from ..assembly.processing import arm_of, settle
+from ..checkpoint.files import PICKLES
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import warn_if_slow
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..data.rows.checks import MANY_ROWS, Checks
+from ..data.rows.checks import MANY_ROWS, Checks, DataReport, SourceReport
 from ..data.rows.parse import DroppedRows
-from ..data.rows.reports import DataReport, SourceReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
 from .collator import ConversationCollator
 from .command import NO_MODEL
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
-from .options.arguments import NormAlignConfig
+from .options import NormAlignConfig
 
 
 logger = get_logger(__name__)  # logs in one process only

@@ -12,18 +12,15 @@ from peft import PeftModel
 from transformers import TrainerCallback
 from trl import get_peft_config
 
-from ..checkpoint.files import json_or_none
-from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
+from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none
 from ..data.rows.parse import BadRow, DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
 from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
-from .keeping.record import check_same_run
-from .keeping.summary import render, render_dropped
-from .memory import gib
+from .keeping.record import check_same_run, gib, render, render_dropped
 from .modules.model import base_model
-from .options.arguments import ModelArguments, NormAlignConfig, parse
+from .options import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
 from .trainer import NormAlignTrainer
 

@@ -20,13 +20,7 @@ from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
-from .modules.model import base_model, replaced
-
-
-WEIGHTS, ADAPTERS, GRADIENTS = "weights", "adapters", "gradients"
-OPTIMIZER, BATCHES, ACTIVATIONS = "optimizer", "batches", "activations"
-PARTS = (WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS)
-"""What takes memory."""
+from .modules.model import ACTIVATIONS, BATCHES, GRADIENTS, WEIGHTS, base_model, replaced
 
 
 def peak_bytes(

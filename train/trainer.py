@@ -29,24 +29,19 @@ from transformers import (
 from transformers.trainer import SCHEDULER_NAME
 from trl import SFTConfig, SFTTrainer
 
-from ..checkpoint.files import write_json
-from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
-from ..checkpoint.provenance import read_record
+from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
+from ..checkpoint.opening import read_record
 from ..checkpoint.weights import index_folder, no_progress_bar, stored_tensors, unchanged_files, write_weights
 from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .callbacks.finite import FiniteCheck
-from .callbacks.measurements import Measurements
-from .callbacks.progress import show_lines
-from .collator import ConversationCollator, blank_image
+from .callbacks.steps import FiniteCheck, Measurements, show_lines
+from .collator import ConversationCollator, PackedAttentionCheck, blank_image, train_sampler
 from .keeping.checkpoints import only_run, writing_checkpoint
-from .keeping.record import training_record
-from .keeping.summary import check_disk, disk_use, summary
+from .keeping.record import check_disk, disk_use, summary, training_record
 from .memory import estimate_memory, largest_batch
 from .modules import model as parts
 from .modules.load import load_model, settle_float16
-from .options.arguments import keep_float32
-from .packing import PackedAttentionCheck, train_sampler
+from .options import keep_float32
 from .prepare import check_options, checked_rows, normalign_config, open_model, read_data
 
 

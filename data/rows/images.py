@@ -17,7 +17,7 @@ import numpy as np
 from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from .values import printable
+from ...errors import printable
 from .zips import MAX_IMAGE_BYTES, TOO_LARGE, check_entry, read_entry
 
 

@@ -21,10 +21,9 @@ from typing import Any
 from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from .forms import MARKER, columns as columns_of
+from ...errors import printable
+from .forms import MARKER, columns as columns_of, known_row, markers, proposal
 from .images import ImageRules
-from .unread import known_row, markers, proposal
-from .values import printable
 
 
 MESSAGES = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})

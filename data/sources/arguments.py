@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ...checkpoint.find import is_hub_id
+from ...checkpoint.files import is_hub_id
 
 
 FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")

@@ -19,7 +19,7 @@ from datasets.fingerprint import Hasher
 
 from ..rows.forms import FORMS
 from ..rows.images import SUFFIXES
-from ..rows.values import parsed
+from ..rows.turns import parsed
 
 
 METADATA = "metadata"

@@ -15,10 +15,9 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
-from ..rows.checks import Checks
+from ..rows.checks import ABOUT, Checks, DataReport, SourceReport, not_read
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES
-from ..rows.reports import ABOUT, DataReport, SourceReport, not_read
 from .arguments import DataArguments, DataSource
 from .source import Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, valid_rows

@@ -12,17 +12,17 @@ from datasets import IterableDataset
 from ..rows.checks import (
     MANY_ROWS,
     Checks,
+    SourceReport,
     check_images_are_read,
     check_share,
     parse_rows,
     share_of_bad_rows,
     warn_of_captions,
 )
+from ..rows.forms import is_about
 from ..rows.images import image_problem
 from ..rows.parse import FEATURES, DroppedRow
-from ..rows.reports import SourceReport, warn_once
-from ..rows.unread import is_about
-from .source import Source
+from .source import Source, warn_once
 
 
 _CHUNK = 64  # rows that are parsed together

@@ -19,6 +19,8 @@ from ...assembly import chat_template
 from ..rows.checks import (
     MANY_ROWS,
     Checks,
+    SourceReport,
+    by_kind,
     check_images_are_read,
     check_share,
     image_problems,
@@ -29,7 +31,6 @@ from ..rows.checks import (
     warn_of_captions,
 )
 from ..rows.parse import DroppedRow, control_tokens, parse_row
-from ..rows.reports import SourceReport, by_kind
 from . import source as source_module
 from .arguments import cores
 from .source import CHUNK, Source

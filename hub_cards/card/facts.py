@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.find import is_hub_id
-from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
+from ...checkpoint.files import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD, is_hub_id
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import WEIGHT_FILES, files_hash, read_evaluations

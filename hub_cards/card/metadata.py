@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from ...checkpoint.names import CARD
+from ...checkpoint.files import CARD
 from ...checkpoint.untrusted import loading
 from .facts import LLAVA, Facts, Part
 

@@ -13,9 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...checkpoint.files import atomic_write, only_writer
-from ...checkpoint.find import check_folder, check_repo_id
-from ...checkpoint.names import CARD
+from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, only_writer
 from ...checkpoint.untrusted import loading
 from ...diagnose.report import number, paper_ratios, with_error
 from ...evaluate.results import Evaluation

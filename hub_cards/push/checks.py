@@ -11,8 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils.hub import cached_files
 
-from ...checkpoint.find import find_checkpoint
-from ...checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
+from ...checkpoint.files import ADAPTER_CONFIG, TRAINING_RECORD, find_checkpoint
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ..card.facts import Part

@@ -12,9 +12,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 
-from ...checkpoint.files import check_free
-from ...checkpoint.find import check_folder, check_repo_id
-from ...checkpoint.names import ADAPTER_CONFIG, CARD
+from ...checkpoint.files import ADAPTER_CONFIG, CARD, check_folder, check_free, check_repo_id
 from ..card.metadata import card_in, check_replaceable
 from ..card.write import render_card
 from ..demo import find_space, push_space

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ...checkpoint import names
-from ...checkpoint.find import check_adapter
+from ...checkpoint import files as names
+from ...checkpoint.files import check_adapter
 from ...checkpoint.untrusted import check_files, check_weights, json_object, loading
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT, SCHEMA_VERSION, report_json

@@ -17,7 +17,7 @@ from hub_server import HubServer
 CLIENT = """
 import json, sys
 from huggingface_hub import hf_hub_download
-from normalign_llava.checkpoint.find import find_model
+from normalign_llava.checkpoint.files import find_model
 for name, revision in json.load(sys.stdin):
     try:
         said, _ = find_model(name, revision)

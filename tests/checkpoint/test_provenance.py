@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from paths import ROOT
 
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.provenance import licence_of
+from normalign_llava.checkpoint.opening import licence_of
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.keeping.record import hardware

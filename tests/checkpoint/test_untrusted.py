@@ -19,7 +19,7 @@ import training
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from normalign_llava.checkpoint.names import INDEX, WEIGHTS
+from normalign_llava.checkpoint.files import INDEX, WEIGHTS
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
 from normalign_llava.cli import app
 

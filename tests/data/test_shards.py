@@ -103,7 +103,7 @@ def test_a_shard_that_is_cut_off_is_named(tmp_path, cut, reason):
 
 
 def test_a_file_in_a_shard_fills_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("normalign_llava.data.sources.stored.MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr("normalign_llava.data.sources.source.MAX_IMAGE_BYTES", 1000)
     monkeypatch.setattr("normalign_llava.data.rows.images.MAX_IMAGE_BYTES", 1000)
     path = shard(tmp_path / "rows.tar", {"0.png": bytes(10**6), "0.txt": bytes(10**6)})
     ((_, _, row),) = open_source(DataSource(str(path)), streaming=False)

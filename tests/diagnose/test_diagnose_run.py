@@ -19,7 +19,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from typer.testing import CliRunner
 
 from normalign_llava.checkpoint import precision
-from normalign_llava.checkpoint.names import DYNAMICS
+from normalign_llava.checkpoint.files import DYNAMICS
 from normalign_llava.cli import app
 from normalign_llava.diagnose import report
 from normalign_llava.diagnose.run import diagnose, read_dynamics

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from paths import DOCS
 
 from normalign_llava.data.sources.arguments import DataArguments
-from normalign_llava.train.options.fields import REFUSED, ModelOptions, TrainingOptions
+from normalign_llava.train.command import REFUSED, ModelOptions, TrainingOptions
 
 
 PAGE = DOCS / "options.md"

@@ -18,7 +18,7 @@ from trl import get_peft_config
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.checkpoint.weights import save_model
 from normalign_llava.data.rows.parse import FEATURES
-from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
+from normalign_llava.train.options import ModelArguments, NormAlignConfig
 from normalign_llava.train.trainer import NormAlignTrainer
 
 

@@ -14,7 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.checkpoint.names import INDEX, WEIGHTS
+from normalign_llava.checkpoint.files import INDEX, WEIGHTS
 from normalign_llava.diagnose.report import SCHEMA_VERSION
 from normalign_llava.hub_cards.push.checks import check_checkpoint, check_private
 from normalign_llava.hub_cards.push.source import PublishSource, choose_files

@@ -19,7 +19,7 @@ from normalign_llava.assembly.adapter import open_adapter
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.evaluate.engine import MultimodalLM
 from normalign_llava.hub_cards.push.checks import check_checkpoint
-from normalign_llava.train.options.arguments import ModelArguments
+from normalign_llava.train.options import ModelArguments
 from normalign_llava.train.run import main
 
 

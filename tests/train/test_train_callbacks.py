@@ -13,7 +13,7 @@ from documented import documented
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.train.callbacks.depth_probe import DYNAMICS, layer_cosines
-from normalign_llava.train.callbacks.measurements import PARTS
+from normalign_llava.train.callbacks.steps import PARTS
 from normalign_llava.train.modules.model import base_model
 
 

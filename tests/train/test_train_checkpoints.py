@@ -126,7 +126,7 @@ def test_an_earlier_folder_does_not_mix_with_the_new_one_and_a_complete_one_stay
 FULL_DISK = """
 import json, resource, sys
 from transformers import TrainerCallback
-from normalign_llava.train.options.arguments import parse
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import train
 
 class Limit(TrainerCallback):

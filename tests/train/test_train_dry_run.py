@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.train.keeping.summary import modules
-from normalign_llava.train.memory import CONTEXT, largest_batch, static_bytes
+from normalign_llava.train.keeping.record import modules
+from normalign_llava.train.memory import CONTEXT, largest_batch
+from normalign_llava.train.modules.model import static_bytes
 from normalign_llava.train.run import remedy
 
 

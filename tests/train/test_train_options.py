@@ -10,9 +10,8 @@ import yaml
 from documented import PAGE, page_from_fields
 from trl import SFTConfig
 
-from normalign_llava.train.command import RECIPES, recipe_file
-from normalign_llava.train.options.arguments import WITHOUT_WARMUP, NormAlignConfig, parse
-from normalign_llava.train.options.fields import REFUSED, TrainingOptions
+from normalign_llava.train.command import RECIPES, REFUSED, TrainingOptions, recipe_file
+from normalign_llava.train.options import WITHOUT_WARMUP, NormAlignConfig, parse
 from normalign_llava.train.prepare import accumulation_steps
 
 

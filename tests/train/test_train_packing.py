@@ -14,8 +14,7 @@ from torch.utils.data import BatchSampler
 from transformers import AutoProcessor, Gemma2Config, Lfm2Config, OPTConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.packing import BalancedSampler, PackedAttentionCheck, balanced
+from normalign_llava.train.collator import BalancedSampler, ConversationCollator, PackedAttentionCheck, balanced
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

@@ -21,10 +21,10 @@ from paths import HELPERS
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.assembly.arms import arm_of
+from normalign_llava.assembly.processing import arm_of
 from normalign_llava.cli import app
 from normalign_llava.data.sources import streams, table
-from normalign_llava.train.options.arguments import parse
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import main
 
 
@@ -101,7 +101,7 @@ IMPORTED = """
 import sys
 import normalign_llava.cli
 from transformers import TrainerCallback
-from normalign_llava.train.options.arguments import parse
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import train
 
 class Imported(TrainerCallback):

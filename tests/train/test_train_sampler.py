@@ -11,8 +11,7 @@ from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import DataLoader
 from train_data import answers, llava, read, write_json
 
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.packing import SeededLengthGroups
+from normalign_llava.train.collator import ConversationCollator, SeededLengthGroups
 
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -12,14 +12,13 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import DataCollator, TrainerCallback
 
-from ...checkpoint.files import atomic_write
-from ...checkpoint.names import DYNAMICS
+from ...checkpoint.files import DYNAMICS, atomic_write
 from ...diagnose.measure.depth import DepthProbe
 from ...diagnose.measure.families import decoder_layers, token_positions
 from ...diagnose.report import KINDS
 from ..collator import ConversationCollator
 from ..modules.model import base_model, evaluating
-from ..options.arguments import NormAlignConfig
+from ..options import NormAlignConfig
 
 
 class CosineProbe(TrainerCallback):

@@ -15,8 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import sort_checkpoints
 
-from ...checkpoint.files import json_or_none, only_writer
-from ...checkpoint.names import ADAPTER_CONFIG, STATE, TRAINING_RECORD
+from ...checkpoint.files import ADAPTER_CONFIG, STATE, TRAINING_RECORD, json_or_none, only_writer
 from ...errors import Console, write_failure
 
 

@@ -16,8 +16,8 @@ from ...assembly.adapter import on_meta, put_on_meta
 from ...checkpoint.untrusted import loading
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..options.arguments import NormAlignConfig
-from ..options.fields import names_in
+from ..command import names_in
+from ..options import NormAlignConfig
 
 
 ELSEWHERE = r"(?!model\.language_model\.|lm_head$).*"

@@ -13,13 +13,12 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ...assembly.arms import ARMS, arm_of
-from ...assembly.processing import check_feature_layer
-from ...checkpoint.names import TRAINING_RECORD
+from ...assembly.processing import ARMS, arm_of, check_feature_layer
+from ...checkpoint.files import TRAINING_RECORD
 from ...checkpoint.opening import Checkpoint
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..options.arguments import NormAlignConfig, autocast_dtype
+from ..options import NormAlignConfig, autocast_dtype
 from .model import MODULES, PLACES, projector_norm, trained_parameters, watching_outputs
 
 

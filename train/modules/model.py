@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model to train: its parts by name, which are frozen, in which precision and mode they run, and sharded."""
+"""The model to train: its parts by name, which are frozen, their precision and mode, sharding, and bytes."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file
@@ -24,10 +27,15 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...checkpoint.names import INDEX
+from ...checkpoint.files import INDEX
 from ...checkpoint.weights import module_of_file
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
+
+WEIGHTS, ADAPTERS, GRADIENTS = "weights", "adapters", "gradients"
+OPTIMIZER, BATCHES, ACTIVATIONS = "optimizer", "batches", "activations"
+PARTS = (WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS)
+"""What takes memory in a step."""
 
 MODULES = ("language", "projector", "norm", "vision")
 """The parts with a learning rate of their own. The Trainer logs that of the first one that is trained."""
@@ -234,6 +242,68 @@ def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     if any(parameter.grad is not None for parameter in trained):
         for parameter in (value for value in trained if value.grad is None):
             parameter.grad = torch.zeros_like(parameter)
+
+
+def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer states on each device, by part.
+
+    FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3
+    all; DDP keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights in
+    float32 once more. States of paged optimizers count although they may lie in the CPU's memory.
+    """
+    sizes = dict.fromkeys((WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        sizes[ADAPTERS if ".lora_" in name else WEIGHTS] += (size := tensor_bytes(tensor))
+        if tensor.requires_grad:
+            sizes[GRADIENTS] += size
+            sizes[OPTIMIZER] += _optimizer_bytes(args.optim.value, tensor, tensor in embeddings)
+            sizes[OPTIMIZER] += 4 * parameter_count(tensor) if _zero_stage() in (1, 2) else 0
+    shares = memory_shares(args)
+    return {name: int(size * shares[name]) for name, size in sizes.items()}
+
+
+def memory_shares(args: TrainingArguments) -> dict[str, float]:
+    """How much of each part a process has."""
+    kind, least = AcceleratorState().distributed_type, {WEIGHTS: 3, ADAPTERS: 3, GRADIENTS: 2, OPTIMIZER: 1}
+    divided = [name for name, stage in least.items() if kind == DistributedType.FSDP or _zero_stage() >= stage]
+    shares = {name: 1 / args.world_size if name in divided else 1.0 for name in least}
+    return shares | ({GRADIENTS: 2.0} if kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) else {})
+
+
+def _zero_stage() -> int:
+    state = AcceleratorState()
+    return state.deepspeed_plugin.zero_stage if state.distributed_type == DistributedType.DEEPSPEED else 0
+
+
+def _optimizer_bytes(name: str, parameter: Tensor, embedding: bool) -> int:
+    count, states = parameter_count(parameter), 1 if "lion" in name else 2
+    if name == "sgd":
+        return 0
+    if name == "adafactor":
+        return 4 * (sum(parameter.shape) if parameter.dim() > 1 else count)
+    if "8bit" in name and count >= 4096 and not embedding:  # bitsandbytes keeps small tensors in 32 bits
+        return states * (count + 4 * math.ceil(count / 256))
+    if "8bit" in name or "32bit" in name:
+        return states * 4 * count
+    return states * count * parameter.element_size()
+
+
+def parameter_count(parameter: Tensor) -> int:
+    """The parameters that a tensor stands for, packed or divided as it may be."""
+    if type(parameter).__name__ == "Params4bit":
+        return math.prod(parameter.quant_state.shape)
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty tensor behind
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor, whole if ZeRO-3 divides it, with the constants of its quantization."""
+    size = getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
+    if type(tensor).__name__ == "Params4bit":
+        size += sum(value.nbytes for value in tensor.quant_state.as_dict().values() if isinstance(value, Tensor))
+    elif type(tensor).__name__ == "Int8Params":
+        size += tensor.SCB.nbytes
+    return size
 
 
 @contextmanager

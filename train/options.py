@@ -14,11 +14,10 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations import get_available_reporting_integrations
 from trl import ModelConfig, SFTConfig, TrlParser, get_quantization_config
 
-from ...checkpoint.precision import half_precision_pays
-from ...data.sources.arguments import DataArguments, check_choices, cores
-from ..command import USAGE, read_command
-from ..keeping.checkpoints import began_in
-from .fields import ModelOptions, TrainingOptions, check_refused, names_in
+from ..checkpoint.precision import half_precision_pays
+from ..data.sources.arguments import DataArguments, check_choices, cores
+from .command import USAGE, ModelOptions, TrainingOptions, check_refused, names_in, read_command
+from .keeping.checkpoints import began_in
 
 
 STAGES: dict[str, dict[str, Any]] = {

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What watches the steps: measurements that are logged, the check for finite numbers, progress on the screen."""
+
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, gather_object, reduce
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import IntervalStrategy
+
+from ...diagnose.measure.families import decoder_layers, token_positions
+from ...modeling_normalign_llava import _gathered, gain_magnitude
+from ..keeping.checkpoints import newest_complete
+from ..modules.model import base_model, evaluating, module_of, projector_norm, trained_parameters, watching_outputs
+from ..options import NormAlignConfig
+
+
+PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
+"""Parts whose gradients are measured; the projector without its norm, whose gain and bias are apart."""
+
+
+class Measurements(TrainerCallback):
+    """Measures the modules at the steps that are logged; at others it costs next to nothing.
+
+    docs/options.md lists what is logged: sums over all micro-batches and processes of the step. A part that is
+    frozen has no entry. DeepSpeed keeps the gradients to itself. `logging_strategy="epoch"` has no such steps.
+    """
+
+    def __init__(self, args: TrainingArguments):
+        self.max_grad_norm = args.max_grad_norm
+        self._hooks: list[Any] = []
+        self._measuring = False
+        self._inputs: dict[str, Any] = {}  # of the forward pass, until its tokens are measured
+        self._divisor: Tensor | float = 1.0  # of this step's clipping
+        self._clipped: list[Tensor] = []  # whether gradients were, of each step since the last log
+        self._grad_norms: dict[str, Tensor] = {}
+        self._norms: dict[str, Tensor] = {}  # the sum of norms, and their number
+
+    def after_clip(self, total_norm: Tensor | float | None) -> None:
+        """Takes the norm of all gradients before clipping, without waiting for the device; None is DeepSpeed's."""
+        if total_norm is None or not self.max_grad_norm:
+            return
+        norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+        self._divisor = torch.as_tensor((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)  # as torch's
+        self._clipped.append(self._divisor > 1)
+
+    def collect(self) -> dict[str, float]:
+        """What was measured since the last call, if the step is a logged one, over all processes, which all call."""
+        if not self._measuring:
+            return {}
+        self._measuring = False
+        values = {name: value.item() for name, value in (norm_values(self._model) | self._grad_norms).items()}
+        for name, (total, count) in reduce(self._norms, "sum").items():
+            if count:
+                values[name] = (total / count).item()
+        if self._clipped:
+            values["clip/share"] = torch.stack(self._clipped).float().mean().item()
+        self._clipped = []
+        return values
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._model = base_model(model)
+        state.compute_steps(args, state.max_steps)  # a resumed state has those of the options before
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Hooks the forward passes of a step that is logged."""
+        step = state.global_step + 1
+        self._measuring = (step == 1 and args.logging_first_step) or (
+            args.logging_strategy == IntervalStrategy.STEPS and step % state.logging_steps == 0
+        )
+        if not self._measuring:
+            return
+        self._grad_norms = {}
+        self._norms = {name: torch.zeros(2, device=args.device) for name in ("norm/visual", "norm/text")}
+        inner = self._model.model
+        self._hooks = [
+            inner.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
+            decoder_layers(inner.language_model)[0].register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
+        ]
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Measures gradient norms."""
+        for hook in self._hooks:
+            hook.remove()
+        if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
+            return
+        norms: dict[str, list[Tensor]] = {}
+        for name, parameter in trained_parameters(model).items():
+            if parameter.grad is not None:
+                norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                norms.setdefault(f"grad_norm/{_part(name)}", []).append(norm.to(args.device))
+        # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
+        self._grad_norms = {
+            name: torch.linalg.vector_norm(torch.stack(parts)) * self._divisor for name, parts in norms.items()
+        }
+
+    def _keep_inputs(self, module, args, kwargs):
+        self._inputs = kwargs
+
+    @torch.no_grad()
+    def _add_token_norms(self, module, args, kwargs):
+        if not self._inputs:
+            return  # gradient checkpointing runs the layer again
+        hidden = args[0] if args else kwargs["hidden_states"]
+        norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
+        ids, mask, self._inputs = self._inputs["input_ids"], self._inputs.get("attention_mask"), {}
+        for name, positions in token_positions(ids, mask, self._model.config.image_token_id).items():
+            at = positions.to(norms.device)
+            self._norms[f"norm/{name}"] += torch.stack([torch.where(at, norms, 0).sum(), at.sum()])
+
+
+@torch.no_grad()
+def norm_values(model: nn.Module) -> dict[str, Tensor]:
+    """Size of gain and bias (table 5) and the factor of gradient compensation (eq. 12), as 0-d tensors by name."""
+    norm = projector_norm(model)
+    values = {"gwc/factor": torch.ones(())}
+    if isinstance(norm, nn.Identity):
+        return values
+    with _gathered(*norm.parameters()) as (gain, *bias):
+        values["gain/l2"] = torch.linalg.vector_norm(gain, dtype=torch.float32)
+        values["gain/mean_abs"] = gain.float().abs().mean()
+        if bias:  # an RMSNorm has none
+            values["bias/mean_abs"] = bias[0].float().abs().mean()
+        if norm.compensate:
+            values["gwc/factor"] = 1 / gain_magnitude(gain, norm.gain_floor)
+    return values
+
+
+def _part(name: str) -> str:
+    """Which of `PARTS` a parameter belongs to."""
+    module = module_of(name)
+    if module == "norm":
+        return "gain" if name.endswith("weight") else "bias"
+    return {"vision": "vision_tower", "language": "language_model"}.get(module, module)
+
+
+logger = get_logger(__name__)  # logs in one process only
+
+MAX_CONSECUTIVE_SKIPS = 10
+"""A run that skips bad steps stops after so many in a row."""
+
+
+class FiniteCheck(TrainerCallback):
+    """Checks whether loss and gradients of a step are finite; only if not, looks for the module that was first.
+
+    They are counted on their device. Once in an optimizer step the counts are summed over the processes, so that all
+    of them stop or none, and read, which waits for the device.
+
+    With fp16, infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step and
+    lowers its scale. There only the loss counts, until the scale is below 1.
+    """
+
+    def __init__(self, args: NormAlignConfig):
+        self.args = args
+        self._not_finite = torch.zeros(2, dtype=torch.int32, device=args.device)  # losses, norms of gradients
+        self._batches: list[Mapping[str, Any]] = []  # of this step
+        self._step = self._skipped = 0
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if damaged := weights_not_finite(model):
+            raise FloatingPointError(f"{damaged[0]} of the model is not finite. Train another checkpoint.")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Forgets the step before, also one that was never taken."""
+        self._step, self._batches = state.global_step + 1, []
+        self._not_finite.zero_()
+
+    def check_loss(self, loss: Tensor, batch: Mapping[str, Any]) -> None:
+        """Checks the loss of a batch, which is kept until the step is taken."""
+        if not self._step:
+            return  # of an estimate of memory
+        self._not_finite[0] += ~loss.detach().isfinite().all().to(self._not_finite.device)
+        self._batches.append(batch)
+
+    def is_step_finite(self, model: nn.Module, total_norm: Tensor | float | None, scaler: GradScaler | None) -> bool:
+        """Whether the optimizer may take this step. All processes must call it at the same time.
+
+        `total_norm`, of all gradients, is None if DeepSpeed does not know it, and below 0 if it is not finite.
+        """
+        if total_norm is not None:
+            norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+            norm = torch.as_tensor(norm, device=self.args.device)
+            self._not_finite[1] += ~(norm.isfinite() & (norm >= 0))
+        losses, gradients = reduce(self._not_finite, "sum").tolist()
+        batches, self._batches = self._batches, []  # before the next ones are read
+        if not (losses or gradients):
+            self._skipped = 0
+            return True
+        if self.args.fp16 and not losses and (scaler is None or scaler.get_scale() >= 1):
+            return True
+        place = self._first_module(model, batches) or ("the loss" if losses else "the gradients, with finite outputs")
+        problem = f"Step {self._step} has values that are not finite, first in {place}."
+        self._skipped += 1
+        if self.args.bad_steps == "skip" and self._skipped < MAX_CONSECUTIVE_SKIPS:
+            logger.warning(f"{problem} The step is skipped.")
+            return False
+        raise FloatingPointError(
+            f"{problem} {self._remedy()} --bad_steps skip, in a resumed run too, skips such steps, but not "
+            f"{MAX_CONSECUTIVE_SKIPS} in a row."
+        )
+
+    def check_weights(self, model: nn.Module) -> None:
+        """Checks the weights before they are saved. If they are sharded, all processes must call it together."""
+        if damaged := weights_not_finite(model):
+            raise FloatingPointError(
+                f"After step {self._step}, {len(damaged)} tensors of the model are not finite, first {damaged[0]}. "
+                f"They are not saved. {self._remedy()}"
+            )
+
+    def _first_module(self, model: nn.Module, batches: list[Mapping[str, Any]]) -> str:
+        """The first module that gives values that are not finite, in one more forward pass of the step's batches."""
+        first: list[str] = []
+
+        def look(name: str, outputs: list[Tensor]) -> None:
+            if not first and not all(output.isfinite().all() for output in outputs):
+                first.append(f"the output of {name}")
+
+        try:
+            with evaluating(model, self.args), watching_outputs(model, look):
+                for batch in batches:  # all of them: sharded weights are gathered by all processes
+                    model(**batch, fused_lm_head=True)
+        finally:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # as a backward pass would: gradients are those of shards
+        return next(iter(gather_object(first)), "")
+
+    def _remedy(self) -> str:
+        last = newest_complete(self.args.output_dir, self.args.world_size)
+        remaining = f"The last complete checkpoint is {last}." if last else "There is no complete checkpoint yet."
+        return f"{remaining} Start again with lower learning rates."
+
+
+@torch.no_grad()
+def weights_not_finite(model: nn.Module) -> list[str]:
+    """Names of parameters with values that are NaN or infinite, in this process's shards or another's.
+
+    Only sharded weights are compared with other processes: the first process alone may save weights that all have.
+    """
+    largest, sharded = {}, is_deepspeed_zero3_enabled()
+    for name, parameter in model.named_parameters():
+        shard = parameter.ds_tensor if is_deepspeed_zero3_enabled() else parameter
+        if isinstance(shard, DTensor):
+            shard, sharded = shard.to_local(), True
+        if shard.is_floating_point() and shard.numel():  # 4-bit weights are packed
+            # `isfinite` makes copies: of an embedding matrix, they are more than stage 1 takes besides weights.
+            largest[name] = torch.linalg.vector_norm(shard, torch.inf)
+    damaged = [name for name, value in largest.items() if not value.isfinite()]
+    return list(dict.fromkeys(gather_object(damaged))) if sharded else damaged
+
+
+COLUMNS = {
+    "loss": ("loss", 9, ".4g"),
+    "lr": ("learning_rate", 8, ".3g"),
+    "visual": ("norm/visual", 8, ".3g"),
+    "text": ("norm/text", 8, ".3g"),
+    "gradient": ("grad_norm", 8, ".3g"),
+    "clipped": ("clip/share", 7, ".0%"),
+}
+"""The columns between step and time left: key in the log, width and format."""
+
+
+def show_lines(trainer: Trainer) -> None:
+    """Has a trainer print lines in place of all that is logged, and bars on a terminal. A notebook has a table."""
+    bars, dictionaries = trainer.pop_callback(ProgressCallback), trainer.pop_callback(PrinterCallback)
+    if bars and sys.stderr.isatty():
+        trainer.add_callback(Bars)
+    if bars or dictionaries:
+        trainer.add_callback(ProgressLines)
+
+
+class Bars(ProgressCallback):
+    """The Trainer's bars, without what is logged."""
+
+    on_log = TrainerCallback.on_log
+
+
+class ProgressLines(TrainerCallback):
+    """Prints a line for each logged step and each held-out loss; the time left is at the mean pace so far."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._first_step, self._began = state.global_step, time.perf_counter()
+        _print(state, "step", *(f"{name:>{width}}" for name, (_, width, _) in COLUMNS.items()), "time left")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Prints the line, with `-` for what was not measured."""
+        step = f"{state.global_step}/{state.max_steps}"
+        if "loss" in logs:
+            pace = (time.perf_counter() - self._began) / (state.global_step - self._first_step)
+            left = timedelta(seconds=round(pace * (state.max_steps - state.global_step)))
+            columns = COLUMNS.values()
+            cells = (f"{format(logs[key], form) if key in logs else '-':>{width}}" for key, width, form in columns)
+            _print(state, step, *cells, f"{left!s:>9}")
+        elif "train_runtime" in logs:
+            steps, took = state.global_step - self._first_step, timedelta(seconds=round(logs["train_runtime"]))
+            _print(state, f"{steps:,} steps in {took}, mean loss {logs['train_loss']:.4g}")
+        else:
+            for key in (key for key in logs if key.endswith("_loss")):
+                _print(state, step, f"{key} {logs[key]:.4g}")
+
+
+def _print(state, first: str, *cells: str) -> None:
+    if state.is_world_process_zero:
+        width = max(len("step"), 2 * len(str(state.max_steps)) + 1)
+        tqdm.write(" ".join([f"{first:>{width}}", *cells]))  # above the bars
+        sys.stdout.flush()  # a file is read while it is written
