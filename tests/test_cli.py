@@ -92,7 +92,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")  # which cannot be loaded
     result = invoke("train", "--model_name_or_path", tmp_path / "model", "--dataset_name", "no/data", "--load_in_4bit")
-    needed = f"load_in_4bit needs the package bitsandbytes, which is not installed. {install('qlora')}."
+    needed = f"load_in_4bit needs bitsandbytes, which is not installed. {install('qlora')}."
     assert result.exit_code == 1 and result.stderr == f"Error: {needed}\n"
     assert invoke("train", "--load_in_4bit", "false").stderr.startswith("Error: Give the checkpoint")
 
