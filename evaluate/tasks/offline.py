@@ -59,7 +59,7 @@ def _as_test(asked: list[tuple[data.Question, Collection[str], str]]) -> dict[st
     rows = []
     for question, choices, category in asked:
         image = {"bytes": data.png(data.load_image(question.image)), "path": None}
-        row = {"image": image, "question": question.text, "answer": question.answer}
+        row: dict = {"image": image, "question": question.text, "answer": question.answer}
         row |= {"category": category, "choices": choices, "blank": worded.pop(question.text, [])}
         rows.append(row)
     return {"test": Dataset.from_list(rows).cast_column("image", ImageFeature())}
