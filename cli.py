@@ -28,7 +28,6 @@ NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
 ModelArgument = Annotated[str, Argument(help="Model's folder or Hub id, or an adapter's folder.")]
 BaseOption = Annotated[str | None, Option(help="An adapter's base, if moved: folder or Hub id.")]
 BatchOption = Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")]
-
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this at import
     for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL"):
         os.environ.setdefault(name, "60")
@@ -57,7 +56,9 @@ def build(
     language: Annotated[str | None, Option(help="Causal language model: folder or Hub id.")] = None,
     from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to add the norm to.")] = None,
     output: NewFolderOption,
-    arm: Annotated[Arm, Option(help="No norm; gain 1; aligned gain; with compensation.")] = "gwc",
+    arm: Annotated[
+        Arm, Option(help="No norm; gain 1; aligned with text; that, with gradient compensation.")
+    ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
     feature_layer: Annotated[
         Any, Option(parser=_layers, metavar="N,...", show_default="-2", help="Layers to project.")
@@ -155,7 +156,7 @@ def data(
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     model: Annotated[str | None, Option(help="Checkpoint that counts and shows tokens.")] = None,
-    check_images: Annotated[bool, Option("--check-images", help="Decode every image.")] = False,
+    check_images: Annotated[bool, Option("--check-images", help="Decode all, not a few.")] = False,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault."""
     with errors_for_people():
@@ -207,7 +208,7 @@ def evaluate(
     data: Annotated[str | None, Option(help="Own questions: file, folder or Hub data set.")] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    limit: Annotated[int | None, Option(metavar="N", min=1, help="The first N samples.")] = None,
+    limit: Annotated[int | None, Option(metavar="N", min=1, help="First N of each task.")] = None,
     output: Annotated[
         Path | None, Option(help="Folder of results.", show_default="MODEL or evaluations/HUB_ID")
     ] = None,
@@ -328,7 +329,7 @@ def card(
 def publish(
     checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, or of an adapter.")],
     repo_id: Annotated[str, Option(help="Repository: user/name or organisation/name.")],
-    private: Annotated[bool | None, Option("--private/--public", help="If it is new.")] = None,
+    private: Annotated[bool | None, Option("--private/--public", help="If it is created.")] = None,
     revision: Annotated[str, Option(help="Branch; made if it does not exist.")] = "main",
     create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request.")] = False,
     space: Annotated[bool, Option("--space", help="Also a demo: the Space REPO_ID-demo.")] = False,

@@ -186,8 +186,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 def write_failure(error: BaseException | None) -> str | None:
     """Why a file was not written, if `error` or its cause is a full disk or quota; else None."""
-    # Not by its type: safetensors, tokenizers and torch raise errors of their own.
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error))  # safetensors and torch raise no OSErrors
     if full := re.search(rf"(?:\[Errno |\(os error )({_DISK_FULL})\b", text):
         return os.strerror(int(full[1]))
     if re.search("PytorchStreamWriter failed writing|inline_container.*unexpected pos", text):

@@ -150,7 +150,7 @@ def mcnemar(scores: Array, reference: Array) -> float:
 
 
 def over_seeds(scores: Array, reference: Array, confidence: float = CONFIDENCE) -> Interval | None:
-    """t interval of the difference of runs' means: paired if as many, or Welch's; None for one."""
+    """t interval of runs' mean difference: paired if as many, else Welch's; one run has none."""
     if min(len(scores), len(reference)) < 2:
         return None
     if len(scores) == len(reference):

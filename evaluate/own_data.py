@@ -89,9 +89,9 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
 
 
 def _task(label: str, documents: list[dict], images: list[list[dict]]) -> OfflineTask:
-    metric, rule = "exact_match", "is a true one, but for case, spaces and punctuation at its ends."
+    metric, rule = "exact_match", "Right is a true answer, but for case, spaces and outer marks."
     if documents[0]["options"]:
-        metric, rule = "acc", "chooses the true option, by its letter or its text."
+        metric, rule = "acc", "Right is a choice of the true option, by its letter or its text."
     files = [[sha256(stored_bytes(image)).hexdigest() for image in stored] for stored in images]
     version = sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
     alike = defaultdict(list)
@@ -101,7 +101,6 @@ def _task(label: str, documents: list[dict], images: list[list[dict]]) -> Offlin
     texts = [text for row in rows for text in (*row["answers"], *row["options"])]
     longest = max(16, *(len(text.encode()) + 2 for text in texts))  # tokens, of a byte or more
     generation = {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": longest}
-    title, rule = f"{label} (own data)", f"An answer is right if it {rule}"
     config: dict[str, Any] = {
         "task": "own_" + re.sub(r"[^\w.-]+", "-", label),
         "dataset_path": f"{label}, own data of {len(rows):,} rows (SHA-256 {version}...)",
@@ -119,7 +118,7 @@ def _task(label: str, documents: list[dict], images: list[list[dict]]) -> Offlin
             {"metric": name, "aggregation": by, "higher_is_better": by == "mean"}
             for name, by in ((metric, "mean"), ("blank", blank), ("commonest", commonest))
         ],
-        "metadata": {"version": version, "title": title, "rule": rule},
+        "metadata": {"version": version, "title": f"{label} (own data)", "rule": rule},
     }
     return OfflineTask(config)
 

@@ -68,8 +68,7 @@ def evaluate(
 
     Args:
         model: Folder or Hub id of a vision-language or language model, or an adapter's folder.
-        suites, tasks: What to evaluate on; see [`SUITES`].
-        include_path: Folder with task files of one's own, as the harness reads them.
+        suites, tasks, include_path: See [`SUITES`]; names of tasks, and a folder of task files.
         data, image_folder, columns: Questions and answers of one's own; see [`own_task`].
         limit: Use the first so many samples of each task. The result is marked as partial.
         dtype, load_in_4bit, trust_remote_code: See [`ModelHandle.load`] and [`resolve_model`].

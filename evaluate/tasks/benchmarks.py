@@ -68,7 +68,6 @@ ocrbench = checked("question", "answer", "dataset", question_type=PART_OF_TYPE)
 
 
 def image(document: dict) -> list[Image.Image]:
-    """The image of a document in RGB, in a list; an empty list if it has none."""
     return [document["image"].convert("RGB")] if document["image"] else []
 
 
@@ -83,11 +82,6 @@ def mmbench_text(document: dict) -> str:
     hint = "" if document["hint"] in (None, "", "nan") else f"{document['hint']} "
     question = f"{hint}{document['question']} There are several options:"
     return f"<image>{question}\n{_listed(document)}\n\n{ASK_FOR_LETTER}"
-
-
-def mmstar_text(document: dict) -> str:
-    question = document["question"].strip().replace(" Please answer yes or no.", "")
-    return f"<image>{question}\n{ASK_FOR_LETTER.removesuffix('.')}"
 
 
 def target(document: dict) -> str:
@@ -148,11 +142,6 @@ def _options(document: dict) -> dict[str, str]:
     return dict.fromkeys("ABCD", "") | {letter: text.strip() for letter, text in listed}
 
 
-def pope_text(document: dict) -> str:
-    question = document["question"].strip()
-    return f"<image>{question}\nAnswer the question using a single word or phrase."
-
-
 def pope_results(document: dict, answers: list[str]) -> dict:
     """The scores of all questions and of the setting's. Neither yes nor no finds no object."""
     said, truth = yes_or_no(answers[0]), document["answer"].strip().lower()
@@ -174,10 +163,6 @@ def f1(pairs: list[tuple[bool, bool]]) -> float:
     """Harmonic mean of precision and recall; 0 if both are 0."""
     right = sum(says_yes and is_there for says_yes, is_there in pairs)
     return 2 * right / sum(map(sum, pairs)) if right else 0.0
-
-
-def ocrbench_text(document: dict) -> str:
-    return f"<image>{document['question'].strip()}"
 
 
 def ocrbench_results(document: dict, answers: list[str]) -> dict:

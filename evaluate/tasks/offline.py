@@ -70,10 +70,6 @@ def passages(**_: object) -> dict[str, Dataset]:
     return {"test": Dataset.from_list([{"text": text} for text in data.passages(32, 128)])}
 
 
-def text(document: dict) -> str:
-    return f"<image>{document['question']}"
-
-
 def results(document: dict, answers: list[str]) -> dict:
     """The scores of the answers with the image and with a white one, of all and of the category."""
     said = [named(answer, document["choices"]) for answer in answers]

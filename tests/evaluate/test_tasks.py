@@ -10,8 +10,7 @@ from scripted_tasks import Script, picture, run
 
 
 # Answers to a question with four options, of which B is right, and the scores.
-ODD = {"(B)": 1, "The answer is B": 1, "A cat sits there.": 1, "": 0, "A or B": 0, "A dog.": 0}
-ODD["E"] = 0
+ODD = {"(B)": 1, "It is B": 1, "A cat sits there.": 1, "": 0, "A or B": 0, "A dog.": 0, "E": 0}
 TEXTS = ["a dog", "a cat", "a red car", "a horse"]
 OPTIONS = dict(zip("ABCD", TEXTS, strict=True))
 LINES = "A. a dog\nB. a cat\nC. a red car\nD. a horse"
@@ -61,7 +60,7 @@ SEVERAL, TWO = "There are several options:", {"hint": "It meows.", "C": "nan", "
     [
         ("mmbench_en_dev", {}, f"{QUESTION} {SEVERAL}\n{LINES}\n\n{LETTER}"),
         ("mmbench_en_dev", TWO, f"It meows. {QUESTION} {SEVERAL}\nA. a dog\nB. a cat\n\n{LETTER}"),
-        ("mmstar", {}, f"{LISTED}\n{LETTER[:-1]}"),
+        ("mmstar", {"question": f"{LISTED} Please answer yes or no."}, f"{LISTED}\n{LETTER[:-1]}"),
         ("scienceqa", {"hint": "It meows."}, f"Context: It meows.\n{QUESTION}\n{LINES}\n{LETTER}"),
         ("ai2d", {}, f"{QUESTION}\n{LINES}\n{LETTER}"),
         ("pope", {"question": "?"}, "?\nAnswer the question using a single word or phrase."),
@@ -180,16 +179,11 @@ def test_ocrbench(tmp_path):
     assert result == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("task", "row", "changes"),
-    [
-        ("mmbench_en_dev", {"question": "?", "answer": "B"}, "A, B, C, D, hint, index"),
-        ("pope", POPE | {"answer": "maybe"}, "answer=maybe"),
-    ],
-)
-def test_data_sets_that_changed_are_refused(task, row, changes, tmp_path):
-    with pytest.raises(ValueError, match=f"missing columns or new values: {changes}."):
-        run(tmp_path, task, [row], Script(["B"]))
+def test_data_sets_that_changed_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="missing columns or new values: A, B, C, D, hint, index."):
+        run(tmp_path, "mmbench_en_dev", [{"question": "?", "answer": "B"}], Script(["B"]))
+    with pytest.raises(ValueError, match="missing columns or new values: answer=maybe."):
+        run(tmp_path, "pope", [POPE | {"answer": "maybe"}], Script(["B"]))
 
 
 def test_images_are_opened_in_the_formats_of_training_alone(tmp_path):
