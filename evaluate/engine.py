@@ -41,7 +41,7 @@ PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
 
 
 class MultimodalLM(HFMultimodalLM):
-    """The harness's `hf-multimodal` of a model in memory, with answers as to a question alone."""
+    """The harness's `hf-multimodal` for a model in memory; answers do not depend on the batch."""
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
         self.processor = processor

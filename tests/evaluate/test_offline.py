@@ -97,7 +97,7 @@ def test_a_tiny_model_is_evaluated(checkpoint, tmp_path):
 
 
 def test_a_language_model_alone_is_evaluated_on_the_texts(tmp_path):
-    folder = parts.language(tmp_path / "language", max_position_embeddings=2048)  # > a passage
+    folder = parts.language(tmp_path / "language", max_position_embeddings=2048)  # fits a passage
     evaluated = evaluate(str(folder), tasks=[*OFFLINE[2:], VISION[1]], output=tmp_path, limit=2)
     assert set(evaluated.failed) == {VISION[1]}
     (perplexity,) = evaluated.results
