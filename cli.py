@@ -208,7 +208,7 @@ def evaluate(
     data: Annotated[str | None, Option(help="Own questions: file, folder or Hub data set.")] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    limit: Annotated[int | None, Option(metavar="N", min=1, help="First N of each task.")] = None,
+    limit: Annotated[int | None, Option(metavar="N", min=1, help="The first N of a task.")] = None,
     output: Annotated[
         Path | None, Option(help="Folder of results.", show_default="MODEL or evaluations/HUB_ID")
     ] = None,
