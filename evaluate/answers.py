@@ -2,7 +2,7 @@
 """What a generated answer says: the option that it chooses, or yes or no.
 
 No language model judges answers. `chosen_option` and `yes_or_no` follow VLMEvalKit 0.2 without its
-judge (`can_infer`, `YOrN_Extraction`). lmms-eval 0.7 has a rule per benchmark, most of them stricter.
+judge (`can_infer`, `YOrN_Extraction`). lmms-eval 0.7 has a rule per benchmark, mostly stricter.
 """
 
 import re
