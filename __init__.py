@@ -1,7 +1,7 @@
-"""NormAlign-LLaVA: vision-language models whose visual tokens enter the language model with the norm of text.
+"""NormAlign-LLaVA: vision-language models whose visual tokens have the norm of text embeddings.
 
-Names are imported on first use, so that `import normalign_llava` and the command line start without torch. Importing
-`normalign_llava.modeling_normalign_llava` registers the architecture with transformers' Auto classes.
+Names are imported on first use: `import normalign_llava` and the command line start without torch.
+Importing `normalign_llava.modeling_normalign_llava` adds it to transformers' Auto classes.
 """
 
 from importlib import import_module

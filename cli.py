@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, `normalign`. Commands import what they need when they run, so that `--help` is quick."""
+"""The command line, `normalign`. Commands import when they run, so that `--help` is quick."""
 
 import os
 import sys
@@ -19,24 +19,24 @@ Strategy = Literal["default", "full"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
-DtypeOption = Annotated[Dtype, Option(help="Dtype of weights; the norm is float32. auto keeps the model's.")]
+DtypeOption = Annotated[Dtype, Option(help="Of weights; the norm is float32. auto keeps theirs.")]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
-ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip file that image paths start from.")]
-ColumnsOption = Annotated[str | None, Option(help="The data's columns, such as image=image_path,answer=caption.")]
-TrustOption = Annotated[bool, Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
+ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip where image paths start.")]
+ColumnsOption = Annotated[str | None, Option(help="Columns, such as image=path,answer=caption.")]
+TrustOption = Annotated[bool, Option("--trust-remote-code", help="Run a checkpoint's own code.")]
 NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
-ModelArgument = Annotated[str, Argument(help="Folder or Hub id of a model, or an adapter's folder.")]
-BaseOption = Annotated[str | None, Option(help="The adapter's base, if it has moved: folder or Hub id.")]
+ModelArgument = Annotated[str, Argument(help="Model's folder or Hub id, or an adapter's folder.")]
+BaseOption = Annotated[str | None, Option(help="An adapter's base, if moved: folder or Hub id.")]
 BatchOption = Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")]
-
-if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this when it is imported
-    os.environ |= {name: os.environ.get(name, "60") for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL")}
+if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this at import
+    for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL"):
+        os.environ.setdefault(name, "60")
 
 app = Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False) -> None:
+def main(version: Annotated[bool, Option("--version", help="Show the version.")] = False) -> None:
     """Vision-language models whose visual tokens enter the language model with the norm of text."""
     hide_notices()
     if version:
@@ -54,27 +54,25 @@ def build(
     *,
     vision: Annotated[str | None, Option(help="Vision encoder: folder or Hub id.")] = None,
     language: Annotated[str | None, Option(help="Causal language model: folder or Hub id.")] = None,
-    from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to retrofit, instead of two parts.")] = None,
+    from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to add the norm to.")] = None,
     output: NewFolderOption,
     arm: Annotated[
-        Arm, Option(help="No norm; gain 1; gain aligned with text embeddings; that, with gradient compensation.")
+        Arm, Option(help="No norm; gain 1; aligned with text; that, with gradient compensation.")
     ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
     feature_layer: Annotated[
-        Any, Option(parser=_layers, metavar="N,...", show_default="-2", help="Hidden states that the projector reads.")
+        Any, Option(parser=_layers, metavar="N,...", show_default="-2", help="Layers to project.")
     ] = None,
-    select_strategy: Annotated[
-        Strategy | None, Option(help="Drop the class token, or keep all visual tokens.")
-    ] = None,
-    chat_template: Annotated[Path | None, Option(help="Jinja file of the chat template.", exists=True)] = None,
+    select_strategy: Annotated[Strategy | None, Option(help="default drops class tokens.")] = None,
+    chat_template: Annotated[Path | None, Option(help="Jinja file.", exists=True)] = None,
     dtype: DtypeOption = "auto",
     seed: Annotated[int | None, Option(help="Seed of the projector's random weights.")] = None,
 ) -> None:
-    """Join a vision encoder and a language model into a checkpoint folder, or add the norm to a LLaVA checkpoint."""
+    """Join a vision encoder and a language model, or add the norm to a LLaVA checkpoint."""
     joined = (vision, language, feature_layer, select_strategy, chat_template, seed)
     if from_llava and any(option is not None for option in joined):
-        others = "--vision, --language, --feature-layer, --select-strategy, --chat-template and --seed"
-        raise BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {others}.")
+        rest = "--vision, --language, --feature-layer, --select-strategy, --chat-template, --seed"
+        raise BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {rest}.")
     if not from_llava and not (vision and language):
         raise BadParameter("Give --vision and --language, or --from-llava.")
     with errors_for_people():
@@ -86,8 +84,8 @@ def build(
         else:
             layer = -2 if feature_layer is None else feature_layer
             report = build_checkpoint(
-                str(vision), str(language), output, arm=arm, norm=norm, feature_layer=layer, dtype=dtype, seed=seed,
-                select_strategy=select_strategy, chat_template=chat_template,
+                str(vision), str(language), output, arm=arm, norm=norm, dtype=dtype, seed=seed,
+                feature_layer=layer, select_strategy=select_strategy, chat_template=chat_template,
             )  # fmt: skip
     Console().print(report)
     if report.generation_marks:
@@ -97,11 +95,11 @@ def build(
 @app.command()
 def gain(
     model: Annotated[str, Argument(help="Folder or Hub id.")],
-    top: Annotated[int, Option(metavar="N", min=0, help="Number of tokens of largest norm to list.")] = 10,
+    top: Annotated[int, Option(metavar="N", min=0, help="Tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, Option(help="Branch, tag or commit on the Hub.")] = None,
-    critical: Annotated[bool, Option("--critical", help="Run the model; predict where rotation drops.")] = False,
+    critical: Annotated[bool, Option("--critical", help="Predict where rotation drops.")] = False,
 ) -> None:
-    """Measure N_text and the gain of a model, fetching only its embeddings' file unless --critical is given."""
+    """Measure N_text and the gain of a model from its embeddings; --critical runs the model."""
     with errors_for_people():
         from .assembly.gain import embedding_statistics
         from .checkpoint.files import find_model
@@ -116,7 +114,7 @@ def gain(
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]),
     add_help_option=False,
 )
 def train(
@@ -124,11 +122,11 @@ def train(
     accelerate_config: Annotated[str | None, Option("--accelerate_config")] = None,
     num_processes: Annotated[int | None, Option("--num_processes", min=1)] = None,
 ) -> None:
-    """Train a checkpoint as RECIPE.yaml and options say: `normalign train RECIPE.yaml [--any_option value]`.
+    """Train a checkpoint: `normalign train RECIPE.yaml [--any_option value]`.
 
-    RECIPE is a file or the name of one that the package brings; `--help` lists the options that most runs need. With
-    --accelerate_config (ddp, fsdp2, zero2, zero3 or a file) the run is started by `accelerate launch`, in
-    --num_processes processes or as many as the file says.
+    RECIPE is a file or the name of one in the package; `--help` lists the options that most runs
+    need. With --accelerate_config (ddp, fsdp2, zero2, zero3 or a file) `accelerate launch` starts
+    the run, in --num_processes processes or as many as the file says.
     """
     from .train.command import check_command, launch, read_command, show_help
 
@@ -143,7 +141,7 @@ def train(
         words, recipe = read_command(context.args)
         check_command(words, recipe)
         if (num_processes or 1) > 1 and not accelerate_config:
-            raise ValueError("--num_processes needs --accelerate_config: ddp, fsdp2, zero2, zero3 or a file.")
+            raise ValueError("--num_processes needs --accelerate_config, such as ddp or a file.")
         if accelerate_config:
             launch(accelerate_config, num_processes, context.args)
         else:
@@ -154,18 +152,19 @@ def train(
 
 @app.command()
 def data(
-    source: Annotated[str, Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT).")],
+    source: Annotated[str, Argument(metavar="DATA", help="File, folder or Hub id (DATA:SPLIT).")],
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    model: Annotated[str | None, Option(help="Checkpoint that counts tokens and shows what is learned.")] = None,
-    check_images: Annotated[bool, Option("--check-images", help="Decode every image, not a sample.")] = False,
+    model: Annotated[str | None, Option(help="Checkpoint that counts and shows tokens.")] = None,
+    check_images: Annotated[bool, Option("--check-images", help="Decode all, not a few.")] = False,
 ) -> None:
-    """Check data before training: count rows by form, images and tokens, and name every fault at once."""
+    """Check data before training: count rows by form, images and tokens, and name every fault."""
     with errors_for_people():
         from .data.sources.arguments import DataSource
         from .train.data_check import check_data
 
-        check = check_data(DataSource.named(source, image_folder=image_folder, columns=columns), model, check_images)
+        named = DataSource.named(source, image_folder=image_folder, columns=columns)
+        check = check_data(named, model, check_images)
     console = Console()
     console.print(check.table(source))
     if check.example:
@@ -182,17 +181,19 @@ def merge(
     output: NewFolderOption,
     base: BaseOption = None,
     base_quantization: Annotated[
-        Quantization | None, Option(help="That of the base in training.", show_default="what training.json says")
+        Quantization | None, Option(help="Of the base in training.", show_default="training.json's")
     ] = None,
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT. The norm is always float32."""
+    """Merge a LoRA adapter into its base, a checkpoint that needs no PEFT. The norm is float32."""
     with errors_for_people(extra="qlora"):
         from .assembly.merge import merge_adapter
         from .hub_cards.card.write import refresh_card
         from .train.command import next_command
 
-        report = merge_adapter(adapter, output, base=base, base_quantization=base_quantization, dtype=dtype)
+        report = merge_adapter(
+            adapter, output, base=base, base_quantization=base_quantization, dtype=dtype
+        )
         refresh_card(output)
     Console().print(report)
     Console().print(f"Next: {next_command(output, None, adapters=False)}", soft_wrap=True)
@@ -201,30 +202,30 @@ def merge(
 @app.command()
 def evaluate(
     model: ModelArgument,
-    suite: Annotated[list[str] | None, Option(help="Suites, by commas: paper, vision, text, offline.")] = None,
-    tasks: Annotated[list[str] | None, Option(help="Tasks of lm-evaluation-harness, by commas.")] = None,
-    include_path: Annotated[Path | None, Option(help="Folder of your own task files.", exists=True)] = None,
-    data: Annotated[str | None, Option(help="Questions of your own: file, folder or Hub data set.")] = None,
+    suite: Annotated[list[str] | None, Option(help="Suites: paper, vision, text, offline.")] = None,
+    tasks: Annotated[list[str] | None, Option(help="Tasks of the harness, by commas.")] = None,
+    include_path: Annotated[Path | None, Option(help="Folder of task files.", exists=True)] = None,
+    data: Annotated[str | None, Option(help="Own questions: file, folder or Hub data set.")] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    limit: Annotated[int | None, Option(metavar="N", min=1, help="Use the first N samples of a task.")] = None,
+    limit: Annotated[int | None, Option(metavar="N", min=1, help="The first N of a task.")] = None,
     output: Annotated[
-        Path | None, Option(help="Folder of evaluation/.", show_default="MODEL, or evaluations/MODEL for a Hub id")
+        Path | None, Option(help="Folder of results.", show_default="MODEL or evaluations/HUB_ID")
     ] = None,
     batch_size: BatchOption = 1,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Evaluate a model on benchmarks with lm-evaluation-harness. Finished tasks are skipped the next time."""
-    with errors_for_people(extra="evaluate", stopped=f"Finished tasks are kept. {AGAIN}", full=FEWER):
+    """Evaluate a model with lm-evaluation-harness. Finished tasks are skipped the next time."""
+    with errors_for_people(extra="evaluate", stopped=AGAIN, full=FEWER):
         from .evaluate.run import evaluate as run
 
-        suites, names = ([*filter(None, ",".join(texts or ()).split(","))] for texts in (suite, tasks))
+        suites, names = ([*filter(None, ",".join(raw or ()).split(","))] for raw in (suite, tasks))
         evaluated = run(
-            model, suites=suites, tasks=names, include_path=include_path, data=data, image_folder=image_folder,
-            columns=columns, limit=limit, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit,
-            trust_remote_code=trust_remote_code, output=output,
+            model, suites=suites, tasks=names, include_path=include_path, data=data, output=output,
+            image_folder=image_folder, columns=columns, limit=limit, batch_size=batch_size,
+            dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     Console().print(evaluated)
     Console().print(f"Results: {evaluated.file if evaluated.results else 'none'}.", soft_wrap=True)
@@ -236,7 +237,7 @@ def ask(
     model: ModelArgument,
     image: Annotated[Path, Argument(help="Image file.")],
     question: Annotated[str, Argument(help="Question, in quotes.")],
-    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Largest length of the answer.")] = 128,
+    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Longest answer.")] = 128,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
@@ -245,13 +246,14 @@ def ask(
     with errors_for_people(extra="qlora", full="Use --load-in-4bit."):
         from .evaluate.ask import ask as run
 
-        run(model, image, question, max_new_tokens, trust_remote_code, dtype=dtype, load_in_4bit=load_in_4bit)
+        loading = {"dtype": dtype, "load_in_4bit": load_in_4bit}
+        run(model, image, question, max_new_tokens, trust_remote_code, **loading)
 
 
 @app.command()
 def compare(
-    models: Annotated[list[str], Argument(help="Evaluated: FOLDER, or NAME=FOLDER,FOLDER,... of several seeds.")],
-    output: Annotated[Path, Option(help="Folder in which to write comparison.json.")] = Path("comparison"),
+    models: Annotated[list[str], Argument(help="FOLDER, or NAME=FOLDER,... of several seeds.")],
+    output: Annotated[Path, Option(help="Folder for comparison.json.")] = Path("comparison"),
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):
@@ -259,7 +261,7 @@ def compare(
         from .evaluate.compare import compare_arms, read_arm
 
         comparison = compare_arms([read_arm(model) for model in models])
-        write_json(output / "comparison.json", [asdict(difference) for difference in comparison.differences])
+        write_json(output / "comparison.json", [asdict(row) for row in comparison.differences])
     Console().print(comparison)
     Console().print(*comparison.left_out(), f"Written to {output}.", sep="\n", soft_wrap=True)
 
@@ -267,15 +269,15 @@ def compare(
 @app.command()
 def diagnose(
     model: ModelArgument,
-    against: Annotated[str | None, Option(help="Baseline to compare with, on the same images.")] = None,
+    against: Annotated[str | None, Option(help="Baseline, on the same images.")] = None,
     data: Annotated[
-        str | None, Option(help="Images and questions, as in training.", show_default="the quickstart's held-out ones")
+        str | None, Option(help="Images and questions.", show_default="the quickstart's, held out")
     ] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    samples: Annotated[int, Option(metavar="N", min=1, help="Number of questions with images.")] = 64,
+    samples: Annotated[int, Option(metavar="N", min=1, help="Questions with images.")] = 64,
     output: Annotated[
-        Path | None, Option(help="Folder.", show_default="MODEL/diagnostics, or diagnostics/MODEL for a Hub id")
+        Path | None, Option(help="Folder.", show_default="MODEL/diagnostics or diagnostics/HUB_ID")
     ] = None,
     batch_size: BatchOption = 8,
     seed: Annotated[int, Option(help="Seed by which the questions are drawn.")] = 0,
@@ -283,25 +285,25 @@ def diagnose(
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
+    """Report norms, rotation and attention of any vision-language model, as the paper does."""
     with errors_for_people(extra="qlora", stopped="Nothing was written.", full=FEWER):
         from .diagnose.run import diagnose as measure
 
         diagnosis = measure(
-            model, against=against, data=data, image_folder=image_folder, columns=columns, samples=samples,
-            output=output, batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
-            trust_remote_code=trust_remote_code,
+            model, against=against, data=data, image_folder=image_folder, columns=columns,
+            samples=samples, output=output, batch_size=batch_size, seed=seed, dtype=dtype,
+            load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     Console().print(*diagnosis.summary(), sep="\n", soft_wrap=True)
 
 
 @app.command()
 def quickstart(
-    output: Annotated[Path, Option(help="Folder for data, checkpoints and results.")] = Path("outputs/quickstart"),
-    full_baseline: Annotated[bool, Option("--full-baseline", help="Also train without the norm.")] = False,
+    output: Annotated[Path, Option(help="Folder for everything.")] = Path("outputs/quickstart"),
+    full_baseline: Annotated[bool, Option("--full-baseline", help="Also train arm none.")] = False,
     seed: Annotated[int, Option(help="Seed of data, initial weights and training.")] = 0,
 ) -> None:
-    """Fetch real parts and data, build, train, evaluate and diagnose a small model: minutes on two CPU cores."""
+    """Fetch parts and data; build, train, evaluate and diagnose a small model: minutes on a CPU."""
     with errors_for_people(extra="quickstart", stopped=AGAIN):
         from .quickstart.run import Settings, run_quickstart
 
@@ -311,10 +313,10 @@ def quickstart(
 @app.command()
 def card(
     checkpoint: Annotated[Path, Argument(help="Checkpoint folder.")],
-    repo_id: Annotated[str | None, Option(help="Repository that the card's code loads from: user/name.")] = None,
-    replace: Annotated[bool, Option("--replace", help="Overwrite a README.md of your own.")] = False,
+    repo_id: Annotated[str | None, Option(help="Repository in the card's code: user/name.")] = None,
+    replace: Annotated[bool, Option("--replace", help="Overwrite your own README.md.")] = False,
 ) -> None:
-    """Write the model card, README.md, from the checkpoint's records; text between its marks is kept."""
+    """Write the card, README.md, from the checkpoint's records; text between its marks is kept."""
     with errors_for_people():
         from .hub_cards.card.write import write_card
 
@@ -327,26 +329,26 @@ def card(
 def publish(
     checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, or of an adapter.")],
     repo_id: Annotated[str, Option(help="Repository: user/name or organisation/name.")],
-    private: Annotated[bool | None, Option("--private/--public", help="Visibility of a new repository.")] = None,
+    private: Annotated[bool | None, Option("--private/--public", help="If it is created.")] = None,
     revision: Annotated[str, Option(help="Branch; made if it does not exist.")] = "main",
-    create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request instead of committing.")] = False,
-    space: Annotated[bool, Option("--space", help="Publish a demo as well: the Space REPO_ID-demo.")] = False,
-    adapter: Annotated[bool, Option("--adapter", help="Publish an adapter without merging it.")] = False,
+    create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request.")] = False,
+    space: Annotated[bool, Option("--space", help="Also a demo: the Space REPO_ID-demo.")] = False,
+    adapter: Annotated[bool, Option("--adapter", help="Publish an adapter unmerged.")] = False,
     base: BaseOption = None,
-    replace_card: Annotated[bool, Option("--replace-card", help="Overwrite a card of your own.")] = False,
-    no_verify: Annotated[bool, Option("--no-verify", help="Do not load the model, if it is large.")] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Check, and show what would be sent.")] = False,
+    replace_card: Annotated[bool, Option("--replace-card", help="Overwrite your card.")] = False,
+    no_verify: Annotated[bool, Option("--no-verify", help="Do not load it, if large.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check; show what would be sent.")] = False,
 ) -> None:
-    """Check a checkpoint, send it to the Hub in one commit, and load it from there in a clean process."""
+    """Check a checkpoint, send it to the Hub in one commit, and load that in a clean process."""
     console = Console()
-    stopped = "The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
+    stopped = "The branch is unchanged or complete. Run it again: it sends the rest, and verifies."
     with errors_for_people(stopped=stopped):
         from .hub_cards.push.publish import publish as send, summary
 
         publication = send(
-            checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
-            as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run, check_loading=not no_verify,
-            notify=lambda text: console.print(text, soft_wrap=True),
+            checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr,
+            space=space, as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run,
+            check_loading=not no_verify, notify=lambda text: console.print(text, soft_wrap=True),
         )  # fmt: skip
     console.print(summary(publication), soft_wrap=True)
 
@@ -355,7 +357,7 @@ def publish(
 def demo(
     checkpoint: Annotated[str, Argument(help="Folder or Hub id.")],
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int | None, Option(help="Port.", show_default="the first that is free from 7860")] = None,
+    port: Annotated[int | None, Option(help="Port.", show_default="first free from 7860")] = None,
 ) -> None:
     """Ask a checkpoint about images in the browser, and see where it looks."""
     with errors_for_people(extra="demo"):

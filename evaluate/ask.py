@@ -2,7 +2,6 @@
 """`normalign ask`: one question about one image, and the answer as it is generated."""
 
 from pathlib import Path
-from typing import Any
 
 from transformers import BatchFeature, TextStreamer
 
@@ -19,7 +18,7 @@ class AnswerPrinter(TextStreamer):
 
 
 def ask(
-    model: str, image: Path, question: str, max_new_tokens: int, trust_remote_code: bool = False, **loading: Any
+    model: str, image: Path, question: str, max_new_tokens: int, trust_remote_code=False, **loading
 ) -> None:
     """Prints the greedy answer of a model, which `loading` is how to load, word by word.
 
@@ -31,16 +30,17 @@ def ask(
     sample.image  # noqa: B018  (decoded for its errors)
     handle = resolve_model(model, trust_remote_code=trust_remote_code)
     if (processor := handle.processor) is None:
-        raise ValueError(f"{handle.name} is a language model, which answers no questions about images.")
+        raise ValueError(f"{handle.name} is a language model, which answers nothing about images.")
     if (token := getattr(processor, "image_token", None)) and token in question:
-        raise ValueError(f"The question has {token}. Leave it out: the image is shown before the question.")
+        raise ValueError(f"The question has {token}. Leave it out: the image comes first.")
     (inputs,) = batches(processor, [sample], 1)
     most = getattr(handle.config.get_text_config(), "max_position_embeddings", None)
     if most and (tokens := inputs["input_ids"].shape[1]) > most:
-        raise ValueError(f"Image and question have {tokens:,} tokens, and {handle.name} takes {most:,}. Ask shorter.")
+        asked = f"Image and question have {tokens:,} tokens"
+        raise ValueError(f"{asked}, and {handle.name} takes {most:,}. Ask shorter.")
     answering = handle.load(**loading)
-    asked = BatchFeature(inputs).to(answering.device, answering.dtype)
+    inputs = BatchFeature(inputs).to(answering.device, answering.dtype)
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    Console(stderr=True).print(f"Reading {image.name} ...")  # which takes a large model minutes on a CPU
+    Console(stderr=True).print(f"Reading {image.name} ...")  # for minutes, on a CPU
     streamer = AnswerPrinter(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    answering.generate(**asked, **greedy, max_new_tokens=max_new_tokens, streamer=streamer)
+    answering.generate(**inputs, **greedy, max_new_tokens=max_new_tokens, streamer=streamer)

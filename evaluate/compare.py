@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`normalign compare`: which model is better, by how much, and whether that is noise.
 
-Models are compared over the same questions, so that what makes a question hard for all of them cancels. Two kinds of
-noise are kept apart: other questions (a bootstrap over questions), and other training runs (a t interval over seeds).
+Models are compared over the same questions, so that what makes a question hard cancels. Two kinds
+of noise are kept apart: other questions (a bootstrap), and other training runs (a t interval).
 """
 
 import math
@@ -21,14 +21,14 @@ from scipy import stats
 from ..checkpoint.precision import quantization_name
 from ..checkpoint.untrusted import json_object
 from ..errors import Printed
-from .results import FOLDER, read_evaluations
+from .results import FOLDER, Evaluation, read_evaluations
 from .tasks.benchmarks import by_category, whole_questions
 
 
 CONFIDENCE = 0.95
+Array = np.ndarray
 Interval = tuple[float, float]
-Scores = dict[tuple[str, int, str], float]
-"""The score of each question, by task, number, and a hash of the true answer with the task's version."""
+Scores = dict[tuple[str, int, str], float]  # by task, number, hash of true answer and version
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ class Difference:
 
     @property
     def value(self) -> float:
-        """The difference of the scores."""
         return self.score - self.reference
 
 
@@ -69,105 +68,105 @@ class Comparison(Printed):
 
     def renderable(self) -> Table:
         against = self.arms[0].name
-        columns = ("task", "model", "n", "score", against, "difference", "over questions", "over seeds", "p")
-        caption = f"Differences from {against}, 95 % intervals, over the n questions that all models were asked."
-        table = Table(*columns, box=SIMPLE, padding=0, show_edge=False, caption=caption)
-        for column in table.columns[2:]:
-            column.justify = "right"
+        caption = f"Differences from {against}, 95 % intervals, over the n questions asked of all."
+        table = Table("task", "model", box=SIMPLE, padding=0, show_edge=False, caption=caption)
+        for name in ("n", "score", against, "difference", "over questions", "over seeds", "p"):
+            table.add_column(name, justify="right")
         for row in self.differences:
-            scores = (f"{row.questions:,}", f"{row.score:.3f}", f"{row.reference:.3f}", f"{row.value:+.3f}")
-            ends = [f"{i[0]:+.3f} {i[1]:+.3f}" if i else "-" for i in (row.over_questions, row.over_seeds)]
+            scores = (f"{row.score:.3f}", f"{row.reference:.3f}", f"{row.value:+.3f}")
+            intervals = (row.over_questions, row.over_seeds)
+            ends = [f"{over[0]:+.3f} {over[1]:+.3f}" if over else "-" for over in intervals]
             p = "-" if row.mcnemar is None else f"{row.mcnemar:.3f}"
-            table.add_row(row.task, row.arm, *scores, *ends, p)
+            table.add_row(row.task, row.arm, f"{row.questions:,}", *scores, *ends, p)
         return table
 
     def left_out(self) -> list[str]:
         """A sentence for each task that is not compared, with the arms that lack it."""
         sentences = []
-        for task in sorted({task for arm in self.arms for run in arm.runs for task in run}):
-            for reason, lacking in (("not evaluated on it", None), ("without a score for each question", {})):
-                if names := [arm.name for arm in self.arms if any(run.get(task) == lacking for run in arm.runs)]:
+        runs = [(arm.name, run) for arm in self.arms for run in arm.runs]
+        for task in sorted({task for _, run in runs for task in run}):
+            for reason, scores in (("not evaluated on it", None), ("no score per question", {})):
+                if names := dict.fromkeys(name for name, run in runs if run.get(task) == scores):
                     sentences.append(f"Left out: {task} ({reason}: {', '.join(names)}).")
         return sentences
 
 
 def read_arm(argument: str) -> Arm:
-    """Reads `FOLDER`, or `NAME=FOLDER,FOLDER,...` for several runs. Raises ValueError if one has no evaluation."""
+    """Reads `FOLDER`, or `NAME=FOLDER,FOLDER,...` of runs. Raises ValueError without evaluation."""
     name, _, folders = ("", "", "") if os.path.exists(argument) else argument.partition("=")
     paths = [Path(folder).resolve() for folder in (folders.split(",") if folders else [argument])]
     return Arm(name if folders else paths[0].name, [_run(path) for path in paths], paths)
 
 
 def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Comparison:
-    """Compares arms with the first, on the tasks that all runs have, over the questions that all were asked.
+    """Compares two or more arms with the first, on the tasks and the questions that all have.
 
-    Args:
-        arms: Two or more.
-        confidence: Coverage of both intervals.
-
-    Raises:
-        ValueError: A name or a folder is given twice, no task is common to all, or tasks asked other questions.
+    `confidence` is the coverage of both intervals. Raises ValueError if a name or a folder comes
+    twice, if no task is common to all, or if a task asked them other questions.
     """
     names, folders = [arm.name for arm in arms], [folder for arm in arms for folder in arm.folders]
     if len(arms) < 2 or len({*names}) < len(names) or len({*folders}) < len(folders):
         named = ", ".join([*names, *map(str, folders)])
-        raise ValueError(f"Name two or more models, each name and each folder once, as NAME=FOLDER: {named}.")
+        raise ValueError(f"Name two or more models, as NAME=FOLDER, and none twice: {named}.")
     runs = [run for arm in arms for run in arm.runs]
     tasks = [task for task in runs[0] if all(run.get(task) for run in runs)]
     if not tasks:
         known = "; ".join(f"{arm.name}: {', '.join(arm.runs[0])}" for arm in arms)
-        raise ValueError(f"No task is common to all ({known}). Evaluate each on the same tasks, quantized alike.")
-    differences = []
+        raise ValueError(f"No task is common to all ({known}). Evaluate the same, quantized alike.")
+    rows = []
     for task in tasks:
         shared = set.intersection(*(set(run[task]) for run in runs))
         # Of other versions of the data, some answers under the same number are the same by chance.
         numbers = set.intersection(*({key[:2] for key in run[task]} for run in runs))
         if not shared or len(shared) < len(numbers):
-            raise ValueError(f"{task} asked the models other questions. Evaluate them again, with the same versions.")
+            raise ValueError(f"{task} asked the models other questions. Evaluate with one version.")
         order = sorted(shared)
-        reference, *others = (np.array([[run[task][key] for key in order] for run in arm.runs]) for arm in arms)
+        of_arms = [[[run[task][key] for key in order] for run in arm.runs] for arm in arms]
+        reference, *others = map(np.array, of_arms)
         for name, scores in zip(names[1:], others, strict=True):
-            binary = len(scores) == len(reference) == 1 and set(np.unique([scores, reference])) <= {0.0, 1.0}
+            single = len(scores) == len(reference) == 1
+            binary = single and np.isin([scores, reference], [0, 1]).all()
             questions = over_questions(scores.mean(0), reference.mean(0), confidence)
             seeds = over_seeds(scores.mean(1), reference.mean(1), confidence)
             means = float(scores.mean()), float(reference.mean())
             p = mcnemar(scores[0], reference[0]) if binary else None
-            differences.append(Difference(task, name, names[0], len(order), *means, questions, seeds, p))
-    return Comparison(arms, differences)
+            rows.append(Difference(task, name, names[0], len(order), *means, questions, seeds, p))
+    return Comparison(arms, rows)
 
 
-def over_questions(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
-    """Percentile interval of the mean difference of scores `(questions,)`, by a paired bootstrap."""
+def over_questions(scores: Array, reference: Array, confidence: float = CONFIDENCE) -> Interval:
+    """Percentile interval of the mean difference of scores `(questions,)`: a paired bootstrap."""
     if len(scores) == 1:
         return (float(scores[0] - reference[0]),) * 2
     settings = {"n_resamples": 10_000, "batch": 500, "method": "percentile", "rng": 0}
-    bootstrap = stats.bootstrap((scores - reference,), np.mean, confidence_level=confidence, **settings)
-    return tuple(bootstrap.confidence_interval)
+    drawn = stats.bootstrap((scores - reference,), np.mean, confidence_level=confidence, **settings)
+    return tuple(drawn.confidence_interval)
 
 
-def mcnemar(scores: np.ndarray, reference: np.ndarray) -> float:
-    """Two-sided exact p-value of McNemar's test on answers `(questions,)` that are right, 1, or wrong, 0."""
+def mcnemar(scores: Array, reference: Array) -> float:
+    """Two-sided exact p-value of McNemar's test on answers `(questions,)`: right is 1, wrong 0."""
     alone, other = int((scores > reference).sum()), int((scores < reference).sum())
     return float(stats.binomtest(alone, alone + other, 0.5).pvalue) if alone + other else 1.0
 
 
-def over_seeds(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval | None:
-    """t interval of the difference of runs' mean scores, paired if there are as many, or Welch's; None for one run."""
+def over_seeds(scores: Array, reference: Array, confidence: float = CONFIDENCE) -> Interval | None:
+    """t interval of runs' mean difference: paired if as many, else Welch's; one run has none."""
     if min(len(scores), len(reference)) < 2:
         return None
-    paired = len(scores) == len(reference)
-    test = stats.ttest_rel(scores, reference) if paired else stats.ttest_ind(scores, reference, equal_var=False)
+    if len(scores) == len(reference):
+        test = stats.ttest_rel(scores, reference)
+    else:
+        test = stats.ttest_ind(scores, reference, equal_var=False)
     low, high = test.confidence_interval(confidence)
     value = float(scores.mean() - reference.mean())
     return (value, value) if math.isnan(low) else (low, high)  # all runs differ alike
 
 
 def _run(folder: Path) -> dict[str, Scores]:
-    """The scores of the tasks in a folder, as in [`Arm`]; none of a task without one for each question."""
+    """The scores of a folder's tasks, as in [`Arm`]; of a task without one per question, none."""
     scores = {}
     for result in read_evaluations(folder):
-        names = [metric.name for metric in result.metrics]
-        metric, values = _scores(folder / FOLDER / result.task, names, result.versions.get(result.task))
+        metric, values = _scores(folder / FOLDER / result.task, result)
         quantization = result.settings.get("quantization")
         how = f" ({quantization_name(quantization, products=False)})" if quantization else ""
         scores[f"{result.task} {metric}{how}"] = values
@@ -176,9 +175,10 @@ def _run(folder: Path) -> dict[str, Scores]:
     return scores
 
 
-def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[str, Scores]:
-    """The first of some metrics that each question has, and the scores, whose mean is the benchmark's own; or none."""
-    scores: dict[str, dict[tuple[str, int, str], Any]] = defaultdict(dict)  # a number, or a group and a number
+def _scores(folder: Path, result: Evaluation) -> tuple[str, Scores]:
+    """The first metric that all questions have, and scores, whose mean is the benchmark's own."""
+    version, names = result.versions.get(result.task), [metric.name for metric in result.metrics]
+    scores: dict[str, dict[tuple[str, int, str], Any]] = defaultdict(dict)  # or (group, score)
     for file in sorted(folder.glob("samples_*.jsonl")):
         task = file.name.removeprefix("samples_").rpartition("_")[0]
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -189,15 +189,15 @@ def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[
                 if isinstance(sample.get(metric), int | float | list):
                     scores[name][key] = sample[metric]
     asked = max(map(len, scores.values()), default=0)
-    for name in metrics:
-        values = scores[name]
-        if not values or len(values) < asked:
+    for name in names:
+        rows = [*scores[name].values()]
+        if not rows or len(rows) < asked:
             continue
         if name == "acc_circular":
-            keys = {index: key for key, (index, _) in values.items()}
-            return name, {keys[index]: right for index, right in whole_questions([*values.values()]).items()}
+            keys = {index: key for key, (index, _) in scores[name].items()}
+            return name, {keys[index]: right for index, right in whole_questions(rows).items()}
         if name == "acc_by_category":
-            return name, dict(zip(values, by_category([*values.values()]), strict=True))
-        if not any(isinstance(value, list) for value in values.values()):
-            return name, {key: float(value) for key, value in values.items()}
-    return next(iter(metrics), ""), {}
+            return name, dict(zip(scores[name], by_category(rows), strict=True))
+        if not any(isinstance(row, list) for row in rows):
+            return name, {key: float(score) for key, score in scores[name].items()}
+    return next(iter(names), ""), {}

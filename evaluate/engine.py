@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-evaluation-harness: which tasks there are, a checkpoint as its model, and the results of a task."""
+"""lm-evaluation-harness: its tasks, a checkpoint as its model, and the results of a task."""
 
 import gc
 import json
@@ -30,90 +30,95 @@ from .results import Evaluation, Metric
 VISION = ("mmbench_en_dev", "mmstar", "pope", "seedbench_2_plus", "ocrbench", "scienceqa", "ai2d")
 TEXT = ("mmlu", "hellaswag")
 OFFLINE = ("offline_easy_vqa", "offline_emoji", "offline_perplexity")
-SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT, "offline": OFFLINE}
+SUITES = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT, "offline": OFFLINE}
 """Tasks of each suite; `"paper"` has the paper's nine (table 4)."""
-
-# Metrics of a task that its accuracy is to be compared with, and their names in results.
+# Metrics that accuracy is compared with, and their names in results.
 REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
 
-evaluator.get_git_commit_hash = lambda: None  # of the working directory; without one, git prints an error
-logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model in memory and of each metric of a part
+evaluator.get_git_commit_hash = lambda: None  # git prints an error where there is none
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of all models in memory
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
 
 
 class MultimodalLM(HFMultimodalLM):
-    """The harness's `hf-multimodal` for a model in memory, whose answers are those to each question alone."""
+    """The harness's `hf-multimodal` for a model in memory; answers do not depend on the batch."""
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
         self.processor = processor
-        # The harness ties the weights of each model, which may have an adapter's own head or embeddings by now.
+        # The harness ties weights, but an adapter may have brought its own head or embeddings.
         model.tie_weights = lambda *args, **kwargs: None
         super().__init__(model, batch_size=batch_size)
         config = model.generation_config
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        # Otherwise an answer goes on after a last token that only the tokenizer has, until others of the batch end.
-        config.eos_token_id = [token for token in {*ends, self.eot_token_id} if token is not None]
+        ends = config.eos_token_id
+        ends = {self.eot_token_id, *(ends if isinstance(ends, list) else [ends])}
+        # Otherwise an answer goes on after an end that only the tokenizer has, while others do.
+        config.eos_token_id = [token for token in ends if token is not None]
         config.max_new_tokens = None  # the task says how many
 
     def _create_tokenizer(self, *args, **kwargs):
         self.tokenizer = text_tokenizer(self.processor.tokenizer)
 
-    def tok_batch_multimodal_encode(self, strings, images, padding_side="left", left_truncate_len=None, **_):
+    def tok_batch_multimodal_encode(
+        self, strings, images, padding_side="left", left_truncate_len=None, **_
+    ):
         tokenizer = self.processor.tokenizer
-        first = tokenizer.bos_token
-        if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:  # which the template wrote already
+        first = tokenizer.bos_token  # which the template wrote already
+        if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
             strings = [string.removeprefix(first) for string in strings]
         if any(images):
             inputs = super().tok_batch_multimodal_encode(strings, images, padding_side)
         else:  # at which that of lm-eval 0.4.13 fails; and it cuts the images off long questions
-            inputs = tokenizer(strings, padding=True, padding_side=padding_side, return_tensors="pt").to(self.device)
-        if left_truncate_len and (length := inputs["input_ids"].shape[1]) > left_truncate_len:
+            options = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
+            inputs = tokenizer(strings, **options).to(self.device)
+        if (most := left_truncate_len) and (length := inputs["input_ids"].shape[1]) > most:
             question = shorten(max(strings, key=len), 100)
-            raise ValueError(f"Shorten {question!r}: it has {length:,} tokens, and {left_truncate_len:,} are allowed.")
+            raise ValueError(f"Shorten {question!r}: it has {length:,} tokens of {most:,} allowed.")
         return inputs
 
 
 def chosen_tasks(
-    suites: Sequence[str], tasks: Sequence[str], include_path: Path | None = None, limit: int | None = None
+    suites: Sequence[str], tasks: Sequence[str], include_path: Path | None, limit: int | None
 ) -> tuple[list[str], TaskManager]:
-    """The tasks of some suites, and others by name, each once; and a manager that has them."""
+    """The tasks of some suites, and others by name, without repetition; and their manager."""
     if others := [suite for suite in suites if suite not in SUITES]:
         raise ValueError(f"There is no suite {others[0]!r}. There are {', '.join(SUITES)}.")
     chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
-    paths = [str(files(__package__) / "tasks"), *([str(include_path)] if include_path else [])]  # later ones win
+    paths = [str(files(__package__) / "tasks")]
+    paths += [str(include_path)] if include_path else []  # which wins over those before
     manager = TaskManager(include_path=paths, include_defaults=False)
     if not set(chosen) <= set(manager.all_tasks):
         manager = TaskManager(include_path=paths)  # reads the harness's 10,000 files
     if unknown := [task for task in chosen if task not in manager.all_tasks]:
-        raise ValueError(f"There is no task {unknown[0]!r}. `lm-eval ls tasks` lists those of the harness.")
+        raise ValueError(f"There is no task {unknown[0]!r}. `lm-eval ls tasks` lists others.")
     if limit and "mmbench_en_dev" in chosen:
-        raise ValueError("mmbench_en_dev asks each question several times, and a limit would cut them. Leave one out.")
+        raise ValueError("mmbench_en_dev rotates questions; a limit would cut them. Leave one out.")
     return chosen, manager
 
 
-def as_lm(handle: ModelHandle, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
-    """A checkpoint as a model of the harness: `hf-multimodal`, or `hf` for a language model alone."""
-    model = handle.load(dtype=dtype, load_in_4bit=load_in_4bit)
+def as_lm(handle: ModelHandle, *, batch_size: int, **loading: Any) -> LM:
+    """A checkpoint as a model of the harness, loaded as [`ModelHandle.load`] does."""
+    model = handle.load(**loading)
     if handle.processor is None:
-        return HFLM(model, tokenizer=handle.checkpoint.preprocessor(AutoTokenizer), batch_size=batch_size)
+        tokenizer = handle.checkpoint.preprocessor(AutoTokenizer)
+        return HFLM(model, tokenizer=tokenizer, batch_size=batch_size)
     return MultimodalLM(model, handle.processor, batch_size)
 
 
 def run_task(
-    lm: LM, name: str, task: str | Task, manager: TaskManager, folder: Path, weights: str, settings: dict[str, Any]
+    lm: LM, task: str | Task, manager: TaskManager, folder: Path, weights: str, settings: dict
 ) -> Evaluation:
-    """Runs a task or group of tasks, by name or itself, and writes what the harness writes into a folder.
+    """Runs a task, or a group by its name, and writes what the harness writes into a folder.
 
-    Tasks that generate answers get them through the chat template; likelihoods are of plain text, as is usual.
+    Answers are generated through the chat template; likelihoods are of plain text, as is usual.
     """
+    name = task if isinstance(task, str) else str(task.config.task)
     parts = manager.load([task])["tasks"].values()
     generates = all(part.get_config("output_type") == "generate_until" for part in parts)
-    chat = generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
-    gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded
+    chat = generates and (isinstance(lm, MultimodalLM) or bool(lm.tokenizer.chat_template))
+    options: dict[str, Any] = {"apply_chat_template": chat, "task_manager": manager}
+    gc.freeze()  # the harness collects garbage after a batch, and must not visit all of a model
     try:
-        raw = simple_evaluate(
-            lm, tasks=[task], limit=settings["limit"], apply_chat_template=chat, task_manager=manager
-        )
+        raw = simple_evaluate(lm, tasks=[task], limit=settings["limit"], **options)
     finally:
         gc.unfreeze()
     assert raw is not None  # in the first process
@@ -127,7 +132,7 @@ def run_task(
         total=sum(count["original"] for count in counts),
         protocol=_protocol(raw, config, chat, settings.get("quantization")),
         date=datetime.now(UTC).date().isoformat(),
-        versions={package: version(package) for package in PACKAGES} | {name: str(metadata.get("version"))},
+        versions={key: version(key) for key in PACKAGES} | {name: str(metadata.get("version"))},
         weights=weights,
         settings=settings,
     )
@@ -143,46 +148,43 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
     """Of `acc` references are `blank` and `commonest`, of `acc_colour` `blank_colour` and so on."""
     metrics = []
     for name in sorted(raw["results"], key=lambda name: name != task):
-        scores, samples = raw["results"][name], (raw.get("samples") or {}).get(name)  # of a group there are none
+        scores, samples = raw["results"][name], raw["samples"].get(name)  # a group has no samples
+        subset = None if name == task else scores.get("alias", name).strip(" -")
         for key, value in scores.items():
             metric, _, rule = key.partition(",")
             is_number = isinstance(value, int | float) and rule and not metric.endswith("_stderr")
             if not is_number or metric.partition("_")[0] in REFERENCES:
                 continue
             error = scores.get(f"{metric}_stderr,{rule}")
+            error = float(error) if isinstance(error, int | float) else None
             part = metric.removeprefix("exact_match").removeprefix("acc")
-            references = {title: scores.get(f"{reference}{part},{rule}") for reference, title in REFERENCES.items()}
-            metrics.append(
-                Metric(
-                    metric if rule == "none" else f"{metric}, {rule}",
-                    float(value),
-                    float(error) if isinstance(error, int | float) else None,
-                    references={title: float(score) for title, score in references.items() if score is not None},
-                    subset=None if name == task else scores.get("alias", name).strip(" -"),
-                    samples=samples and sum(metric in s["metrics"] for s in samples if s["filter"] == rule),
-                )
-            )
+            keys = {title: f"{prefix}{part},{rule}" for prefix, title in REFERENCES.items()}
+            references = {title: float(scores[key]) for title, key in keys.items() if key in scores}
+            count = samples and sum(metric in s["metrics"] for s in samples if s["filter"] == rule)
+            title = metric if rule == "none" else f"{metric}, {rule}"
+            metrics.append(Metric(title, float(value), error, references, subset, count))
     return metrics
 
 
 def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) -> list[str]:
-    """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
+    """Sentences on how results were obtained, with the first prompt as read, if not of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
-    data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
+    data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path
     kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
+    how = f"generated with {options}" if kind == "generate_until" else f"chosen by {kind}"
     template = "through the chat template" if chat else "as plain text"
     rule = (config.get("metadata") or {}).get("rule")  # of own data
     sentences = [
         f"lm-evaluation-harness runs its task {config['task']} on {data}.",
-        f"Answers are generated with {options}." if kind == "generate_until" else f"Answers are chosen by {kind}.",
-        f"Prompts are given {template}, with {config.get('num_fewshot') or 0} examples before the question.",
+        f"Answers are {how}.",
+        f"Prompts are written {template}, after {config.get('num_fewshot') or 0} examples.",
         *([rule] if rule else []),
     ]
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(metric["metric"] == "blank" for metric in config.get("metric_list", ())):
-        sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
-        sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
+        sentences.append("Blank image: a white image, asked once for all questions so worded.")
+        sentences.append("Commonest answer: the share of questions whose true answer it is.")
     samples = next(iter(raw["samples"].values()), None)
     if samples and kind != "loglikelihood_rolling" and not rule:
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)

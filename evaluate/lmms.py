@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of lmms-eval, `--model normalign_llava`, which finds it by an entry point of this package."""
+"""A model of lmms-eval, `--model normalign_llava`, found by this package's entry point."""
 
 from itertools import groupby
 from typing import Any
@@ -15,11 +15,11 @@ from ..diagnose.load import resolve_model
 
 
 class NormAlignLlava(lmms):
-    """The answers of the vision-language model `pretrained`, a folder or Hub id, through its chat template."""
+    """Answers of the vision-language model `pretrained`, folder or Hub id, by its chat template."""
 
     is_simple = False  # it takes messages
 
-    def __init__(self, pretrained: str, batch_size: int | str = 1, dtype: str = "auto", device: str | None = None):
+    def __init__(self, pretrained: str, batch_size: int | str = 1, dtype="auto", device=None):
         super().__init__()
         handle = resolve_model(pretrained)
         if handle.processor is None:
@@ -50,24 +50,22 @@ class NormAlignLlava(lmms):
             messages = messages_of(self.task_dict[task][split][document])
             conversations.append(ChatMessages(messages=messages).to_hf_messages())
         options = batch[0].args[2]
-        inputs = self.processor.apply_chat_template(
-            conversations,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True},
-        ).to(self.model.device, self.model.dtype)
-        drawn = {name: options[name] for name in ("temperature", "top_p") if options.get("temperature")}
+        form = dict(tokenize=True, return_dict=True, return_tensors="pt")
+        form |= dict(add_generation_prompt=True, processor_kwargs={"padding": True})
+        inputs = self.processor.apply_chat_template(conversations, **form)
+        inputs = inputs.to(self.model.device, self.model.dtype)
+        length = inputs["input_ids"].shape[1]
+        named = ("temperature", "top_p") if options.get("temperature") else ()
+        drawn = {"do_sample": bool(named), **{name: options[name] for name in named}}
         most, beams = options.get("max_new_tokens", 1024), options.get("num_beams", 1)
-        ids = self.model.generate(**inputs, max_new_tokens=most, num_beams=beams, do_sample=bool(drawn), **drawn)
-        answers = self.processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        ids = self.model.generate(**inputs, max_new_tokens=most, num_beams=beams, **drawn)
+        answers = self.processor.batch_decode(ids[:, length:], skip_special_tokens=True)
         until = options.get("until", [])
         for stop in [until] if isinstance(until, str) else until:
             answers = [answer.split(stop)[0] for answer in answers]
         return answers
 
     def loglikelihood(self, requests: list[Instance]) -> Any:
-        raise NotImplementedError("normalign_llava generates answers, in one round. See `normalign evaluate`.")
+        raise NotImplementedError("normalign_llava only generates. See `normalign evaluate`.")
 
     generate_until_multi_round = loglikelihood

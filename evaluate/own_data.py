@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One's own questions and answers as a task of the harness: `normalign evaluate MODEL --data DATA`."""
+"""One's own questions and answers as a task of the harness: `normalign evaluate --data DATA`."""
 
-import hashlib
 import json
 import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from itertools import chain
+from hashlib import sha256
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -29,10 +28,12 @@ from .tasks.offline import OfflineTask, blank, commonest
 logger = logging.getLogger(__name__)
 
 
-def own_task(data: str, *, image_folder: str | None = None, columns: str | None = None) -> OfflineTask:
+def own_task(
+    data: str, *, image_folder: str | None = None, columns: str | None = None
+) -> OfflineTask:
     """A task of rows in any form that training reads, with a question and its answer each.
 
-    The task's version is a hash of all questions, answers and images. Arguments are those of [`DataSource.named`].
+    Its version is a hash of questions, answers and images. Arguments are [`DataSource.named`]'s.
     Raises ValueError that names the rows and images that cannot be used.
     """
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
@@ -47,11 +48,15 @@ def own_task(data: str, *, image_folder: str | None = None, columns: str | None 
             documents.append({"row": number, **_document(row, documents[0] if documents else None)})
         except ValueError as error:
             bad.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
-    if bad or not rows:
-        raise ValueError(bad_rows_message(opened, bad, len(rows), use="evaluated") if bad else f"{data} has no rows.")
-    left_out, changed = (Counter(chain.from_iterable(row[name] for row in rows)) for name in ("left_out", "changed"))
+    if bad:
+        raise ValueError(bad_rows_message(opened, bad, len(rows), use="evaluated"))
+    if not rows:
+        raise ValueError(f"{data} has no rows.")
+    left_out = Counter(name for row in rows for name in row["left_out"])
+    changed = Counter(name for row in rows for name in row["changed"])
     for title, text in not_read(left_out, changed).items():
-        logger.log(logging.INFO if title == ABOUT else logging.WARNING, f"{opened.name}: {title}: {text}")
+        level = logging.INFO if title == ABOUT else logging.WARNING
+        logger.log(level, f"{opened.name}: {title}: {text}")
     unread = Counter(row["unread"] for row in rows if row["unread"])
     check_images_are_read(opened.name, len(rows), sum(row["image_count"] for row in rows), unread)
     path, split = Path(source.path).resolve(), "" if source.split == "train" else f":{source.split}"
@@ -60,39 +65,41 @@ def own_task(data: str, *, image_folder: str | None = None, columns: str | None 
 
 
 def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
-    """What is asked in a row. Raises ValueError with what is not supported in it, and the remedy."""
+    """What a row asks. Raises ValueError with what is not supported in it, and the remedy."""
     if row["reason"]:
         raise ValueError(row["reason"])
-    contents = [[part["text"] for part in turn["content"]] for turn in row["messages"]]  # None for an image
-    turns = ["".join(MARKER if text is None else text for text in content) for content in contents]
+    texts = [[part["text"] for part in turn["content"]] for turn in row["messages"]]  # None: image
+    turns = ["".join(MARKER if text is None else text for text in content) for content in texts]
     system = turns.pop(0) if row["messages"][0]["role"] == "system" else ""
     if len(turns) != 2:
-        raise ValueError(f"it has {len(turns) // 2} questions; save each, with its answer, as a row of its own")
+        raise ValueError(f"it has {len(turns) // 2} questions; save each with its answer as a row")
     prompt, answer = turns
-    options, answers = row["options"], [plain(text) or text for text in row["accepted"] or [answer]]
+    options, choices = row["options"], [*row["options"].values()]
+    answers = [plain(text) or text for text in row["accepted"] or [answer]]
     if options:
         if (letter := chosen_letter(answer, options)) is None:
-            raise ValueError(f"the answer {short(answer)} is not just one of the choices {short([*options.values()])}")
+            raise ValueError(f"the answer {short(answer)} is not just one of {short(choices)}")
         prompt, answers = f"{prompt}\n{ASK_FOR_LETTER}", [letter]
     if first and (bool(options), system) != (bool(first["options"]), first["system"]):
-        raise ValueError("its system turn, or whether it has choices, differs from the first row; use several files")
+        problem = "its system turn, or whether it has choices, differs from the first row"
+        raise ValueError(f"{problem}; use several files")
     learned = answers[0] if options else plain(answer) or answer
-    return {"system": system, "prompt": prompt, "answer": learned, "answers": answers, "options": [*options.values()]}
+    return dict(system=system, prompt=prompt, answer=learned, answers=answers, options=choices)
 
 
-def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[str, Any]]]) -> OfflineTask:
-    metric, rule = "exact_match", "is a true one, but for case, spaces and punctuation at its ends."
+def _task(label: str, documents: list[dict], images: list[list[dict]]) -> OfflineTask:
+    metric, rule = "exact_match", "Right is a true answer, but for case, spaces and outer marks."
     if documents[0]["options"]:
-        metric, rule = "acc", "chooses the true option, by its letter or its text."
-    files = [[hashlib.sha256(stored_bytes(image)).hexdigest() for image in stored] for stored in images]
-    version = hashlib.sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
+        metric, rule = "acc", "Right is a choice of the true option, by its letter or its text."
+    files = [[sha256(stored_bytes(image)).hexdigest() for image in stored] for stored in images]
+    version = sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
     alike = defaultdict(list)
     for document in documents:
         alike[document["prompt"]].append(document["answers"])
     rows = [document | {"blank": alike.pop(document["prompt"], [])} for document in documents]
     texts = [text for row in rows for text in (*row["answers"], *row["options"])]
-    longest = max(16, *(len(text.encode()) + 2 for text in texts))  # tokens, each of a byte at least
-    metrics = [(metric, "mean"), ("blank", blank), ("commonest", commonest)]
+    longest = max(16, *(len(text.encode()) + 2 for text in texts))  # tokens, of a byte or more
+    generation = {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": longest}
     config: dict[str, Any] = {
         "task": "own_" + re.sub(r"[^\w.-]+", "-", label),
         "dataset_path": f"{label}, own data of {len(rows):,} rows (SHA-256 {version}...)",
@@ -105,19 +112,24 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
         "process_results": _results,
         "output_type": "generate_until",
         "num_fewshot": 0,
-        "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": longest},
-        "metric_list": [{"metric": name, "aggregation": by, "higher_is_better": by == "mean"} for name, by in metrics],
-        "metadata": {"version": version, "title": f"{label} (own data)", "rule": f"An answer is right if it {rule}"},
+        "generation_kwargs": generation,
+        "metric_list": [
+            {"metric": name, "aggregation": by, "higher_is_better": by == "mean"}
+            for name, by in ((metric, "mean"), ("blank", blank), ("commonest", commonest))
+        ],
+        "metadata": {"version": version, "title": f"{label} (own data)", "rule": rule},
     }
     return OfflineTask(config)
 
 
 def _results(document: dict, answers: list[str]) -> dict[str, Any]:
-    """The score of the answer; of that to a blank image, how many of the questions so worded it answers rightly."""
+    """The answer's score, and to how many of the questions so worded a blank image's is right."""
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
-    # Answers that count as the same: of the same letter, or of the same text without case and marks.
-    said = [chosen_option(answer, options) if options else plain(answer) or answer.strip() for answer in answers]
+    # Compared are letters, or texts without case and marks.
+    said = [
+        chosen_option(text, options) if options else plain(text) or text.strip() for text in answers
+    ]
     scores = {"acc" if options else "exact_match": float(said[0] in document["answers"])}
     asked = document["blank"]
-    blanks = {"blank": [sum(said[1] in right for right in asked), len(asked)]} if len(said) > 1 else {}
+    blanks = {"blank": [sum(said[1] in right for right in asked), len(asked)]} if asked else {}
     return {**scores, **blanks, "commonest": document["answer"]}

@@ -11,7 +11,7 @@ from ..checkpoint.files import only_writer, write_json
 from ..checkpoint.untrusted import json_object
 
 
-FOLDER, SUMMARY = "evaluation", "summary.json"  # within a checkpoint's folder, beside what the harness writes
+FOLDER, SUMMARY = "evaluation", "summary.json"  # in a checkpoint, beside what the harness writes
 WEIGHT_FILES = "*.safetensors"  # of which [`files_hash`] tells whether a result is theirs
 SCHEMA_VERSION = 2  # grows when a field of the summary is renamed, removed or changes its meaning
 
@@ -23,7 +23,7 @@ class Metric:
     name: str
     value: float  # a share as 0.98, not 98
     stderr: float | None = None  # over samples
-    references: dict[str, float] = field(default_factory=dict)  # {"blank image": 0.24, "commonest answer": 0.40}
+    references: dict[str, float] = field(default_factory=dict)  # {"blank image": 0.24, ...}
     subset: str | None = None  # part of the task; None for the whole
     samples: int | None = None  # how many it is computed from
 
@@ -44,9 +44,9 @@ class Evaluation:
     settings: dict[str, Any] = field(default_factory=dict)  # what else the results depend on
 
     def __post_init__(self):
-        numbers: list[tuple[str, list[Any]]] = [("samples", [self.samples, self.total])]
-        numbers += [(m.name, [m.value, m.stderr or 0, *m.references.values()]) for m in self.metrics]
-        for name, values in numbers:
+        named: list[tuple[str, list[Any]]] = [("samples", [self.samples, self.total])]
+        named += [(m.name, [m.value, m.stderr or 0, *m.references.values()]) for m in self.metrics]
+        for name, values in named:
             if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
                 raise ValueError(f"in {self.task}, {name} is {values}, not finite numbers")
 
@@ -56,11 +56,11 @@ class Evaluation:
         return self.samples < self.total or self.samples == 0
 
     def write(self, checkpoint: Path) -> None:
-        """Writes the results into `evaluation/summary.json` of a folder, in place of earlier ones of the task."""
+        """Writes the results into a folder's `evaluation/summary.json`, over earlier ones."""
         with only_writer(checkpoint):
             others = [result for result in read_evaluations(checkpoint) if result.task != self.task]
-            tasks = sorted([*others, self], key=lambda result: result.task)
-            content = {"schema_version": SCHEMA_VERSION, "evaluations": [asdict(result) for result in tasks]}
+            tasks = map(asdict, sorted([*others, self], key=lambda result: result.task))
+            content = {"schema_version": SCHEMA_VERSION, "evaluations": [*tasks]}
             write_json(checkpoint / FOLDER / SUMMARY, content)
 
 
@@ -73,18 +73,18 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
         content = json_object(file.read_bytes(), str(file))
         if (version := content["schema_version"]) != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
-        return [
-            Evaluation(**{**entry, "metrics": [Metric(**metric) for metric in entry["metrics"]]})
-            for entry in content["evaluations"]
-        ]
+        for entry in content["evaluations"]:
+            entry["metrics"] = [Metric(**metric) for metric in entry["metrics"]]
+        return [Evaluation(**entry) for entry in content["evaluations"]]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is not a valid evaluation: {error}. Evaluate again, or remove it.") from error
+        raise ValueError(f"{file} is not valid: {error}. Evaluate again, or remove it.") from error
 
 
 def files_hash(folder: Path, *patterns: str) -> str:
     """SHA-256 over names and contents of the files in a folder that match one of some patterns."""
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}):
+    matching = {file for pattern in patterns for file in folder.glob(pattern)}
+    for file in sorted(filter(Path.is_file, matching)):
         with file.open("rb") as content:
             digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()

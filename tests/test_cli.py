@@ -25,6 +25,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
 
 
+CAPTURED = {"capture_output": True, "text": True}
 LIGHT = """
 import json, sys
 from typer.testing import CliRunner
@@ -37,10 +38,10 @@ for words in json.load(sys.stdin):
 
 
 def in_one_process(lines, folder, **environment):
-    """Statuses and outputs of commands, one after the other in one process, which imports no heavy module."""
+    """Statuses and outputs of commands, run in one process, which imports no heavy module."""
     words, environment = json.dumps([[*line] for line in lines]), os.environ | environment
     command = [sys.executable, "-c", LIGHT]
-    process = subprocess.run(command, input=words, cwd=folder, env=environment, capture_output=True, text=True)
+    process = subprocess.run(command, input=words, cwd=folder, env=environment, **CAPTURED)
     assert process.returncode == 0, process.stderr
     outputs = [json.loads(line) for line in process.stdout.splitlines()]
     assert not any(heavy for _, _, heavy in outputs), outputs
@@ -52,7 +53,7 @@ def app_commands():
 
 
 def test_help_and_version_need_no_torch(tmp_path):
-    lines = [["--version"], ["--help"], ["train"], *([command, "--help"] for command in app_commands())]
+    lines = [["--version"], ["--help"], ["train"]] + [[name, "--help"] for name in app_commands()]
     version, *helps = in_one_process(lines, tmp_path)
     assert version == (0, f"normalign-llava {__version__}\n")
     assert all(status == 0 and "Usage" in said for status, said in helps)
@@ -74,27 +75,27 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
     cases = {
         ("nonsense",): "No such command",
         ("build", "--output", "x", "--from-llava", "a", "--vision", "b"): "leave out --vision",
-        ("build", "--output", "x", "--feature-layer", "last"): "Invalid value for '--feature-layer'",
-        ("train", "none"): "There is no file none, and none of that name in the package: align-llama",
+        ("build", "--output", "x", "--feature-layer", "last"): "value for '--feature-layer'",
+        ("train", "none"): "no file none, and none of that name in the package: align-llama",
         ("train", "--hub_token", "hf_x"): "Everybody on this machine can read a command line",
-        ("train", "lora", "--model_name_or_path", ""): "Give the checkpoint to train: --model_name_or_path FOLDER",
+        ("train", "lora", "--model_name_or_path", ""): "to train: --model_name_or_path FOLDER",
         ("demo", "adapter"): "adapter is an adapter. Merge it first",
     }
     # Nobody listens on the port of this Hub.
-    outputs = in_one_process(cases, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "home"))
-    for (words, expected), (status, said) in zip(cases.items(), outputs, strict=True):
+    ended = in_one_process(cases, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    for (words, expected), (status, said) in zip(cases.items(), ended, strict=True):
         assert status in (1, 2) and expected in said, (words, said)
     assert not (tmp_path / "x").exists()
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")  # which cannot be loaded
-    result = invoke("train", "--model_name_or_path", tmp_path / "model", "--dataset_name", "no/data", "--load_in_4bit")
-    needed = f"load_in_4bit needs the package bitsandbytes, which is not installed. {install('qlora')}."
+    (tmp_path / "config.json").write_text("{}")  # which cannot be loaded
+    named = ("--model_name_or_path", tmp_path, "--dataset_name", "no/data")
+    result = invoke("train", *named, "--load_in_4bit")
+    needed = f"load_in_4bit needs bitsandbytes, which is not installed. {install('qlora')}."
     assert result.exit_code == 1 and result.stderr == f"Error: {needed}\n"
-    assert invoke("train", "--load_in_4bit", "false").stderr.startswith("Error: Give the checkpoint")
+    assert invoke("train", "--load_in_4bit", "false").stderr.startswith("Error: Give the checkp")
 
 
 FAILS = """
@@ -110,13 +111,13 @@ except typer.Exit:
 
 
 def failing(folder, *ranks) -> list[str]:
-    """What processes of a run print that fail in turn, each given as its rank, the kind of its error and a text."""
+    """What processes of a run print that fail in turn, by rank, kind of error and text."""
     said = []
     for rank, *words in ranks:
         file = str(folder / f"{rank}" / "error.json")
         environment = {"RANK": str(rank), "WORLD_SIZE": "4", "TORCHELASTIC_ERROR_FILE": file}
         command = [sys.executable, "-c", FAILS, *words]
-        process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+        process = subprocess.run(command, env=os.environ | environment, **CAPTURED)
         assert process.returncode == 1
         said.append(process.stderr)
     return said
@@ -125,9 +126,9 @@ def failing(folder, *ranks) -> list[str]:
 def test_of_several_processes_the_first_that_fails_prints_its_error(tmp_path):
     full, closed = "CUDA out of memory. Tried to allocate 2 GiB", "Connection closed by peer"
     first, *others = failing(tmp_path, (2, "RuntimeError", full), (0, "RuntimeError", closed))
-    assert first == "Error in process 2: Out of memory: Tried to allocate 2 GiB. Use a machine with more.\n"
-    assert others == [""]
-    (mistake,) = failing(tmp_path / "gone", (1, "KeyError", "a mistake"))  # of ours, which is to be reported
+    needed = "Tried to allocate 2 GiB. Use a machine with more."
+    assert (first, others) == (f"Error in process 2: Out of memory: {needed}\n", [""])
+    (mistake,) = failing(tmp_path / "gone", (1, "KeyError", "a mistake"))  # of ours, to be reported
     assert mistake.startswith("Traceback") and "KeyError: 'a mistake'" in mistake
 
 
@@ -138,21 +139,21 @@ def bad_quantization(folder):
 
 def out_of_memory(folder):
     raise torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.31 GiB. GPU 0 has a total capacity of 23.65 GiB of which 1.12 GiB is "
-        "free. Including non-PyTorch memory, this process has 22.50 GiB memory in use."
+        "CUDA out of memory. Tried to allocate 2.31 GiB. GPU 0 has a total capacity of 23.65 GiB "
+        "of which 1.12 GiB is free. This process has 22.50 GiB memory in use."
     )
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda folder: torch.empty(2**50), r"Out of memory in loading the model X: tried to allocate \d+ bytes"),
+        (lambda folder: torch.empty(2**50), r"Out of memory in loading the model X: .* \d+ bytes"),
         (out_of_memory, "Out of memory .* 2.31 GiB. GPU 0 .* 1.12 GiB is free. Less!"),
-        (lambda folder: torch.zeros(1, device="cuda"), "The GPU failed: .*(CUDA|NVIDIA).*build of torch"),
-        (bad_quantization, "bitsandbytes failed: .*nf5.*\\. Does its version fit torch and this machine?"),
+        (lambda folder: torch.zeros(1, device="cuda"), "The GPU .*(CUDA|NVIDIA).*build of torch"),
+        (bad_quantization, r"bitsandbytes failed: .*nf5.*\. Does its version fit torch and this"),
     ],
 )
-def test_what_a_gpu_says_is_told_as_such_and_not_as_a_broken_checkpoint(capsys, checkpoint, function, words):
+def test_a_gpu_s_error_is_told_as_such_not_as_a_checkpoint_s(capsys, checkpoint, function, words):
     if "CUDA" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(typer.Exit), errors_for_people(full="Less!"), loading("The model X"):
@@ -161,11 +162,11 @@ def test_what_a_gpu_says_is_told_as_such_and_not_as_a_broken_checkpoint(capsys, 
     assert re.match(f"Error: {words}", line), line
 
 
-def test_memory_that_a_training_step_lacks_is_a_sentence_with_its_size(capsys, checkpoint, tmp_path):
+def test_memory_that_a_step_lacks_is_a_sentence_with_its_size(capsys, checkpoint, tmp_path):
     trainer = training.trainer(tmp_path, checkpoint, per_device_train_batch_size=2)
     trainer.model.register_forward_pre_hook(lambda *_: torch.empty(2**50) and None)
-    with pytest.raises(typer.Exit), errors_for_people(full="The same with --dry_run tells what fits."):
+    with pytest.raises(typer.Exit), errors_for_people(full="Less!"):
         trainer.train()
     line = capsys.readouterr().err.splitlines()[-1]
-    pattern = r"Error: Out of memory in a forward and backward pass of 2 x \d+ tokens: .* bytes. .* tells what fits\."
-    assert re.match(pattern, line), line
+    place = r"in a forward and backward pass of 2 x \d+ tokens"
+    assert re.match(rf"Error: Out of memory {place}: .* bytes. Less!", line), line

@@ -1,4 +1,4 @@
-"""Commands and snippets of README and docs, run as printed: on tiny models and data under the names that they use."""
+"""Commands and snippets of README and docs, run as printed: on tiny models and data so named."""
 
 import json
 import re
@@ -20,15 +20,14 @@ from normalign_llava.assembly.build import build_checkpoint
 pytestmark = pytest.mark.slow
 
 
-NOT_RUN = ("pip install", "make ", "vllm serve")
-"""CI runs `make lint test`; what else begins so is said to be not run, or not tested, where it stands."""
+NOT_RUN = ("pip install", "make ", "vllm serve")  # CI runs `make`; of others the pages say so
 ON_TINY = {
-    "normalign train": "--use_cpu --bf16 false --max_steps 1 --global_batch_size 2 --per_device_train_batch_size 1 "
-    "--optim adamw_torch --max_length 512",
+    "normalign train": "--use_cpu --bf16 false --max_steps 1 --global_batch_size 2 "
+    "--per_device_train_batch_size 1 --optim adamw_torch --max_length 512",
     "normalign diagnose": "--samples 1 --batch-size 1",
     "normalign publish": "--no-verify",
 }
-GIVEN = {
+GIVEN = {  # what a snippet takes for granted
     "diagnose.md": """
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -37,7 +36,6 @@ model = AutoModelForImageTextToText.from_pretrained("my-model", trust_remote_cod
 data = [(Image.open("kite.png"), "What is this?")]
 """
 }
-"""What a snippet takes as given."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -47,30 +45,33 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path) -> list[str]:
     """Those that run here, without their comments."""
     lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
-    return [line.split(" #")[0].strip() for line in lines if "# not run" not in line and not line.startswith(NOT_RUN)]
+    run_here = [line for line in lines if "# not run" not in line and not line.startswith(NOT_RUN)]
+    return [line.split(" #")[0].strip() for line in run_here]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, archives, server):
     """A folder with what the pages assume to be there, and a hub with what they load from it."""
     root = tmp_path_factory.mktemp("docs")
-    vision, language = parts.vision(root / "vision", "siglip"), parts.language(root / "language", tied=False)
+    vision = parts.vision(root / "vision", "siglip")
+    language = parts.language(root / "language", tied=False)
     here = root / "here"
     build_checkpoint(vision, language, here / "qwen2.5-7b")
     build_checkpoint(vision, language, here / "my-baseline", arm="none")
     for name in ("qwen2.5-7b-align", "my-model"):
         shutil.copytree(here / "qwen2.5-7b", here / name)
-    LlavaForConditionalGeneration.from_pretrained(here / "my-baseline").save_pretrained(root / "llava")
-    AutoProcessor.from_pretrained(here / "my-baseline").save_pretrained(root / "llava")
+    for part in (LlavaForConditionalGeneration, AutoProcessor):
+        part.from_pretrained(here / "my-baseline").save_pretrained(root / "llava")
     images = here / "my-images"
     images.mkdir()
     Image.linear_gradient("L").convert("RGB").save(here / "kite.png")
-    for number in range(4):
-        shutil.copyfile(here / "kite.png", images / f"{number}.png")
-    asked = [{"file_name": f"{number}.png", "question": "what is it", "answer": "a kite"} for number in range(4)]
+    names = [f"{number}.png" for number in range(4)]
+    for name in names:
+        shutil.copyfile(here / "kite.png", images / name)
+    asked = [{"file_name": name, "question": "what is it", "answer": "a kite"} for name in names]
     (images / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     said = [{"from": "human", "value": "<image>\nwhat is it"}, {"from": "gpt", "value": "a kite"}]
-    rows = [{"image": f"{number}.png", "conversations": said} for number in range(4)]
+    rows = [{"image": name, "conversations": said} for name in names]
     pretrain = here / "LLaVA-Pretrain"
     shutil.make_archive(str(pretrain / "images"), "zip", images)
     (pretrain / "blip_laion_cc_sbu_558k.json").write_text(json.dumps(rows))
@@ -80,7 +81,7 @@ def made(tmp_path_factory, archives, server):
     server.clear()
     server.serve("google/siglip-so400m-patch14-384", Path(vision))
     server.serve("Qwen/Qwen2.5-7B-Instruct", Path(language))
-    for name in ("llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct"):
+    for name in ("llava-hf/llava-1.5-7b-hf", "Qwen/Qwen2.5-VL-3B-Instruct"):
         server.serve(name, root / "llava")
     server.serve("lmms-lab/LLaVA-NeXT-Data", root / "data", kind="dataset")
     return here
@@ -107,8 +108,8 @@ def run_command(command: str, world) -> None:
     if made := re.search(r"--output(?:_dir)? (\S+)", command):
         shutil.rmtree(world[0] / made[1], ignore_errors=True)
     elif command.startswith("normalign train"):
-        recipe = yaml.safe_load((ROOT / "train" / "recipes" / f"{command.split()[2]}.yaml").read_text())
-        shutil.rmtree(world[0] / recipe["output_dir"], ignore_errors=True)
+        recipe = (ROOT / "train" / "recipes" / f"{command.split()[2]}.yaml").read_text()
+        shutil.rmtree(world[0] / yaml.safe_load(recipe)["output_dir"], ignore_errors=True)
     tiny = next((options for name, options in ON_TINY.items() if command.startswith(name)), "")
     program, *words = shlex.split(command)
     assert program == "normalign"
@@ -143,13 +144,12 @@ def test_the_page_on_diagnosis(world):
 
 def test_links_lead_somewhere():
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#\s]*)(#[^)]*)?\)", page.read_text()):
-            file, anchor = target
+        for file, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)]*)?\)", page.read_text()):
             if file.startswith("http"):
                 continue
             found = (page.parent / file).resolve() if file else page
             assert found.exists(), f"{page.name}: {file}"
             if anchor and found.suffix == ".md":
-                heads = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.M)
-                anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+                heads = re.findall(r"^#+ (.*)$", found.read_text().lower(), flags=re.M)
+                anchors = {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in heads}
                 assert anchor[1:] in anchors, f"{page.name}: {file}{anchor}"

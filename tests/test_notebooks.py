@@ -34,7 +34,7 @@ class ForkedKernel(LocalProvisioner):
 
 @pytest.fixture
 def run(prepared, tmp_path):
-    """A function that runs a notebook with other parameters, and gives the outputs of each cell, by its id."""
+    """A function that runs a notebook with other parameters; it returns cells' outputs by id."""
 
     def run(name: str, variables: dict[str, str], **parameters) -> dict[str, list]:
         notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
@@ -42,10 +42,11 @@ def run(prepared, tmp_path):
         assert parameters.keys() <= set(re.findall(r"^(\w+) =", cell.source, flags=re.M))
         cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
         kernel = AsyncKernelManager(connection_file=str(tmp_path / "kernel.json"))
-        kernel.prepared, kernel.variables = prepared, {"IPYTHONDIR": str(tmp_path / "ipython"), **variables}
-        kernel.provisioner = ForkedKernel(kernel_id="notebook", kernel_spec=kernel.kernel_spec, parent=kernel)
+        kernel.prepared, kernel.variables = prepared, variables | {"IPYTHONDIR": str(tmp_path)}
+        kernel.provisioner = ForkedKernel(kernel_spec=kernel.kernel_spec, parent=kernel)
         (tmp_path / "here").mkdir()
-        client = NotebookClient(notebook, km=kernel, timeout=300, resources={"metadata": {"path": tmp_path / "here"}})
+        place = {"metadata": {"path": tmp_path / "here"}}
+        client = NotebookClient(notebook, km=kernel, timeout=300, resources=place)
         client.execute(cleanup_kc=True)
         return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 
@@ -58,15 +59,16 @@ def shown(outputs: list, kind: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_model_is_built_trained_merged_compared_published_and_asked(run, hub, tmp_path):
-    vision, language = parts.vision(tmp_path / "vision", "siglip"), parts.language(tmp_path / "language")
-    small = dict(VISION=vision, LANGUAGE=language, DRAWN={"train": 4, "test": 2}, STEPS=1, BATCH=2)
+    small = dict(VISION=parts.vision(tmp_path / "vision", "siglip"), STEPS=1, BATCH=2)
+    small |= dict(LANGUAGE=parts.language(tmp_path / "language"), DRAWN={"train": 4, "test": 2})
     variables = {"HF_TOKEN": hub.token("ann")}
     cells = run("finetune", variables, **small, REPO_ID="ann/m", CHECK_LOADING=False)
     assert all(shown(cells[name], "image/png") for name in ("images", "curves"))
     tables = [shown(cells[name], "text/html") for name in ("build", "recipe", "merge", "compare")]
     assert all("<pre" in "".join(table) for table in tables)
     assert "".join(output.text for output in cells["chat"] if output.get("name") == "stdout")
-    published, weights = hub.repository("ann/m"), list((tmp_path / "here/my-model").glob("*.safetensors"))
+    published = hub.repository("ann/m")
+    weights = list((tmp_path / "here/my-model").glob("*.safetensors"))
     assert weights and all(published.read(file.name) == file.read_bytes() for file in weights)
     assert "No evaluation is recorded" not in published.read("README.md").decode()
 
@@ -76,7 +78,8 @@ def test_any_model_is_diagnosed_with_figures_and_claims(run, checkpoint, tmp_pat
     llava = parts.llava(tmp_path / "llava", tiny.llava())
     Path(llava, "chat_template.jinja").unlink()  # which knows no images
     cells = run("diagnose", {}, MODEL=str(checkpoint), AGAINST=llava, SAMPLES=2, BATCH=2)
-    assert all(shown(cells[name], "image/png") for name in ("norms", "paper", "rotation", "attention"))
+    figures = ("norms", "paper", "rotation", "attention")
+    assert all(shown(cells[name], "image/png") for name in figures)
     assert "<pre" in "".join(shown(cells["diagnose"], "text/html"))
     assert (tmp_path / "here/diagnosis/report.html").exists()
 

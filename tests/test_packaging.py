@@ -21,17 +21,17 @@ def test_the_wheel_has_what_git_has_of_the_package(tmp_path):
     for name in filter(lambda name: (ROOT / name).exists(), listed.stdout.splitlines()):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name)
-    rooms = [file.parent for file in tree.glob("*/__init__.py")]
-    files = [*tree.glob("*.py"), tree / "py.typed", *(file for room in rooms for file in room.rglob("*"))]
-    sources = {str(file.relative_to(tree)) for file in files if file.is_file()}
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(tree)]
-    subprocess.run(command, check=True, capture_output=True)
+    files = [*tree.glob("*.py"), tree / "py.typed"]
+    for file in tree.glob("*/__init__.py"):
+        files += file.parent.rglob("*")
+    sources = {f"normalign_llava/{file.relative_to(tree)}" for file in files if file.is_file()}
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path)]
+    subprocess.run([*command, str(tree)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    package = {name.removeprefix("normalign_llava/") for name in names if name.startswith("normalign_llava/")}
+    package = {name for name in names if name.startswith("normalign_llava/")}
     assert package == sources
-    others = {name.split("/")[0] for name in names if not name.startswith("normalign_llava/")}
-    (about,) = others
+    (about,) = {name.split("/")[0] for name in names - package}
     assert about == f"{wheel.name.split('-py3')[0]}.dist-info"
     entries = zipfile.ZipFile(wheel).read(f"{about}/entry_points.txt").decode()
     assert "[lmms_eval.models]\nnormalign_llava = normalign_llava.evaluate:lmms_model" in entries

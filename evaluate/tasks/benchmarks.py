@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seven benchmarks with images: their rows, once the columns are checked, prompts, answers and scores."""
+"""The seven benchmarks with images: their rows, columns checked, prompts, answers and scores."""
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import fmean
 from string import ascii_uppercase
 
@@ -16,7 +16,7 @@ from normalign_llava.evaluate.answers import chosen_option, yes_or_no
 
 
 ASK_FOR_LETTER = "Answer with the option's letter from the given choices directly."
-ROTATION = 1_000_000  # A rotated question of MMBench has the index of the first plus a multiple of this.
+ROTATION = 1_000_000  # MMBench's rotated questions: the first's index plus multiples of it.
 # MMStar: "Options: A: a dog, B: a cat" and "Choices:\n(A) a dog\n(B) a cat".
 OPTION = re.compile(r"(?:^|[\s,])\(?([A-D])[:.)]\s*(.*?)(?=\s+\(?[A-D][:.)]|$)", re.DOTALL)
 
@@ -36,15 +36,17 @@ PART_OF_TYPE = {
 
 
 def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dataset]:
-    """A function that checks the columns of a split, and has its images opened as those of training data are."""
+    """A function that checks a split's columns, and opens its images as those of training data."""
 
     def documents(split: Dataset) -> Dataset:
         changes = {"image", *columns, *values} - set(split.column_names)
         for column in values.keys() - changes:
-            known = {str(value) for value in split.unique(column)}
-            changes |= {f"{column}={value}" for value in known if value.strip().lower() not in values[column]}
+            for value in map(str, split.unique(column)):
+                if value.strip().lower() not in values[column]:
+                    changes.add(f"{column}={value}")
         if changes:
-            raise ValueError(f"The data set has changed: missing columns or new values: {', '.join(sorted(changes))}.")
+            named = ", ".join(sorted(changes))
+            raise ValueError(f"The data set changed: missing columns or new values: {named}.")
         # `datasets` would let Pillow open any format.
         undecoded = split.cast_column("image", datasets.Image(decode=False))
         return undecoded.with_transform(decoded, columns=["image"], output_all_columns=True)
@@ -57,9 +59,8 @@ def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dat
 
 mmbench = checked("index", "question", "hint", "answer", *"ABCD")
 mmstar = checked("question", "answer", "l2_category")
-seedbench = checked(
-    "question", "answer", *(f"choice_{letter}" for letter in "ABCD"), question_image_type=("chart", "map", "web")
-)
+CHOICES = [f"choice_{letter}" for letter in "ABCD"]
+seedbench = checked("question", "answer", *CHOICES, question_image_type=("chart", "map", "web"))
 scienceqa = checked("question", "choices", "answer", "hint")
 ai2d = checked("question", "options", "answer")
 pope = checked("question", category=("random", "popular", "adversarial"), answer=("yes", "no"))
@@ -67,27 +68,20 @@ ocrbench = checked("question", "answer", "dataset", question_type=PART_OF_TYPE)
 
 
 def image(document: dict) -> list[Image.Image]:
-    """The image of a document in RGB, in a list; an empty list if it has none."""
     return [document["image"].convert("RGB")] if document["image"] else []
 
 
 def text(document: dict) -> str:
-    """The prompt of SEED-Bench-2-Plus, ScienceQA and AI2D. Some rows of ScienceQA have no image, some a hint."""
+    """The prompt of SEED-Bench-2-Plus, AI2D and ScienceQA; some of ScienceQA lack image or hint."""
     image = "<image>" if document["image"] else ""
     hint = f"Context: {document['hint']}\n" if document.get("hint") else ""
-    return f"{image}{hint}{document['question']}\n{_listed(_options(document))}\n{ASK_FOR_LETTER}"
+    return f"{image}{hint}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
 
 
 def mmbench_text(document: dict) -> str:
-    """The prompt of MMBench."""
-    question = " ".join(part for part in (document["hint"], document["question"]) if part and part != "nan")
-    return f"<image>{question} There are several options:\n{_listed(_options(document))}\n\n{ASK_FOR_LETTER}"
-
-
-def mmstar_text(document: dict) -> str:
-    """The prompt of MMStar."""
-    question = document["question"].strip().replace(" Please answer yes or no.", "")
-    return f"<image>{question}\n{ASK_FOR_LETTER.removesuffix('.')}"
+    hint = "" if document["hint"] in (None, "", "nan") else f"{document['hint']} "
+    question = f"{hint}{document['question']} There are several options:"
+    return f"<image>{question}\n{_listed(document)}\n\n{ASK_FOR_LETTER}"
 
 
 def target(document: dict) -> str:
@@ -97,7 +91,7 @@ def target(document: dict) -> str:
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """`acc`: 1 if the answer names the right option, else 0; and what the benchmark's own metrics take."""
+    """`acc`, 1 if the answer names the option, else 0, and what the benchmark's metrics take."""
     right = float(chosen_option(answers[0], _options(document)) == target(document))
     if "l2_category" in document:  # MMStar
         return {"acc_by_category": (document["l2_category"], right), "acc": right}
@@ -109,7 +103,7 @@ def results(document: dict, answers: list[str]) -> dict:
 
 
 def whole_questions(rows: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """By index, 1 if a question is right in every rotation, else 0. Rotations without their first do not count."""
+    """By index, 1 if right in all rotations, else 0. Rotations without their first do not count."""
     rotations = defaultdict(list)
     for index, right in rows:
         rotations[index % ROTATION].append(right)
@@ -122,7 +116,7 @@ def circular(rows: list[tuple[int, float]]) -> float:
 
 
 def by_category(rows: Sequence[tuple[str, float]]) -> list[float]:
-    """The scores, from categories of rows and their scores, with weights that give each category the same in all."""
+    """The scores of rows (category, score), weighted so that categories count alike in the mean."""
     sizes = Counter(category for category, _ in rows)
     return [right * len(rows) / (len(sizes) * sizes[category]) for category, right in rows]
 
@@ -132,32 +126,27 @@ def mean_of_categories(rows: list[tuple[str, float]]) -> float:
     return fmean(by_category(rows))
 
 
-def _listed(options: Mapping[str, str]) -> str:
-    return "\n".join(f"{letter}. {text}" for letter, text in options.items())
+def _listed(document: dict) -> str:
+    return "\n".join(f"{letter}. {text}" for letter, text in _options(document).items())
 
 
 def _options(document: dict) -> dict[str, str]:
-    """The options by letter: of a list, of the columns A to D or choice_A to choice_D, or of the question's text."""
+    """Options by letter: of a list, of columns A to D or choice_A to choice_D, or of the text."""
     if texts := document.get("options") or document.get("choices"):
         return dict(zip(ascii_uppercase, texts, strict=False))
     lettered = {letter: document.get(f"choice_{letter}", document.get(letter)) for letter in "ABCD"}
     # Questions of MMBench with fewer options have "nan" or nothing there.
-    if options := {letter: text for letter, text in lettered.items() if text not in (None, "", "nan")}:
+    if options := {key: text for key, text in lettered.items() if text not in (None, "", "nan")}:
         return options
-    listed = re.split(r"\b(?:Options|Choices):", document["question"])[-1]
-    return dict.fromkeys("ABCD", "") | {letter: text.strip() for letter, text in OPTION.findall(listed.strip())}
-
-
-def pope_text(document: dict) -> str:
-    """The prompt of POPE, which asks for a single word."""
-    return f"<image>{document['question'].strip()}\nAnswer the question using a single word or phrase."
+    listed = OPTION.findall(re.split(r"\b(?:Options|Choices):", document["question"])[-1].strip())
+    return dict.fromkeys("ABCD", "") | {letter: text.strip() for letter, text in listed}
 
 
 def pope_results(document: dict, answers: list[str]) -> dict:
-    """The scores over all questions and over those of the setting. What is neither yes nor no finds no object."""
-    said, is_there = yes_or_no(answers[0]), document["answer"].strip().lower() == "yes"
-    says_yes = said == "yes"
-    scores = {"acc": float(said == ("yes" if is_there else "no")), "precision": (says_yes, is_there)}
+    """The scores of all questions and of the setting's. Neither yes nor no finds no object."""
+    said, truth = yes_or_no(answers[0]), document["answer"].strip().lower()
+    says_yes, is_there = said == "yes", truth == "yes"
+    scores = {"acc": float(said == truth), "precision": (says_yes, is_there)}
     scores |= {"recall": float(says_yes)} if is_there else {}
     scores |= {"f1": (says_yes, is_there), "yes_ratio": float(says_yes)}
     setting = document["category"].strip().lower()
@@ -165,7 +154,7 @@ def pope_results(document: dict, answers: list[str]) -> dict:
 
 
 def precision(pairs: list[tuple[bool, bool]]) -> float:
-    """Share of right ones among the answers "yes", from whether it is said and whether it is true; 0 without any."""
+    """Share of true ones among the answers "yes", from pairs of said and true; 0 without any."""
     of_yes = [is_there for says_yes, is_there in pairs if says_yes]
     return sum(of_yes) / len(of_yes) if of_yes else 0.0
 
@@ -176,20 +165,17 @@ def f1(pairs: list[tuple[bool, bool]]) -> float:
     return 2 * right / sum(map(sum, pairs)) if right else 0.0
 
 
-def ocrbench_text(document: dict) -> str:
-    """The prompt of OCRBench: the image and the question alone."""
-    return f"<image>{document['question'].strip()}"
-
-
 def ocrbench_results(document: dict, answers: list[str]) -> dict:
-    """1 if an accepted answer is in the answer, else 0: for all, for the row's part, and for the mean."""
-    accepted = [document["answer"]] if isinstance(document["answer"], str) else document["answer"]
-    if document["dataset"] == "HME100k":  # formulas in LaTeX: spaces mean nothing, upper and lower case do
-        said, *accepted = [text.strip().replace("\n", "").replace(" ", "") for text in (answers[0], *accepted)]
+    """1 if the answer has an accepted one, else 0: for all, the row's part, and the mean."""
+    accepted = document["answer"]
+    texts = [answers[0], *([accepted] if isinstance(accepted, str) else accepted)]
+    if document["dataset"] == "HME100k":  # LaTeX: spaces mean nothing, case does
+        said, *accepted = [text.strip().replace("\n", "").replace(" ", "") for text in texts]
     else:
-        said, *accepted = [text.lower().strip().replace("\n", " ") for text in (answers[0], *accepted)]
+        said, *accepted = [text.lower().strip().replace("\n", " ") for text in texts]
     right = float(any(text in said for text in accepted))
-    return {"total": right, PART_OF_TYPE[document["question_type"].strip().lower()]: right, "acc": right}
+    part = PART_OF_TYPE[document["question_type"].strip().lower()]
+    return {"total": right, part: right, "acc": right}
 
 
 points = sum  # OCRBench counts right answers: its total is out of 1000

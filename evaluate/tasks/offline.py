@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline suite, from pinned archives: questions about easy-VQA's images and emoji; a text.
 
-The first question of each wording is asked again with a white image, and holds the true answers to all so worded:
-`blank` is the accuracy of the answers to the white image over them all.
+The first question of each wording is asked again with a white image, and holds the true answers
+to all so worded: `blank` is the accuracy of the answers to the white image over them all.
 """
 
 import math
@@ -16,77 +16,58 @@ from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
 from normalign_llava.evaluate.answers import named
-from normalign_llava.fetched.easy_vqa import (
-    CHOICES,
-    EMOJI,
-    KINDS,
-    Question,
-    emoji as drawn,
-    held_out,
-    load_image,
-    passages as read_passages,
-    png,
-)
+from normalign_llava.fetched import easy_vqa as data
 
 
 BLANK = Image.new("RGB", (64, 64), "white")
 
 
 class OfflineTask(ConfigurableTask):
-    """A task whose data need no data set of a hub, and whose documents may be asked again with a white image."""
+    """A task without a data set of a hub, whose documents may be asked again of a white image."""
 
     def __init__(self, config: dict) -> None:
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
-    def construct_requests(self, doc: dict, ctx: str, **options: object) -> Instance | list[Instance]:
+    def construct_requests(self, doc: dict, ctx: str, **options) -> Instance | list[Instance]:
         """The question with its image, and with a white one if the document says so."""
         request = super().construct_requests(doc, ctx, **options)
         if not doc.get("blank"):
             return request
-        arguments = (*request.arguments[:2], {"visual": [BLANK] * len(request.arguments[2]["visual"])})
+        *others, images = request.arguments
+        arguments = (*others, {"visual": [BLANK] * len(images["visual"])})
         return [request, replace(request, idx=1, arguments=arguments, resps=[], filtered_resps={})]
 
 
 def easy_vqa(**_: object) -> dict[str, Dataset]:
-    """The quickstart's questions about easy-VQA's test images: 100 each of shape and colour, and yes or no."""
-    asked = held_out(100)
-    of_kind = [[question for question in asked if question.kind == kind] for kind in KINDS]
-    mixed = [question for trio in zip(*of_kind, strict=True) for question in trio]  # the first few are of all kinds
-    return _as_test([(question, CHOICES[question.kind], question.kind.replace("/", "_")) for question in mixed])
+    """The quickstart's questions on easy-VQA's test images: 100 of shape, colour, and yes or no."""
+    asked = data.held_out(100)
+    of_kind = [[question for question in asked if question.kind == kind] for kind in data.KINDS]
+    mixed = [question for trio in zip(*of_kind, strict=True) for question in trio]  # kinds by turns
+    return _as_test([(one, data.CHOICES[one.kind], one.kind.replace("/", "_")) for one in mixed])
 
 
 def emoji(**_: object) -> dict[str, Dataset]:
-    """The names of Microsoft's drawings of the 12 emoji whose Google drawings the quickstart trains on."""
-    return _as_test([(question, EMOJI, "") for question in drawn("test")])
+    """Names of Microsoft's drawings of the 12 emoji of which the quickstart trains on Google's."""
+    return _as_test([(question, data.EMOJI, "") for question in data.emoji("test")])
 
 
-def _as_test(asked: list[tuple[Question, Collection[str], str]]) -> dict[str, Dataset]:
-    """Questions with their choices and category as split `test`, the first of each wording with the answers of all."""
+def _as_test(asked: list[tuple[data.Question, Collection[str], str]]) -> dict[str, Dataset]:
+    """Split `test` of questions, choices and category; a wording's first has the answers of all."""
     worded = defaultdict(list)
     for question, _, category in asked:
         worded[question.text].append({"category": category, "answer": question.answer})
-    rows = [
-        {
-            "image": {"bytes": png(load_image(question.image)), "path": None},
-            "question": question.text,
-            "answer": question.answer,
-            "category": category,
-            "choices": choices,
-            "blank": worded.pop(question.text, []),
-        }
-        for question, choices, category in asked
-    ]
+    rows = []
+    for question, choices, category in asked:
+        image = {"bytes": data.png(data.load_image(question.image)), "path": None}
+        row: dict = {"image": image, "question": question.text, "answer": question.answer}
+        row |= {"category": category, "choices": choices, "blank": worded.pop(question.text, [])}
+        rows.append(row)
     return {"test": Dataset.from_list(rows).cast_column("image", ImageFeature())}
 
 
 def passages(**_: object) -> dict[str, Dataset]:
     """32 passages of 128 words of one speech."""
-    return {"test": Dataset.from_list([{"text": text} for text in read_passages(32, 128)])}
-
-
-def text(document: dict) -> str:
-    """The prompt: the image and the question alone."""
-    return f"<image>{document['question']}"
+    return {"test": Dataset.from_list([{"text": text} for text in data.passages(32, 128)])}
 
 
 def results(document: dict, answers: list[str]) -> dict:
@@ -102,7 +83,7 @@ def results(document: dict, answers: list[str]) -> dict:
 
 
 def passage_results(document: dict, likelihoods: list[float]) -> dict:
-    """Bits for each byte of a passage, from its log likelihood, and what its words weigh in the perplexity."""
+    """Bits per byte of a passage, by its log likelihood, and the weight of its words."""
     (likelihood,) = likelihoods
     return {
         "bits_per_byte": -likelihood / len(document["text"].encode()) / math.log(2),
@@ -111,7 +92,7 @@ def passage_results(document: dict, likelihoods: list[float]) -> dict:
 
 
 def blank(counts: list[list[int]]) -> float:
-    """Accuracy with a white image, from how many questions of each wording are answered rightly, of how many."""
+    """Accuracy with a white image, from how many questions of a wording are right, of how many."""
     return sum(right for right, _ in counts) / sum(asked for _, asked in counts)
 
 

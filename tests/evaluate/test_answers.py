@@ -1,46 +1,43 @@
 """What an answer says, in the shapes that models give it."""
 
-import pytest
-
 from normalign_llava.evaluate.answers import chosen_option, yes_or_no
 
 
 OPTIONS = {"A": "a dog", "B": "a cat", "C": "a red car", "D": "a horse"}
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "B", "b", "B.", "B)", "b)", "(B)", "(b)", "[B]", "**B**", " B\n", "B:", "b. a cat", "B. a cat", "B. A cat",
-        "**B.** a cat", "B - a cat", "B: the animal that one sees in this picture", "B\nIt is a cat, as one sees.",
-        "The answer is B", "the answer is b", "The answer is: (B).", "The correct answer is **B**. For A barks.",
-        "The answer is B, a cat.", "The answer is 'B'.", "Answer: B", "Option B", "option b",
-        "The correct choice is option B.", "I think it's B", "La respuesta es B", "答案是B", "B, not A",
-        "b. The animal that one sees in this picture",
-        "a cat", "A cat", "A cat.", "A CAT", "The answer is a cat", "A cat sits there.",
-    ],
-)  # fmt: skip
-def test_answers_that_choose_the_second_option(answer):
-    assert chosen_option(answer, OPTIONS) == "B"
+def test_answers_that_choose_the_second_option():
+    answers = [
+        "B", "b", "B.", "B)", "b)", "(B)", "(b)", "[B]", "**B**", " B\n", "B:", "b. a cat",
+        "B. a cat", "B. A cat", "**B.** a cat", "B - a cat",
+        "B: the animal that one sees in this picture", "B\nIt is a cat, as one sees.",
+        "The answer is B", "the answer is b", "The answer is: (B).",
+        "The correct answer is **B**. For A barks.", "The answer is B, a cat.",
+        "The answer is 'B'.", "Answer: B", "Option B", "option b",
+        "The correct choice is option B.", "I think it's B", "La respuesta es B", "答案是B",
+        "B, not A", "b. The animal that one sees in this picture", "a cat", "A cat", "A cat.",
+        "A CAT", "The answer is a cat", "A cat sits there.",
+    ]  # fmt: skip
+    chosen = {answer: chosen_option(answer, OPTIONS) for answer in answers}
+    assert chosen == dict.fromkeys(answers, "B")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "", "   ", "...", "A or B", "A and B", "A, B", "A/B", "(A), (B)", "Either B or C.", "Neither A nor B",
-        "the answer is a or b", "The answer is A or B", "The answer is not B", "A. a dog B. a cat C. a red car",
-        "a dog and a cat",
-        "Option A is wrong, and option C is wrong.", "Hepatitis-B", "The answer is B-flat", "It is D'Artagnan",
-        "E", "The answer is E", "(F)", "T-shirts", "It is 25 °C", "Because it meows", "The man is a DJ",
-        "A bird", "A Bird", "A bird in a tree far away from the house", "Es un gato", "一只猫",
-        "Sorry, I can't help with images of people yet.", "I'm sorry, but I cannot see a cat.", "I can't tell. B?",
-        "I cannot determine whether it is B.",
+def test_answers_that_choose_nothing():
+    answers = [
+        "", "   ", "...", "A or B", "A and B", "A, B", "A/B", "(A), (B)", "Either B or C.",
+        "Neither A nor B", "the answer is a or b", "The answer is A or B", "The answer is not B",
+        "A. a dog B. a cat C. a red car", "a dog and a cat",
+        "Option A is wrong, and option C is wrong.", "Hepatitis-B", "The answer is B-flat",
+        "It is D'Artagnan", "E", "The answer is E", "(F)", "T-shirts", "It is 25 °C",
+        "Because it meows", "The man is a DJ", "A bird", "A Bird",
+        "A bird in a tree far away from the house", "Es un gato", "一只猫",
+        "Sorry, I can't help with images of people yet.", "I'm sorry, but I cannot see a cat.",
+        "I can't tell. B?", "I cannot determine whether it is B.",
         "I would say that it is B since there are ears that one can see in the picture",
-        "A story about a cat that goes on for so long that it cannot be meant as the text of one of the options",
-    ],
-)  # fmt: skip
-def test_answers_that_choose_nothing(answer):
-    assert chosen_option(answer, OPTIONS) is None
+        "A story about a cat that goes on for so long that it is no text of one of the options",
+    ]  # fmt: skip
+    chosen = {answer: chosen_option(answer, OPTIONS) for answer in answers}
+    assert chosen == dict.fromkeys(answers)
 
 
 def test_the_letter_a_is_an_option_where_it_is_no_article():
@@ -67,16 +64,9 @@ def test_an_option_within_another_and_within_a_word():
     assert chosen_option("Sorry", {"A": "Thanks", "B": "Sorry"}) == "B"
 
 
-NEITHER = ("", "Yes and no", "yes or no?", "I don't know", "Sorry, I can't see it.", "Ja", "是", "nope", "yesterday")
-
-
-@pytest.mark.parametrize(
-    ("word", "answers"),
-    [
-        ("yes", ("yes", "Yes", "YES.", "**Yes**", "Yes, there is a dog in it.", "yes\n", "I think yes")),
-        ("no", ("no", "No.", "(No)", "No, there is not.", "There is no dog.")),
-        (None, NEITHER),
-    ],
-)
-def test_yes_no_and_neither(word, answers):
-    assert {answer: yes_or_no(answer) for answer in answers} == dict.fromkeys(answers, word)
+def test_yes_no_and_neither():
+    yes = ("yes", "Yes", "YES.", "**Yes**", "Yes, there is a dog in it.", "yes\n", "I think yes")
+    no = ("no", "No.", "(No)", "No, there is not.", "There is no dog.")
+    neither = ("", "Yes and no", "yes or no?", "I don't know", "Ja", "是", "nope", "yesterday")
+    words = dict.fromkeys(yes, "yes") | dict.fromkeys(no, "no") | dict.fromkeys(neither)
+    assert {answer: yes_or_no(answer) for answer in words} == words

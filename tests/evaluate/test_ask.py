@@ -23,7 +23,8 @@ QUESTION = "what is 7 plus 0?"
 
 
 def ask(model, image, *words, question=QUESTION):
-    return CliRunner().invoke(app, ["ask", str(model), str(image), question, *words], env={"COLUMNS": "500"})
+    command = ["ask", str(model), str(image), question, *words]
+    return CliRunner().invoke(app, command, env={"COLUMNS": "500"})
 
 
 def evaluated(model, data):
@@ -41,8 +42,9 @@ def test_answers_are_those_of_generate(checkpoint, tmp_path):
     assert ask(checkpoint, file, *tokens).stdout == expected + "\n"
 
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    targets = {"target_modules": r".*\.language_model\..*_proj", "modules_to_save": ["multi_modal_projector"]}
-    adapted = get_peft_model(model, LoraConfig(r=4, **targets))
+    targets, saved = r".*\.language_model\..*_proj", ["multi_modal_projector"]
+    config = LoraConfig(r=4, target_modules=targets, modules_to_save=saved)
+    adapted = get_peft_model(model, config)
     torch.manual_seed(5)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -54,8 +56,8 @@ def test_answers_are_those_of_generate(checkpoint, tmp_path):
     adapted.merge_and_unload().save_pretrained(merged)
     of_adapter = generate(merged, QUESTION, Image.open(file), tokens=12)[0]
     assert ask(tmp_path / "adapter", file, *tokens).stdout == of_adapter + "\n" != expected + "\n"
-    (tmp_path / "data.csv").write_text(f"image,question,answer\nnoise.png,{QUESTION},7\n")
-    assert evaluated(tmp_path / "adapter", tmp_path / "data.csv") == evaluated(merged, tmp_path / "data.csv")
+    (data := tmp_path / "data.csv").write_text(f"image,question,answer\nnoise.png,{QUESTION},7\n")
+    assert evaluated(tmp_path / "adapter", data) == evaluated(merged, data)
 
 
 def test_words_are_printed_as_they_come_and_cannot_control_the_terminal(capsys):
@@ -75,12 +77,13 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     cases = {
         (checkpoint, "kite.png"): "No such file",
         (checkpoint, "broken.png"): "broken.png cannot be used",
-        (checkpoint.parent / "language", "noise.png"): "language is a language model, which answers no questions",
+        (checkpoint.parent / "language", "noise.png"): "is a language model, which answers nothing",
     }
     for (model, image), reason in cases.items():
         result = ask(model, tmp_path / image)
         assert result.exit_code == 1 and reason in result.output
-    without = shutil.copytree(checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    hidden = shutil.ignore_patterns("*.safetensors")
+    without = shutil.copytree(checkpoint, tmp_path / "model", ignore=hidden)
     questions = {"<image>\nWhat?": "has <image>.", "what? " * 300: "model takes 256.", " ": "empty"}
     for question, reason in questions.items():
         assert reason in ask(without, tmp_path / "noise.png", question=question).stderr

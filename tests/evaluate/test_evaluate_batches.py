@@ -21,7 +21,7 @@ from normalign_llava.evaluate.engine import as_lm
 pytestmark = pytest.mark.slow
 
 
-# By length: in fours, the first four have images and the last four have none, but for one question in two of them.
+# By length: in fours, the first four have images and the last have none, but for one of them.
 QUESTIONS = [
     "<image>what is in this one, and what is in that one?<image>",
     "and here, <image>, what do you see there, if anything?",
@@ -34,13 +34,8 @@ QUESTIONS = [
     "<image>",
 ]
 LONGEST = 12  # tokens of an answer
-
-
-def picture(number):
-    return Picture.effect_noise((16, 16), 60 + 40 * number).convert("RGB")
-
-
-IMAGES = [[picture(3 * number + i) for i in range(text.count("<image>"))] for number, text in enumerate(QUESTIONS)]
+pictures = (Picture.effect_noise((16, 16), 60 * number).convert("RGB") for number in range(1, 9))
+IMAGES = [[next(pictures) for _ in range(text.count("<image>"))] for text in QUESTIONS]
 
 
 @pytest.fixture(scope="module", params=["ours, with a first token", "llava, with another end"])
@@ -50,9 +45,9 @@ def checkpoint(request, tmp_path_factory):
     tiny.heeding(NormAlignLlavaForConditionalGeneration.from_pretrained(ours)).save_pretrained(ours)
     if request.param == "ours, with a first token":  # which the tokenizer writes, and the template
         processor = AutoProcessor.from_pretrained(ours)
-        processor.tokenizer.bos_token = "<|im_start|>"
+        processor.tokenizer.bos_token = first = "<|im_start|>"
         processor.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<|im_start|> $A", special_tokens=[("<|im_start|>", processor.tokenizer.bos_token_id)]
+            single=f"{first} $A", special_tokens=[(first, processor.tokenizer.bos_token_id)]
         )
         processor.save_pretrained(ours)
         return ours
@@ -72,36 +67,38 @@ def alone(model, processor, text, images):
     content = [part for pair in zip(words, [*shown, None], strict=True) for part in pair if part]
     options = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
     inputs = processor.apply_chat_template([{"role": "user", "content": content}], **options)
-    end = processor.tokenizer.eos_token_id
+    end, length = processor.tokenizer.eos_token_id, inputs["input_ids"].shape[1]
     ids = model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False, eos_token_id=end)
-    return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).split("\n")[0]
+    return processor.decode(ids[0, length:], skip_special_tokens=True).split("\n")[0]
 
 
 def write_task(folder, answers):
     """Questions whose right answers are what the model says, but for every third."""
-    rows = [
-        {"images": images, "question": text, "answer": answer if number % 3 else "wrong"}
-        for number, (images, text, answer) in enumerate(zip(IMAGES, QUESTIONS, answers, strict=True))
-    ]
-    Dataset.from_list(rows).cast_column("images", List(Image())).to_parquet(folder / "rows.parquet")
-    files = {"data_files": {"test": str(folder / "rows.parquet")}, "cache_dir": str(folder / "cache")}
-    task = {"task": "tiny_mixed", "dataset_path": "parquet", "dataset_kwargs": files, "test_split": "test"}
-    task |= {"output_type": "generate_until", "doc_to_image": "images", "doc_to_text": "{{question}}"}
+    right = [answer if number % 3 else "wrong" for number, answer in enumerate(answers)]
+    rows = Dataset.from_dict({"images": IMAGES, "question": QUESTIONS, "answer": right})
+    file = folder / "rows.parquet"
+    rows.cast_column("images", List(Image())).to_parquet(file)
+    files = {"data_files": {"test": str(file)}, "cache_dir": str(folder / "cache")}
+    task = {"task": "tiny_mixed", "dataset_path": "parquet", "dataset_kwargs": files}
+    task |= {"doc_to_image": "images", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
     task |= {"generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": LONGEST}}
-    task |= {"metric_list": [{"metric": "exact_match"}], "doc_to_target": "{{answer}}"}
+    task |= {"test_split": "test", "metric_list": [{"metric": "exact_match"}]}
+    task["output_type"] = "generate_until"
     (folder / "tiny_mixed.yaml").write_text(yaml.safe_dump(task))
 
 
 def test_answers_in_batches_are_those_to_one_question_at_a_time(checkpoint, tmp_path):
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(checkpoint)
-    expected = [alone(model, processor, text, images) for text, images in zip(QUESTIONS, IMAGES, strict=True)]
+    asked = zip(QUESTIONS, IMAGES, strict=True)
+    expected = [alone(model, processor, text, images) for text, images in asked]
     assert len(set(expected)) > len(QUESTIONS) // 2  # an answer depends on the question
     write_task(tmp_path, expected)
     limited = GenerationConfig.from_pretrained(checkpoint)
     limited.max_new_tokens = 1  # the task's own limit counts
     limited.save_pretrained(checkpoint)
-    handle, tasks = resolve_model(str(checkpoint)), TaskManager(include_path=str(tmp_path), include_defaults=False)
+    handle = resolve_model(str(checkpoint))
+    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
     for batch_size in (1, 4):
         lm = as_lm(handle, batch_size=batch_size, dtype="float32")
         result = evaluate(lm, tasks.load(["tiny_mixed"]), apply_chat_template=True)

@@ -1,4 +1,4 @@
-"""One's own questions and answers: scores by hand, rows that are refused; a tiny model is asked and published."""
+"""One's own questions and answers: scores by hand, refused rows; a model asked and published."""
 
 import json
 import shutil
@@ -17,6 +17,7 @@ from normalign_llava.hub_cards.push.checks import check_private
 from normalign_llava.hub_cards.push.source import choose_files
 
 
+METRICS = ("exact_match", "blank", "commonest")
 SECRET = "Who lives in this house?"
 TURNS = [{"role": role, "content": "what?"} for role in ("user", "assistant")]
 
@@ -24,8 +25,8 @@ TURNS = [{"role": role, "content": "what?"} for role in ("user", "assistant")]
 def scores(task, *answers):
     """With each answer to a row, and the last to every white image."""
     model, name = Script(answers, lambda prompt: answers[-1]), task.config.task
-    result = harness(model, {"tasks": {name: task}})["results"][name]
-    return {key.removesuffix(",none"): value for key, value in result.items() if "," in key}, model.asked
+    results = harness(model, {"tasks": {name: task}})["results"][name].items()
+    return {key.removesuffix(",none"): score for key, score in results if "," in key}, model.asked
 
 
 def lines(file, *rows):
@@ -37,7 +38,8 @@ def folder_of(folder, *rows):
     folder.mkdir()
     for number in range(2 + len(rows)):
         (folder / f"{number}.png").write_bytes(training.image(number))
-    lines(folder / "metadata.jsonl", *({"file_names": [f"{number}.png"], **row} for number, row in enumerate(rows)))
+    rows = [{"file_names": [f"{number}.png"], **row} for number, row in enumerate(rows)]
+    lines(folder / "metadata.jsonl", *rows)
     return str(folder)
 
 
@@ -46,38 +48,40 @@ def asked(question, answer, **others):
 
 
 def test_exact_match_by_hand(tmp_path):
-    true = ["a kite", "A red kite.", "5", "kite", "a kite", "?"]
-    rows = (asked("what?" if number < 4 else "and this?", answer) for number, answer in enumerate(true))
+    rows = [asked("what?", answer) for answer in ("a kite", "A red kite.", "5", "kite")]
+    rows += [asked("and this?", "a kite"), asked("and this?", "?")]
     task = own_task(folder_of(tmp_path / "my images", *rows))
-    result, requests = scores(task, " A  Kite!", "a red kite", "-5", "a kite", "a kite or a bird", "", "A kite.")
+    said = (" A  Kite!", "a red kite", "-5", "a kite", "a kite or a bird", "")
+    result, requests = scores(task, *said, "A kite.")
     assert task.config.task == "own_my-images" and len(requests) == 6 + 2
     assert {request.args[0] for request in requests} == {"<image>what?", "<image>and this?"}
     # Right are the first two. Of a white image "A kite." is right to one question of each wording.
-    assert [result[name] for name in ("exact_match", "blank", "commonest")] == pytest.approx([2 / 6] * 3)
+    assert [result[name] for name in METRICS] == pytest.approx([2 / 6] * 3)
     assert result["exact_match_stderr"] == pytest.approx((2 / 6 * 4 / 6 / 5) ** 0.5)
 
 
 def test_choices_by_hand(tmp_path):
     options, others = ["yes", "no"], ["no", "yes"]
-    rows = [asked("Is it?", "Yes.", choices=options), asked("Is it?", "yes", choices=others)]
-    rows += [asked("Is it?", "b", choices=others), asked("Is it?", "no", choices=others)]
+    rows = [asked("So?", "Yes.", choices=options), asked("So?", "yes", choices=others)]
+    rows += [asked("So?", "b", choices=others), asked("So?", "no", choices=others)]
     task = own_task(lines(tmp_path / "rows.jsonl", *rows))
     result, requests = scores(task, "A", "yes", "A", "The answer is A.", "A")
-    prompt = "Is it?\nA. yes\nB. no\nAnswer with the option's letter from the given choices directly."
+    prompt = "So?\nA. yes\nB. no\nAnswer with the option's letter from the given choices directly."
     assert requests[0].args[0] == prompt and task.eval_docs["answer"] == ["A", "B", "B", "A"]
     # The answer to a blank image is right to the first and the last; each letter is right to two.
     assert (result["acc"], result["blank"], result["commonest"]) == (3 / 4, 2 / 4, 2 / 4)
-    lettered = own_task(lines(tmp_path / "rows.jsonl", asked("Is it?", "B", A="yes", B="no", C="nan")))
+    lettered = own_task(lines(tmp_path / "b.jsonl", asked("So?", "B", A="yes", B="no", C="nan")))
     assert lettered.eval_docs[0]["prompt"] == prompt and scores(lettered, "no", "")[0]["acc"] == 1
 
 
 def test_any_of_several_accepted_answers_is_right_and_choices_may_be_numbers(tmp_path, caplog):
-    rows = [asked("what?", None, answers=["a kite", "kite", "kite"]), asked("what?", None, answers=["bird"])]
+    accepted = (["a kite", "kite", "kite"], ["bird"])
+    rows = [asked("what?", None, answers=answers) for answers in accepted]
     rows.append(asked("what?", "bird", answers=["bird", "a bird"], tools="x"))
     task = own_task(lines(tmp_path / "rows.jsonl", *rows))
     result, _ = scores(task, "A kite.", "kite", "a bird", "kite")
     # Right are the first and the last; of a white image, "kite" is right to the first of three.
-    assert [result[name] for name in ("exact_match", "blank", "commonest")] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
+    assert [result[name] for name in METRICS] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
     assert "rows.jsonl: left out: tools (1 row)" in caplog.text
     numbers = [asked("Which?", 1, choices=["yes", "no"])]
     numbers.append(asked("Which?", None, options=["yes", "no"], correct_choice_idx=0))
@@ -86,19 +90,19 @@ def test_any_of_several_accepted_answers_is_right_and_choices_may_be_numbers(tmp
 
 def test_several_images_and_a_system_turn_are_asked(tmp_path):
     image, text = {"type": "image"}, {"type": "text", "text": "or"}
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [image, text, image]}, TURNS[1]]
-    row = {"file_names": ["0.png", "1.png"], "messages": turns}
+    turns = [{"role": "system", "content": "Brief."}, TURNS[0] | {"content": [image, text, image]}]
+    row = {"file_names": ["0.png", "1.png"], "messages": [*turns, TURNS[1]]}
     result, requests = scores(own_task(folder_of(tmp_path / "images", row)), "What", "")
-    assert requests[0].args[0] == "Be brief.<image>or<image>" and result["exact_match"] == 1
+    assert requests[0].args[0] == "Brief.<image>or<image>" and result["exact_match"] == 1
     assert [len(request.args[2]["visual"]) for request in requests] == [2, 2]
 
 
 def test_rows_that_cannot_be_evaluated_are_named(tmp_path):
     cases = {
-        "it has 2 questions; save each, with its answer, as a row of its own": {"messages": TURNS * 2},
+        "it has 2 questions; save each with its answer as a row": {"messages": TURNS * 2},
         "there is no such image": asked("what?", "it", image="gone.png"),
-        "the answer 'C' is not just one of the choices ['dog', 'cat']": asked("what?", "C", choices=["dog", "cat"]),
-        "or whether it has choices, differs from the first row": asked("what?", "a", choices=["a", "b"]),
+        "the answer 'C' is not just one of": asked("what?", "C", choices=["dog", "cat"]),
+        "or whether it has choices, differs": asked("what?", "a", choices=["a", "b"]),
         "its system turn, or": {"messages": [{"role": "system", "content": "Shout."}, *TURNS]},
     }
     for reason, row in cases.items():
@@ -117,24 +121,27 @@ def test_a_model_is_asked_compared_and_published(checkpoint, tmp_path):
 
     assert "own_my-images exact_match" in run("evaluate", model, "--data", data, "--batch-size", 2)
     long = lines(tmp_path / "long.jsonl", asked("what " * 400, "it", image="0.png"))
-    assert "has 2,023 tokens, and 240 are allowed." in run("evaluate", model, "--data", long, "--image-folder", data)
+    said = run("evaluate", model, "--data", long, "--image-folder", data)
+    assert "has 2,023 tokens of 240 allowed." in said
     (result,) = read_evaluations(model)
     assert (result.title, result.total, result.metrics[0].samples) == ("my-images (own data)", 2, 2)
     assert result.metrics[0].references == {"blank image": 0, "commonest answer": 0.5}
     other = shutil.copytree(model, tmp_path / "other")
     shutil.make_archive(str(tmp_path / "images"), "zip", data)  # the same in other forms
-    (tmp_path / "my-images.csv").write_text(f"path,asked,label\n0.png,{SECRET},Ann\n1.png,{SECRET},Bob\n")
-    named = {"image_folder": str(tmp_path / "images.zip"), "columns": "image=path,question=asked,answer=label"}
-    assert result.versions["own_my-images"] == own_task(str(tmp_path / "my-images.csv"), **named).VERSION
-    assert "own_my-images: done before." in run("evaluate", model, "--data", data, "--batch-size", 2)
-    assert "Differences from model" in run("compare", model, other, "--output", tmp_path / "comparison")
+    table = tmp_path / "my-images.csv"
+    table.write_text(f"path,asked,label\n0.png,{SECRET},Ann\n1.png,{SECRET},Bob\n")
+    named = {"columns": "image=path,question=asked,answer=label"}
+    same = own_task(str(table), image_folder=str(tmp_path / "images.zip"), **named)
+    assert result.versions["own_my-images"] == same.VERSION
+    assert "own_my-images: done" in run("evaluate", model, "--data", data, "--batch-size", 2)
+    assert "Differences from model" in run("compare", model, other, "--output", tmp_path / "two")
 
     write_card(model)
     check_private(sent := choose_files(model, {}), "")
     card, summary = (sent.files[name].decode() for name in ("README.md", "evaluation/summary.json"))
     assert "### my-images (own data)" in card and "own data of 2 rows (SHA-256 " in card
-    assert not any(word in text for word in (SECRET, "Ann", str(tmp_path)) for text in (card, summary))
+    assert not any(word in card + summary for word in (SECRET, "Ann", str(tmp_path)))
 
-    (tmp_path / "my-images" / "1.png").write_bytes(training.image(7))  # the same answers to other images
+    (tmp_path / "my-images" / "1.png").write_bytes(training.image(7))  # same answers, other images
     assert "done before" not in run("evaluate", other, "--data", data)
     assert "asked the models other questions" in run("compare", model, other)
