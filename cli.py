@@ -19,10 +19,10 @@ Strategy = Literal["default", "full"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
-DtypeOption = Annotated[Dtype, Option(help="Of weights; the norm is float32. auto keeps theirs.")]
+DtypeOption = Annotated[Dtype, Option(help="Weight dtype. auto keeps the checkpoint's.")]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
 ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip where image paths start.")]
-ColumnsOption = Annotated[str | None, Option(help="Columns, such as image=path,answer=caption.")]
+ColumnsOption = Annotated[str | None, Option(help="Column names: image=path,answer=caption.")]
 TrustOption = Annotated[bool, Option("--trust-remote-code", help="Run a checkpoint's own code.")]
 NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
 ModelArgument = Annotated[str, Argument(help="Model's folder or Hub id, or an adapter's folder.")]
@@ -61,10 +61,17 @@ def build(
     ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
     feature_layer: Annotated[
-        Any, Option(parser=_layers, metavar="N,...", show_default="-2", help="Layers to project.")
+        Any,
+        Option(
+            parser=_layers, metavar="N,...", show_default="-2", help="Hidden states to project."
+        ),
     ] = None,
-    select_strategy: Annotated[Strategy | None, Option(help="default drops class tokens.")] = None,
-    chat_template: Annotated[Path | None, Option(help="Jinja file.", exists=True)] = None,
+    select_strategy: Annotated[
+        Strategy | None, Option(help="Drop class tokens, or keep all visual tokens.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, Option(help="Jinja file of the chat template.", exists=True)
+    ] = None,
     dtype: DtypeOption = "auto",
     seed: Annotated[int | None, Option(help="Seed of the projector's random weights.")] = None,
 ) -> None:
@@ -97,7 +104,9 @@ def gain(
     model: Annotated[str, Argument(help="Folder or Hub id.")],
     top: Annotated[int, Option(metavar="N", min=0, help="Tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, Option(help="Branch, tag or commit on the Hub.")] = None,
-    critical: Annotated[bool, Option("--critical", help="Predict where rotation drops.")] = False,
+    critical: Annotated[
+        bool, Option("--critical", help="Also run it: predict the norm at which rotation drops.")
+    ] = False,
 ) -> None:
     """Measure N_text and the gain of a model from its embeddings; --critical runs the model."""
     with errors_for_people():
@@ -155,8 +164,8 @@ def data(
     source: Annotated[str, Argument(metavar="DATA", help="File, folder or Hub id (DATA:SPLIT).")],
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    model: Annotated[str | None, Option(help="Checkpoint that counts and shows tokens.")] = None,
-    check_images: Annotated[bool, Option("--check-images", help="Decode all, not a few.")] = False,
+    model: Annotated[str | None, Option(help="Checkpoint, to count and show tokens.")] = None,
+    check_images: Annotated[bool, Option("--check-images", help="Decode every image.")] = False,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault."""
     with errors_for_people():
@@ -181,7 +190,8 @@ def merge(
     output: NewFolderOption,
     base: BaseOption = None,
     base_quantization: Annotated[
-        Quantization | None, Option(help="Of the base in training.", show_default="training.json's")
+        Quantization | None,
+        Option(help="How the base was quantized in training.", show_default="training.json's"),
     ] = None,
     dtype: DtypeOption = "auto",
 ) -> None:
@@ -208,7 +218,7 @@ def evaluate(
     data: Annotated[str | None, Option(help="Own questions: file, folder or Hub data set.")] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    limit: Annotated[int | None, Option(metavar="N", min=1, help="The first N of a task.")] = None,
+    limit: Annotated[int | None, Option(metavar="N", min=1, help="First rows of a task.")] = None,
     output: Annotated[
         Path | None, Option(help="Folder of results.", show_default="MODEL or evaluations/HUB_ID")
     ] = None,
@@ -329,14 +339,14 @@ def card(
 def publish(
     checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, or of an adapter.")],
     repo_id: Annotated[str, Option(help="Repository: user/name or organisation/name.")],
-    private: Annotated[bool | None, Option("--private/--public", help="If it is created.")] = None,
+    private: Annotated[bool | None, Option("--private/--public", help="For a new one.")] = None,
     revision: Annotated[str, Option(help="Branch; made if it does not exist.")] = "main",
     create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request.")] = False,
     space: Annotated[bool, Option("--space", help="Also a demo: the Space REPO_ID-demo.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Publish an adapter unmerged.")] = False,
     base: BaseOption = None,
     replace_card: Annotated[bool, Option("--replace-card", help="Overwrite your card.")] = False,
-    no_verify: Annotated[bool, Option("--no-verify", help="Do not load it, if large.")] = False,
+    no_verify: Annotated[bool, Option("--no-verify", help="Skip the clean load.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check; show what would be sent.")] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load that in a clean process."""
