@@ -35,7 +35,7 @@ def test_by_default_the_merged_model_is_published(publish, hub, adapter, tmp_pat
     (adapter / "evaluation").mkdir()
     status, shown = publish(adapter, "--dry-run", "--no-verify", TMPDIR=str(tmp_path))
     (adapter / "evaluation").rmdir()
-    assert status == 0 and "model.safetensors" in shown and "evaluation of the adapter stay here" in shown, shown
+    assert status == 0 and "model.safetensors" in shown and "evaluation of the adapter stays here" in shown, shown
     assert not list(tmp_path.glob("normalign-merged-*"))
 
 
