@@ -50,12 +50,9 @@ def _convert_vision(image_size: int, folder: Path) -> None:
     config = Dinov2Config(
         hidden_size=384, num_attention_heads=6, image_size=518, architectures=["Dinov2Model"]
     )
-    side = {"height": image_size, "width": image_size}
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's
     processor = BitImageProcessorPil(
-        size={"shortest_edge": image_size},
-        crop_size=side,
-        image_mean=[0.485, 0.456, 0.406],  # ImageNet's
-        image_std=[0.229, 0.224, 0.225],
+        size=image_size, crop_size=image_size, image_mean=mean, image_std=std
     )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)

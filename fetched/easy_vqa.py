@@ -20,9 +20,6 @@ from ..data.rows.parse import MESSAGES
 from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, unpack
 
 
-SYSTEM = "Answer briefly."
-EMOJI_QUESTION = "what is this?"
-EMOJI_TURNS = 2  # with an image each they make a row about as long as one of easy-VQA
 EMOJI: tuple[str, ...] = ("dog", "cat", "monkey", "elephant", "whale", "turtle", "apple", "banana")
 EMOJI += ("pizza", "hamburger", "taxi", "truck")
 SHAPES = ("circle", "rectangle", "triangle")
@@ -31,7 +28,6 @@ SIDE = 64  # pixels, of easy-VQA's images and of Google's drawings
 CHOICES = {"shape": SHAPES, "colour": COLOURS, "yes/no": ("yes", "no")}
 KINDS = tuple(CHOICES)
 OVERALL = "easy-VQA"
-
 FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
 
 
@@ -85,7 +81,7 @@ def emoji(split: str) -> list[Question]:
         files = {name: google / "img/google/64" / entries[name]["image"] for name in EMOJI}
     else:
         files = {name: fluent / f"{entries[name]['unified'].lower()}.webp" for name in EMOJI}
-    return [Question("emoji", EMOJI_QUESTION, name, file, name) for name, file in files.items()]
+    return [Question("emoji", "what is this?", name, file, name) for name, file in files.items()]
 
 
 def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Dataset:
@@ -99,7 +95,7 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Datase
     drawings, conversations = emoji("train"), []
     for _ in range(rows):
         if rng.random() < emoji_share:
-            turns = rng.sample(drawings, EMOJI_TURNS)
+            turns = rng.sample(drawings, 2)  # about as long as a row of easy-VQA
             shown = [placed(drawing.image, rng) for drawing in turns]
         else:
             kinds = by_image[rng.choice(images)]
@@ -145,7 +141,7 @@ def conversation(turns: list[Question], images: list[PILImage.Image]) -> dict:
 def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
     """The messages that ask `text` about an image or its path, or about the image of the row."""
     part = {"type": "image"} if image is None else {"type": "image", "image": image}
-    system = {"role": "system", "content": [{"type": "text", "text": SYSTEM}]}
+    system = {"role": "system", "content": [{"type": "text", "text": "Answer briefly."}]}
     return [system, {"role": "user", "content": [part, {"type": "text", "text": text}]}]
 
 

@@ -12,10 +12,7 @@ from ..errors import check_installed
 from .push.repository import Repository, find_repository, push
 
 
-GRADIO_VERSION = "6.31.0"
-"""What a Space installs; the one that the tests run."""
-
-REQUIREMENTS = "torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n"
+GRADIO_VERSION = "6.31.0"  # what a Space installs, and the tests run
 
 CARD = """\
 ---
@@ -72,7 +69,7 @@ def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
     return {
         "README.md": card.encode(),
         "app.py": Path(__file__).with_name("demo_app.py").read_bytes(),
-        "requirements.txt": REQUIREMENTS.encode(),
+        "requirements.txt": b"torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n",
         "space.json": json.dumps({"model": repo_id, "revision": revision}).encode(),
     }
 

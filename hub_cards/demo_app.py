@@ -27,9 +27,7 @@ SPACE_MEMORY = 12 * 2**30  # bytes of weights for which a free Space, of 16 GB, 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # EPS starts Ghostscript
 
 
-def build_app(
-    model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256
-) -> gr.Blocks:
+def build_app(model: Any, processor: Any, title: str, source: str, limit: int = 256) -> gr.Blocks:
     """The page of a model, loaded with [`ATTENTION`]; `source` is Markdown that names it."""
     example = Image.new("RGB", (256, 256), "#E8E4DA")
     ImageDraw.Draw(example).ellipse((64, 64, 192, 192), fill="red")
@@ -40,7 +38,7 @@ def build_app(
         # Gradio reads any path of this machine from a request that leaves out `meta`.
         if file and not Path(file).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
             raise gr.Error("The image is not among those uploaded here: choose it again.")
-        yield from answer(model, processor, file, question, max_new_tokens)
+        yield from answer(model, processor, file, question, limit)
 
     return gr.Interface(
         ask,
@@ -70,10 +68,8 @@ def launch(app: gr.Blocks, **options: Any) -> None:
     app.launch(share=False, ssr_mode=False, show_error=True, max_file_size="20mb", **options)
 
 
-def answer(
-    model: Any, processor: Any, file: str | None, question: str, max_new_tokens: int
-) -> Iterator[tuple]:
-    """The greedy answer as it grows, at its end with the heatmaps. The page shows a gr.Error.
+def answer(model: Any, processor: Any, file: str | None, question: str, limit: int) -> Iterator:
+    """The greedy answer of `limit` tokens as it grows, with its last the heatmaps; or a gr.Error.
 
     A thread generates it, which stops at the next token once the iterator is closed.
     """
@@ -92,8 +88,8 @@ def answer(
     streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     stopped, text = Event(), ""
     criteria = [lambda ids, scores, **_: ids.new_full((1,), stopped.is_set(), dtype=torch.bool)]
-    room = min(max_new_tokens, context - tokens)
-    options = {"max_new_tokens": room, "stopping_criteria": criteria, "streamer": streamer}
+    limit = min(limit, context - tokens)
+    options = {"max_new_tokens": limit, "stopping_criteria": criteria, "streamer": streamer}
     with ThreadPoolExecutor(1) as pool:
         generated = pool.submit(model.generate, **inputs, **options, do_sample=False)
         generated.add_done_callback(lambda _: streamer.end())  # also after an error

@@ -23,10 +23,8 @@ from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
 
 EMOJI = "emoji"
 EASY_VQA, NAMES = "offline_easy_vqa", "offline_emoji"
-METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS} | {
-    OVERALL: (EASY_VQA, "acc"),
-    EMOJI: (NAMES, "acc"),
-}
+METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS}
+METRICS |= {OVERALL: (EASY_VQA, "acc"), EMOJI: (NAMES, "acc")}
 """Task of the offline suite and metric of each kind of question."""
 
 

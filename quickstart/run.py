@@ -30,8 +30,7 @@ from .results import ask_held_out, diagnose_once, draw_images, print_results, re
 from .train import rows_of, stage, train_stage, write_data
 
 
-JOURNAL = "journal.json"
-"""Settings, precision, and the seconds of finished steps: a run resumes as it began."""
+JOURNAL = "journal.json"  # settings, precision and seconds of finished steps, to resume with
 IMAGE_SIZE = 56  # pixels, 14 of which make one visual token
 
 

@@ -65,7 +65,6 @@ class Facts:
             options = record.get("options", {}) | {f"{key}_learning_rate": lr for key, lr in rates}
             self.stages.insert(0, {"versions": {}, **record, "options": options})
             record = record.get("before")
-
         self.parts: list[Part] = []
         roles = {"vision": "vision encoder", "language": "language model"}
         for key, role in ({"vision": LLAVA} if self.build.get("from_llava") else roles).items():
@@ -84,7 +83,6 @@ class Facts:
                 name = hub_id or source["source"]
                 by_name[name] = Part("data", name, _hub_id(hub_id), revision, licence, languages)
         self.data = list(by_name.values())
-
         self.gain: dict[str, float | None] = {}
         self.moved: bool | None = None
         norm = {key.split(".")[-1]: value.double() for key, value in read_norm(checkpoint).items()}
@@ -96,7 +94,6 @@ class Facts:
                 self.moved = not stayed or (bias is not None and bool(bias.any()))
             mean = {key: value.abs().mean().item() for key, value in norm.items()}
             self.gain = dict(start=start, mean_abs=mean["weight"], bias_mean_abs=mean.get("bias"))
-
         folder, self.diagnosis = checkpoint / DIAGNOSTICS, dict[str, Any]()
         if (folder / REPORT).is_file():
             self.diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0])

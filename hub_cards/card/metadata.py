@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,7 @@ from .facts import LLAVA, Facts, Part
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
 """The most demanding last: parts under several of them may be distributed under that one."""
-
-ORDER = ["license", "license_name", "license_link", "language", "library_name", "pipeline_tag"]
-ORDER += ["base_model", "base_model_relation", "datasets", "tags"]
-"""The keys of the front matter that are derived."""
-
-SECTIONS = ("introduction", "notes")
-"""The parts of a card that are written by hand."""
+SECTIONS = ("introduction", "notes")  # of a card, which people write
 
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
 _START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
@@ -67,7 +60,7 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
     content = {
         **licence,
         # An incomplete list would mislead.
-        "language": list(dict.fromkeys(chain.from_iterable(languages))) if all(languages) else None,
+        "language": list(dict.fromkeys(sum(languages, ()))) if all(languages) else None,
         "library_name": "peft" if facts.adapter else "transformers",
         "pipeline_tag": "image-text-to-text",
         "base_model": models,

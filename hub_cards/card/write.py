@@ -20,7 +20,7 @@ from ...checkpoint.untrusted import loading
 from ...diagnose.report import number, paper_ratios, with_error
 from ...evaluate.results import Evaluation
 from .facts import Facts, Part
-from .metadata import ORDER, added, by_hand, card_in, check_replaceable, is_ours, metadata, terms
+from .metadata import SECTIONS, added, by_hand, card_in, check_replaceable, is_ours, metadata, terms
 
 
 DASH = "–"
@@ -51,7 +51,7 @@ def render_card(
     with loading(f"What {checkpoint} records of itself", remedy=remedy):  # fields of any type
         facts = Facts(checkpoint)
         cards = {CARD: card_in(checkpoint), f"{CARD} of {repo_id} on the Hub": hub_card}
-        hand, previous, unused = {"introduction": "", "notes": ""}, dict[str, Any](), list[str]()
+        hand, previous, unused = dict.fromkeys(SECTIONS, ""), dict[str, Any](), list[str]()
         for where, card in cards.items():
             if card and is_ours(card):
                 for name, text in by_hand(card, where).items():
@@ -89,7 +89,7 @@ def render_card(
             keep_trailing_newline=True,
         )
         rendered = environment.get_template("card.md.jinja").render(
-            front_matter=Markup(ModelCardData(**content).to_yaml(original_order=ORDER)),
+            front_matter=Markup(ModelCardData(**content).to_yaml(original_order=[*content])),
             derived=Markup(", ".join(settled)),
             name=(repo_id or facts.name).rpartition("/")[2],
             facts=facts,
@@ -124,12 +124,9 @@ def render_card(
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
-    """Writes `README.md` into a checkpoint folder.
+    """Writes `README.md` into a checkpoint folder, over one of others only with `replace`.
 
-    Raises:
-        ValueError: The `README.md` there is not this package's and `replace` is not set, or as for
-            [`render_card`]. Nothing is written.
-        OSError: The folder cannot be written; the earlier card remains.
+    If that raises ValueError or OSError, the earlier one remains.
     """
     check_folder(checkpoint)
     if repo_id is not None:

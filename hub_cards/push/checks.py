@@ -3,7 +3,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
     base, commit = find_checkpoint(part.name, part.revision, remedy=_PUBLISH_BASE)
     config = check_files(base, commit)
     files = cached_files(base, CODE, revision=commit, _raise_exceptions_for_missing_entries=False)
-    if foreign := _foreign(config, map(Path, files or ())):
+    if foreign := _foreign(config, [Path(file) for file in files or ()]):
         raise ValueError(
             f"The adapter's base, {base} at {commit}, would run code that is not this version's of "
             f"this package: {', '.join(foreign)}. Publish the base anew, or {_MERGED}"
@@ -116,7 +115,7 @@ def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
     return Part("base model", base, base, commit)
 
 
-def _foreign(config: dict[str, Any], files: Iterable[Path]) -> list[str]:
+def _foreign(config: dict[str, Any], files: list[Path]) -> list[str]:
     """Where code that runs is not this package's: code files, missing or other, and `auto_map`."""
     code = {file.name: file.read_bytes() for file in files}
     foreign = [name for name in CODE if code.get(name) != (PACKAGE / name).read_bytes()]

@@ -63,11 +63,9 @@ def first_logits(model: Any, processor: Any) -> list[float]:
     ramp = Image.linear_gradient("L")
     image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
     content = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the image?"}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-    ).to(model.device, model.dtype)  # fmt: skip
-    logits = model(**inputs).logits[0, -1].double().cpu()
+    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **chat)
+    logits = model(**inputs.to(model.device, model.dtype)).logits[0, -1].double().cpu()
     if not logits.isfinite().all():
         raise ValueError("the model's logits are NaN or infinite")
     return logits.tolist()

@@ -21,7 +21,6 @@ from ...evaluate.results import FOLDER as EVALUATION, SUMMARY
 
 DIAGNOSTICS = "diagnostics"
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
-
 WRITTEN: dict[str, tuple[str, ...]] = {
     "": (
         *(names.WEIGHTS, names.INDEX, "model-*-of-*.safetensors", "config.json", *CODE),
@@ -37,10 +36,8 @@ WRITTEN: dict[str, tuple[str, ...]] = {
 }
 """Patterns of the files that this package and transformers write, by folder: in a repository they
 are replaced as a whole. Of weights those are sent that load, of figures those of `report.json`."""
-
 SENT = WRITTEN | {"": (*WRITTEN[""], names.CARD, "LICENSE*", "LICENCE*", "NOTICE*")}
 """Those and what people write, which is never removed from a repository."""
-
 _FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, in no other folder
 
 

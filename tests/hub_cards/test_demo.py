@@ -72,7 +72,7 @@ def red(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(loaded):
-    app = demo_app.build_app(*loaded, title="Test", source="", max_new_tokens=80)
+    app = demo_app.build_app(*loaded, title="Test", source="", limit=80)
     demo_app.launch(app, server_name="127.0.0.1", server_port=free_port(), prevent_thread_lock=True, quiet=True)
     yield app.local_url
     app.close()
@@ -111,7 +111,7 @@ def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(tmp
         pixels = inputs["pixel_values"].double()
         heads = reference.double()(input_ids=ids, pixel_values=pixels, output_attentions=True).attentions
     assert list(maps) == [1, 2] == list(range(1, len(heads) + 1))
-    drawn = demo_app.heat_maps(model, processor, inputs, ids)
+    drawn = demo_app.heatmaps(model, processor, inputs, ids)
     for number, row in maps.items():
         layer = heads[number - 1][0].tolist()
         expected = [sum(head[n][p] for head in layer for n in asking) / len(layer) / len(asking) for p in patches]
