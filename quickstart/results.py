@@ -9,6 +9,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -21,10 +22,9 @@ from ..evaluate.run import evaluate
 from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
 
 
-EMOJI = "emoji"
 EASY_VQA, NAMES = "offline_easy_vqa", "offline_emoji"
 METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS}
-METRICS |= {OVERALL: (EASY_VQA, "acc"), EMOJI: (NAMES, "acc")}
+METRICS |= {OVERALL: (EASY_VQA, "acc"), "emoji": (NAMES, "acc")}
 """Task of the offline suite and metric of each kind of question."""
 
 
@@ -67,8 +67,6 @@ def read_report(checkpoint: Path) -> dict[str, Any]:
 
 def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
     """Draws held-out images with question, answer and truth into one PNG."""
-    from matplotlib.figure import Figure
-
     columns, rows = 4, ceil(len(answered) / 4)
     figure = Figure(figsize=(2.4 * columns, 2.7 * rows), layout="constrained")
     for axes in (grid := figure.subplots(rows, columns, squeeze=False)).flat:
@@ -99,7 +97,7 @@ def print_results(console: Console, results: dict, output: Path, pages: Sequence
     table = Table("kind", title="Held-out accuracy", title_justify="left")
     for column in ("questions", *columns):
         table.add_column(column, justify="right")
-    for kind in (*KINDS, OVERALL, EMOJI):
+    for kind in METRICS:
         shares = [f"{cells[kind]:.2f}" for cells in columns.values()]
         table.add_row(kind, str(results["count"][kind]), *shares)
     console.print(table)

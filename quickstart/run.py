@@ -135,7 +135,6 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         pages = [diagnose_once(model, plain, samples)]
         if full_baseline:
             pages.append(diagnose_once(output / "stage1", baseline / "stage1", samples, "-stage1"))
-
     folders = [page.parent.parent for page in pages]
     results = {
         "before": {key: before[key] for key in ("accuracy", "blank", "count")},

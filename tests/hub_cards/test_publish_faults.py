@@ -9,8 +9,6 @@ import pytest
 
 
 pytestmark = pytest.mark.slow
-
-
 CREATE, PUT, COMMIT = "POST /api/repos/create", "PUT ", "POST .*/commit/"
 
 

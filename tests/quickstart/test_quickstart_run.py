@@ -18,15 +18,13 @@ from PIL import Image
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.fetched.easy_vqa import KINDS, OVERALL
 from normalign_llava.hub_cards.card.metadata import is_ours
-from normalign_llava.quickstart.results import METRICS
+from normalign_llava.quickstart.results import METRICS, read_report
 from normalign_llava.quickstart.run import Settings, run_quickstart
 from normalign_llava.quickstart.train import stage, train_stage, words
 from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
-
-
 STEPS = {"max_steps": 2, "global_batch_size": 2, "per_device_train_batch_size": 2, "save_steps": 1}
 SHORT = Settings(
     stage1=stage("quickstart-align", **STEPS),
@@ -60,7 +58,6 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     assert not (output / "stage1").exists() and not (output / "results.json").exists()
     before = {path: path.stat().st_mtime_ns for path in (output / "untrained").iterdir()}
     assert "stage 1" in killed.stdout and "Resuming" not in killed.stdout + killed.stderr
-
     results = run_quickstart(output, SHORT)
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in before.items())
     assert results == json.loads((output / "results.json").read_text())
@@ -89,8 +86,7 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
         assert image.width > 1000 and image.height > 150  # a row of four
     said = capsys.readouterr().out
     assert all(word in said for word in (*KINDS, "same logits", "report.html", "convert, finished"))
-
-    alone = report(output / "model")
+    alone = read_report(output / "model")
     assert alone["against"] is None and results["verdicts"] == {"model": alone["verdict"]}
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
         run_quickstart(output, replace(SHORT, seed=1))
@@ -125,18 +121,14 @@ def test_a_finished_quickstart_goes_on_to_the_baseline(archives, output, capsys,
     again = run_quickstart(output, SHORT, full_baseline=True)
     assert {name: again["seconds"][name] for name in before} == before
     assert again["baseline"]["accuracy"].keys() == again["after"]["accuracy"].keys()
-    assert report(output / "model")["against"]["model"] == "quickstart-no-norm"
-    stage1 = report(output / "stage1")
+    assert read_report(output / "model")["against"]["model"] == "quickstart-no-norm"
+    stage1 = read_report(output / "stage1")
     models = [stage1["report"], stage1["against"]]
     assert [arm["model"] for arm in models] == ["quickstart-stage1", "quickstart-no-norm-stage1"]
     assert [arm["norm"] for arm in models] == ["layer_norm", "none"]
     assert stage1["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
-    assert [step["step"] for step in stage1["report"]["dynamics"]] == [0]
+    assert [step["step"] for step in stage1["report"]["dynamics"]] == [0]  # of the recipe's steps
     evaluations = read_evaluations(output / "baseline" / "model")
     assert [result.task for result in evaluations] == sorted(TASKS)
     assert "without the norm" in capsys.readouterr().out
     assert run_quickstart(output, SHORT)["baseline"] == again["baseline"]
-
-
-def report(checkpoint):
-    return json.loads((checkpoint / "diagnostics" / "report.json").read_text(encoding="utf-8"))
