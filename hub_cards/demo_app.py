@@ -69,7 +69,7 @@ def launch(app: gr.Blocks, **options: Any) -> None:
 
 
 def answer(model: Any, processor: Any, file: str | None, question: str, limit: int) -> Iterator:
-    """The greedy answer of `limit` tokens as it grows, with its last the heatmaps; or a gr.Error.
+    """The greedy answer of up to `limit` tokens as it grows, then with heatmaps; or a gr.Error.
 
     A thread generates it, which stops at the next token once the iterator is closed.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart. A step writes its result atomically and is skipped if that exists: it resumes."""
+"""The quickstart, which resumes: a step is skipped if its result, written atomically, exists."""
 
 import json
 import time
