@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quickstart's questions: easy-VQA, and the names of emoji; and passages of a speech.
 
-Held out are easy-VQA's own test images, none of which is among its training images, and another vendor's drawings: the
-emoji in training were drawn by Google, those in the test by Microsoft. Questions and answers are worded alike in both.
+Held out are easy-VQA's own test images, none of which is among its training images, and Microsoft's
+emoji, while Google's are in training. Questions and answers are worded alike in both.
 """
 
 import io
@@ -20,19 +20,14 @@ from ..data.rows.parse import MESSAGES
 from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, unpack
 
 
-SYSTEM = "Answer briefly."
-EMOJI_QUESTION = "what is this?"
-EMOJI_TURNS = 2  # with an image each they make a row about as long as one of easy-VQA
-EMOJI = (
-    "dog", "cat", "monkey", "elephant", "whale", "turtle", "apple", "banana", "pizza", "hamburger", "taxi", "truck",
-)  # fmt: skip
+EMOJI: tuple[str, ...] = ("dog", "cat", "monkey", "elephant", "whale", "turtle", "apple", "banana")
+EMOJI += ("pizza", "hamburger", "taxi", "truck")
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 SIDE = 64  # pixels, of easy-VQA's images and of Google's drawings
 CHOICES = {"shape": SHAPES, "colour": COLOURS, "yes/no": ("yes", "no")}
 KINDS = tuple(CHOICES)
 OVERALL = "easy-VQA"
-
 FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
 
 
@@ -48,7 +43,7 @@ class Question(NamedTuple):
 
 def easy_vqa(split: str, seed: int) -> list[Question]:
     """The questions of easy-VQA's `split`, shuffled, with as many "yes" as "no" to each wording."""
-    # It asks "is there a blue shape?" of images of any colour, so "no" is right seven times in eight.
+    # It asks "is there a blue shape?" of images of any colour: "no" is right seven times in eight.
     # The answer taught begins with what the image shows and whether that is asked for: "red circle,
     # not blue, no". In trials a bare "yes" or "no" was not learned, and "red circle, no" with some
     # seeds only. What is shown comes from other questions; without both, it is not trained on.
@@ -61,7 +56,7 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
         if answer not in ("yes", "no"):
             seen[image].update(text.rstrip("?").split(), [answer])
     kept: list[Question] = []
-    by_wording: dict[str, dict[str, list[Question]]] = defaultdict(lambda: {"yes": [], "no": []})
+    wordings: dict[str, dict[str, list[Question]]] = defaultdict(lambda: {"yes": [], "no": []})
     for text, answer, image in triples:
         kind = "shape" if answer in SHAPES else "colour" if answer in COLOURS else "yes/no"
         taught = answer
@@ -71,21 +66,22 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
             fact = asked if asked in words else f"not {asked}"
             taught = f"{' '.join(words)}, {fact}, {answer}" if len(words) == 2 else None
         question = Question(kind, text, answer, folder / "images" / f"{image}.png", taught)
-        (by_wording[text][answer] if kind == "yes/no" else kept).append(question)
-    pairs = [pair for answers in by_wording.values() for pair in zip(answers["yes"], answers["no"], strict=False)]
+        (wordings[text][answer] if kind == "yes/no" else kept).append(question)
+    pairs = [pair for said in wordings.values() for pair in zip(*said.values(), strict=False)]
     rng.shuffle(pairs)
     return kept + [question for pair in pairs for question in pair]
 
 
 def emoji(split: str) -> list[Question]:
     """The names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
-    google, fluent = unpack(GOOGLE_EMOJI) / "package", unpack(FLUENT_EMOJI) / "package"
-    entries = {entry["short_name"]: entry for entry in json.loads((google / "emoji.json").read_text(encoding="utf-8"))}
+    google, fluent = unpack(GOOGLE_EMOJI) / "package", unpack(FLUENT_EMOJI) / "package/assets"
+    entries = json.loads((google / "emoji.json").read_text(encoding="utf-8"))
+    entries = {entry["short_name"]: entry for entry in entries}
     if split == "train":
-        files = {name: google / "img" / "google" / "64" / entries[name]["image"] for name in EMOJI}
+        files = {name: google / "img/google/64" / entries[name]["image"] for name in EMOJI}
     else:
-        files = {name: fluent / "assets" / f"{entries[name]['unified'].lower()}.webp" for name in EMOJI}
-    return [Question("emoji", EMOJI_QUESTION, name, file, name) for name, file in files.items()]
+        files = {name: fluent / f"{entries[name]['unified'].lower()}.webp" for name in EMOJI}
+    return [Question("emoji", "what is this?", name, file, name) for name, file in files.items()]
 
 
 def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Dataset:
@@ -95,25 +91,26 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Datase
     for question in easy_vqa("train", seed):
         if question.taught:
             by_image[question.image][question.kind].append(question)
-    both = [image for image, kinds in by_image.items() if kinds["yes/no"] and kinds["shape"] + kinds["colour"]]
-    images, drawings = sorted(both), emoji("train")
-    conversations = []
+    images = sorted(image for image, kinds in by_image.items() if kinds.keys() > {"yes/no"})
+    drawings, conversations = emoji("train"), []
     for _ in range(rows):
         if rng.random() < emoji_share:
-            asked = rng.sample(drawings, EMOJI_TURNS)
-            conversations.append(conversation(asked, [placed(drawing.image, rng) for drawing in asked]))
-            continue
-        of_kind = by_image[rng.choice(images)]
-        turns = [rng.choice(of_kind["yes/no"]), rng.choice(of_kind["shape"] + of_kind["colour"])]
-        rng.shuffle(turns)
-        conversations.append(conversation(turns, [load_image(turns[0].image)]))
+            turns = rng.sample(drawings, 2)  # about as long as a row of easy-VQA
+            shown = [placed(drawing.image, rng) for drawing in turns]
+        else:
+            kinds = by_image[rng.choice(images)]
+            turns = [rng.choice(kinds["yes/no"]), rng.choice(kinds["shape"] + kinds["colour"])]
+            rng.shuffle(turns)
+            shown = [load_image(turns[0].image)]
+        conversations.append(conversation(turns, shown))
     return Dataset.from_list(conversations, features=FEATURES)
 
 
 def held_out(per_kind: int, seed: int = 0) -> list[Question]:
-    """`per_kind` easy-VQA test questions of each kind, an even number, then Microsoft's drawings of the emoji."""
-    questions = easy_vqa("test", seed)
-    chosen = [question for kind in KINDS for question in [q for q in questions if q.kind == kind][:per_kind]]
+    """The first `per_kind` test questions of easy-VQA of all kinds, then Microsoft's emoji."""
+    questions, chosen = easy_vqa("test", seed), list[Question]()
+    for kind in KINDS:
+        chosen += [question for question in questions if question.kind == kind][:per_kind]
     return chosen + emoji("test")
 
 
@@ -124,7 +121,8 @@ def placed(drawing: Path, rng: random.Random) -> PILImage.Image:
         image = ImageOps.mirror(image)
     side = rng.randint(round(0.65 * SIDE), SIDE)
     canvas = PILImage.new("RGB", (SIDE, SIDE), "white")
-    canvas.paste(image.resize((side, side)), (rng.randint(0, SIDE - side), rng.randint(0, SIDE - side)))
+    corner = rng.randint(0, SIDE - side), rng.randint(0, SIDE - side)
+    canvas.paste(image.resize((side, side)), corner)
     return canvas
 
 
@@ -133,17 +131,18 @@ def conversation(turns: list[Question], images: list[PILImage.Image]) -> dict:
     messages = prompt(turns[0].text)
     for number, turn in enumerate(turns):
         if number:
-            image = [{"type": "image"}] if len(images) > 1 else []
-            messages.append({"role": "user", "content": [*image, {"type": "text", "text": turn.text}]})
+            text = {"type": "text", "text": turn.text}
+            content = [{"type": "image"}, text] if len(images) > 1 else [text]
+            messages.append({"role": "user", "content": content})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.taught}]})
     return {"images": [{"bytes": png(image)} for image in images], "messages": messages}
 
 
 def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
-    """The messages that ask `text` about an image (or its path); without one, about the image in the row's column."""
+    """The messages that ask `text` about an image or its path, or about the image of the row."""
     part = {"type": "image"} if image is None else {"type": "image", "image": image}
-    user = [part, {"type": "text", "text": text}]
-    return [{"role": "system", "content": [{"type": "text", "text": SYSTEM}]}, {"role": "user", "content": user}]
+    system = {"role": "system", "content": [{"type": "text", "text": "Answer briefly."}]}
+    return [system, {"role": "user", "content": [part, {"type": "text", "text": text}]}]
 
 
 def load_image(path: Path) -> PILImage.Image:

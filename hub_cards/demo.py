@@ -12,10 +12,7 @@ from ..errors import check_installed
 from .push.repository import Repository, find_repository, push
 
 
-GRADIO_VERSION = "6.31.0"
-"""What a Space installs; the one that the tests run."""
-
-REQUIREMENTS = "torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n"
+GRADIO_VERSION = "6.31.0"  # what a Space installs, and the tests run
 
 CARD = """\
 ---
@@ -33,13 +30,13 @@ models:
 short_description: Ask about an image, and see where the words look
 ---
 
-Asks [{repo_id}](https://huggingface.co/{repo_id}/tree/{revision}) about an image. `space.json` names the commit whose
-weights, processor and code are loaded. If the model is private, give the Space a secret `HF_TOKEN` that can read it.
+Asks [{repo_id}](https://huggingface.co/{repo_id}/tree/{revision}) about an image, at the commit in
+`space.json`. If the model is private, give the Space a secret `HF_TOKEN` that can read it.
 """
 
 
 def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
-    """Serves the page of a checkpoint until it is interrupted, by default at the first free port from 7860."""
+    """Serves a checkpoint's page until interrupted, by default at the first free port from 7860."""
     source, revision = find_checkpoint(checkpoint)
     check_installed("gradio", "demo", "The demo")
     import torch
@@ -51,15 +48,16 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     from .demo_app import ATTENTION, build_app, launch
 
     opened = open_checkpoint(source, revision)
-    if opened.model_type != "normalign_llava":
-        raise ValueError(f"{checkpoint} is a {opened.model_type!r} model. The demo shows NormAlign-LLaVA models.")
+    if (kind := opened.model_type) != "normalign_llava":
+        raise ValueError(f"{checkpoint} is a {kind!r} model. The demo is for NormAlign-LLaVA only.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype_to_load("auto", opened.config, opened.weight_bytes)
     model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
     name = Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
-    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=f"Ask `{name}` about an image.")
-    names = ["localhost", "127.0.0.1"]
+    source = f"Ask `{name}` about an image."
+    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=source)
     # A page of another site may reach this computer by a name of its own (DNS rebinding).
+    names = ["localhost", "127.0.0.1"]
     guard = [Middleware(TrustedHostMiddleware, allowed_hosts=names)] if host in names else []
     launch(app, server_name=host, server_port=port, app_kwargs={"middleware": guard})
 
@@ -71,27 +69,29 @@ def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
     return {
         "README.md": card.encode(),
         "app.py": Path(__file__).with_name("demo_app.py").read_bytes(),
-        "requirements.txt": REQUIREMENTS.encode(),
+        "requirements.txt": b"torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n",
         "space.json": json.dumps({"model": repo_id, "revision": revision}).encode(),
     }
 
 
 def find_space(api: HfApi, repo_id: str) -> Repository:
-    """The Space of a model as it is now. Raises ValueError if it was not published by this package."""
+    """The Space of a model as it is now. Raises ValueError if this package did not publish it."""
     space = find_repository(api, f"{repo_id}-demo", kind="space")
-    if space.files - {".gitattributes", "README.md"} and "space.json" not in space.files:  # those are a new one's
-        raise ValueError(f"The Space {space.repo_id} is not this package's. Rename it, or leave out --space.")
+    is_new = space.files <= {".gitattributes", "README.md"}
+    if not is_new and "space.json" not in space.files:
+        raise ValueError(f"{space.repo_id} is not this package's. Rename it, or leave out --space.")
     return space
 
 
-def push_space(space: Repository, repo_id: str, commit: str, notify: Callable[[str], object]) -> str:
-    """Publishes the Space of a model, for a commit; returns its page. A new one is as private as the model."""
+def push_space(space: Repository, model: str, commit: str, notify: Callable[[str], object]) -> str:
+    """Publishes the Space of a commit; returns its page. A new one is private if the model is."""
     try:
-        private = find_repository(space.api, repo_id).private
-        push(space, space_files(repo_id, commit), stale=(), private=private)
+        private = find_repository(space.api, model).private
+        push(space, space_files(model, commit), stale=(), private=private)
     except (ValueError, OSError) as error:
-        raise OSError(f"The model is published, at {commit} of {repo_id}; its Space is not. {error}") from None
+        state = f"The model is published, at {commit} of {model}; its Space is not."
+        raise OSError(f"{state} {error}") from None
     page = f"{space.api.endpoint}/spaces/{space.repo_id}"
     if private:
-        notify(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
+        notify(f"To read the model, the Space needs a secret HF_TOKEN: {page}/settings.")
     return page

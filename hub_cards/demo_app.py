@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page that asks a NormAlign-LLaVA about an image, streams the answer and shows where its words look.
+"""A page that asks a model about an image, streams the answer and shows where its words look.
 
 A Hugging Face Space gets this file as its `app.py`, so it imports nothing of the package.
 """
@@ -18,40 +18,42 @@ import torch
 from gradio.utils import get_upload_folder
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, TextIteratorStreamer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers.generation import TextIteratorStreamer
 
 
-ATTENTION = {"text_config": "eager"}
-"""The only implementation that gives attention maps."""
-SPACE_MEMORY = 12 * 2**30
-"""Bytes of weights for which a free Space, of 16 GB, has room."""
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # for EPS, Pillow starts Ghostscript
+ATTENTION = {"text_config": "eager"}  # the only implementation that gives attention maps
+SPACE_MEMORY = 12 * 2**30  # bytes of weights for which a free Space, of 16 GB, has room
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # EPS starts Ghostscript
 
 
-def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256) -> gr.Blocks:
-    """The page of a model, loaded with [`ATTENTION`], and its processor; `source` is Markdown that names the model."""
+def build_app(model: Any, processor: Any, title: str, source: str, limit: int = 256) -> gr.Blocks:
+    """The page of a model, loaded with [`ATTENTION`]; `source` is Markdown that names it."""
     example = Image.new("RGB", (256, 256), "#E8E4DA")
     ImageDraw.Draw(example).ellipse((64, 64, 192, 192), fill="red")
+    sources: list = ["upload", "clipboard"]
+    maps = gr.Gallery(label="Where the words look", format="png", object_fit="contain")
 
     def ask(file: str | None, question: str) -> Iterator[tuple]:
         # Gradio reads any path of this machine from a request that leaves out `meta`.
         if file and not Path(file).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
             raise gr.Error("The image is not among those uploaded here: choose it again.")
-        yield from answer(model, processor, file, question, max_new_tokens)
+        yield from answer(model, processor, file, question, limit)
 
     return gr.Interface(
         ask,
         [
             # The file as it was sent, since Gradio would open it in any format.
-            gr.Image(type="filepath", image_mode=None, sources=["upload", "clipboard"], label="Image", height=320),
+            gr.Image(type="filepath", image_mode=None, sources=sources, label="Image", height=320),
             gr.Textbox(label="Question", placeholder="What is in the image?"),
         ],
-        [gr.Textbox(label="Answer"), gr.Gallery(label="Where the words look", format="png", object_fit="contain")],
+        [gr.Textbox(label="Answer"), maps],
         examples=[[example, "what color is the circle?"]],
         cache_examples=False,
         title=title,
-        description=f"{source} Below the answer: the attention of the words after the image to its patches, averaged "
-        "over heads and words: first the mean of all layers, then each. The percentage is what falls on the image.",
+        description=f"{source} Below the answer: attention to the image, averaged over heads and "
+        "the words after it. First the mean of all layers, then each; a percentage is what falls "
+        "on the image.",
         flagging_mode="never",
         api_name="ask",
         analytics_enabled=False,
@@ -61,45 +63,48 @@ def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_to
 
 def launch(app: gr.Blocks, **options: Any) -> None:
     """Serves the page, with nothing from elsewhere: no tunnel, no fonts."""
-    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    app.launch(theme=theme, share=False, ssr_mode=False, show_error=True, max_file_size="20mb", **options)
+    mono = ["ui-monospace", "monospace"]
+    options["theme"] = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=mono)
+    app.launch(share=False, ssr_mode=False, show_error=True, max_file_size="20mb", **options)
 
 
-def answer(model: Any, processor: Any, file: str | None, question: str, max_new_tokens: int) -> Iterator[tuple]:
-    """The greedy answer as it grows, and with the last of it the heat maps; gr.Error is shown on the page.
+def answer(model: Any, processor: Any, file: str | None, question: str, limit: int) -> Iterator:
+    """The greedy answer of up to `limit` tokens as it grows, then with heatmaps; or a gr.Error.
 
     A thread generates it, which stops at the next token once the iterator is closed.
     """
-    if not file or not question.strip():
+    if not file or not (question := question.strip()):
         raise gr.Error("Give an image and a question.")
     if processor.image_token in question:
         raise gr.Error("Leave the image token out of the question: the image is shown before it.")
-    content = [{"type": "image", "image": open_image(file)}, {"type": "text", "text": question.strip()}]
-    chat = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    content = [{"type": "image", "image": open_image(file)}, {"type": "text", "text": question}]
+    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
     inputs = processor.apply_chat_template([{"role": "user", "content": content}], **chat)
     inputs = inputs.to(model.device, model.dtype)
-    tokens, context = inputs["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
+    tokens = inputs["input_ids"].shape[1]
+    context = model.config.get_text_config().max_position_embeddings
     if tokens >= context:
-        raise gr.Error(f"Image and question take {tokens:,} tokens, and the model reads {context:,}. Ask shorter.")
+        raise gr.Error(f"Ask shorter: that is {tokens:,} tokens, and the model reads {context:,}.")
     streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     stopped, text = Event(), ""
     criteria = [lambda ids, scores, **_: ids.new_full((1,), stopped.is_set(), dtype=torch.bool)]
-    room = min(max_new_tokens, context - tokens)
-    options = {"max_new_tokens": room, "do_sample": False, "stopping_criteria": criteria, "streamer": streamer}
+    limit = min(limit, context - tokens)
+    options = {"max_new_tokens": limit, "stopping_criteria": criteria, "streamer": streamer}
     with ThreadPoolExecutor(1) as pool:
-        generated = pool.submit(model.generate, **inputs, **options)
-        generated.add_done_callback(lambda _: streamer.end())  # also after an error, which `result` raises
+        generated = pool.submit(model.generate, **inputs, **options, do_sample=False)
+        generated.add_done_callback(lambda _: streamer.end())  # also after an error
         try:
             for piece in streamer:
                 text += piece
                 yield text, None
         finally:
             stopped.set()
-    yield text.strip() or "(The answer is empty.)", heat_maps(model, processor, inputs, generated.result())
+    maps = heatmaps(model, processor, inputs, generated.result())
+    yield text.strip() or "(The answer is empty.)", maps
 
 
 def open_image(file: str) -> Image.Image:
-    """The image as upright RGB, on white where it is transparent. Raises gr.Error if it cannot be read."""
+    """The image as upright RGB, on white where transparent, or gr.Error if it cannot be read."""
     try:
         image = ImageOps.exif_transpose(Image.open(file, formats=FORMATS))
         if image.mode[0] in "IF":
@@ -112,11 +117,12 @@ def open_image(file: str) -> Image.Image:
 
 @torch.no_grad()
 def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int, Tensor]:
-    """Attention from the words after the image to its patches, `(patches,)`, averaged over heads and words, by layer.
+    """Attention of words after the image to its patches, averaged over heads and words, by layer.
 
-    Special tokens are no words; layers of linear attention have no map. `ids`, `(1, tokens)`: of prompt and answer.
+    Special tokens are no words; linear attention has no map. `ids` are those of prompt and answer.
     """
-    special = [token for token, added in processor.tokenizer.added_tokens_decoder.items() if added.special]
+    added = processor.tokenizer.added_tokens_decoder.items()
+    special = [number for number, token in added if token.special]
     height, width = (side // processor.patch_size for side in inputs["pixel_values"].shape[-2:])
     places = torch.arange(ids.shape[1], device=ids.device)
     # Class token and registers, where they are kept, come before the patches.
@@ -126,7 +132,7 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
 
     def keep(number: int, module: Any, args: tuple, output: tuple) -> None:
         if get_ident() == thread:  # an answer that was stopped may run to its next token in another
-            maps[number] = output[1][0][:, words][..., visual].mean((0, 1), dtype=torch.float32).cpu()
+            maps[number] = output[1][0][:, words][..., visual].float().mean((0, 1)).cpu()
 
     with ExitStack() as hooks:
         for number, layer in enumerate(model.get_decoder().layers, 1):
@@ -136,28 +142,29 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
     return maps
 
 
-def heat_maps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tuple[Image.Image, str]]:
-    """The image as the encoder gets it under the attention to it, for all layers and for each, with captions."""
+def heatmaps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tuple[Image.Image, str]]:
+    """The image as the encoder gets it under the attention to it, in all layers, then by layer."""
     maps, pixels = attention(model, processor, inputs, ids), inputs["pixel_values"]
     shown, images = pixels[0].float().cpu(), processor.image_processor
     if images.do_normalize:
-        mean, std = (torch.tensor(value).view(3, 1, 1) for value in (images.image_mean, images.image_std))
+        mean, std = torch.tensor([images.image_mean, images.image_std]).view(2, 3, 1, 1)
         shown = shown * std + mean
     image = Image.fromarray((shown * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
-    image = image.resize([side * -(-336 // max(image.size)) for side in image.size], Image.Resampling.NEAREST)
+    size = [side * -(-336 // max(image.size)) for side in image.size]
+    image = image.resize(size, Image.Resampling.NEAREST)
     grid = [side // processor.patch_size for side in pixels.shape[-2:]]
     drawn = []
     for layer, row in {"Mean": torch.stack([*maps.values()]).mean(0), **maps}.items():
         cells = (255 * row / row.max().clamp_min(1e-30)).round().byte().view(grid).numpy()
         heat = ImageOps.colorize(Image.fromarray(cells), "#000004", "#FCFDBF", mid="#B73779")
-        heat = heat.resize(image.size, Image.Resampling.NEAREST)
+        heat = heat.resize(size, Image.Resampling.NEAREST)
         caption = f"{layer if layer == 'Mean' else f'Layer {layer}'}: {row.sum():.1%}"
         drawn.append((Image.blend(image.convert("L").convert("RGB"), heat, 0.6), caption))
     return drawn
 
 
 def cpu_dtype(config: Any, **code: Any) -> torch.dtype | str:
-    """float32, in which every processor is fast, if the model then fits into a free Space, or else its own."""
+    """float32, in which every CPU is fast, if that fits into a free Space; else the model's own."""
     with torch.device("meta"):
         size = 4 * AutoModelForImageTextToText.from_config(config, **code).num_parameters()
     return torch.float32 if size <= SPACE_MEMORY else "auto"
@@ -167,14 +174,15 @@ def main(folder: Path) -> None:
     """Serves the model that `space.json` names, with the code that comes with it."""
     settings = json.loads((folder / "space.json").read_text(encoding="utf-8"))
     name, commit = settings["model"], settings["revision"]
-    remote: dict[str, Any] = {"revision": commit, "code_revision": commit, "trust_remote_code": True}
+    code: dict[str, Any] = {"code_revision": commit, "trust_remote_code": True}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = AutoConfig.from_pretrained(name, **remote)
-    dtype = "auto" if device == "cuda" else cpu_dtype(config, code_revision=commit, trust_remote_code=True)
-    model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION, **remote)
-    processor = AutoProcessor.from_pretrained(name, **remote)
+    config = AutoConfig.from_pretrained(name, revision=commit, **code)
+    dtype = "auto" if device == "cuda" else cpu_dtype(config, **code)
+    options = {"revision": commit, "dtype": dtype, "attn_implementation": ATTENTION, **code}
+    model = AutoModelForImageTextToText.from_pretrained(name, **options).to(device).eval()
+    processor = AutoProcessor.from_pretrained(name, revision=commit, **code)
     source = f"Ask [{name}](https://huggingface.co/{name}) about an image."
-    launch(build_app(model.to(device).eval(), processor, title=name.rpartition("/")[2], source=source))
+    launch(build_app(model, processor, title=name.rpartition("/")[2], source=source))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -21,49 +22,41 @@ from ..evaluate.run import evaluate
 from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
 
 
-EMOJI = "emoji"
 EASY_VQA, NAMES = "offline_easy_vqa", "offline_emoji"
-METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS} | {
-    OVERALL: (EASY_VQA, "acc"),
-    EMOJI: (NAMES, "acc"),
-}
+METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS}
+METRICS |= {OVERALL: (EASY_VQA, "acc"), "emoji": (NAMES, "acc")}
 """Task of the offline suite and metric of each kind of question."""
 
-OURS, BASELINE = "quickstart", "quickstart-no-norm"
-"""Names of the models in the reports."""
 
-IMAGES_PER_ROW = 4
-
-
-def ask_held_out(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, Any]:
+def ask_held_out(checkpoint: Path, limit: int | None, bf16: bool) -> dict[str, Any]:
     """Asks a checkpoint the held-out questions, with `limit` the first so many of each task.
 
     Results are kept in its folder, and those there are used. Returns `"accuracy"`, `"blank"` (with
     a white image), `"majority"` (of always the commonest answer) and `"count"`, each by kind.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tasks, device = (EASY_VQA, NAMES), "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
-        tasks = (EASY_VQA, NAMES)
-        evaluated = evaluate(str(checkpoint), tasks=tasks, limit=limit, batch_size=128, dtype="float32")
-    for task, reason in evaluated.failed.items():
+        suite = evaluate(str(checkpoint), tasks=tasks, limit=limit, batch_size=128, dtype="float32")
+    for task, reason in suite.failed.items():
         raise RuntimeError(f"{task} could not be run: {reason}")
     results = read_evaluations(checkpoint)
-    by_name = {(result.task, metric.name): metric for result in results for metric in result.metrics}
-    metrics = {kind: by_name[key] for kind, key in METRICS.items()}
+    scores = {(result.task, metric.name): metric for result in results for metric in result.metrics}
+    metrics = [(kind, scores[key]) for kind, key in METRICS.items()]
     return {
-        "accuracy": {kind: metric.value for kind, metric in metrics.items()},
-        "blank": {kind: metric.references["blank image"] for kind, metric in metrics.items()},
-        "majority": {kind: metric.references["commonest answer"] for kind, metric in metrics.items()},
-        "count": {kind: metric.samples for kind, metric in metrics.items()},
+        "accuracy": {kind: metric.value for kind, metric in metrics},
+        "blank": {kind: metric.references["blank image"] for kind, metric in metrics},
+        "majority": {kind: metric.references["commonest answer"] for kind, metric in metrics},
+        "count": {kind: metric.samples for kind, metric in metrics},
     }
 
 
 def diagnose_once(checkpoint: Path, baseline: Path | None, samples: int, suffix: str = "") -> Path:
-    """Diagnoses a checkpoint, against a baseline if there is one, unless its report has that; returns the page."""
+    """Diagnoses a checkpoint (against a baseline), unless its report has that; returns the page."""
     folder = checkpoint / FOLDER
-    if not (folder / REPORT).exists() or (baseline is not None and read_report(checkpoint)["against"] is None):
-        against, against_name = None if baseline is None else str(baseline), BASELINE + suffix
-        diagnose(str(checkpoint), against=against, samples=samples, name=OURS + suffix, against_name=against_name)
+    if not (folder / REPORT).exists() or (baseline and not read_report(checkpoint)["against"]):
+        against = str(baseline) if baseline else None
+        name, plain = f"quickstart{suffix}", f"quickstart-no-norm{suffix}"
+        diagnose(str(checkpoint), against=against, samples=samples, name=name, against_name=plain)
     return folder / PAGE
 
 
@@ -74,11 +67,9 @@ def read_report(checkpoint: Path) -> dict[str, Any]:
 
 def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
     """Draws held-out images with question, answer and truth into one PNG."""
-    from matplotlib.figure import Figure
-
-    rows = ceil(len(answered) / IMAGES_PER_ROW)
-    figure = Figure(figsize=(2.4 * IMAGES_PER_ROW, 2.7 * rows), layout="constrained")
-    for axes in (grid := figure.subplots(rows, IMAGES_PER_ROW, squeeze=False)).flat:
+    columns, rows = 4, ceil(len(answered) / 4)
+    figure = Figure(figsize=(2.4 * columns, 2.7 * rows), layout="constrained")
+    for axes in (grid := figure.subplots(rows, columns, squeeze=False)).flat:
         axes.set_axis_off()
     for axes, (question, said) in zip(grid.flat, answered, strict=False):
         right = named(said, CHOICES.get(question.kind, (question.answer,))) == question.answer
@@ -93,7 +84,7 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
         figure.savefig(partial, format="png", dpi=120, bbox_inches="tight")
 
 
-def print_results(console: Console, results: dict[str, Any], output: Path, pages: Sequence[Path]) -> None:
+def print_results(console: Console, results: dict, output: Path, pages: Sequence[Path]) -> None:
     """Prints accuracy by kind with its controls, the time taken, and the verdicts."""
     before, after, baseline = results["before"], results["after"], results["baseline"]
     columns = {
@@ -106,8 +97,9 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     table = Table("kind", title="Held-out accuracy", title_justify="left")
     for column in ("questions", *columns):
         table.add_column(column, justify="right")
-    for kind in (*KINDS, OVERALL, EMOJI):
-        table.add_row(kind, str(results["count"][kind]), *(f"{cells[kind]:.2f}" for cells in columns.values()))
+    for kind in METRICS:
+        shares = [f"{cells[kind]:.2f}" for cells in columns.values()]
+        table.add_row(kind, str(results["count"][kind]), *shares)
     console.print(table)
     total = sum(seconds for name, seconds in results["seconds"].items() if name != "fetch")
     console.print(f"All but fetching took {total:.0f} seconds.")

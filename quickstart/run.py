@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole quickstart. A step writes its result atomically, and is skipped if that exists: so a run is resumed."""
+"""The quickstart, which resumes: a step is skipped if its result, written atomically, exists."""
 
 import json
 import time
@@ -26,15 +26,12 @@ from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.checkpoints import only_run
-from .results import EMOJI, ask_held_out, diagnose_once, draw_images, print_results, read_report
+from .results import ask_held_out, diagnose_once, draw_images, print_results, read_report
 from .train import rows_of, stage, train_stage, write_data
 
 
-JOURNAL = "journal.json"
-"""Settings, precision, and the seconds of finished steps: a run resumes as it began."""
+JOURNAL = "journal.json"  # settings, precision and seconds of finished steps, to resume with
 IMAGE_SIZE = 56  # pixels, 14 of which make one visual token
-FEATURE_LAYER = -4
-"""Hidden state of the vision encoder that the projector reads."""
 
 
 @dataclass(frozen=True)
@@ -51,47 +48,48 @@ class Settings:
 
     @classmethod
     def seeded(cls, seed: int) -> "Settings":
-        """The quickstart's settings with one seed for everything: data, projector, and both recipes."""
+        """The quickstart's settings with one seed for data, projector and both recipes."""
         return cls(stage("quickstart-align", seed=seed), stage("quickstart-tune", seed=seed), seed)
 
 
-def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = False) -> dict[str, Any]:
+def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = False) -> dict:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
 
-    The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained it, the same model
-    without the norm is built, trained and evaluated as well, and both are compared, after stage 1 and finished.
-    Returns what `output/results.json` holds.
+    The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained
+    it, the same model without the norm is built, trained and evaluated as well, and both are
+    compared, after stage 1 and finished. Returns what `output/results.json` holds.
     """
     names = {path.name for path in output.iterdir()} - {LOCK} if output.exists() else set()
     if names and "settings" not in (json_or_none(output / JOURNAL) or {}):
-        raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote there. Choose a new folder.")
+        raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote. Choose another.")
     if torch.cuda.device_count() > 1:
-        raise ValueError("The quickstart trains on one GPU. Show it one with CUDA_VISIBLE_DEVICES=0.")
+        raise ValueError("The quickstart trains on one GPU: set CUDA_VISIBLE_DEVICES=0.")
     with only_run(output):
         return _run_quickstart(output, settings, full_baseline)
 
 
-def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict[str, Any]:
-    console, journal = Console(), output / JOURNAL
+def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict:
+    console, file = Console(), output / JOURNAL
     wanted = json.loads(json.dumps(asdict(settings)))  # as it will be read back
-    record = json_or_none(journal) or {"settings": wanted, "bf16": half_precision_pays(), "seconds": {}}
-    if changed := [key for key, value in wanted.items() if record["settings"].get(key) != value]:
+    state = json_or_none(file) or {"settings": wanted, "bf16": half_precision_pays(), "seconds": {}}
+    if keys := [key for key, value in wanted.items() if state["settings"].get(key) != value]:
         remedy = "name another output folder, or remove this one"
-        raise ValueError(f"{output} holds a run with other settings ({', '.join(changed)}): {remedy}")
-    write_json(journal, record)
+        raise ValueError(f"{output} holds a run with other settings ({', '.join(keys)}): {remedy}")
+    write_json(file, state)
     logging.disable_progress_bar()  # these parts load in a second
     disable_progress_bars()
-    bf16, data, baseline = record["bf16"], output / "data", output / "baseline"
+    bf16, data, baseline = state["bf16"], output / "data", output / "baseline"
     full_baseline = full_baseline or (baseline / "model").exists()
 
     @contextmanager
     def step(name: str) -> Iterator[None]:
         """Announces and times a step. One that an earlier run has finished keeps its time."""
-        console.rule(f"[bold]{name}[/]{', finished before' if name in record['seconds'] else ''}", align="left")
+        before = ", finished before" if name in state["seconds"] else ""
+        console.rule(f"[bold]{name}[/]{before}", align="left")
         start = time.perf_counter()
         yield
-        record["seconds"].setdefault(name, round(time.perf_counter() - start, 1))
-        write_json(journal, record)
+        state["seconds"].setdefault(name, round(time.perf_counter() - start, 1))
+        write_json(file, state)
 
     with step("fetch"):
         for archive in ARCHIVES:
@@ -102,11 +100,12 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         write_data(data, rows_of(settings.stage1), rows_of(settings.stage2), settings.seed)
 
     def trained(folder: Path, arm: str, prefix: str = "") -> Path:
-        """Builds, trains and merges in a folder: arm "gwc" has the norm and its compensation, "none" no norm."""
-        untrained, stage1, stage2, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
+        """Builds, trains and merges in a folder, with the norm (arm "gwc") or without ("none")."""
+        untrained, model = folder / "untrained", folder / "model"
+        stage1, stage2 = folder / "stage1", folder / "stage2"
         with step(f"{prefix}build"):
             if not untrained.exists():
-                build_checkpoint(*parts, untrained, arm=arm, feature_layer=FEATURE_LAYER, seed=settings.seed)
+                build_checkpoint(*parts, untrained, arm=arm, feature_layer=-4, seed=settings.seed)
         with step(f"{prefix}stage 1"):
             train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
         with step(f"{prefix}stage 2"):
@@ -118,25 +117,25 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
 
     model = trained(output, "gwc")
     with step("evaluate before"):
-        before = ask_held_out(output / "untrained", limit=settings.asked_before, bf16=bf16)
+        before = ask_held_out(output / "untrained", settings.asked_before, bf16)
     with step("evaluate after"):
-        after = ask_held_out(model, limit=settings.asked, bf16=bf16)
+        after = ask_held_out(model, settings.asked, bf16)
     with step("reload"):
-        questions = held_out(100)
-        of_kinds = [[question for question in questions if question.kind == kind] for kind in (*KINDS, EMOJI)]
-        shown = [question for of_kind in of_kinds for question in of_kind[: settings.shown_per_kind]]
+        count = settings.shown_per_kind
+        shown = held_out(count)[: count * (len(KINDS) + 1)]  # as many emoji as of another kind
         here, elsewhere_differs = reload(model, shown)
         draw_images(list(zip(shown, here, strict=True)), output / "images.png")
     plain, of_baseline = None, None
     if full_baseline:
         plain = trained(baseline, "none", "baseline, ")
         with step("evaluate baseline"):
-            of_baseline = ask_held_out(plain, limit=settings.asked, bf16=bf16)
+            of_baseline = ask_held_out(plain, settings.asked, bf16)
     with step("diagnose"):
-        pages = [diagnose_once(model, plain, settings.diagnosed)]
+        samples = settings.diagnosed
+        pages = [diagnose_once(model, plain, samples)]
         if full_baseline:
-            pages.append(diagnose_once(output / "stage1", baseline / "stage1", settings.diagnosed, "-stage1"))
-
+            pages.append(diagnose_once(output / "stage1", baseline / "stage1", samples, "-stage1"))
+    folders = [page.parent.parent for page in pages]
     results = {
         "before": {key: before[key] for key in ("accuracy", "blank", "count")},
         "after": {key: after[key] for key in ("accuracy", "blank")},
@@ -144,10 +143,10 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         "majority": after["majority"],
         "count": after["count"],
         "reloaded_alike": elsewhere_differs is None,
-        "verdicts": {page.parent.parent.name: read_report(page.parent.parent)["verdict"] for page in pages},
+        "verdicts": {folder.name: read_report(folder)["verdict"] for folder in folders},
         "settings": asdict(settings),
         "bf16": bf16,
-        "seconds": record["seconds"],
+        "seconds": state["seconds"],
     }
     write_card(model)
     write_json(output / "results.json", results)
@@ -156,16 +155,16 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
 
 
 def reload(checkpoint: Path, questions: list[Question]) -> tuple[list[str], str | None]:
-    """Answers by the installed package, and how a process that has the checkpoint's own code differs."""
+    """Answers by this package, and how a process that has the checkpoint's own code differs."""
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     processor, answers = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), []
+    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
     with torch.inference_mode():
         for question in questions:
-            inputs = processor.apply_chat_template(
-                prompt(question.text, load_image(question.image)),
-                add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-            )  # fmt: skip
-            tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+            messages = prompt(question.text, load_image(question.image))
+            inputs = processor.apply_chat_template(messages, **chat)
+            tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0]
+            tokens = tokens[inputs["input_ids"].shape[1] :]
             answers.append(processor.decode(tokens, skip_special_tokens=True).strip())
         logits = first_logits(model, processor)
     return answers, difference(logits, ask_clean_process(checkpoint))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's two training stages: the package's recipes, run as `normalign train` would, and their data."""
+"""The quickstart's two stages: recipes, run as by `normalign train`, and their data."""
 
 import shutil
 from collections.abc import Sequence
@@ -44,17 +44,16 @@ def train_stage(
     bf16: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
-    """Trains `checkpoint` by the options of [`stage`], and writes the result or the adapter to `output`.
+    """Trains `checkpoint` by the options of [`stage`], writing the result or adapter to `output`.
 
     Until it is finished the run is in the folder `OUTPUT-trainer`, from which a stopped run is
     resumed. With `bf16` matrices are multiplied in bfloat16; trained parameters stay float32.
     """
     run = output.with_name(output.name + "-trainer")
     if not output.exists():
-        paths = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run, "bf16": bf16}
-        if checkpoints_in(run):
-            paths["resume_from_checkpoint"] = "last"
-        train(*parse(words({**options, **paths})), callbacks)
+        paths = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run}
+        resume = {"resume_from_checkpoint": "last"} if checkpoints_in(run) else {}
+        train(*parse(words({**options, **paths, **resume, "bf16": bf16})), callbacks)
         with finished_folder(output) as folder:
             for file in run.iterdir():
                 if file.is_file():  # folders are the trainer's checkpoints

@@ -44,7 +44,7 @@ class Part:
 
 
 class Facts:
-    """What a card is rendered from: a checkpoint folder's records, or an adapter's; None or empty without them.
+    """What a card is rendered from: a checkpoint's or adapter's records; None or empty if absent.
 
     `stages` has the `training.json` of each stage in order, `gain` is that of the norm, as in
     `report.json`; `moved`: whether the norm differs from a newly built one; `outdated`: tasks that
@@ -60,48 +60,48 @@ class Facts:
         self.stages: list[dict[str, Any]] = []
         record: dict[str, Any] | None = read_json(checkpoint / TRAINING_RECORD)
         while record:
-            rates = {f"{name}_learning_rate": rate for name, rate in record.get("learning_rates", {}).items()}
-            self.stages.insert(0, {"versions": {}, **record, "options": record.get("options", {}) | rates})
+            rates = record.get("learning_rates", {}).items()
+            options = record.get("options", {}) | {f"{key}_learning_rate": lr for key, lr in rates}
+            self.stages.insert(0, {"versions": {}, **record, "options": options})
             record = record.get("before")
-
         self.parts: list[Part] = []
         roles = {"vision": "vision encoder", "language": "language model"}
         for key, role in ({"vision": LLAVA} if self.build.get("from_llava") else roles).items():
             stated = (self.build.get("licenses") or {}).get(key) or {}
             licence = {term: value for term, value in stated.items() if value}
             if name := self.build.get(key):
-                self.parts.append(Part(role, name, _hub_id(name), self.build.get(f"{key}_revision"), licence))
+                revision = self.build.get(f"{key}_revision")
+                self.parts.append(Part(role, name, _hub_id(name), revision, licence))
         by_name = {}
         for source in chain.from_iterable(stage.get("data", ()) for stage in self.stages):
             if source.get("split") == "train":
                 dataset = source.get("dataset") or {}
                 licence = {"license": dataset["license"]} if dataset.get("license") else {}
-                hub_id, languages = dataset.get("id"), tuple(dataset.get("language") or ())
+                languages = tuple(dataset.get("language") or ())
+                hub_id, revision = dataset.get("id"), dataset.get("revision")
                 name = hub_id or source["source"]
-                by_name[name] = Part("data", name, _hub_id(hub_id), dataset.get("revision"), licence, languages)
+                by_name[name] = Part("data", name, _hub_id(hub_id), revision, licence, languages)
         self.data = list(by_name.values())
-
         self.gain: dict[str, float | None] = {}
         self.moved: bool | None = None
-        norm = {name.rpartition(".")[2]: tensor.double() for name, tensor in read_norm(checkpoint).items()}
+        norm = {key.split(".")[-1]: value.double() for key, value in read_norm(checkpoint).items()}
         if (gain := norm.get("weight")) is not None:
             bias, start, n_text = norm.get("bias"), None, self.setting("text_embedding_norm")
-            if self.config is not None and (n_text is not None or self.config.projector_gain_init == "one"):
+            if self.config and (n_text is not None or self.config.projector_gain_init == "one"):
                 start = initial_gain(self.config, n_text or math.nan)
                 stayed = torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
                 self.moved = not stayed or (bias is not None and bool(bias.any()))
-            of_bias = None if bias is None else bias.abs().mean().item()
-            self.gain = {"start": start, "mean_abs": gain.abs().mean().item(), "bias_mean_abs": of_bias}
-
+            mean = {key: value.abs().mean().item() for key, value in norm.items()}
+            self.gain = dict(start=start, mean_abs=mean["weight"], bias_mean_abs=mean.get("bias"))
         folder, self.diagnosis = checkpoint / DIAGNOSTICS, dict[str, Any]()
         if (folder / REPORT).is_file():
             self.diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0])
-        shown = [figure for figure in self.diagnosis.get("figures", ()) if figure["file"] in FIGURES]
-        self.figures = [figure for figure in shown if (folder / figure["file"]).is_file()]
+        shown = [drawn for drawn in self.diagnosis.get("figures", ()) if drawn["file"] in FIGURES]
+        self.figures = [drawn for drawn in shown if (folder / drawn["file"]).is_file()]
         self.evaluations = read_evaluations(checkpoint)
-        evaluated = {result.task: result.weights for result in self.evaluations if "@" not in (result.weights or "@")}
-        now = files_hash(checkpoint, WEIGHT_FILES) if evaluated else None
-        self.outdated = [task for task, weights in evaluated.items() if weights != now]
+        hashed = [result for result in self.evaluations if "@" not in (result.weights or "@")]
+        now = files_hash(checkpoint, WEIGHT_FILES) if hashed else None
+        self.outdated = [result.task for result in hashed if result.weights != now]
 
     def setting(self, name: str) -> Any:
         """A field of the configuration; of an adapter, the value that its training recorded."""
@@ -113,18 +113,19 @@ class Facts:
     @property
     def started_from(self) -> str | None:
         """Hub id of the checkpoint that the last stage started from; None for a folder."""
-        return _hub_id(self.stages[-1]["options"].get("model_name_or_path")) if self.stages else None
+        options = self.stages[-1]["options"] if self.stages else {}
+        return _hub_id(options.get("model_name_or_path"))
 
     @property
     def stale(self) -> bool:
-        """Whether the diagnosis was made of other weights: another norm, or a gain that differs by more than 1 %."""
+        """Whether the diagnosis is of other weights: another norm, or a gain over 1 % away."""
         report = self.diagnosis.get("report") or {}
-        norm, measured = self.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
+        norm, then = self.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
         if None not in (norm, report.get("norm")) and norm != report["norm"]:
             return True
         now = self.gain.get("mean_abs")
-        return now is not None and measured is not None and not math.isclose(now, measured, rel_tol=0.01)
+        return now is not None and then is not None and not math.isclose(now, then, rel_tol=0.01)
 
 
 def _hub_id(name: str | None) -> str | None:
-    return name if name and is_hub_id(name) else None  # of a folder, records keep the last part alone
+    return name if name and is_hub_id(name) else None  # of a folder, records have the last part

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a card keeps beside its text: the front matter, which the Hub reads, and what people write by hand."""
+"""A card's front matter, which the Hub reads, and what people write into the card by hand."""
 
 import re
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,15 @@ from .facts import LLAVA, Facts, Part
 
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
-"""Permissive licences, the most demanding last: parts under several of them may be distributed under that one."""
-
-ORDER = ["license", "license_name", "license_link", "language", "library_name", "pipeline_tag"]
-ORDER += ["base_model", "base_model_relation", "datasets", "tags"]
-"""The keys of the front matter that are derived."""
-
-SECTIONS = ("introduction", "notes")
-"""The parts of a card that are written by hand."""
+"""The most demanding last: parts under several of them may be distributed under that one."""
+SECTIONS = ("introduction", "notes")  # of a card, which people write
 
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
 _START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
 
 
 def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
-    """The licence that follows from those of all parts: metadata, a sentence, and a warning if none follows."""
+    """What follows from the licences of the parts: metadata, a sentence, a warning if none does."""
     known = {str(part.terms): part.licence for part in parts}
     # Two licences called "other" may differ, so one without a name is not known.
     unknown = [part.name for part in parts if part.terms in (None, "other", "unknown")]
@@ -38,26 +31,22 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     if unknown or not parts:
         missing = ", ".join(dict.fromkeys(unknown)) or "its parts"
         sentence = f"The licence of {missing} is not recorded here, so none follows for the whole."
-        return {}, sentence, f"No licence in the metadata: that of {missing} is not recorded. Write `license:` {keep}"
+        return {}, sentence, f"No licence is known for {missing}. Write `license:` {keep}"
     if len(known) == 1:
         ((name, licence),) = known.items()
         return licence, f"All parts are under {name}, and so is the whole.", None
     if known.keys() <= {*PERMISSIVE}:
         whole = max(known, key=PERMISSIVE.index)
         names = ", ".join(sorted(known))
-        sentence = f"The parts are under {names}; the whole is under {whole}, and their notices stay."
+        sentence = f"Parts are under {names}; the whole is under {whole}, and their notices stay."
         return {"license": whole}, sentence, None
     named = ", ".join(f"{part.name} ({part.terms})" for part in parts)
-    return (
-        {"license": "other"},
-        "The licences of the parts differ, and none of them covers the whole: the conditions of each apply.",
-        f"The metadata says `license: other`: the licences of the parts differ, {named}. If one holds for the whole, "
-        f"write it {keep}",
-    )
+    differ = f"The licences differ: {named}. If one is that of the whole, write `license:` {keep}"
+    return {"license": "other"}, "The conditions of all parts apply: no licence covers all.", differ
 
 
 def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[str, Any]:
-    """The front matter that follows from `facts`, an adapter's base, and the licence of [`terms`]."""
+    """The front matter that follows from `facts`, an adapter's base, and the licence of `terms`."""
     models, relation = list(dict.fromkeys(part.hub_id for part in facts.parts if part.hub_id)), None
     if facts.adapter:
         models, relation = [str(base.hub_id)] if base else [], "adapter"
@@ -65,13 +54,13 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
         models, relation = [facts.started_from], "finetune"
     elif facts.parts and facts.parts[0].role == LLAVA:
         relation = "finetune"
-    elif len(models) > 1:  # with only one of the two parts on the Hub, the Hub itself infers the relation
+    elif len(models) > 1:  # with only one of them on the Hub, the Hub infers the relation
         relation = "merge"
     languages = [part.languages for part in facts.data]
     content = {
         **licence,
         # An incomplete list would mislead.
-        "language": list(dict.fromkeys(chain.from_iterable(languages))) if all(languages) else None,
+        "language": list(dict.fromkeys(sum(languages, ()))) if all(languages) else None,
         "library_name": "peft" if facts.adapter else "transformers",
         "pipeline_tag": "image-text-to-text",
         "base_model": models,
@@ -83,7 +72,7 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
 
 
 def card_in(folder: Path) -> str | None:
-    """`README.md` of a folder, line ends unchanged; None if there is none. Raises ValueError if it is not UTF-8."""
+    """`README.md` of a folder, line ends unchanged, or None. Raises ValueError if not UTF-8."""
     file = folder / CARD
     with loading(str(file), remedy="Save it as UTF-8."):
         return file.read_bytes().decode("utf-8-sig") if file.is_file() else None
@@ -95,35 +84,37 @@ def is_ours(card: str) -> bool:
 
 
 def added(card: str) -> dict[str, Any]:
-    """The front matter of a card of ours without what this package derived: what its author added."""
+    """What the author of a card added to its front matter: what this package did not derive."""
     mark = _OURS.search(card)
     derived = mark[1].split(", ") if mark else []
     with loading("The front matter of README.md", remedy="Fix it."):
-        return {key: value for key, value in ModelCard(card).data.to_dict().items() if key not in derived}
+        content = ModelCard(card).data.to_dict()
+        return {key: value for key, value in content.items() if key not in derived}
 
 
 def by_hand(card: str, where: str = CARD) -> dict[str, str]:
     """The parts of a card that were written by hand, by name, byte for byte.
 
-    Raises ValueError, which names `where`, if a part has no end, comes twice, or is none of [`SECTIONS`].
+    Raises ValueError, naming `where`, if a part has no end, comes twice, or is none of `SECTIONS`.
     """
     parts: dict[str, str] = {}
     _, *pieces = _START.split(card)
     for name, part in zip(pieces[::2], pieces[1::2], strict=True):
+        fault = f"{where} has a part by hand {name!r}"
         if name not in SECTIONS or name in parts:
-            sections = " and one ".join(SECTIONS)
-            raise ValueError(f"{where} has a part by hand {name!r}, but room for one {sections}. Move its text there.")
+            room = " and one ".join(SECTIONS)
+            raise ValueError(f"{fault}, but room for one {room}. Move its text there.")
         if _END not in part:
-            raise ValueError(f"The part by hand {name!r} of {where} has no end. Put the line {_END} after it.")
+            raise ValueError(f"{fault} without end. Put the line {_END} after it.")
         parts[name] = part.partition(_END)[0]
     return parts
 
 
 def check_replaceable(card: str | None, where: str) -> None:
-    """Raises ValueError if somebody else wrote the `README.md` of `where`. Mere metadata may be replaced."""
-    if card is None or is_ours(card) or not ModelCard(card, ignore_metadata_errors=True).text.strip():
-        return
-    raise ValueError(
-        f"README.md of {where} was not written by this package. Move it away, or replace it: `normalign card` has "
-        "--replace and `normalign publish` --replace-card. What you want to keep goes between the new one's marks."
-    )
+    """Raises ValueError if others wrote `README.md` of `where`. Mere metadata may be replaced."""
+    if card and not is_ours(card) and ModelCard(card, ignore_metadata_errors=True).text.strip():
+        raise ValueError(
+            f"README.md of {where} was not written by this package. Move it away, or replace it by "
+            "`normalign card --replace` or `normalign publish --replace-card`, and write what you "
+            "want to keep between the new one's marks."
+        )

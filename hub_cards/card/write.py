@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card: `README.md`, rendered from the files of a checkpoint folder, and what its author wrote in it."""
+"""The model card: `README.md`, rendered from the files of a checkpoint and its author's words."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from ...checkpoint.untrusted import loading
 from ...diagnose.report import number, paper_ratios, with_error
 from ...evaluate.results import Evaluation
 from .facts import Facts, Part
-from .metadata import ORDER, SECTIONS, added, by_hand, card_in, check_replaceable, is_ours, metadata, terms
+from .metadata import SECTIONS, added, by_hand, card_in, check_replaceable, is_ours, metadata, terms
 
 
 DASH = "–"
@@ -40,31 +40,34 @@ def render_card(
     hub_card: str | None = None,
     base: Part | None = None,
 ) -> Card:
-    """Renders the card of a checkpoint folder, whose code loads from a repository and branch, or from the folder.
+    """Renders the card of a checkpoint folder, with code that loads a repository's branch or that.
 
     What people added comes from `hub_card`, or where that has none of it, from the folder's. `base`
     is an adapter's, by default what its training started from, if that is on the Hub.
     """
-    remedy = "Fix or remove training.json, build.json, or the files in the folders diagnostics and evaluation."
-    with loading(f"What {checkpoint} records of itself", remedy=remedy):  # of any type, in any field
+    remedy = "Fix or remove training.json, build.json, or what is in diagnostics/ and evaluation/."
+    with loading(f"What {checkpoint} records of itself", remedy=remedy):  # fields of any type
         facts = Facts(checkpoint)
+        cards = {CARD: card_in(checkpoint), f"{CARD} of {repo_id} on the Hub": hub_card}
         hand, previous, unused = dict.fromkeys(SECTIONS, ""), dict[str, Any](), list[str]()
-        for card, where in ((card_in(checkpoint), CARD), (hub_card, f"{CARD} of {repo_id} on the Hub")):
+        for where, card in cards.items():
             if card and is_ours(card):
-                written = {part: text for part, text in by_hand(card, where).items() if text.strip()}
-                unused = [part for part, text in written.items() if hand[part].strip() not in ("", text.strip())]
-                hand |= written
+                for name, text in by_hand(card, where).items():
+                    if text.strip():
+                        if hand[name].strip() not in ("", text.strip()):
+                            unused.append(name)
+                        hand[name] = text
                 previous |= added(card)
         if facts.adapter and base is None and facts.started_from:
             revision_then = facts.stages[-1].get("model_revision") or "main"
             base = Part("base model", facts.started_from, facts.started_from, revision_then)
-        parts = [*([base] if base and not facts.parts else []), *facts.parts, *facts.data]  # whose licence matters
+        licensed = [*([base] if base and not facts.parts else []), *facts.parts, *facts.data]
         if not facts.stages and facts.moved:
-            parts.append(Part("data", "what it was trained on"))
-        licence, terms_sentence, no_licence = terms(parts)
+            licensed.append(Part("data", "what it was trained on"))
+        licence, terms_sentence, no_licence = terms(licensed)
         derived = metadata(facts, base, licence)
         whole = not facts.adapter and not facts.started_from
-        nameless = [part.name for part in facts.parts if whole and not part.hub_id]  # which base_model lacks
+        nameless = [part.name for part in facts.parts if whole and not part.hub_id]
         # The author's value wins where the folder does not tell all. Tags are those of both.
         is_open = {"license": no_licence, "base_model": nameless, "tags": True}
         settled = {key: value for key, value in derived.items() if not is_open.get(key)}
@@ -84,16 +87,16 @@ def render_card(
             keep_trailing_newline=True,
         )
         rendered = environment.get_template("card.md.jinja").render(
-            front_matter=Markup(ModelCardData(**content).to_yaml(original_order=ORDER)),
+            front_matter=Markup(ModelCardData(**content).to_yaml(original_order=[*content])),
             derived=Markup(", ".join(settled)),
             name=(repo_id or facts.name).rpartition("/")[2],
             facts=facts,
             source=repo_id or ".",
             revision=revision,
             base=base,
-            part={part.role: _part_link(part) for part in [*facts.parts, *([base] if base else [])]},
+            part={part.role: _part_link(part) for part in (*facts.parts, base) if part},
             ratios=paper_ratios(),
-            parts=parts,
+            parts=licensed,
             terms=terms_sentence,
             hand={name: Markup(text) for name, text in hand.items()},
             alignment=_alignment(facts),
@@ -103,27 +106,25 @@ def render_card(
             part_link=_part_link,
         )
         ModelCard(rendered)  # the Hub's own reading of it
-    unseeing = facts.moved is False and not facts.stages and facts.build and not facts.build.get("from_llava")
+    from_parts = facts.build and not facts.build.get("from_llava")
+    unseeing = from_parts and facts.moved is False and not facts.stages
     warnings = {
         no_licence: no_licence,
-        f"The metadata does not name {' and '.join(nameless)} as base, of which the checkpoint has no Hub id. If the "
-        "Hub has it, write `base_model:` into the front matter of README.md; it is kept.": nameless,
-        f"Written by hand on the Hub and kept: {', '.join(unused)}. That of the folder is not used.": unused,
+        f"No Hub id is recorded for {' and '.join(nameless)}. If the Hub has it, write "
+        "`base_model:` into the front matter of README.md; it is kept.": nameless,
+        f"Text by hand on the Hub is kept: {', '.join(unused)}. The folder's is not used.": unused,
         f"{facts.name} was never trained: its projector is random, so it cannot see yet.": unseeing,
-        f"diagnostics/report.json was measured on other weights than those of {facts.name}, and the card shows its "
-        "figures. Diagnose again, or remove the folder diagnostics.": facts.stale,
-        "The adapter's base is not on the Hub, so the card cannot say how others load it.": facts.adapter and not base,
+        f"diagnostics/report.json is of other weights than {facts.name} has, and the card shows "
+        "its figures. Diagnose again, or remove diagnostics/.": facts.stale,
+        "The base is not on the Hub, so the card has no code for it.": facts.adapter and not base,
     }
     return Card(rendered, [str(warning) for warning, holds in warnings.items() if holds])
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
-    """Writes `README.md` into a checkpoint folder.
+    """Writes `README.md` into a checkpoint folder, over one of others only with `replace`.
 
-    Raises:
-        ValueError: There is a `README.md` that this package did not write and `replace` is not set, or as for
-            [`render_card`]. Nothing is written.
-        OSError: The folder cannot be written; the earlier card remains.
+    If that raises ValueError or OSError, the earlier one remains.
     """
     check_folder(checkpoint)
     if repo_id is not None:
@@ -138,18 +139,19 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
 
 
 def refresh_card(checkpoint: Path) -> None:
-    """Renders the card again, if this package wrote it: a merged checkpoint still has the adapter's or the base's."""
+    """Renders a card of ours again: a merged checkpoint still has the adapter's or the base's."""
     if is_ours(card_in(checkpoint) or ""):
         write_card(checkpoint)
 
 
 def _text(value: Any) -> Markup:
-    """`value` on one line, as what others wrote is shown: what Markdown or HTML would read as markup is escaped."""
+    """`value` on one line; what Markdown or HTML would read as markup is escaped."""
     if isinstance(value, Markup):
         return value
-    line = "".join(character for character in " ".join(str(value).split()) if character.isprintable())
-    line = re.sub(r"([\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # inside a word, _ is not markup
-    return Markup(re.sub(r"^(\d*)(?=[#=]|[+-](?:[\s-]|$)|(?<=\d)[.)](?:\s|$))", r"\1\\", line))  # headings, lists
+    line = "".join(filter(str.isprintable, " ".join(str(value).split())))
+    line = re.sub(r"([\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # _ outside words
+    heading_or_list = r"^(\d*)(?=[#=]|[+-](?:[\s-]|$)|(?<=\d)[.)](?:\s|$))"
+    return Markup(re.sub(heading_or_list, r"\1\\", line))
 
 
 def _link(name: str, address: str) -> Markup:
@@ -161,17 +163,20 @@ def _part_link(part: Part) -> Markup:
     if part.hub_id is None:
         return _text(part.name)
     address = f"https://huggingface.co/{'datasets/' if part.role == 'data' else ''}{part.hub_id}"
-    commit = f" ({_link(part.revision[:7], f'{address}/tree/{part.revision}')})" if part.revision else ""
-    return Markup(_link(part.name, address) + commit)
+    commit = part.revision
+    tree = f" ({_link(commit[:7], f'{address}/tree/{commit}')})" if commit else ""
+    return Markup(_link(part.name, address) + tree)
 
 
 def _table(titles: Iterable[Any], rows: Sequence[Sequence[Any]]) -> Markup:
-    """A table of the rows with anything known in them, or nothing. Columns of numbers are aligned to the right."""
-    cells = [[_text(DASH if cell in (None, "") else cell).replace(" ± ", "\xa0±\xa0") for cell in row] for row in rows]
+    """A table of the rows with anything known in them, or nothing. Numbers stand on the right."""
+    rows = [[DASH if cell in (None, "") else cell for cell in row] for row in rows]
+    cells = [[_text(cell).replace(" ± ", "\xa0±\xa0") for cell in row] for row in rows]
     cells = [row for row in cells if {*row[1:]} != {DASH}]
     if not cells:
         return Markup()
-    numbers = [all(re.match(r"[\d–−-]", cell) for cell in column) for column in zip(*cells, strict=True)]
+    columns = zip(*cells, strict=True)
+    numbers = [all(re.match(r"[\d–−-]", cell) for cell in column) for column in columns]
     rule = [Markup("---:" if is_number else "---") for is_number in numbers]
     cells = [[_text(title) for title in titles], rule, *cells]
     return Markup("".join(f"| {' | '.join(row)} |\n" for row in cells))
@@ -179,7 +184,8 @@ def _table(titles: Iterable[Any], rows: Sequence[Sequence[Any]]) -> Markup:
 
 def _by_column(columns: Sequence[tuple[str, dict[str, Any]]]) -> Markup:
     """A table of columns, title and cells, that have the same rows."""
-    rows = [[name, *(cells[name] for _, cells in columns)] for name in columns[0][1]] if columns else []
+    names = columns[0][1] if columns else ()
+    rows = [[name, *(cells[name] for _, cells in columns)] for name in names]
     return _table(["", *(title for title, _ in columns)], rows)
 
 
@@ -188,8 +194,9 @@ def _alignment(facts: Facts) -> Markup:
     report, baseline = facts.diagnosis.get("report") or {}, facts.diagnosis.get("against")
     models = [("this model", report, facts.gain, facts.setting("text_embedding_norm"))]
     if baseline:
+        title, gain = f"baseline: {baseline['model']}", baseline.get("gain") or {}
         n_text = (baseline["interface"].get("vocabulary") or {}).get("mean")
-        models.append((f"baseline: {baseline['model']}", baseline, baseline.get("gain") or {}, n_text))
+        models.append((title, baseline, gain, n_text))
     columns = []
     for title, measured, gain, n_text in models:
         interface, depth = measured.get("interface") or {}, measured.get("depth") or {}
@@ -218,40 +225,44 @@ def _training(stages: Sequence[dict[str, Any]]) -> Markup:
     """How it was trained, one column for each stage. Options are in the recipe below."""
     columns = []
     for place, stage in enumerate(stages, start=1):
-        run, hardware, name = stage.get("run") or {}, stage.get("hardware") or {}, stage.get("stage")
-        title = f"stage {place}" + (f" ({name})" if name else "") if len(stages) > 1 else name or "training"
+        run, hardware = stage.get("run") or {}, stage.get("hardware") or {}
+        name = stage.get("stage")
+        title = f"stage {place}" + (f" ({name})" if name else "")
         modules, batch, seconds = run.get("modules", ()), run.get("batch"), stage.get("seconds")
-        steps = dict.fromkeys(count for count in (stage.get("steps_done"), run.get("steps")) if count is not None)
-        rates = [f"{module['module']} {module['learning_rate']:g}" for module in modules if module["trained"]]
-        factors = batch and f"{batch['per_device']} × {batch['processes']} × {batch['accumulation']}"
-        devices = " × ".join(map(str, filter(None, [hardware.get("count"), ", ".join(hardware.get("devices") or ())])))
+        rates = [f"{row['module']} {row['learning_rate']:g}" for row in modules if row["trained"]]
+        steps = dict.fromkeys([stage.get("steps_done"), run.get("steps")])
+        rows = "{rows:,} ({per_device} × {processes} × {accumulation})"
+        names = ", ".join(hardware.get("devices") or ())
+        devices = " × ".join(str(part) for part in (hardware.get("count"), names) if part)
         cells = {
             "Trained, at a peak learning rate": ", ".join(rates),
-            "Frozen": ", ".join(module["module"] for module in modules if not module["trained"]),
-            "Steps": " of ".join(f"{count:,}" for count in steps),
-            "Rows a step: a device × processes × accumulated": batch and f"{batch['rows']:,} ({factors})",
+            "Frozen": ", ".join(row["module"] for row in modules if not row["trained"]),
+            "Steps": " of ".join(f"{count:,}" for count in steps if count is not None),
+            "Rows a step: a device × processes × accumulated": batch and rows.format(**batch),
             "Data": "; ".join(map(_rows_used, stage.get("data", ()))),
             "Hardware": ", ".join(filter(None, [devices, hardware.get("machine")])),
             "Time": seconds and str(timedelta(seconds=round(seconds))),
-            "Software": ", ".join(f"{name} {version}" for name, version in stage["versions"].items()),
+            "Software": ", ".join(f"{key} {version}" for key, version in stage["versions"].items()),
             "Commit of the code": stage.get("commit"),
         }
-        columns.append((title, cells))
+        columns.append((title if len(stages) > 1 else name or "training", cells))
     return _by_column(columns)
 
 
 def _rows_used(source: dict[str, Any]) -> str:
     name = (source.get("dataset") or {}).get("id") or source["source"]
-    counts = [f"{count:,}" for count in (source.get("used"), source.get("found")) if count is not None]
-    rows = f", {' of '.join(counts)} rows" if source.get("used") is not None else ""
-    bad = [f"{source[key]:,} {key.replace('_', ' ')}" for key in ("bad", "too_long") if source.get(key)]
+    used, found = source.get("used"), source.get("found")
+    counts = [f"{count:,}" for count in (used, found) if count is not None]
+    rows = f", {' of '.join(counts)} rows" if used is not None else ""
+    faults = {"bad": source.get("bad"), "too long": source.get("too_long")}
+    bad = [f"{count:,} {fault}" for fault, count in faults.items() if count]
     use = "" if source.get("split") == "train" or name.startswith("held out") else ", held out"
     return name + rows + (f" ({', '.join(bad)})" if bad else "") + use
 
 
 def _results(evaluation: Evaluation) -> Markup:
     """The results of one task, with their references."""
-    references = list(dict.fromkeys(name for metric in evaluation.metrics for name in metric.references))
+    references = dict.fromkeys(name for metric in evaluation.metrics for name in metric.references)
     rows = []
     for metric in evaluation.metrics:
         beside = [number(metric.references.get(name), 3) for name in references]

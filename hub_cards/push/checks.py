@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before publishing, of what loading in a clean process cannot see: code, norm, secrets, an adapter's base."""
+"""Checks before publishing, of what loading cannot see: code, norm, secrets, an adapter's base."""
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from .source import CODE, PublishSource, read_config, read_json, read_norm
 
 
 PACKAGE = Path(__file__).resolve().parents[2]
-
-_SAVE_AGAIN = "Load the checkpoint with this package and save it to another folder"
+_SAVE_AGAIN = "Load the checkpoint with this package and save it to another folder."
 _HUB_TOKEN = r"\b(?:hf|api_org)_(?!(.)\1+\b)[A-Za-z0-9]{30,}\b"  # but not a placeholder: hf_xxx...
 _PICKLED = (b"\x80", b"PK")  # how pickles begin, and the zip archives that torch.save puts them in
 _MERGED = "the merged model, without --adapter."
@@ -28,42 +26,44 @@ _PUBLISH_BASE = f"Publish the base first, and name it: --base user/name. Or publ
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuses other code than this package's, padding on the right, and a norm not finite or float32."""
+    """Refuses foreign code, padding on the right, and a norm that is not finite or not float32."""
     (stored, config), faults = read_config(folder), list[str]()
     if config:
         files = [folder / name for name in CODE if (folder / name).is_file()]
-        faults += [f"{name} is not this version's of the package. {_SAVE_AGAIN}." for name in _foreign(stored, files)]
+        for name in _foreign(stored, files):
+            faults.append(f"{name} is not this version's of the package. {_SAVE_AGAIN}")
         if read_json(folder / "tokenizer_config.json").get("padding_side") != "left":
-            faults.append('tokenizer_config.json: it pads on the right. Write "padding_side": "left" into it.')
-        if stored.get("tie_word_embeddings", False) != getattr(config.text_config, "tie_word_embeddings", False):
-            faults.append(f"config.json: text_config, which servers read, ties embeddings otherwise. {_SAVE_AGAIN}.")
+            faults.append('tokenizer_config.json pads on the right. Write "padding_side": "left".')
+        tied = getattr(config.text_config, "tie_word_embeddings", False)  # as servers read it
+        if stored.get("tie_word_embeddings", False) != tied:
+            faults.append(f"config.json: its text_config ties embeddings otherwise. {_SAVE_AGAIN}")
     for name, tensor in read_norm(folder).items():
         if tensor.dtype != torch.float32:
-            faults.append(f"{name} is {tensor.dtype}, in which small updates are lost, not float32. {_SAVE_AGAIN}.")
+            faults.append(f"{name} is {tensor.dtype}, not float32: it loses updates. {_SAVE_AGAIN}")
         if bad := int((~tensor.isfinite()).sum()):
-            faults.append(f"{name} has {bad} values that are NaN or infinite. Train from an earlier checkpoint.")
+            faults.append(f"{name} has {bad} NaN or infinite values. Use an earlier checkpoint.")
     if faults:
-        raise ValueError("\n".join([f"{folder} cannot be published:", *(f"- {fault}" for fault in faults)]))
+        raise ValueError("\n- ".join([f"{folder} cannot be published:", *faults]))
 
 
 def check_private(source: PublishSource, token: str) -> None:
     """Refuses tokens, that of the publisher among them, paths of this machine, and pickles.
 
-    Of weights only the metadata is read. The error lists every place, and shows the first 4 characters of a token.
+    Of weights, only metadata are read. The error lists every place, and 4 characters of a token.
     """
     # The home folder, the checkpoint's and its parent, unless they are as common as "/root".
     folders = {Path.home(), Path.home().resolve(), source.folder, source.folder.parent}
     own = {str(path) for path in folders if len(path.parts) > 2}
     own |= {json.dumps(path)[1:-1] for path in own}  # as JSON escapes letters beyond ASCII
-    longest_first = sorted(own, key=len, reverse=True)
-    needles = "|".join([*([re.escape(token)] if token else []), _HUB_TOKEN, *map(re.escape, longest_first)])
+    longest_first = map(re.escape, sorted(own, key=len, reverse=True))
+    needles = "|".join([*([re.escape(token)] if token else []), _HUB_TOKEN, *longest_first])
     faults = []
     for path, content in source.files.items():
         if isinstance(content, Path):
             with safe_open(content, "pt") as file:
                 text = json.dumps(file.metadata())
         elif content.startswith(_PICKLED):
-            faults.append(f"- {path}: a pickle, which runs code when it is read. Save it as safetensors.")
+            faults.append(f"{path}: a pickle, which runs code when read. Save it as safetensors.")
             continue
         else:
             text = content.decode("utf-8", "replace")
@@ -72,14 +72,14 @@ def check_private(source: PublishSource, token: str) -> None:
             what = f"a local path, {secret}. Write the name that others know it by, or remove it."
             if secret not in own:
                 whose = "your token" if secret == token else "a Hugging Face token"
-                what = f"{whose}, {secret[:4]}... Remove it, and revoke it: others may have read it."
-            faults.append(f"- {path}, line {line}: {what}")
+                what = f"{whose}, {secret[:4]}... Remove and revoke it: others may have read it."
+            faults.append(f"{path}, line {line}: {what}")
     if faults:
-        raise ValueError("\n".join(["This must not be published:", *faults]))
+        raise ValueError("\n- ".join(["This must not be published:", *faults]))
 
 
 def recorded_base(adapter: Path) -> Part | None:
-    """The base that an adapter names; None for a folder of this machine, and for an adapter that names none."""
+    """The base that an adapter names; None if it names none, or a folder of this machine."""
     config = read_json(adapter / ADAPTER_CONFIG)
     name = config.get("base_model_name_or_path")
     if not name or Path(name).exists():
@@ -88,21 +88,21 @@ def recorded_base(adapter: Path) -> Part | None:
 
 
 def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
-    """The base of an adapter that is published as one: `base`, or the one that it names; with `ask_hub` its commit."""
+    """The base of an adapter: `base`, or the one that it names, with `ask_hub` at its commit."""
     part = recorded_base(adapter)
     if base is not None and (part is None or base != part.hub_id):
         part = None if Path(base).exists() else Part("base model", base, base, "main")
     if part is None:
-        raise ValueError(f"The adapter's base is a folder, not on the Hub, so nobody could load it. {_PUBLISH_BASE}")
+        raise ValueError(f"Its base is a folder, so nobody could load the adapter. {_PUBLISH_BASE}")
     if not ask_hub:
         return part
     base, commit = find_checkpoint(part.name, part.revision, remedy=_PUBLISH_BASE)
     config = check_files(base, commit)
-    files = cached_files(base, CODE, revision=commit, _raise_exceptions_for_missing_entries=False) or []
-    if foreign := _foreign(config, map(Path, files)):
+    files = cached_files(base, CODE, revision=commit, _raise_exceptions_for_missing_entries=False)
+    if foreign := _foreign(config, [Path(file) for file in files or ()]):
         raise ValueError(
-            f"Loading the adapter's base, {base} at {commit}, would run code that is not this version's of this "
-            f"package: {', '.join(foreign)}. Publish the base anew, or {_MERGED}"
+            f"The adapter's base, {base} at {commit}, would run code that is not this version's of "
+            f"this package: {', '.join(foreign)}. Publish the base anew, or {_MERGED}"
         )
     changed = [
         f"{name} {value!r}, not {base_value!r}"
@@ -110,15 +110,14 @@ def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
         if value != (base_value := config.get(name, getattr(NormAlignLlavaConfig, name)))
     ]
     if changed:  # PEFT would load it on the base as that is
-        raise ValueError(
-            f"The adapter was trained with {'; '.join(changed)} as in config.json of its base {base}. "
-            f"Publish {_MERGED}"
-        )
+        raise ValueError(f"The adapter has {'; '.join(changed)} as {base}. Publish {_MERGED}")
     return Part("base model", base, base, commit)
 
 
-def _foreign(config: dict[str, Any], files: Iterable[Path]) -> list[str]:
-    """What code would run that is not this package's: code files that differ or are missing, and `auto_map`."""
+def _foreign(config: dict[str, Any], files: list[Path]) -> list[str]:
+    """Where code that runs is not this package's: code files, missing or other, and `auto_map`."""
     code = {file.name: file.read_bytes() for file in files}
     foreign = [name for name in CODE if code.get(name) != (PACKAGE / name).read_bytes()]
-    return foreign + ["auto_map in config.json"] * (config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries)
+    if config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries:
+        foreign.append("auto_map in config.json")
+    return foreign

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading a checkpoint in a clean process. This file is also its script, so it imports nothing of the package."""
+"""Loading a checkpoint in a clean process. As its script, this imports nothing of the package."""
 
 import json
 import os
@@ -13,10 +13,7 @@ from typing import Any
 from PIL import Image
 
 
-TOLERANCE = 1e-5
-"""How far logits of the same weights may differ, as a share of the largest."""
-
-QUESTION = "What is in the image?"
+TOLERANCE = 1e-5  # by how much logits of the same weights may differ, as a share of the largest
 
 
 def ask_clean_process(
@@ -27,11 +24,11 @@ def ask_clean_process(
     base_revision: str | None = None,
     token: str | None = None,
 ) -> list[float]:
-    """The [`first_logits`] of a checkpoint that a clean process loads with `trust_remote_code=True`.
+    """The [`first_logits`] of a checkpoint, with its own code in a process without this package.
 
     `source` is a folder or, with `revision`, a Hub id; with `base`, that of an adapter. The process
-    cannot import this package, starts from an empty cache in the temporary folder, and sends no
-    token but `token`. Raises ValueError, with its output, if the checkpoint does not load.
+    starts from an empty cache in the temporary folder, and sends no token but `token`. Raises
+    ValueError, with its output, if the checkpoint does not load.
     """
     request = [str(source if revision else Path(source).resolve()), revision, base, base_revision]
     # Settings of the Hub's client on this machine, which others do not have.
@@ -42,12 +39,12 @@ def ask_clean_process(
     environment |= {} if revision or base_revision else {"HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
         run = subprocess.run(
-            [sys.executable, "-P", __file__],  # names of the files beside this one would shadow other modules
+            [sys.executable, "-P", __file__],  # files beside this one would shadow other modules
             cwd=folder, env=environment | {"HF_HOME": f"{folder}/home"},
             input=json.dumps(request), capture_output=True, text=True,
         )  # fmt: skip
     if run.returncode:
-        output = run.stderr[-2000:].strip() or f"It ended with status {run.returncode} and no output."
+        output = run.stderr[-2000:].strip() or f"status {run.returncode}, and no output"
         output = output.replace(token, "[token]") if token else output
         raise ValueError(f"{source} does not work in a process without this package:\n{output}")
     return json.loads(run.stdout.splitlines()[-1])
@@ -57,7 +54,7 @@ def difference(before: list[float], after: list[float]) -> str | None:
     """A sentence if logits differ by more than `TOLERANCE`."""
     apart = max(abs(one - other) for one, other in zip(before, after, strict=True))
     if apart > TOLERANCE * (largest := max(map(abs, before))):
-        return f"It answers differently: logits are up to {apart:.3g} apart, of at most {largest:.3g}."
+        return f"It answers differently: logits differ by {apart:.3g}, of at most {largest:.3g}."
     return None
 
 
@@ -65,12 +62,10 @@ def first_logits(model: Any, processor: Any) -> list[float]:
     """The logits of the first token of a model's answer to a fixed image and question."""
     ramp = Image.linear_gradient("L")
     image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
-    content = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-    ).to(model.device, model.dtype)  # fmt: skip
-    logits = model(**inputs).logits[0, -1].double().cpu()
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the image?"}]
+    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **chat)
+    logits = model(**inputs.to(model.device, model.dtype)).logits[0, -1].double().cpu()
     if not logits.isfinite().all():
         raise ValueError("the model's logits are NaN or infinite")
     return logits.tolist()
@@ -78,7 +73,7 @@ def first_logits(model: Any, processor: Any) -> list[float]:
 
 def main() -> None:
     """Loads what the request on the standard input names, and prints its logits."""
-    sys.modules["normalign_llava"] = None  # type: ignore[assignment]  # an import of it fails from here on
+    sys.modules["normalign_llava"] = None  # type: ignore[assignment]  # importing it fails
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import cached_file, logging
@@ -86,16 +81,17 @@ def main() -> None:
     logging.disable_progress_bar()
     source, revision, base, base_revision = json.load(sys.stdin)
     name, at = (base, base_revision) if base else (source, revision)
-    remote: dict[str, Any] = {"revision": at, "code_revision": at, "trust_remote_code": True}
-    model, info = AutoModelForImageTextToText.from_pretrained(name, output_loading_info=True, **remote)
-    if absent := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
-        raise ValueError(f"tensors that are missing, or that the model of config.json does not have: {absent[:10]}")
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        name, revision=at, code_revision=at, trust_remote_code=True, output_loading_info=True
+    )
+    if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
+        raise ValueError(f"tensors missing, or not in the model of config.json: {wrong[:10]}")
     if base:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, source, revision=revision)
-        file = "processor_config.json"
-        if cached_file(source, file, revision=revision, _raise_exceptions_for_missing_entries=False):
+        options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+        if cached_file(source, "processor_config.json", **options):
             name, at = source, revision
     processor = AutoProcessor.from_pretrained(name, revision=at, trust_remote_code=True)
     with torch.inference_mode():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishing: a checkpoint folder to a Hub repository in one commit, checked before and loaded after."""
+"""Publishing a checkpoint folder to the Hub in one commit, checked before and loaded after."""
 
 import json
 import os
@@ -52,10 +52,10 @@ def publish(
     token: str | None = None,
     notify: Callable[[str], object] = print,
 ) -> Publication:
-    """Checks a checkpoint, sends it with its card in one commit, and loads that commit in a clean process.
+    """Checks a checkpoint, sends it with its card in one commit, and loads that in a clean process.
 
-    It may be repeated at any time, also after a failure: only what the Hub lacks is sent. Files that an earlier
-    publication sent and this one does not are removed in the same commit; files of other names stay.
+    It may be repeated at any time, also after a failure: only what the Hub lacks is sent. In the
+    same commit, files of an earlier publication that this one lacks are removed; others stay.
 
     Args:
         checkpoint: Folder of a checkpoint, or of an adapter, which is merged into its base first.
@@ -64,19 +64,19 @@ def publish(
         revision: Branch; created if it does not exist.
         create_pr: Open a pull request against the branch, in anyone's repository.
         space: Publish the demo as well, as the Space `{repo_id}-demo`.
-        as_adapter: Publish an adapter as one, with its base pinned to a commit. The base must be on the Hub.
+        as_adapter: Publish an adapter as one, with its base, on the Hub, pinned to a commit.
         base: The adapter's base, if it has moved: a folder or a Hub id.
-        dry_run: Check, and list what would be sent. Needs neither token nor network, unless an adapter's base does.
-        check_loading: Load the folder before, and the commit after, in a clean process. Each takes the memory of the
-            whole model, and the second its size on disk (of an adapter twice). All other checks are made in any case.
+        dry_run: Check, and list what would be sent. Needs no token, and a network only for a base.
+        check_loading: Load the folder before, and the commit after, in a clean process. Each takes
+            the model's memory, and the second its size on disk (of an adapter twice).
         replace_card: Replace a card, on the Hub or in the folder, that this package did not write.
         token: Access token; by default that of `hf auth login` or HF_TOKEN.
         notify: Receives messages about the progress.
 
     Raises:
-        ValueError: The checkpoint, the token, the repository or an option is not valid. Nothing was committed.
-        OSError: The Hub, the connection or the disk failed, another publisher was faster, or the commit loads
-            differently from the folder. The message says what was done. No message shows the token.
+        ValueError: Checkpoint, token, repository or an option is not valid; nothing was committed.
+        OSError: The Hub, the connection or the disk failed, another publisher was faster, or the
+            commit loads differently from the folder. It says what was sent, and never the token.
     """
     checkpoint = Path(checkpoint)
     check_repo_id(repo_id)
@@ -86,13 +86,13 @@ def publish(
     if (as_adapter or base) and not is_adapter:
         raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
     if space and (create_pr or as_adapter):
-        raise ValueError("A Space needs a published whole model: leave out --space, or --create-pr and --adapter.")
+        raise ValueError("A Space needs a whole published model: no --create-pr, and no --adapter.")
     repository, demo = Repository(HfApi(token=token), repo_id, branch=revision), None
     if not dry_run:
         repository = find_repository(log_in(repo_id, token, create_pr), repo_id, branch=revision)
         if repository.commit and private not in (None, repository.private):
             is_now = "private" if repository.private else "public"
-            raise ValueError(f"{repo_id} exists and is {is_now}. Change that in its settings on the Hub.")
+            raise ValueError(f"{repo_id} is {is_now}. Change that in its settings on the Hub.")
         demo = find_space(repository.api, repo_id) if space else None
     if not replace_card:
         check_replaceable(card_in(checkpoint), str(checkpoint))
@@ -112,10 +112,12 @@ def publish(
             merged = temporary.enter_context(TemporaryDirectory(prefix="normalign-merged-"))
             folder = Path(merged, checkpoint.resolve().name)
             merge_adapter(checkpoint, folder, base=base)
-            if measured := [name for name in (EVALUATION, DIAGNOSTICS) if (checkpoint / name).exists()]:
-                notify(f"Warning: {' and '.join(measured)} of the adapter stay here, since it is merged.")
+            for name in (EVALUATION, DIAGNOSTICS):
+                if (checkpoint / name).exists():
+                    notify(f"Warning: {name} of the adapter stays here, since it is merged.")
         check_checkpoint(folder)
-        card = render_card(folder, repo_id=repo_id, revision=revision, hub_card=repository.card, base=pinned)
+        there = repository.card
+        card = render_card(folder, repo_id=repo_id, revision=revision, hub_card=there, base=pinned)
         for warning in card.warnings:
             notify(f"Warning: {warning}")
         source = choose_files(folder, {**generated, CARD: card.text.encode()}, repository.files)
@@ -125,7 +127,7 @@ def publish(
             notify("Loading it in a clean process.")
             before = ask_clean_process(folder, **access)
         if dry_run:
-            notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
+            notify("It passed the checks." + ("" if before else " It was not loaded."))
             return Publication(source, repository)
         notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
         commit = push(repository, source.files, source.stale, private=private, create_pr=create_pr)
@@ -137,11 +139,11 @@ def publish(
             problem = str(error)
         if problem is not None:
             raise OSError(
-                f"{repo_id} is at {commit.oid}, but does not load from there as from the folder. {problem} Publish "
-                f"again to load it once more. The commit before it is {repository.commit}."
+                f"{repo_id} is at {commit.oid}, and does not load as from the folder. {problem} "
+                f"Publish again to load it once more. The commit before is {repository.commit}."
             )
     else:
-        notify(f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown.")
+        notify(f"{repo_id} was loaded neither from the folder nor from the Hub: it may not load.")
     page = push_space(demo, repo_id, commit.oid, notify) if demo else None
     return Publication(source, repository, commit, page)
 
@@ -153,9 +155,12 @@ def summary(publication: Publication) -> str:
         files = (f"  {path}: {size:,} bytes" for path, size in source.sizes.items())
         kept = f"Stays here: {', '.join(source.excluded) or 'nothing'}."
         return "\n".join([f"Would be sent to {repository.repo_id}:", *files, kept])
-    sent = f"{len(source.files)} files in one commit" if commit.oid != repository.commit else "nothing changed"
-    lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(source.stale) or 'nothing'}."]
+    changed = commit.oid != repository.commit
+    sent = f"{len(source.files)} files in one commit" if changed else "nothing changed"
+    removed = ", ".join(source.stale) or "nothing"
+    lines = [f"Sent to {repository.repo_id}: {sent}; removed: {removed}."]
     lines += [f"Commit: {commit.oid}", f"Repository: {repository.url}"]
     lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []
     lines += [f"Space: {publication.space}"] if publication.space else []
-    return "\n".join([*lines, f'To load exactly this, set revision = "{commit.oid}" in the code of its card.'])
+    lines += [f'To load exactly this, set revision = "{commit.oid}" in the code of its card.']
+    return "\n".join(lines)

@@ -18,13 +18,12 @@ pytestmark = pytest.mark.usefixtures("archives")
 
 
 def test_the_encoder_agrees_with_onnx_runtime():
-    onnxruntime = pytest.importorskip("onnxruntime")
+    ort = pytest.importorskip("onnxruntime")
     (path,) = unpack(VISION).rglob("*.onnx")
     graph = onnx.load(path)
-    output = "/backbone/layernorm/Add_1_output_0"  # the encoder's last hidden state, before the saliency decoder
+    output = "/backbone/layernorm/Add_1_output_0"  # the encoder's last hidden state
     graph.graph.output.append(onnx.helper.make_empty_tensor_value_info(output))
-    session = onnxruntime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
-
+    session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
     folder = convert_vision(224)
     images = [load_image(question.image) for question in emoji("test")[:2]]
     pixels = AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")["pixel_values"]
@@ -53,5 +52,6 @@ def test_the_language_model_is_the_dequantized_gguf():
         np.testing.assert_allclose(state[ours].numpy(), reference, atol=1e-6)
     assert round(mean_embedding_norm(model.get_input_embeddings().weight), 3) == 3.202
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokens = model.generate(**tokenizer("The capital of France is", return_tensors="pt"), max_new_tokens=3)
+    asked = tokenizer("The capital of France is", return_tensors="pt")
+    tokens = model.generate(**asked, max_new_tokens=3)
     assert "Paris" in tokenizer.decode(tokens[0])

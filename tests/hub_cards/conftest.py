@@ -28,7 +28,8 @@ def start(hub, prepared):
 
     def start(folder, *options, token=None, **environment):
         words = ["-m", "normalign_llava", "publish", folder, "--repo-id", "ann/m", *options]
-        return prepared.start(words, HF_TOKEN=token or hub.token("ann"), COLUMNS="60", **environment)
+        environment |= {"HF_TOKEN": token or hub.token("ann"), "COLUMNS": "60"}
+        return prepared.start(words, **environment)
 
     return start
 

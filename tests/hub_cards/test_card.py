@@ -1,4 +1,4 @@
-"""The model card: filled from the folder alone, valid on the Hub, safe in its names, and kind to what people write."""
+"""The model card: filled from the folder alone, valid on the Hub, kind to what people write."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from normalign_llava.assembly.build import retrofit_checkpoint
 from normalign_llava.evaluate.results import WEIGHT_FILES, files_hash
 from normalign_llava.hub_cards.card.facts import Part
-from normalign_llava.hub_cards.card.metadata import by_hand, is_ours
+from normalign_llava.hub_cards.card.metadata import TAGS, by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card, write_card
 
 
@@ -30,24 +30,21 @@ PINNED = Part("base model", "user/base", "user/base", "a" * 40)
 def test_a_bare_checkpoint_has_a_short_and_honest_card(folder):
     (folder / "build.json").unlink()
     card = render_card(folder)
-    content = data(card)
-    assert content["library_name"] == "transformers" and content["pipeline_tag"] == "image-text-to-text"
-    assert not content.keys() & {"base_model", "base_model_relation", "datasets", "license", "language", "model-index"}
-    assert "license" in card.warnings[0]
+    expected = {"library_name": "transformers", "pipeline_tag": "image-text-to-text", "tags": TAGS}
+    assert data(card) == expected and "license" in card.warnings[0]
     titles = re.findall("^## (.*)", card.text, re.MULTILINE)
     assert titles == ["Use", "Measured alignment", "Limits", "Licence", "Citation"]
-    assert "How it was trained is not recorded" in card.text
-    assert "No evaluation is recorded" in card.text and "were not measured on this checkpoint" in card.text
+    for words in ("How it was trained is not", "No evaluation is", "were not measured on this"):
+        assert words in card.text
     for word in ("None", "undefined", "nan", "\n\n\n", "stage 1"):
         assert word not in card.text
 
 
 def test_a_full_folder_has_all_metadata_and_figures_without_samples(full):
     card = render_card(full, repo_id="user/model")
-    content = data(card)
-    assert content["base_model"] == ["google/encoder", "Qwen/decoder"] and content["base_model_relation"] == "merge"
-    assert content["datasets"] == ["user/data"] and content["language"] == ["en", "de"]
-    assert content["license"] == "apache-2.0" and "custom_code" in content["tags"]
+    expected = {"base_model": ["google/encoder", "Qwen/decoder"], "base_model_relation": "merge"}
+    expected |= {"datasets": ["user/data"], "language": ["en", "de"], "license": "apache-2.0"}
+    assert data(card).items() >= expected.items()
     figures = re.findall(r"\]\((diagnostics/.*?)\)", card.text)
     assert figures == ["diagnostics/interface.png", "diagnostics/rotation.png"]
     assert made.SECRET not in card.text and "What shape is in the image?" not in card.text
@@ -73,16 +70,18 @@ def test_licences(folder, vision, language, dataset, expected):
     assert bool(card.warnings) == (expected in (None, "other"))
     assert rows(section(card, "Licence"))["language model"][1] == language
     if expected in (None, "other"):
-        author = card.text.replace("license: other\n", "").replace("---\n", "---\nlicense: gemma\n", 1)
-        (folder / "README.md").write_text(author)
-        assert data(render_card(folder))["license"] == "gemma" and render_card(folder).warnings == []
-        assert "Its author states: gemma." in render_card(folder).text
+        text = card.text.replace("license: other\n", "")
+        (folder / "README.md").write_text(text.replace("---\n", "---\nlicense: gemma\n", 1))
+        card = render_card(folder)
+        assert data(card)["license"] == "gemma" and not card.warnings
+        assert "Its author states: gemma." in card.text
 
 
 def test_what_the_author_wrote_is_kept_byte_for_byte(full):
     card = write_card(full)
     assert by_hand(card.text) == {"introduction": "", "notes": ""}
-    introduction, notes = "Hello | <b>you</b> {{ x }} {% y %}\r\n\n\n\n", "```\n<!-- a -->\n``` \u00e9\n"
+    introduction = "Hello | <b>you</b> {{ x }} {% y %}\r\n\n\n\n"
+    notes = "```\n<!-- a -->\n``` \u00e9\n"
     text = card.text.replace("introduction -->\n", f"introduction -->\n{introduction}")
     text = text.replace("notes -->\n", f"notes -->\n{notes}").replace("tags:\n", "tags:\n- mine\n")
     text = text.replace("---\n", "---\nthumbnail: a.png\nextra: [1, {b: c}]\n", 1)
@@ -91,45 +90,35 @@ def test_what_the_author_wrote_is_kept_byte_for_byte(full):
     assert by_hand(again.text) == {"introduction": introduction, "notes": notes}
     assert (full / "README.md").read_bytes() == again.text.encode()
     content = data(again)
-    assert content["thumbnail"] == "a.png" and content["extra"] == [1, {"b": "c"}] and "mine" in content["tags"]
-    assert write_card(full).text == again.text
+    assert content["thumbnail"] == "a.png" and content["extra"] == [1, {"b": "c"}]
+    assert "mine" in content["tags"] and write_card(full).text == again.text
     # What followed from the folder and does no more is not taken for the author's.
     (full / "training.json").unlink()
     shutil.rmtree(full / "evaluation")
     assert not data(write_card(full)).keys() & {"datasets", "language", "model-index"}
 
 
-@pytest.mark.parametrize(
-    "here, there, expected",
-    [
-        ("", "", ""),
-        ("mine\n", "", "mine\n"),
-        ("mine\n", " \n", "mine\n"),
-        ("", "theirs\n", "theirs\n"),
-        ("mine\n", "theirs\n", "theirs\n"),
-    ],
-)
-def test_the_text_on_the_hub_is_kept_if_it_has_one(full, here, there, expected):
-    text = render_card(full).text
+@pytest.mark.parametrize("here", ["", "mine\n"])
+@pytest.mark.parametrize("there", ["", " \n", "theirs\n"])
+def test_the_text_on_the_hub_is_kept_if_it_has_one(full, here, there):
+    text, expected = render_card(full).text, there if there.strip() else here
     hub_card = text.replace("notes -->\n", f"notes -->\n{there}")
     (full / "README.md").write_text(text.replace("notes -->\n", f"notes -->\n{here}"))
     card = render_card(full, hub_card=hub_card)
     assert by_hand(card.text) == {"introduction": "", "notes": expected}
-    warned = any("Written by hand on the Hub and kept: notes." in warning for warning in card.warnings)
+    warned = "Text by hand on the Hub is kept: notes." in " ".join(card.warnings)
     assert warned == (bool(here) and here != expected)
     assert by_hand(render_card(full, hub_card="# Of somebody else").text)["notes"] == here
-    with pytest.raises(ValueError, match="README.md of ann/m on the Hub has no end"):
+    with pytest.raises(ValueError, match="README.md of ann/m on the Hub has .* without end"):
         render_card(full, repo_id="ann/m", hub_card=hub_card.replace("<!-- end by hand -->", ""))
 
 
-@pytest.mark.parametrize("fault", ["end", "name", "twice"])
-def test_nothing_by_hand_is_lost_to_a_slip(full, fault):
-    text = write_card(full).text
-    text = {
-        "end": text.replace("<!-- end by hand -->", "", 2),
-        "name": text.replace("by hand: notes", "by hand: note"),
-        "twice": text.replace("by hand: notes", "by hand: introduction"),
-    }[fault]
+@pytest.mark.parametrize(
+    "old, new",
+    [("<!-- end by hand -->", ""), ("notes -->", "note -->"), ("notes -->", "introduction -->")],
+)
+def test_nothing_by_hand_is_lost_to_a_slip(full, old, new):
+    text = write_card(full).text.replace(old, new)
     (full / "README.md").write_text(text)
     with pytest.raises(ValueError, match="by hand"):
         write_card(full)
@@ -143,17 +132,21 @@ def test_a_card_of_others_is_not_written_over(full):
         write_card(full)
     assert (full / "README.md").read_text() == theirs
     card = write_card(full, replace=True)
-    assert is_ours(card.text) and not is_ours(theirs)
-    assert "trl" not in data(card)["tags"] and (full / "README.md").read_bytes() == card.text.encode()
+    assert is_ours(card.text) and not is_ours(theirs) and "trl" not in data(card)["tags"]
+    assert (full / "README.md").read_bytes() == card.text.encode()
 
 
-EVIL = "a|b <script>alert(1)</script> `c` {{ 7 * 7 }} *d* [e](f) ~~g~~ $h$\n\n---\n# i <!-- end by hand --> \\| \u202e"
+EVIL = "a|b <script>alert(1)</script> `c` {{ 7 * 7 }} *d* [e](f) ~~g~~ $h$\n\n---\n# i "
+EVIL += "<!-- end by hand --> \\| \u202e"
+KINDS = ["s_open", "link_open", "image", "html_inline"]
+KINDS += ["table_open", "th_open", "heading_open", "hr"]
 
 
 def test_names_are_text_whatever_is_in_them(full):
     clean = render_card(full)
     made.licensed(full, EVIL, None, vision=EVIL, language=EVIL)
-    made.trained(full, {"id": EVIL, "license": EVIL}, options={"dataset_name": EVIL + "\n```\n# j", "seed": EVIL})
+    options = {"dataset_name": EVIL + "\n```\n# j", "seed": EVIL}
+    made.trained(full, {"id": EVIL, "license": EVIL}, options=options)
     made.evaluated(full, date=EVIL, versions={EVIL: EVIL})
     report = json.loads((full / "diagnostics" / "report.json").read_text())
     report["report"]["data"] = report["against"]["model"] = report["verdict"][0] = EVIL
@@ -163,14 +156,12 @@ def test_names_are_text_whatever_is_in_them(full):
     structures = []
     for rendered in (card, clean):
         parsed = tokens(ModelCard(rendered.text).text)
-        inner = [child for token in parsed for child in token.children or ()]
-        assert not [token for token in (*parsed, *inner) if "html" in token.type and "script" in token.content]
-        kinds = [token.type for token in inner if token.type in ("s_open", "link_open", "image", "html_inline")]
-        kinds += [token.type for token in parsed if token.type in ("table_open", "th_open", "heading_open", "hr")]
-        structures.append(Counter(kinds))
+        parsed += [child for token in parsed for child in token.children or ()]
+        assert not [token for token in parsed if "html" in token.type and "script" in token.content]
+        structures.append(Counter(token.type for token in parsed if token.type in KINDS))
     # The encoder, the language model and the data have lost the links that their Hub ids had.
-    assert structures[1] - structures[0] == Counter(link_open=structures[1]["link_open"] - structures[0]["link_open"])
-    assert structures[0] - structures[1] == Counter()
+    evil, plain = structures
+    assert {*(plain - evil)} <= {"link_open"} and not evil - plain
     assert by_hand(card.text) == by_hand(clean.text)
     (snippet,) = re.findall(r"^checkpoint, revision = (.*), \"main\"$", card.text, re.MULTILINE)
     assert ast.literal_eval(snippet) == EVIL and "\u202e" not in snippet
@@ -184,12 +175,14 @@ def test_a_protocol_is_folded_and_its_prompt_is_text(full):
     card = render_card(full).text
     folded = re.search("<summary>Protocol</summary>\n\n(.*?)\n\n</details>", card, re.DOTALL)[1]
     (inline,) = (token for token in tokens(folded) if token.type == "inline")
-    assert "".join(child.content for child in inline.children) == prompt and not re.search(r"&#?\w+;", card)
+    assert "".join(child.content for child in inline.children) == prompt
+    assert not re.search(r"&#?\w+;", card)
 
 
 def test_an_adapter_says_what_it_is_loaded_on(tmp_path):
     made.trained(tmp_path)
-    made.edit(tmp_path / "adapter_config.json", peft_type="LORA", r=8, base_model_name_or_path="outputs/stage1")
+    settings = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "outputs/stage1"}
+    made.edit(tmp_path / "adapter_config.json", **settings)
     save_file({}, tmp_path / "adapter_model.safetensors")
     card = render_card(tmp_path, repo_id="user/adapter", base=PINNED)
     content = data(card)
@@ -197,8 +190,9 @@ def test_an_adapter_says_what_it_is_loaded_on(tmp_path):
     assert content["library_name"] == "peft" and "license" not in content
     assert f'base, base_revision = "user/base", "{"a" * 40}"' in card.text
     alone = render_card(tmp_path)
-    assert "outputs" not in alone.text and "normalign merge" in alone.text and "```python" not in alone.text
-    assert "base_model" not in data(alone) and "base is not on the Hub" in " ".join(alone.warnings)
+    assert "outputs" not in alone.text and "```python" not in alone.text
+    assert "normalign merge" in alone.text and "base_model" not in data(alone)
+    assert "base is not on the Hub" in " ".join(alone.warnings)
 
 
 def test_a_model_trained_on_from_the_hub_names_what_it_started_from(full):
@@ -216,21 +210,23 @@ def test_a_retrofit_is_one_part(tmp_path):
     (llava / "README.md").write_text("---\nlicense: mit\n---\n")
     retrofit_checkpoint(str(llava), tmp_path / "built")
     card = render_card(tmp_path / "built")
-    assert rows(section(card, "Licence"))["LLaVA checkpoint"] == ["llava", "mit"] and data(card)["license"] == "mit"
-    assert "It is made from llava." in card.text and "**not been trained since**" in card.text
-    retrofit_checkpoint(str(llava), tmp_path / "none", arm="none")  # no norm was added, and it was trained before
-    assert "How it was trained is not recorded here.\nIt is made from llava." in render_card(tmp_path / "none").text
+    assert rows(section(card, "Licence"))["LLaVA checkpoint"] == ["llava", "mit"]
+    assert data(card)["license"] == "mit" and "**not been trained since**" in card.text
+    retrofit_checkpoint(str(llava), tmp_path / "none", arm="none")  # no norm added: it was trained
+    told = "How it was trained is not recorded here.\nIt is made from llava."
+    assert told in render_card(tmp_path / "none").text
 
 
 def test_a_base_that_the_author_names_is_kept(folder):
     made.edit(folder / "build.json", vision="google/encoder")
     card = write_card(folder)
-    assert data(card)["base_model"] == ["google/encoder"] and "`base_model:`" in " ".join(card.warnings)
-    (folder / "README.md").write_text(card.text.replace("- google/encoder\n", "- google/encoder\n- Qwen/decoder\n", 1))
+    assert data(card)["base_model"] == ["google/encoder"] and "base_model:" in str(card.warnings)
+    line = "- google/encoder\n"
+    (folder / "README.md").write_text(card.text.replace(line, f"{line}- Qwen/decoder\n", 1))
     for _ in range(2):
         card = write_card(folder)
         assert data(card)["base_model"] == ["google/encoder", "Qwen/decoder"]
-        assert "`base_model:`" not in " ".join(card.warnings)
+        assert "base_model:" not in str(card.warnings)
     made.edit(folder / "build.json", language="Qwen/decoder")
     assert data(write_card(folder))["base_model_relation"] == "merge"
     text = (folder / "README.md").read_text().replace("- Qwen/decoder\n", "- my/decoder\n", 1)
@@ -254,7 +250,7 @@ def limits(folder):
 
 def test_measured_alignment(full):
     made.normed(full, -0.25, 0.5)
-    made.edit(full / "config.json", text_embedding_norm=3.2)  # the language model is 32 wide: 3.2 / 5.657
+    made.edit(full / "config.json", text_embedding_norm=3.2)  # 3.2 / √32 is 0.5657
     made.measured(full, diagnosed(37.0, "layer_norm", "other"))
     table = rows(section(render_card(full), "Measured alignment").partition("A ± ")[0])
     text = "1.23 (σ 0.11)"
@@ -274,9 +270,8 @@ def test_measured_alignment(full):
 
 def test_limits(full):
     def assert_limits(*expected):
-        sentences = limits(full)
-        assert len(sentences) == len(expected)
-        assert all(words in sentence for words, sentence in zip(expected, sentences, strict=True)), sentences
+        for words, sentence in zip(expected, limits(full), strict=True):
+            assert words in sentence
 
     run = ["one training run, seed 42"]
     measured = ["Bias, safety", "64 samples of easy-VQA, held out, in bfloat16"]
@@ -288,7 +283,7 @@ def test_limits(full):
 
 def test_a_diagnosis_and_results_of_other_weights_are_called_so(full):
     def told():
-        return [words for words in (STALE, "Evaluated with other weights") if words in str(limits(full))]
+        return [words for words in (STALE, "Evaluated with other") if words in str(limits(full))]
 
     made.evaluated(full, weights=files_hash(full, WEIGHT_FILES))
     assert not told() and "Diagnose again" not in " ".join(render_card(full).warnings)

@@ -24,8 +24,8 @@ REPORT = ROOT / "docs/quickstart/report.json"
 SHARD = "model-vision_tower-00001-of-00001.safetensors"
 BUILT = {
     *("build.json", "chat_template.jinja", "config.json", "configuration_normalign_llava.py"),
-    *("generation_config.json", "modeling_normalign_llava.py", "processor_config.json", *stored.FILES),
-    *("tokenizer.json", "tokenizer_config.json"),
+    *("generation_config.json", "modeling_normalign_llava.py", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", *stored.FILES),
 }
 GAIN, BIAS = (f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias"))
 WIDTH = 32  # of the tiny language model
@@ -40,15 +40,14 @@ def add(folder, *names):
 
 
 def change(file, **values):
-    content = json.loads(file.read_text()) | values
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=2))
+    file.write_text(json.dumps(json.loads(file.read_text()) | values, indent=2))
 
 
 def test_of_a_folder_what_is_on_the_list_is_sent(folder):
-    add(folder, "samples/step-1.json", "dropped_rows.jsonl", "pytorch_model.bin", "notes.txt", ".env", "my.py")
-    add(folder, ".cache/token", "evaluation/pope/samples.jsonl", "tokenizer.pkl", "tf/config.json")
-    add(folder, "training_args.bin", "optimizer.pt", "trainer_state.json", "checkpoint-1/model.safetensors")
-    sent = ["LICENSE", "LICENSE-LLAMA.txt", "NOTICE", "evaluation/summary.json", "chat_templates/tools.jinja"]
+    add(folder, "samples/1.json", "dropped_rows.jsonl", "pytorch_model.bin", "notes.txt", ".env")
+    add(folder, ".cache/a", "evaluation/pope/a.jsonl", "tokenizer.pkl", "tf/config.json", "my.py")
+    add(folder, "training_args.bin", "optimizer.pt", "trainer_state.json", "checkpoint-1/a.pt")
+    sent = ["LICENSE", "LICENSE.txt", "NOTICE", "evaluation/summary.json", "chat_templates/a.jinja"]
     add(folder, *sent, "dynamics.jsonl", "training.json")
     chosen = choose_files(folder, {"README.md": b"# Card"})
     assert chosen.files.keys() == BUILT | {*sent, "README.md", "dynamics.jsonl", "training.json"}
@@ -63,13 +62,14 @@ def test_of_a_folder_what_is_on_the_list_is_sent(folder):
 
 def test_the_weights_that_are_loaded_are_sent(folder, tmp_path):
     sharded = Path(shutil.copytree(folder, tmp_path / "sharded"))
-    NormAlignLlavaForConditionalGeneration.from_pretrained(folder).save_pretrained(sharded, max_shard_size="40KB")
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
+    model.save_pretrained(sharded, max_shard_size="40KB")
     shards = sorted(path.name for path in sharded.glob("model-*.safetensors"))
     assert len(shards) > 1
     stale = "model-00009-of-00009.safetensors"
     shutil.copyfile(sharded / shards[0], sharded / stale)
     chosen = choose_files(sharded, {}, existing=[stale, shards[0], "mine.safetensors"])
-    assert {path for path in chosen.files if path.startswith("model.") or "-of-" in path} == {*shards, INDEX}
+    assert {path for path in chosen.files if "safetensors" in path} == {*shards, INDEX}
     assert chosen.excluded == chosen.stale == [stale]
     # Of two saves, the one that is loaded.
     stored.in_one_file(folder)
@@ -86,13 +86,13 @@ def test_a_diagnosis_is_sent_without_samples(folder):
     figures = {drawing["file"] for drawing in before["figures"]}
     for name in {*figures, *filter(None, (question["image"] for question in asked)), "image_9.png"}:
         Image.new("RGB", (4, 4)).save(diagnostics / name)
-    assert before["report"]["attention"][0]["question"] and before["against"]["attention"][0]["maps"]
+    assert asked[0]["question"] and asked[-1]["maps"]
     chosen = choose_files(folder, {})
     sent = {path.removeprefix("diagnostics/") for path in chosen.files if "/" in path}
     samples = {name for name in figures if name.startswith("attention_")}
     assert samples and sent == figures - samples | {"report.json"}
-    assert {f"diagnostics/{name}" for name in ("report.html", "image_9.png", "stray.png")} <= set(chosen.excluded)
-
+    for name in ("report.html", "image_9.png", "stray.png"):
+        assert f"diagnostics/{name}" in chosen.excluded
     after = json.loads(chosen.files["diagnostics/report.json"])
     assert {drawing["file"] for drawing in after["figures"]} == figures - samples
     assert "first question" in before["provenance"] and "first question" not in after["provenance"]
@@ -109,9 +109,8 @@ def assert_faults(folder, *expected):
     """`expected`: words of each fault, in their order."""
     with pytest.raises(ValueError, match="cannot be published") as error:
         check_checkpoint(folder)
-    faults = str(error.value).splitlines()[1:]
-    assert len(faults) == len(expected), faults
-    assert all(words in fault for fault, words in zip(faults, expected, strict=True)), faults
+    for fault, words in zip(str(error.value).splitlines()[1:], expected, strict=True):
+        assert words in fault
 
 
 def test_every_fault_is_listed(folder):
@@ -127,24 +126,25 @@ def test_every_fault_is_listed(folder):
     norm = {GAIN: torch.full((WIDTH,), torch.nan), BIAS: torch.zeros(WIDTH, dtype=torch.bfloat16)}
     stored.store(folder, stored.weights(folder) | norm)
     names = ("configuration_normalign_llava.py", code.name, "auto_map in config.json")
-    others = ("pads on the right", "ties embeddings otherwise")
-    norm_faults = sorted([f"{GAIN} has 32 values that are NaN", f"{BIAS} is torch.bfloat16"])
-    assert_faults(folder, *(f"{name} is not this version's" for name in names), *others, *norm_faults)
+    expected = [f"{name} is not this version's" for name in names]
+    expected += ["pads on the right", "ties embeddings otherwise"]
+    expected += sorted([f"{GAIN} has 32 NaN", f"{BIAS} is torch.bfloat16"])
+    assert_faults(folder, *expected)
     change(folder / "config.json", model_type="llava")
     with pytest.raises(ValueError, match="is a 'llava' model"):
         check_checkpoint(folder)
 
 
 def test_the_norm_of_an_adapter_is_whole_and_finite(built, tmp_path):
-    model, adapter = NormAlignLlavaForConditionalGeneration.from_pretrained(built), tmp_path / "adapter"
-    settings = LoraConfig(r=2, target_modules=r".*language_model.*\.v_proj", modules_to_save=["multi_modal_projector"])
-    get_peft_model(model, settings).save_pretrained(adapter)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(built)
+    settings = LoraConfig(target_modules=["v_proj"], modules_to_save=["multi_modal_projector"])
+    get_peft_model(model, settings).save_pretrained(adapter := tmp_path / "adapter")
     check_checkpoint(adapter)
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith("norm.weight"))
     save_file(tensors | {name: torch.full((WIDTH,), float("nan"))}, file)
-    assert_faults(adapter, f"{name} has 32 values that are NaN or infinite")
+    assert_faults(adapter, f"{name} has 32 NaN or infinite values")
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="adapter_model.safetensors cannot be loaded"):
         check_checkpoint(adapter)
@@ -158,7 +158,7 @@ def private(source):
 
 
 def test_tokens_are_found_anywhere(folder):
-    (folder / "README.md").write_text(f"# Model\n\nlogin with {TOKEN}\nand {SECRET}\nnot hf_{'x' * 34}\n")
+    (folder / "README.md").write_text(f"# Model\n\n{TOKEN}\nand {SECRET}\nnot hf_{'x' * 34}\n")
     (folder / "chat_template.jinja").write_text(f"{{# {SECRET} #}}")
     file = folder / SHARD
     save_file(load_file(file), file, {"format": "pt", "by": TOKEN})
@@ -180,10 +180,12 @@ def test_paths_of_this_machine_are_found(folder, monkeypatch):
     faults = private(choose_files(folder, {}))
     assert "config.json, line" in faults[0] and "a local path, /home/me. " in faults[0]
     assert len(faults) == 2 and str(folder.parent) in faults[1]
-    moved = shutil.copytree(folder, folder.parent / "Modèle ß", ignore=shutil.ignore_patterns("vocab.txt", "config*"))
-    (moved / "vocab.json").write_text(json.dumps({"at": f"{moved}/x"}))  # which escapes letters beyond ASCII
+    ignored = shutil.ignore_patterns("vocab.txt", "config*")
+    moved = shutil.copytree(folder, folder.parent / "Modèle ß", ignore=ignored)
+    escaped = json.dumps(str(moved))[1:-1]  # letters beyond ASCII are
+    (moved / "vocab.json").write_text(f'{{"at": "{escaped}/x"}}')
     faults = private(choose_files(moved, {}))
-    assert len(faults) == 1 and f"vocab.json, line 1: a local path, {json.dumps(str(moved))[1:-1]}. " in faults[0]
+    assert len(faults) == 1 and f"vocab.json, line 1: a local path, {escaped}. " in faults[0]
 
 
 def test_disguised_files_and_figures_are_looked_into(tmp_path):
@@ -192,7 +194,8 @@ def test_disguised_files_and_figures_are_looked_into(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png", pnginfo=text)
     (tmp_path / "b.png").write_bytes(b"\x80\x04pickle")
     torch.save({"a": 1}, tmp_path / "tokenizer.model")
-    names = ("a.png", "b.png", "tokenizer.model")
-    faults = private(PublishSource(tmp_path, {name: (tmp_path / name).read_bytes() for name in names}, {}, [], []))
-    for fault, name, what in zip(faults, names, (f"a local path, {tmp_path}. ", "a pickle", "a pickle"), strict=True):
+    expected = {"a.png": f"path, {tmp_path}. ", "b.png": "a pickle", "tokenizer.model": "a pickle"}
+    files = {name: (tmp_path / name).read_bytes() for name in expected}
+    faults = private(PublishSource(tmp_path, files, {}, [], []))
+    for fault, (name, what) in zip(faults, expected.items(), strict=True):
         assert fault.startswith(f"- {name}") and what in fault

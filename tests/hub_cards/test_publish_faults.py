@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishing while something goes wrong: the branch is at the old or the new commit, and a second run ends it."""
+"""Publishing with faults: the branch is at the old or the new commit, and a second run ends it."""
 
 import os
 import shutil
@@ -9,8 +9,6 @@ import pytest
 
 
 pytestmark = pytest.mark.slow
-
-
 CREATE, PUT, COMMIT = "POST /api/repos/create", "PUT ", "POST .*/commit/"
 
 
@@ -21,12 +19,12 @@ def published(hub, folder, commits):
     return same and len(repository.commits()) == commits
 
 
-@pytest.mark.parametrize("kind, request_", [(403, CREATE), (500, COMMIT)])
-def test_a_fault_leaves_the_branch_and_the_next_run_sends_the_rest(publish, hub, folder, kind, request_):
-    if request_ != CREATE:
+@pytest.mark.parametrize("kind, where", [(403, CREATE), (500, COMMIT)])
+def test_a_fault_leaves_the_branch_and_the_next_run_ends_it(publish, hub, folder, kind, where):
+    if where != CREATE:
         hub.create("ann/m", files={"config.json": b"old"})
     before = {name: repository.head() for name, repository in hub.repositories.items()}
-    hub.fault(kind, request_)
+    hub.fault(kind, where)
     status, shown = publish(folder, "--no-verify")
     assert status == 1 and f"({kind})" in shown and "Run the command again" in shown
     assert {name: repository.head() for name, repository in hub.repositories.items()} == before
@@ -59,6 +57,7 @@ def test_of_two_publishers_the_slower_gets_an_error(start, publish, hub, folder,
     theirs = repository.commit
     pause.released.set()
     process = slower.wait()
-    assert process.returncode == 1 and "A commit has happened since" in process.stderr and repository.commit == theirs
+    assert process.returncode == 1 and "A commit has happened since" in process.stderr
+    assert repository.commit == theirs
     assert publish(folder, "--no-verify")[0] == 0 and repository.head().parent == theirs
     assert "training.json" not in repository.head().files
