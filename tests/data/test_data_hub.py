@@ -80,4 +80,4 @@ def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_pat
     reasons = {"absolute": "leaves the cache of the Hub", "relative": "set image_folder"}
     for name in hostile:
         for told in results[f"user/{name}"]:
-            assert reasons.get(name, "is an address, and nothing is fetched") in told, (name, told)
+            assert reasons.get(name, "is an address; nothing is fetched") in told, (name, told)

@@ -278,7 +278,7 @@ def test_tables_that_pandas_wrote(processor, tmp_path):
     for text, reason in {
         'question\tanswer\nQ\t"A\nR\tB\nS\tC"\n': "has tabs and line breaks, near line 4",
         'question\tanswer\nQ\t"Stop" sign\n': "'\t' expected after",
-        "question\tanswer\tanswer\nQ\tA\tB\n": "several columns of one name",
+        "question\tanswer\tanswer\nQ\tA\tB\n": "has columns of one name",
     }.items():
         (tmp_path / "data.tsv").write_text(text)
         with pytest.raises(ValueError, match=reason):
@@ -298,10 +298,10 @@ def test_what_is_not_read_is_told(processor, tmp_path, caplog):
     [
         (50, 2, None, r"row 48: the answer in turn 1 is empty \(2 rows\)\nFix them, or skip"),
         (50, 2, "0.04", None),
-        (50, 2, 0.03, "These are 2 of 50 rows, and a share of 0.03 is skipped at most"),
+        (50, 2, 0.03, "These are 2 of 50 rows; a share of 0.03 may be bad"),
         (501, 5, None, None),
         (501, 5, "stop", r"\(5 rows\)"),
-        (501, 6, None, "These are 6 of 501 rows, and a share of 0.01 is skipped at most"),
+        (501, 6, None, "These are 6 of 501 rows; a share of 0.01 may be bad"),
         *((1, 0, wrong, "bad_rows must be") for wrong in ("some", "1", 0, 1.5, True)),
     ],
 )

@@ -127,7 +127,7 @@ def test_columns_have_names_of_ones_own(processor, tmp_path, form, streaming):
     with pytest.raises(ValueError, match="columns names 'none', which no row has"):
         rows(columns=["caption", "none"])
     for wrong in ("image", "image=", "img=path", {"image": 3}):
-        with pytest.raises(ValueError, match="columns (must be pairs such as|names 'img', which no form has)"):
+        with pytest.raises(ValueError, match="columns (must be pairs like|names 'img', which no form has)"):
             rows(columns=wrong)
 
 

@@ -96,7 +96,7 @@ BAD = {
     "floats": (saved(Image.new("F", (2, 2), 0.5), "TIFF")["bytes"], "save it with 8 bits"),
     "negative": (saved(Image.new("I", (2, 2), -5), "TIFF")["bytes"], "save it with 8 bits"),
     "12 bits of 16 in colour": (deep_png([4095, 4095, 4095]), "save it with 8 bits"),
-    "a strip": (image_bytes("red", (2, 401)), "2 x 401 pixels; one side may be 200 times the other at most"),
+    "a strip": (image_bytes("red", (2, 401)), "2 x 401 pixels; at most 200:1 is allowed"),
     "too many bytes": (WHOLE + bytes(MAX_IMAGE_BYTES), "the file has more than 256 MiB. Save it smaller"),
     "EPS": (saved(Image.new("RGB", (2, 2)), "EPS")["bytes"], "it is broken, or not one of PNG, JPEG"),
 }

@@ -87,7 +87,7 @@ def test_a_row_that_the_template_refuses_is_bad(tmp_path):
         read(write_json(tmp_path, mixed_rows()), processor)
 
 
-REASONS = {1: "1 places", 2: "none.png: there is no such image; set image_folder", 3: r"\.\./outside.png leaves"}
+REASONS = {1: "1 <image>", 2: "none.png: there is no such image; set image_folder", 3: r"\.\./outside.png leaves"}
 REASONS |= {8: "link.png: the image is a link that leaves", 9: "the answer in turn 1 is empty"}
 
 
@@ -147,7 +147,7 @@ def test_images_that_cannot_be_decoded_stop_a_run_before_it_begins(load, tmp_pat
     three = with_broken(tmp_path / "three", form, 20, {7, 8, 9})
     every = with_broken(tmp_path / "every", form, 8, set(range(8)), b"<html>404</html>")
     assert [row.row for row in load(one, bad_rows=0.1).report.sources[0].dropped] == [7]
-    share = r" \(3 rows\)\nThese are 3 of 20 rows, and a share of 0.1 is skipped at most"
+    share = r" \(3 rows\)\nThese are 3 of 20 rows; a share of 0.1 may be bad"
     for path, bad_rows, reason in (
         (one, None, "row 7.*: .* truncated"),
         (three, 0.1, f"row 7.*: .* truncated.*{share}"),

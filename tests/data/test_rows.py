@@ -83,31 +83,31 @@ def test_addresses_are_refused_as_strings_and_as_structs(rules):
     addresses += ["simplecache::file:///images/a.png", "file://x::hf://datasets/u/d@0/a"]
     for address in addresses:
         for image in (address, {"path": address, "bytes": None}, {"path": address}):
-            with pytest.raises(ValueError, match="address, and nothing is fetched"):
+            with pytest.raises(ValueError, match="address; nothing is fetched"):
                 parse_row({**llava("<image>Q", "A"), "image": image}, rules)
 
 
 TURNS, QA = llava("Q", "A")["conversations"], [user("Q"), assistant("A")]
 BAD = [
-    (llava("<image><image>Q", "A", "a.png"), "2 places for images .* and 1 images"),
-    (llava("<image>Q", "A"), "1 places .* and 0 images"),
+    (llava("<image><image>Q", "A", "a.png"), "2 <image> or image parts for 1 images"),
+    (llava("<image>Q", "A"), "1 <image> or .* for 0 images"),
     ({**llava("<image>Q", "A", "a.png"), "images": ["b.png"]}, "both image and images"),
     ({**llava("<image>Q", "A"), "images": [None, "a.png"]}, "images has nothing in place of image 0"),
     (llava("<image>Q", "A", "/etc/passwd"), "/etc/passwd leaves image_folder /images"),
     (llava("<image>Q", "A", "sub/../../b.png"), r"sub/../../b.png leaves image_folder /images"),
-    (llava("<image>Q", "A", "Q" * 6000), "nor base64 that begins as an image file"),
+    (llava("<image>Q", "A", "Q" * 6000), "neither a valid path nor an image"),
     ({"images": ["a.png"], "messages": [user([{"type": "image", "index": 1}]), QA[1]]}, "place for image 1"),
     ({"images": ["a.png"], "messages": [user("Q"), assistant([{"type": "image"}])]}, "assistant's, has an image"),
-    ({"messages": [user([{"type": "image", "file_id": "x"}]), QA[1]]}, "turn 0 has file_id, none of"),
-    ({"messages": [user([{"type": "video"}]), QA[1]]}, "neither a text part nor an image"),
+    ({"messages": [user([{"type": "image", "file_id": "x"}]), QA[1]]}, "turn 0 has file_id and no"),
+    ({"messages": [user([{"type": "video"}]), QA[1]]}, "neither a text nor an image part"),
     (llava("Q", " \n"), "the answer in turn 1 is empty"),
     ({"conversations": [*TURNS, TURNS[0]]}, "the last turn is the user's"),
-    ({"conversations": [*TURNS, TURNS[1]]}, "turn 2 is the assistant's; user and assistant must take"),
+    ({"conversations": [*TURNS, TURNS[1]]}, "turn 2 is the assistant's; turns must alternate"),
     ({"messages": [{"role": "system", "content": "S"}, *QA], "system": "T"}, "its column system"),
     ({"messages": [{"role": "tool", "content": "Q"}, QA[1]]}, "role 'tool'; known are human"),
     ({"messages": "Q"}, "messages must be a list of turns, got 'Q'"),
     ({"messages": [QA[0], QA[1] | {"weight": 0.5}]}, "turn 1 has weight 0.5"),
-    ({"messages": [QA[0], QA[1] | {"weight": 0}]}, "no assistant turn is learned"),
+    ({"messages": [QA[0], QA[1] | {"weight": 0}]}, "no answer is learned"),
     (llava("Q", "half \ud83d"), "turn 1, the assistant's, is not valid Unicode"),
     (llava("Q", "an <image>"), "turn 1, the assistant's, has <image> where no image is"),
     ({"messages": [user([{"type": "text", "text": t} for t in ("<ima", "ge>")]), QA[1]]}, "user's, has <image>"),
@@ -123,10 +123,10 @@ BAD = [
     ({"question": "Q", "choices": ["a.png", "b.png"], "answer": 0}, "no images"),
     ({"question": " ", "answer": "A"}, "its question is empty.*--columns caption=answer"),
     ({"question": "Q", "answer": True}, "answer must be text or a list of turns, got True"),
-    ({"image": "a.png", "text": '{"question": "Q"}'}, "no caption but JSON with question"),
+    ({"image": "a.png", "text": '{"question": "Q"}'}, "no caption but JSON: question"),
     ({"image": "a.png", "text": "Q", "label": "A"}, "--columns question=text,answer=label; .* caption=text"),
     ({"image": "a.png", "text": "Q", "question_id": 0}, "--columns question=text, .* caption=text"),
-    ({"prompt": "Q", "completion": "A", "label": False}, "marked as unwanted .label false., as KTO"),
+    ({"prompt": "Q", "completion": "A", "label": False}, "answer is unwanted .label false., for KTO"),
     ({"text": "T", "label": 1, "messages": None}, "columns: label, text; known are conversations"),
     (b"[[[", r"the line is not valid JSON, or nested too deeply: b'\[\[\['"),
     ("{broken", "a row must be a mapping .* got '{broken'"),
