@@ -116,8 +116,9 @@ class DataArguments:
         if bool(self.dataset_name) == bool(self.datasets):
             both = "not both" if self.dataset_name else "to say what to train on"
             raise ValueError(f"Give dataset_name (one data set) or datasets (a mixture), {both}.")
-        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
-            raise ValueError(f"test_split_size is not between 0 and 1: {self.test_split_size}.")
+        held_out = self.test_split_size
+        if held_out is not None and not 0 < held_out < 1:
+            raise ValueError(f"test_split_size must be between 0 and 1, got {held_out}.")
         keys = set(DataSource.__dataclass_fields__)
         for source in self.datasets:
             if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
