@@ -185,7 +185,6 @@ def _images(raw: Mapping) -> list[Any]:
 
 
 def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
-    """The turns after the text in the column `system`."""
     if is_empty(system):
         return turns
     first = Turn("system", [{"type": "text", "text": system}])

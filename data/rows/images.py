@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from ...errors import printable
-from .zips import MAX_IMAGE_BYTES, TOO_LARGE, check_entry, read_entry
+from .zips import MAX_IMAGE_BYTES, TOO_LARGE, find_entry, read_entry
 
 
 # What images may be, whatever their names say. Of Pillow's others, EPS would start Ghostscript.
@@ -100,7 +100,7 @@ class ImageRules:
         if not _allows_folder(self, folder) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
         if path.startswith("zip://"):
-            check_entry(path)
+            find_entry(path)
 
     @property
     def archive(self) -> str | None:

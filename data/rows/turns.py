@@ -29,7 +29,6 @@ _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "source")  # the l
 _NO_IMAGES = {"type", "text", "index", "detail"}  # llava-instruct-mix has the number of the image
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text"}
 _PARTS |= {"image": "image", "image_url": "image", "input_image": "image"}
-_MAX_LITERAL = 2**16  # characters of a list that is written as Python writes it
 _BETWEEN_TEXTS = re.compile(r"(['\"])\s+(['\"])")
 
 
@@ -105,7 +104,6 @@ def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[T
 
 
 def _content(left_out: list[str], number: int, role: str, content: Any, column: str) -> list[dict]:
-    """The parts of a turn's content."""
     content = as_text(content)
     if isinstance(content, str) and content.startswith("[{"):
         parts = parsed(content)
@@ -332,7 +330,7 @@ def parsed(value: Any) -> Any:
         pass
     try:  # numpy prints no commas, and Python reads texts without them as one
         text = _BETWEEN_TEXTS.sub(r"\1, \2", value.strip())
-        return ast.literal_eval(text) if len(value) <= _MAX_LITERAL else value
+        return ast.literal_eval(text) if len(value) <= 2**16 else value
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return value
 

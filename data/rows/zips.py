@@ -24,14 +24,9 @@ _ENTRY = np.dtype("i8, i8, i8, u4, u1")  # place, packed size, size, checksum, m
 _REFUSED = 255  # as a method: a link, encrypted, or packed by another method than deflate
 
 
-def check_entry(address: str) -> None:
-    """Raises ValueError if an image `zip://name::file` does not exist or may not be read."""
-    _entry(address)
-
-
 def read_entry(address: str) -> bytes:
-    """The bytes of an image, `MAX_IMAGE_BYTES + 1` at most; ValueError as of [`check_entry`]."""
-    file, (place, packed, _, checksum, method) = _entry(address)
+    """The bytes of an image, `MAX_IMAGE_BYTES + 1` at most; ValueError as of [`find_entry`]."""
+    file, (place, packed, _, checksum, method) = find_entry(address)
     mark, *lengths = _LOCAL.unpack(os.pread(file.fileno(), _LOCAL.size, place))
     content = os.pread(file.fileno(), packed, place + _LOCAL.size + sum(lengths))
     if method:
@@ -41,8 +36,11 @@ def read_entry(address: str) -> bytes:
     return content
 
 
-def _entry(address: str) -> tuple[BinaryIO, list[int]]:
-    """The open file, and the numbers of an entry in the order of `_ENTRY`."""
+def find_entry(address: str) -> tuple[BinaryIO, list[int]]:
+    """The open file of an image `zip://name::file`, and its entry's numbers as in `_ENTRY`.
+
+    Raises ValueError if there is no such image, or it may not be read.
+    """
     name, _, file = address.removeprefix("zip://").rpartition("::")
     archive = opened(file)
     for written in (name, name.encode().decode("cp437")):  # so zipfile reads names without a mark

@@ -29,7 +29,6 @@ ROWS = Features(file=_TEXT, number=Value("int64"), json=_TEXT, images=_IMAGES)
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
 _LIST_START = re.compile(r"\s*\[\s*")
 _SEPARATOR = re.compile(r"\s*[,\]]\s*")  # of the elements of a JSON list, or its end
-_WRITTEN = 200  # rows that are kept in memory until they are written; base64 images make them large
 _TABLES = {".parquet", ".arrow"}
 _ONE_A_LINE = "Write each row in one line, as `jq -c .` does."
 
@@ -42,8 +41,8 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
         return IterableDataset.from_generator(_rows, **options)
     versions = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     options["fingerprint"] = Hasher.hash([versions, Path(__file__).read_bytes()])
-    try:
-        return Dataset.from_generator(_rows, writer_batch_size=_WRITTEN, **options)
+    try:  # few are kept in memory before they are written: they may have images in base64
+        return Dataset.from_generator(_rows, writer_batch_size=200, **options)
     except ValueError:  # raised by `datasets` without rows; what `_rows` raises is wrapped
         return Dataset.from_dict({name: [] for name in ROWS}, features=ROWS)
 

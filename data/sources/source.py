@@ -35,9 +35,7 @@ logger = logging.getLogger(__name__)
 
 AnyData: TypeAlias = Dataset | IterableDataset
 CHUNK = 500  # rows that are read, checked and cached together
-_PARQUET_ROWS = 100  # read together; a row group, as by default, may become any size in memory
 _BLOCK = 512  # bytes, of a tar file
-_PEEKED = 1000  # rows of a stream that are searched for columns
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
 
@@ -99,7 +97,7 @@ class Source:
         """Raises ValueError if `columns` names one that no row has, or no first row of a stream."""
         named = {*(self.columns.values() if isinstance(self.columns, dict) else self.columns or ())}
         known = set[str]()
-        limit = _PEEKED if isinstance(self.data, IterableDataset) else None
+        limit = 1000 if isinstance(self.data, IterableDataset) else None
         for _, _, raw in islice(replace(self, columns=None), limit) if named else ():
             known.update(raw if isinstance(raw, dict) else ())
             if named <= known:
@@ -208,7 +206,7 @@ def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
         version = Hasher.hash(Path(__file__).read_bytes())
         builder = Shards(data_files=builder.config.data_files, hash=version)
     if isinstance(builder, Parquet):
-        builder.config.batch_size = _PARQUET_ROWS
+        builder.config.batch_size = 100  # a row group, as by default, may become any size in memory
     if streaming:
         return builder.as_streaming_dataset(source.split)
     # Cards are often wrong about the number of rows; they are counted here.

@@ -43,14 +43,12 @@ class RowReader:
     sources: tuple[Source, ...]
 
     def __call__(self, table: dict[str, list]) -> dict[str, list]:
-        rows = [self._row(*place) for place in zip(table["part"], table["index"], strict=True)]
+        rows = []
+        for part, index in zip(table["part"], table["index"], strict=True):
+            ((_, _, raw),) = self.sources[part].rows(index, 1)
+            rows.append(parse_row(raw, self.sources[part].rules))
         columns = {name: [row[name] for row in rows] for name in ("images", "messages", "learned")}
         return {"row": table["row"], **columns}
-
-    def _row(self, part: int, index: int) -> dict[str, Any]:
-        source = self.sources[part]
-        ((_, _, raw),) = source.rows(index, 1)
-        return parse_row(raw, source.rules)
 
 
 def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceReport) -> Dataset:

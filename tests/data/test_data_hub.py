@@ -5,10 +5,9 @@ import zipfile
 
 import pyarrow.parquet
 import pytest
-import train_data
 from datasets import Features, Image, Value
 from paths import HELPERS
-from train_data import images, inside, llava
+from train_data import images, inside, llava, write_parquet
 
 
 pytestmark = pytest.mark.slow
@@ -53,12 +52,8 @@ def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_pat
         for file in (base / "folder").iterdir():
             archive.write(file, file.name)
     images(base / "secret", "red.png")
-    hostile = {
-        "absolute": f"{base}/secret/red.png",
-        "web": "http://127.0.0.1:9/red.png",
-        "other": "hf://datasets/user/folder@main/red.png",
-        "relative": "red.png",
-    }
+    hostile = {"absolute": f"{base}/secret/red.png", "web": "http://127.0.0.1:9/red.png"}
+    hostile |= {"other": "hf://datasets/user/folder@main/red.png", "relative": "red.png"}
     features = Features(image=Image(), question=Value("string"), answer=Value("string"))
     for name, path in hostile.items():  # written by Arrow: `datasets` would put the files in
         (base / name).mkdir()
@@ -67,8 +62,8 @@ def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_pat
         pyarrow.parquet.write_table(table, base / name / "train.parquet")
     names = ("folder", "zipped", *hostile)
     rows = [llava("<image>\nQ", "A", inside("red")), llava("Q", "A")]
-    train_data.write_parquet(base / "tiny.data" / "train-00000.parquet", rows)
-    train_data.write_parquet(base / "tiny.data" / "test-00000.parquet", rows[1:])
+    write_parquet(base / "tiny.data" / "train-00000.parquet", rows)
+    write_parquet(base / "tiny.data" / "test-00000.parquet", rows[1:])
     for name in (*names, "tiny.data"):
         hub.serve(f"user/{name}", base / name, kind="dataset")
     client = prepared.run(["-c", CLIENT, HELPERS, json.dumps([f"user/{name}" for name in names])])

@@ -53,9 +53,8 @@ def by_hand(processor, marked: str) -> tuple[list[int], list[int]]:
 def check(processor, path, *marked, **options):
     """The first rows of the data are the marked texts."""
     data = read(path, processor, **options)
-    collate = ConversationCollator(processor)
     for row, text in zip(islice(data.train, len(marked)), marked, strict=True):
-        batch = collate([row])
+        batch = ConversationCollator(processor)([row])
         ids, labels = (batch[name][0].tolist() for name in ("input_ids", "labels"))
         assert (ids, labels) == by_hand(processor, text)
     return data
@@ -75,48 +74,39 @@ EXAMPLES = {
     "LLaMA-Factory, system": (llava("Q", "A", system="Be."), chat("S:Be.", "Q", "[[A]]")),
     "tools and history": (llava("Q", "A", tools="[search]", history=[["q", "a"]], score=3),
         chat("Q", "[[A]]"), {"tools": 1, "history": 1, "id": 1, "score": 1}),
-    "keys of turns": (
-        {"messages": [user("Q"), assistant("A") | {"reasoning_content": "so", "name": "x"}]},
+    "keys": (dict(messages=[user("Q"), assistant("A") | {"reasoning_content": "R", "name": "x"}]),
         chat("Q", "[[A]]"), {"messages.reasoning_content": 1, "messages.name": 1}),
-    "alpaca, input": (dict(question="Translate.", input="rouge", answer="red"),
-        chat("Translate.\nrouge", "[[red]]")),
+    "alpaca, input": (dict(question="Q", input="R", answer="A"), chat("Q\nR", "[[A]]")),
     # 6 and 10: options, and answers by number
-    "ai2d": (dict(question="Which?", options=["cat", "dog"], answer="1", **KITE),
-        chat("{4}" + LISTED, "[[B]]")),
+    "ai2d": (dict(question="Which?", options=["cat", "dog"], answer="1"), chat(LISTED, "[[B]]")),
     "ScienceQA": (CAT_OR_DOG | KITE | {"answer": 0, "hint": "See.", "lecture": "L"},
         chat("{4}See.\n" + LISTED, "[[A]]"), {"lecture": 1}),
     "A-OKVQA": ({**CAT_OR_DOG, "correct_choice_idx": 1, "direct_answers": "['a dog', 'b']"},
         chat(LISTED, "[[B]]"), {"direct_answers": 1}),
-    "a letter": ({**CAT_OR_DOG, "answer": "B"}, chat(LISTED, "[[B]]")),
     "columns A to E": (dict(question="How many?", A=3, B=4, C=5.5, D="6", E=7, answer="E"),
         chat("How many?\nA. 3\nB. 4\nC. 5.5\nD. 6\nE. 7", "[[E]]")),
-    "options as a mapping": (dict(question="How many?", options={"A": 3, "B": 4}, answer="B"),
-        chat("How many?\nA. 3\nB. 4", "[[B]]")),
+    "a mapping": (dict(question="Q", options={"A": 3, "B": 4}, answer="B"),
+        chat("Q\nA. 3\nB. 4", "[[B]]")),
     "options that have their letters": (
         dict(question="Which?", options=["(A) cat", "(B) dog"], answer="B"), chat(LISTED, "[[B]]")),
-    "SEED-Bench": (
-        dict(question="Which?", choice_a="cat", choice_b="dog", answer="B", question_type_id=1),
-        chat(LISTED, "[[B]]"), {"question_type_id": 1}),
+    "SEED-Bench": (dict(question="Which?", choice_a="cat", choice_b="dog", answer="B", data_id=1),
+        chat(LISTED, "[[B]]"), {"data_id": 1}),
     "an answer with its letter": ({**CAT_OR_DOG, "answer": "(B) dog"}, chat(LISTED, "[[(B) dog]]")),
-    "options that are in the question": (
-        {**CAT_OR_DOG, "question": LISTED, "answer": "B"}, chat(LISTED, "[[B]]")),
-    "ARC, filled up": (
-        dict(question="Q", choices=dict(text=["cat", "dog", ""], label=["A", "B", ""]), answer=1.0),
-        chat("Q\nA. cat\nB. dog", "[[B]]")),
+    "already listed": ({**CAT_OR_DOG, "question": LISTED, "answer": "B"}, chat(LISTED, "[[B]]")),
+    "ARC": (dict(question="Q", choices=dict(text=["x", "y", ""], label=["A", "B", ""]), answer=1.0),
+        chat("Q\nA. x\nB. y", "[[B]]")),
     "a count that pandas made a fraction": (dict(question="Q", answer=3.0), chat("Q", "[[3]]")),
     "CLEVR": (dict(question="How many?", answer=3, **KITE), chat("{4}How many?", "[[3]]")),
     # 8: pairs
-    "FineVision": (dict(images=["red.png"], source="x", relevance_ratings=[4, 5],
-            texts=[PAIR, {"user": "R", "assistant": "B"}]),
-        chat("{4}Q", "[[A]]", "R", "[[B]]"), {"source": 1, "relevance_ratings": 1}),
+    "FineVision": (dict(images=["red.png"], texts=[PAIR, PAIR], source="x", image_ratings=[4, 5]),
+        chat("{4}Q", "[[A]]", "Q", "[[A]]"), {"source": 1, "image_ratings": 1}),
     "the Cauldron": (dict(images=["red.png", "blue.png"], texts=[PAIR | {"source": "vqa"}]),
         chat("{4}{4}Q", "[[A]]"), {"texts.source": 1}),
     # 9: several accepted answers
     "DocVQA": (dict(question="Q", answers=["one", "two", "two"], questionId=3, **KITE),
         chat("{4}Q", "[[two]]"), {"questionId": 1}),
-    "VQAv2": (
-        dict(question="Q", answers=[{"answer": a, "answer_id": 1} for a in ("yes", "no")], **KITE),
-        chat("{4}Q", "[[yes]]")),
+    "VQAv2": (dict(question="Q", answers=[{"answer": "yes", "answer_id": 1}, {"answer": "no"}]),
+        chat("Q", "[[yes]]")),
     "captions": (dict(caption=["A.", "B."], **KITE), chat("{4}Describe the image.", "[[A.]]")),
     "numpy's lists": (dict(question="Q", answers="['one' 'two'\n 'two']"), chat("Q", "[[two]]")),
     # 11 to 14: turns
@@ -143,8 +133,7 @@ EXAMPLES = {
     "images of a turn": ({"messages": [
             user("Q"), assistant("A"), user("R") | {"images": ["red.png"]}, assistant("B")]},
         chat("Q", "[[A]]", "{4}R", "[[B]]")),
-    "parts as text": (
-        dict(messages=[user(json.dumps([{"type": "image"}, TEXT])), assistant("A")], **KITE),
+    "text": (dict(messages=[user(json.dumps([{"type": "image"}, TEXT])), assistant("A")], **KITE),
         chat("{4}Q", "[[A]]")),
     "Anthropic's, OpenAI's newer parts": ({"messages": [user([
             {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": RED}},
@@ -161,8 +150,7 @@ EXAMPLES = {
     "no image": (llava("Q", "A", {"bytes": None, "path": None}), chat("Q", "[[A]]"), {"id": 1}),
     # 15: base64
     "VLMEvalKit, base64": (dict(image=RED, question="Q", answer="A"), chat("{4}Q", "[[A]]")),
-    "a part in base64": (
-        {"messages": [user([{"type": "image", "base64": RED}, TEXT]), assistant("A")]},
+    "a part": (dict(messages=[user([{"type": "image", "base64": RED}, TEXT]), assistant("A")]),
         chat("{4}Q", "[[A]]")),
     "an id that ends in .png": (llava("Q", "A", id="a.png"), chat("Q", "[[A]]"), {"id": 1}),
     "HTML": (llava("Is <video src=a> or the <video> tag used?", "<video></video>"),

@@ -4,20 +4,19 @@ import json
 import shutil
 
 import pytest
-import train_data
-from train_data import llava
+from train_data import inside, llava, parquet_data, write_parquet
 
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.source import open_source
 
 
-ROWS = [llava("<image>\nWhat is this?", "kept", train_data.inside("red"))] * 3
+ROWS = [llava("<image>\nWhat is this?", "kept", inside("red"))] * 3
 
 
 @pytest.fixture
 def private(tmp_path):
     """A folder beside that of the data."""
-    train_data.write_parquet(tmp_path / "private" / "rows.parquet", ROWS)
+    write_parquet(tmp_path / "private" / "rows.parquet", ROWS)
     return tmp_path / "private"
 
 
@@ -30,7 +29,7 @@ def refused(folder) -> str:
 
 @pytest.mark.parametrize("path", ["{}", "../private", "file://{}"])
 def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
-    train_data.write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
+    write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
     assert len(list(open_source(DataSource(str(tmp_path / "data")), False))) == 3
     files = [{"split": "train", "path": f"{path.format(private)}/rows.parquet"}]
     configs = json.dumps([{"config_name": "default", "data_files": files}])
@@ -41,7 +40,7 @@ def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
 @pytest.mark.parametrize("how", ["relative", "absolute", "link"])
 def test_a_saved_data_set_cannot_have_files_elsewhere_read(tmp_path, private, how):
     folder, state = tmp_path / "data", tmp_path / "data" / "state.json"
-    train_data.parquet_data(ROWS).save_to_disk(str(folder))
+    parquet_data(ROWS).save_to_disk(str(folder))
     assert len(list(open_source(DataSource(str(folder)), False))) == 3
     content = json.loads(state.read_text())
     (file,) = content["_data_files"]

@@ -13,8 +13,7 @@ def rows(file) -> list:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_a_list_is_what_json_reads(tmp_path, encoding):
-    kinds = [None, True, -1.5e9, 10**20, 'ab"\\]}, \né😀\u2028', [], {}, "["]
-    kinds += [[[1, {"]": ","}], "["], {"a": {"b": [{}]}}]
+    kinds = [None, True, -1.5e9, 10**20, 'ab"\\]}, \né😀\u2028', [], {}, [[1, {"]": ","}], "["]]
     for indent, values in ((None, kinds), (1, kinds), (None, [])):
         text = json.dumps(values, indent=indent, ensure_ascii=indent is None)
         (tmp_path / "data.json").write_text(f" {text}\n", encoding=encoding)

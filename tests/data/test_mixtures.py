@@ -5,11 +5,11 @@ from itertools import islice
 import numpy as np
 import pytest
 import train_data
-from test_shards import shard
+from test_shards import both, shard
 from train_data import answers, images, inside, llava, mixed_rows, read, write_json
 
 from normalign_llava.data.rows import checks
-from normalign_llava.data.rows.parse import FEATURES, DroppedRows
+from normalign_llava.data.rows.parse import DroppedRows
 from normalign_llava.data.sources import table
 from normalign_llava.train.collator import ConversationCollator
 
@@ -22,25 +22,13 @@ def load(processor):
     return lambda path, **options: read(path, processor, **options)
 
 
-def both(load, path, **kwargs) -> list[dict]:
-    """Rows in memory, which must be those of the stream, which begins again when it ends."""
-    in_memory = load(path, **kwargs).train
-    stream = load(path, streamed=True, **kwargs).train
-    rows = list(in_memory)
-    assert list(islice(stream, 2 * len(rows))) == 2 * rows
-    assert all(row.keys() == FEATURES.keys() for row in rows)
-    columns = {column: [row[column] for row in rows] for column in FEATURES}
-    assert in_memory[list(range(len(rows)))] == columns
-    return rows
-
-
 MIXED = ["green", "Hello!", "blue", "blue", "One two three four five six seven."]
 
 
 def test_llava_json_with_mixed_ids_and_rows_without_images_and_splits_by_name(load, tmp_path):
     path = write_json(tmp_path / "llava", mixed_rows(), "data.JSONL")
     for data in (path, path.parent):
-        rows = both(load, data)
+        rows = both(data)
         assert answers(rows) == MIXED
         assert [row["image_count"] for row in rows] == [1, 0, 2, 1, 0]
         assert [(row["source"], row["row"]) for row in rows] == [(str(path), n) for n in range(5)]
@@ -51,13 +39,13 @@ def test_llava_json_with_mixed_ids_and_rows_without_images_and_splits_by_name(lo
     assert answers(load(own, with_eval=True, eval_dataset_name=own).eval) == MIXED[:1]
 
 
-def test_an_image_inside_is_not_taken_from_a_file_of_its_name(load, tmp_path, monkeypatch):
+def test_an_image_inside_is_not_taken_from_a_file_of_its_name(tmp_path, monkeypatch):
     row = {**llava("<image>\nQ", "one"), "image": inside("red")}
     file = train_data.write_parquet(tmp_path / "data.parquet", [row])
     images(tmp_path / "work")
     (tmp_path / "work" / "red.png").write_bytes(train_data.image_bytes("lime"))
     monkeypatch.chdir(tmp_path / "work")
-    assert both(load, file)[0]["images"][0]["bytes"] == inside("red")["bytes"]
+    assert both(file)[0]["images"][0]["bytes"] == inside("red")["bytes"]
 
 
 def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_path, processor):
@@ -73,7 +61,7 @@ def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_pa
     lengths = short.train["length"][:]
     assert (source.shortest, source.median) == (min(lengths), np.median(lengths))
     assert [(row.row, row.tokens) for row in source.dropped] == [(2, 75)]
-    assert len(both(load, path, max_length=limit)) == 4
+    assert len(both(path, max_length=limit)) == 4
     with pytest.raises(ValueError, match="no row is left. 5 rows, 0 bad, 5 longer than max_length"):
         load(path, max_length=10)
 
@@ -99,7 +87,7 @@ def test_bad_rows_stop_with_row_file_and_reason_or_are_skipped_and_counted(load,
     with pytest.raises(ValueError, match=listed + r"(.|\n)*--bad_rows skip"):
         load(path)
     dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
-    rows = both(load, path, bad_rows="skip", dropped_rows=dropped, max_length=60)
+    rows = both(path, bad_rows="skip", dropped_rows=dropped, max_length=60)
     assert answers(rows) == MIXED[:3] and [row["row"] for row in rows] == [0, 4, 6]
     (source,) = load(path, bad_rows="skip", max_length=60).report.sources
     assert (source.found, source.bad, source.too_long, source.valid) == (10, 5, 2, 3)
@@ -237,7 +225,6 @@ def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
     assert first.used + second.used == 15 and first.valid == 30 and len({*trained, *out}) == 20
     assert (held.source, held.found, held.used) == ("held out of training", 5, 5)
     assert held.split == "eval" and held.longest == max(data.eval["length"])
-    assert data.eval[0].keys() == FEATURES.keys()
 
 
 def test_images_of_held_out_rows_are_decoded_first(load, tmp_path, monkeypatch):

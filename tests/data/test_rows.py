@@ -50,7 +50,6 @@ def test_trl_messages_of_every_kind():
 def test_prompt_and_completion():
     texts = {"prompt": "Q", "completion": " A"}
     assert shape(texts) == [("user", ["Q"]), ("assistant", ["A"])]
-    assert parse_row(texts)["learned"] == [True]
     prompt = [user("Q"), assistant(""), user("Q2")]  # not learned, so it may be empty
     completion = [assistant("A"), user("Q3"), assistant("A3")]
     row = {"prompt": prompt, "completion": completion, "images": ["a.png"]}

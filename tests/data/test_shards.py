@@ -12,6 +12,7 @@ from PIL import Image
 from train_data import answers, image_bytes, llava, read
 
 from normalign_llava.data.rows.images import decode_image
+from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.source import open_source
 from normalign_llava.diagnose.data import load_samples
@@ -51,9 +52,15 @@ FILES = {
 
 
 def both(path, **options) -> list[dict]:
+    """Rows in memory, which must be those of the stream, which begins again when it ends."""
     processor = train_data.processor()
-    rows = list(read(path, processor, **options).train)
-    assert list(islice(read(path, processor, streamed=True, **options).train, len(rows))) == rows
+    in_memory = read(path, processor, **options).train
+    rows = list(in_memory)
+    stream = read(path, processor, streamed=True, **options).train
+    assert list(islice(stream, 2 * len(rows))) == 2 * rows
+    assert all(row.keys() == FEATURES.keys() for row in rows)
+    columns = {column: [row[column] for row in rows] for column in FEATURES}
+    assert in_memory[list(range(len(rows)))] == columns
     return rows
 
 

@@ -117,7 +117,7 @@ def test_threads_and_forked_processes_read_at_once(tmp_path):
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as written:
         for n in range(100):
             written.writestr(str(n), str(n) * n)
-    zips.check_entry(f"zip://7::{file}")  # opened before the fork
+    zips.find_entry(f"zip://7::{file}")  # opened before the fork
     with ProcessPoolExecutor(3, multiprocessing.get_context("fork")) as processes:
         results = [processes.submit(read_all, file) for _ in range(3)]
         assert read_all(file) and all(result.result(60) for result in results)
