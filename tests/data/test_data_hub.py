@@ -1,16 +1,13 @@
 """Data sets of the Hub: what `datasets` found there itself is read, what a row names is not."""
 
 import json
-import zipfile
+import shutil
 
 import pyarrow.parquet
 import pytest
 from datasets import Features, Image, Value
 from paths import HELPERS
 from train_data import images, inside, llava, write_parquet
-
-
-pytestmark = pytest.mark.slow
 
 
 CLIENT = """
@@ -42,15 +39,13 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.slow
 def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_path_factory):
     base = tmp_path_factory.mktemp("hub")
     images(base / "folder", "red.png", "blue.png")
     lines = [dict(file_name=f"{name}.png", question="Q", answer=name) for name in ("red", "blue")]
     (base / "folder" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (base / "zipped").mkdir()
-    with zipfile.ZipFile(base / "zipped" / "train.zip", "w") as archive:
-        for file in (base / "folder").iterdir():
-            archive.write(file, file.name)
+    shutil.make_archive(str(base / "zipped" / "train"), "zip", base / "folder")
     images(base / "secret", "red.png")
     hostile = {"absolute": f"{base}/secret/red.png", "web": "http://127.0.0.1:9/red.png"}
     hostile |= {"other": "hf://datasets/user/folder@main/red.png", "relative": "red.png"}

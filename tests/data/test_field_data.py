@@ -9,9 +9,8 @@ import re
 import zipfile
 from itertools import islice
 
-import datasets
 import pytest
-from datasets import Dataset, List, Value
+from datasets import ClassLabel, Dataset, Features, Image, List, Value
 from test_shards import shard
 from train_data import assistant, image_bytes, images, llava, read, user, write_json
 
@@ -98,8 +97,8 @@ EXAMPLES = {
     "a count that pandas made a fraction": (dict(question="Q", answer=3.0), chat("Q", "[[3]]")),
     "CLEVR": (dict(question="How many?", answer=3, **KITE), chat("{4}How many?", "[[3]]")),
     # 8: pairs
-    "FineVision": (dict(images=["red.png"], texts=[PAIR, PAIR], source="x", image_ratings=[4, 5]),
-        chat("{4}Q", "[[A]]", "Q", "[[A]]"), {"source": 1, "image_ratings": 1}),
+    "FineVision": (dict(images=["red.png"], texts=[PAIR, PAIR], relevance_ratings=[4, 5]),
+        chat("{4}Q", "[[A]]", "Q", "[[A]]"), {"relevance_ratings": 1}),
     "the Cauldron": (dict(images=["red.png", "blue.png"], texts=[PAIR | {"source": "vqa"}]),
         chat("{4}{4}Q", "[[A]]"), {"texts.source": 1}),
     # 9: several accepted answers
@@ -174,7 +173,7 @@ def test_parquet_has_the_same_forms(processor, tmp_path):
     file = tmp_path / "rows.parquet"
     pairs = List({"user": Value("string"), "assistant": Value("string"), "source": Value("string")})
     cauldron = {"images": [[{"bytes": image_bytes(), "path": None}]], "texts": [[PAIR]]}
-    features = datasets.Features({"images": List(datasets.Image()), "texts": pairs})
+    features = Features({"images": List(Image()), "texts": pairs})
     Dataset.from_dict(cauldron, features=features).to_parquet(file)
     check(processor, file, chat("{4}Q", "[[A]]"))
     weighted = [user("Q") | {"weight": None}, assistant("A") | {"weight": 1.0}]
@@ -183,10 +182,10 @@ def test_parquet_has_the_same_forms(processor, tmp_path):
     Dataset.from_dict(dict(question=["Q"], A=[3], B=[4], answer=[float("nan")])).to_parquet(file)
     with pytest.raises(ValueError, match="row 0: it has no assistant turn"):
         read(file, processor)
-    kind = datasets.ClassLabel(names=["cat", "dog"])
+    kind = ClassLabel(names=["cat", "dog"])
     labels = [(1, kind), ([1, 0, 1], List(kind)), ([{"answer": 1}], List({"answer": kind}))]
     for label, feature in labels:
-        classes = datasets.Features({"question": Value("string"), "label": feature})
+        classes = Features({"question": Value("string"), "label": feature})
         Dataset.from_dict({"question": ["Q"], "label": [label]}, features=classes).to_parquet(file)
         for streamed in (False, True):
             check(processor, file, chat("Q", "[[dog]]"), streamed=streamed, columns="answer=label")

@@ -1,19 +1,17 @@
 """Data in every form that docs/data.md shows, read as for training and for diagnosing."""
 
-import io
 import json
 import re
 from itertools import islice, product
-from pathlib import Path
 
 import paths
 import pytest
 from datasets import Dataset, DatasetDict
-from PIL import Image as PILImage
 from train_data import answers, image_bytes, images, llava, read, write_json
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.forms import FORMS, PROMPT
+from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.files import READERS
 from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.diagnose.data import load_samples
@@ -60,8 +58,7 @@ def test_the_pages_examples_are_read(example, processor, tmp_path, monkeypatch):
     asked = image_number + (PROMPT if captioned else QUESTION) + options
     assert said(row) == [("user", asked), ("assistant", answer)]
     assert row["image_count"] == len(row["images"]) == 1
-    held = row["images"][0]["bytes"] or Path(row["images"][0]["path"]).read_bytes()
-    assert PILImage.open(io.BytesIO(held)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
+    assert decode_image(row["images"][0]).getpixel((3, 3)) == (255, 0, 0)
     assert list(islice(read(path, processor, streamed=True).train, 1)) == [row]
     for data in {str(path), str(folder)}:
         (sample,) = load_samples(data, 1).samples

@@ -185,11 +185,10 @@ def test_a_share_of_a_stream_is_of_its_first_rows_and_of_all(load, tmp_path):
         list(rows)
 
 
-def sources(folder, fraction=None, **counts) -> list[dict]:
+def sources(base, share=None, **counts) -> list[dict]:
     """Sources whose answers are `a0`, `a1`, ..., `b0`, ..., each with the same fraction."""
     rows = {name: [llava("Q", f"{name}{n}") for n in range(counts[name])] for name in counts}
-    paths = [write_json(folder / name, rows[name]) for name in counts]
-    return [{"path": str(path), "fraction": fraction} for path in paths]
+    return [{"path": str(write_json(base / name, rows[name])), "fraction": share} for name in rows]
 
 
 def test_a_streamed_mixture_never_ends_and_keeps_its_shares(load, tmp_path):

@@ -51,8 +51,7 @@ def test_prompt_and_completion():
     texts = {"prompt": "Q", "completion": " A"}
     assert shape(texts) == [("user", ["Q"]), ("assistant", ["A"])]
     prompt = [user("Q"), assistant(""), user("Q2")]  # not learned, so it may be empty
-    completion = [assistant("A"), user("Q3"), assistant("A3")]
-    row = {"prompt": prompt, "completion": completion, "images": ["a.png"]}
+    row = dict(prompt=prompt, completion=[assistant("A"), user("R"), assistant("B")], image="a.png")
     assert parse_row(row, RULES)["learned"] == [False, True, True]
     assert shape(row)[0] == ("user", [None, "Q"]) and len(shape(row)) == 6
     row = {"prompt": "Is <image> red?", "completion": "yes", "image": "a.png"}
@@ -95,7 +94,6 @@ def test_addresses_are_refused_as_strings_and_as_structs(rules):
 TURNS, QA = llava("Q", "A")["conversations"], [user("Q"), assistant("A")]
 BAD = [
     (llava("<image><image>Q", "A", "a.png"), "2 <image> or image parts for 1 images"),
-    (llava("<image>Q", "A"), "1 <image> or .* for 0 images"),
     ({**llava("<image>Q", "A", "a.png"), "images": ["b.png"]}, "both image and images"),
     ({**llava("<image>Q", "A"), "images": [None, "a.png"]}, "has nothing in place of image 0"),
     (llava("<image>Q", "A", "/etc/passwd"), "/etc/passwd leaves image_folder /images"),
