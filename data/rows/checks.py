@@ -53,17 +53,47 @@ class Checks:
         return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
 
 
+@dataclass
+class SourceReport:
+    """Counts of the rows of one data set; None for a stream, whose dropped rows are in a file.
+
+    The mappings have numbers of rows: of valid ones, but for `files`.
+    """
+
+    source: str
+    split: str  # "train" or "eval"
+    found: int | None = None  # all rows; valid without bad and too_long ones
+    bad: int | None = None
+    too_long: int | None = None
+    valid: int | None = None
+    used: int | None = None  # valid rows that are in the mixture and not held out of it
+    images: int | None = None
+    text_only: int | None = None
+    shortest: int | None = None  # tokens in a valid row, image tokens included
+    median: float | None = None
+    longest: int | None = None
+    dropped: list[DroppedRow] = field(default_factory=list)
+    dataset: dict[str, Any] | None = None  # id, commit and licence: see [`hub_dataset`]
+    forms: dict[str, int] = field(default_factory=dict)  # by the column that identifies it
+    unread: dict[str, int] = field(default_factory=dict)  # by what looks like an image
+    left_out: dict[str, int] = field(default_factory=dict)  # by column or key
+    changed: dict[str, int] = field(default_factory=dict)  # by what was changed
+    files: dict[str, int] = field(default_factory=dict)  # if there are several
+    skippable: int = 0  # rows that may still turn out bad while training, by `bad_rows`
+
+
+@dataclass
+class DataReport:
+    """Counts of all data sets, training data first."""
+
+    sources: list[SourceReport]
+
+
 def share_of_bad_rows(option: str | float | None, source: Source, rows: int | None = None) -> float:
     """The share of a source's rows that may be bad by `bad_rows`; `rows` is None for a stream."""
     if option is None:
         return DEFAULT_SHARE if source.rules.hub or (rows or 0) > MANY_ROWS else 0.0
     return 0.0 if option == "stop" else 1.0 if option == "skip" else float(option)
-
-
-def too_many(bad: int, rows: int, share: float, deviations: float = 0.0) -> bool:
-    """Whether bad rows and so many standard deviations of them are more than a share of `rows`."""
-    # The root of a count has a standard deviation of 1/2: of m the mean may be (m**0.5 + 3/2) ** 2.
-    return bad + deviations * bad**0.5 + max(0, deviations) ** 2 / 4 > share * rows
 
 
 def check_share(
@@ -72,6 +102,12 @@ def check_share(
     """Raises ValueError if bad rows are [`too_many`], or all."""
     if too_many(len(bad), rows, share, deviations) or len(bad) == rows > 0:
         raise BadRow(bad_rows_message(source, bad, rows, share=share))
+
+
+def too_many(bad: int, rows: int, share: float, deviations: float = 0.0) -> bool:
+    """Whether bad rows and so many standard deviations of them are more than a share of `rows`."""
+    # The root of a count has a standard deviation of 1/2: of m the mean may be (m**0.5 + 3/2) ** 2.
+    return bad + deviations * bad**0.5 + max(0, deviations) ** 2 / 4 > share * rows
 
 
 def parse_rows(
@@ -201,42 +237,6 @@ def warn_of_captions(name: str, forms: Iterable[str]) -> None:
     if not {"caption", "text"}.isdisjoint(forms):
         other = "For other questions, give question and answer."
         warn_once(f"{name}: captions are trained as answers to {PROMPT!r}. {other}")
-
-
-@dataclass
-class SourceReport:
-    """Counts of the rows of one data set; None for a stream, whose dropped rows are in a file.
-
-    The mappings have numbers of rows: of valid ones, but for `files`.
-    """
-
-    source: str
-    split: str  # "train" or "eval"
-    found: int | None = None  # all rows; valid without bad and too_long ones
-    bad: int | None = None
-    too_long: int | None = None
-    valid: int | None = None
-    used: int | None = None  # valid rows that are in the mixture and not held out of it
-    images: int | None = None
-    text_only: int | None = None
-    shortest: int | None = None  # tokens in a valid row, image tokens included
-    median: float | None = None
-    longest: int | None = None
-    dropped: list[DroppedRow] = field(default_factory=list)
-    dataset: dict[str, Any] | None = None  # id, commit and licence: see [`hub_dataset`]
-    forms: dict[str, int] = field(default_factory=dict)  # by the column that identifies it
-    unread: dict[str, int] = field(default_factory=dict)  # by what looks like an image
-    left_out: dict[str, int] = field(default_factory=dict)  # by column or key
-    changed: dict[str, int] = field(default_factory=dict)  # by what was changed
-    files: dict[str, int] = field(default_factory=dict)  # if there are several
-    skippable: int = 0  # rows that may still turn out bad while training, by `bad_rows`
-
-
-@dataclass
-class DataReport:
-    """Counts of all data sets, training data first."""
-
-    sources: list[SourceReport]
 
 
 def not_read(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:

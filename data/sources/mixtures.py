@@ -45,12 +45,12 @@ def load_data(
     need_images: bool = False,
     **options: Any,
 ) -> TrainingData:
-    """Loads the data sets of `arguments`, checks every row, drops rows that are too long, mixes.
+    """Loads and mixes the data sets of `arguments`, checks every row, and drops those too long.
 
     In memory, images are decoded as [`check_rows`] says; the processes share the work, so all must
     call this at the same time. With fractions, the mixture is the largest one with these shares in
     which no row comes twice. A stream is checked while it is read, and its first rows here. For
-    training it is shuffled in a buffer and endless; each process reads all of it, takes its part.
+    training it is shuffled in a buffer and endless; each process reads all, and takes its part.
 
     `need_images` makes it an error if no training row, or none of the first of a stream, has an
     image; `options` are those of [`Checks`] that are not in `arguments`. Raises ValueError if a

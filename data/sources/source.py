@@ -94,7 +94,7 @@ class Source:
         return name, number, raw
 
     def check_columns(self) -> None:
-        """Raises ValueError if `columns` names one that no row has, or no first row of a stream."""
+        """Raises ValueError if `columns` names one that no row has, or of a stream no early row."""
         named = {*(self.columns.values() if isinstance(self.columns, dict) else self.columns or ())}
         known = set[str]()
         limit = 1000 if isinstance(self.data, IterableDataset) else None
@@ -110,7 +110,8 @@ class Source:
 def _with_names(value: Any, kind: Any) -> Any:
     """A value of a type of `datasets`, with the names of classes in place of their numbers."""
     if isinstance(kind, ClassLabel):
-        return kind.names[value] if value in range(len(kind.names)) else value
+        is_number = isinstance(value, int) and 0 <= value < len(kind.names)
+        return kind.names[value] if is_number else value
     if isinstance(value, list):
         return [_with_names(element, kind.feature) for element in value]
     if isinstance(value, dict):
@@ -235,7 +236,7 @@ def check_inside(folder: Path, files: Iterable[str]) -> None:
 
 
 class Shards(WebDataset):
-    """The builder of `datasets` for tar files, of which `7.jpg` and `7.json` are one row.
+    """The builder of `datasets` for tar files; those of one name, 7.jpg and 7.json, are a row.
 
     Unlike there, rows may have different files, and the .json file any columns.
     """
