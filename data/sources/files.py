@@ -124,7 +124,7 @@ def _json(file: str) -> Iterator[str]:
 
 
 def _elements(text: str) -> Iterator[str]:
-    """The texts of the elements of a JSON list; ValueError if it is no list, or empty."""
+    """The texts of a JSON list's elements, parsed one by one; ValueError if there are none."""
     decoder, separator = json.JSONDecoder(), _LIST_START.match(text)
     while separator and "]" not in separator[0]:
         start = separator.end()
