@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of rows before training: structure, length, whether their images exist; and counts of what was seen."""
+"""Checks of rows before training: their form, length and images; and counts of what was seen."""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,16 +19,19 @@ from ..sources.source import Source, warn_once
 from .forms import PROMPT, image_name, is_about, unread_image
 from .images import ImageRules, image_problem
 from .parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
+from .turns import Row
 
-
-_CHUNK = 64  # rows whose images are checked together
-_SHOWN = 5  # reasons in an error
 
 DEFAULT_SHARE, MANY_ROWS = 0.01, 10_000
-"""The share of bad rows that is skipped by default of data from the Hub, or of more than so many rows.
+"""The share of bad rows that is skipped by default of Hub data, or of more than so many rows.
 
-Until a stream has given so many rows, a share is of so many. In memory, the images of so many are opened.
+The share of a stream is of so many rows at least. In memory, the images of so many are opened.
 """
+
+ABOUT = "also not read"  # title of the columns that tell about rows, such as ids
+_CHUNK = 64  # rows whose images are checked together
+_SHOWN = 5  # reasons in an error
+_VALUES = re.compile(r"\d+|, got .*")  # in which reasons of a kind differ
 
 
 @dataclass
@@ -48,156 +51,6 @@ class Checks:
             return None
         reason = f"{row['length']} tokens, more than max_length {self.max_length}"
         return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
-
-
-def share_of_bad_rows(option: str | float | None, source: Source, rows: int | None = None) -> float:
-    """The share of a source's rows that may be bad, by the option `bad_rows`; `rows` is None for a stream."""
-    if option is None:
-        return DEFAULT_SHARE if source.rules.hub or (rows or 0) > MANY_ROWS else 0.0
-    return 0.0 if option == "stop" else 1.0 if option == "skip" else float(option)
-
-
-def too_many(bad: int, rows: int, share: float, deviations: float = 0.0) -> bool:
-    """Whether bad rows and so many standard deviations of them are more than a share of `rows`."""
-    # The root of a count has a standard deviation of 1/2: of m the mean may be (m**0.5 + 3 / 2) ** 2.
-    return bad + deviations * bad**0.5 + max(0, deviations) ** 2 / 4 > share * rows
-
-
-def check_share(source: Source, bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0) -> None:
-    """Raises ValueError if bad rows are [`too_many`], or all."""
-    if too_many(len(bad), rows, share, deviations) or len(bad) == rows > 0:
-        raise BadRow(bad_rows_message(source, bad, rows, share=share))
-
-
-def parse_rows(
-    stored: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
-) -> list[dict]:
-    """Parses rows (source, number, content); those that cannot be trained on have a `reason`."""
-    tokens: dict[str, Any] = {}
-    if processor:
-        tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
-    rows = []
-    for name, number, raw in stored:
-        row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "form": None}
-        row |= {"images": [], "messages": [], "learned": [], "left_out": [], "changed": [], "length": 0}
-        try:
-            row |= parse_row(raw, rules, **tokens)
-        except ValueError as error:
-            row["reason"] = printable(str(error))
-        row["image_count"] = len(row["images"])
-        row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
-        row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
-        row["left_out"] = [name for name in row["left_out"] if f"column {name}" != row["unread"]]
-        if row["reason"] and row["unread"]:
-            row["reason"] += f"; the {row['unread']} looks like an image and is not read"
-        rows.append(row)
-    parsed = [row for row in rows if row["reason"] is None]
-    lengths = token_lengths(processor, parsed) if processor else [0] * len(parsed)
-    for row, length in zip(parsed, lengths, strict=True):
-        row["reason" if isinstance(length, str) else "length"] = length
-    return rows
-
-
-def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
-    """Tokens of each parsed row, as the collator makes them, or why there are none; no image is decoded."""
-    per_image, tokenizer = tokens_per_image(processor), processor.tokenizer
-    texts: list[str | Exception] = []
-    for conversation in conversations:
-        how: Any = {"chat_template": processor.chat_template, "tokenize": False}
-        try:
-            texts.append(tokenizer.apply_chat_template(conversation["messages"], **how))
-        except Exception as error:  # a template may raise any
-            texts.append(error)
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()  # as the tokenizer does before each call
-    backend.no_truncation()
-    ids = iter(backend.encode_batch_fast([text for text in texts if isinstance(text, str)], add_special_tokens=False))
-    results: list[int | str] = []
-    for conversation, text in zip(conversations, texts, strict=True):
-        if isinstance(text, Exception):
-            results.append(f"the chat template refuses it: {text}")
-            continue
-        tokens, images = next(ids).ids, len(conversation["images"])
-        results.append(len(tokens) + images * (per_image - 1))
-        if (printed := tokens.count(processor.image_token_id)) != images:
-            results[-1] = f"the chat template prints {printed} image tokens for {images} images"
-    return results
-
-
-def tokens_per_image(processor: LlavaProcessor) -> int:
-    """Number of image tokens of an image, whatever its size."""
-    return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
-
-
-def image_problems(
-    images: Callable[[int], list[dict[str, Any]]], count: int, name: str, rules: ImageRules, decode: bool
-) -> dict[int, tuple[str | None, str]]:
-    """File and reason by number of the rows with bad images; the processes share the work."""
-    state = PartialState()
-
-    def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
-        numbers = range(start, min(start + _CHUNK, stop))
-        checked = ((number, image_problem(images(number), rules, decode)) for number in numbers)
-        return [(number, problem) for number, problem in checked if problem]
-
-    # Each process takes rows that follow each other.
-    begin, stop = (count * rank // state.num_processes for rank in (state.process_index, state.process_index + 1))
-    starts = range(begin, stop, _CHUNK)
-    with ThreadPoolExecutor() as threads:
-        results = track(
-            threads.map(problems, starts) if decode else map(problems, starts),
-            f"Checking the images of {escape(escaped(name))}",
-            total=len(starts),
-            console=Console(),
-            transient=True,
-            disable=not decode or not state.is_local_main_process,
-        )
-        return dict(gather_object([problem for some in results for problem in some]))
-
-
-def bad_rows_message(
-    source: Source,
-    bad: list[DroppedRow],
-    total: int,
-    shown: int | None = _SHOWN,
-    use: str = "trained on",
-    share: float = 0.0,
-) -> str:
-    """The message of a run that stops at bad rows; `shown` kinds of reason at most, None for all.
-
-    `share` is the share of bad rows that is skipped at most, `use` what the rows are read for.
-    """
-    lines = [f"Rows that cannot be {use}:", *by_kind(bad, shown, total)]
-    if 0 < share < 1:
-        lines.append(f"These are {len(bad):,} of {total:,} rows, and a share of {share:g} is skipped at most.")
-    if any(row.source != source.name for row in bad):
-        lines.append("To read another file alone, name it.")
-    skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
-    lines.append("Fix them." if len(bad) == total else f"Fix them, or {skip}.")
-    return "\n".join(lines)
-
-
-def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
-    """Warns of images that are not read; ValueError if no others are, and most rows have such."""
-    if not unread:
-        return
-    message = f"{name}: what looks like an image is not read: {counted(dict(Counter(unread).most_common(_SHOWN)))}."
-    if not images and 2 * sum(unread.values()) > rows:
-        raise ValueError(f"{message} No other image was found. docs/data.md has the forms in which images are read.")
-    warn_once(message)
-
-
-def warn_of_captions(name: str, forms: Iterable[str]) -> None:
-    """Warns once with which question captions are trained, if a data set has captions."""
-    if not {"caption", "text"}.isdisjoint(forms):
-        warn_once(
-            f"{name}: captions are trained as answers to {PROMPT!r}. For other questions, give question and answer."
-        )
-
-
-ABOUT = "also not read"
-
-_VALUES = re.compile(r"\d+|, got .*")  # in which reasons of a kind differ
 
 
 @dataclass
@@ -236,6 +89,156 @@ class DataReport:
     sources: list[SourceReport]
 
 
+def share_of_bad_rows(option: str | float | None, source: Source, rows: int | None = None) -> float:
+    """The share of a source's rows that may be bad by `bad_rows`; `rows` is None for a stream."""
+    if option is None:
+        return DEFAULT_SHARE if source.rules.hub or (rows or 0) > MANY_ROWS else 0.0
+    return 0.0 if option == "stop" else 1.0 if option == "skip" else float(option)
+
+
+def check_share(
+    source: Source, bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0
+) -> None:
+    """Raises ValueError if bad rows are [`too_many`], or all."""
+    if too_many(len(bad), rows, share, deviations) or len(bad) == rows > 0:
+        raise BadRow(bad_rows_message(source, bad, rows, share=share))
+
+
+def too_many(bad: int, rows: int, share: float, deviations: float = 0.0) -> bool:
+    """Whether bad rows and so many standard deviations of them are more than a share of `rows`."""
+    # The root of a count has a standard deviation of 1/2: of m the mean may be (m**0.5 + 3/2) ** 2.
+    return bad + deviations * bad**0.5 + max(0, deviations) ** 2 / 4 > share * rows
+
+
+def parse_rows(
+    stored: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
+) -> list[dict]:
+    """Parses rows (source, number, content); those that cannot be trained on have a `reason`."""
+    tokens: dict[str, Any] = {}
+    if processor:
+        tokens["image_token"] = processor.image_token
+        tokens["control_tokens"] = control_tokens(processor.tokenizer)
+    rows = []
+    for name, number, raw in stored:
+        row = {**vars(Row("")), "source": name, "row": number, "file": image_name(raw)}
+        row |= {"reason": None, "length": 0}
+        try:
+            row |= parse_row(raw, rules, **tokens)
+        except ValueError as error:
+            row["reason"] = printable(str(error))
+        row["image_count"] = len(row["images"])
+        row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
+        row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
+        row["left_out"] = [name for name in row["left_out"] if f"column {name}" != row["unread"]]
+        if row["reason"] and row["unread"]:
+            row["reason"] += f"; the {row['unread']} looks like an image and is not read"
+        rows.append(row)
+    parsed = [row for row in rows if row["reason"] is None]
+    lengths = token_lengths(processor, parsed) if processor else [0] * len(parsed)
+    for row, length in zip(parsed, lengths, strict=True):
+        row["reason" if isinstance(length, str) else "length"] = length
+    return rows
+
+
+def token_lengths(processor: LlavaProcessor, rows: list[dict[str, Any]]) -> list[int | str]:
+    """Tokens of each parsed row as the collator makes them, or why there are none."""
+    per_image, tokenizer = tokens_per_image(processor), processor.tokenizer
+    texts: list[str | Exception] = []
+    for row in rows:
+        how: Any = {"chat_template": processor.chat_template, "tokenize": False}
+        try:
+            texts.append(tokenizer.apply_chat_template(row["messages"], **how))
+        except Exception as error:  # a template may raise any
+            texts.append(error)
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()  # as the tokenizer does before each call
+    backend.no_truncation()
+    printed = [text for text in texts if isinstance(text, str)]
+    ids = iter(backend.encode_batch_fast(printed, add_special_tokens=False))
+    results: list[int | str] = []
+    for row, text in zip(rows, texts, strict=True):
+        if isinstance(text, Exception):
+            results.append(f"the chat template refuses it: {text}")
+            continue
+        tokens, images = next(ids).ids, len(row["images"])
+        results.append(len(tokens) + images * (per_image - 1))
+        if (places := tokens.count(processor.image_token_id)) != images:
+            results[-1] = f"the chat template prints {places} image tokens for {images} images"
+    return results
+
+
+def tokens_per_image(processor: LlavaProcessor) -> int:
+    """Number of image tokens of an image, whatever its size."""
+    return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
+
+
+def image_problems(
+    images: Callable[[int], list[dict]], count: int, name: str, rules: ImageRules, decode: bool
+) -> dict[int, tuple[str | None, str]]:
+    """File and reason by number of the rows with bad images; the processes share the work."""
+    state = PartialState()
+
+    def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
+        numbers = range(start, min(start + _CHUNK, stop))
+        checked = ((number, image_problem(images(number), rules, decode)) for number in numbers)
+        return [(number, problem) for number, problem in checked if problem]
+
+    # Each process takes rows that follow each other.
+    rank, ranks = state.process_index, state.num_processes
+    stop = count * (rank + 1) // ranks
+    starts = range(count * rank // ranks, stop, _CHUNK)
+    with ThreadPoolExecutor() as threads:
+        results = track(
+            threads.map(problems, starts) if decode else map(problems, starts),
+            f"Checking the images of {escape(escaped(name))}",
+            total=len(starts),
+            console=Console(),
+            transient=True,
+            disable=not decode or not state.is_local_main_process,
+        )
+        return dict(gather_object([problem for some in results for problem in some]))
+
+
+def bad_rows_message(
+    source: Source,
+    bad: list[DroppedRow],
+    total: int,
+    shown: int | None = _SHOWN,
+    use: str = "trained on",
+    share: float = 0.0,
+) -> str:
+    """The message of a run that stops at bad rows; `shown` kinds of reason at most, None for all.
+
+    `share` is the share of bad rows that is skipped at most, `use` what the rows are read for.
+    """
+    lines = [f"Rows that cannot be {use}:", *by_kind(bad, shown, total)]
+    if 0 < share < 1:
+        lines.append(f"These are {len(bad):,} of {total:,} rows; a share of {share:g} may be bad.")
+    if any(row.source != source.name for row in bad):
+        lines.append("To read another file alone, name it.")
+    skip = "skip them: `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
+    lines.append("Fix them." if len(bad) == total else f"Fix them, or {skip}.")
+    return "\n".join(lines)
+
+
+def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
+    """Warns of images that are not read; ValueError if no others are, and most rows have such."""
+    if not unread:
+        return
+    most = counted(dict(Counter(unread).most_common(_SHOWN)))
+    message = f"{name}: what looks like an image is not read: {most}."
+    if not images and 2 * sum(unread.values()) > rows:
+        raise ValueError(f"{message} No other image was found. docs/data.md shows what is read.")
+    warn_once(message)
+
+
+def warn_of_captions(name: str, forms: Iterable[str]) -> None:
+    """Warns once with which question captions are trained, if a data set has captions."""
+    if not {"caption", "text"}.isdisjoint(forms):
+        other = "For other questions, give question and answer."
+        warn_once(f"{name}: captions are trained as answers to {PROMPT!r}. {other}")
+
+
 def not_read(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
     """Texts by title: what is left out, what was changed, and columns about rows, such as ids."""
     news = {name: count for name, count in left_out.items() if not is_about(name)}
@@ -250,16 +253,16 @@ def counted(rows: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in ordered)
 
 
-def by_kind(rows: Sequence[DroppedRow], shown: int | None = None, total: int | None = None) -> list[str]:
-    """A line for each of at most `shown` kinds of reason: its first row, and how many of `total`."""
+def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None = None) -> list[str]:
+    """A line for each of at most `most` kinds of reason: the first row, and how many of `total`."""
     kinds: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in rows:
         kind = _VALUES.sub("", row.reason.replace(row.file or "", ""))
         kinds.setdefault((row.source, kind), []).append(row)
-    listed = list(kinds.values())[:shown]
+    listed = list(kinds.values())[:most]
     lines = []
     for alike in listed:
-        count = f" ({'all ' if len(alike) == total else ''}{len(alike):,} rows)" if len(alike) > 1 else ""
+        count = f" ({'all ' * (len(alike) == total)}{len(alike):,} rows)" if len(alike) > 1 else ""
         lines.append(f"  {alike[0]}{count}")
     more = len(rows) - sum(map(len, listed))
     return lines + ([f"  and {more:,} more"] if more else [])

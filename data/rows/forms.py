@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The known forms of rows and how they are read, which docs/data.md shows by examples; and what was left unread."""
+"""The known forms of rows, with examples in docs/data.md; how they are read; what is not read."""
 
 import re
 import shlex
@@ -28,11 +28,8 @@ from .turns import (
 )
 
 
-MARKER = "<image>"
-"""The placeholder of an image in the texts of LLaVA's data, whatever the tokenizer's image token is."""
-
-PROMPT = "Describe the image."
-"""The question about images that come with a caption, or with nothing."""
+MARKER = "<image>"  # of an image in LLaVA's texts, whatever the tokenizer's image token is
+PROMPT = "Describe the image."  # the question to an image with a caption, or with nothing
 
 FORMS: tuple[tuple[str | None, str | None], ...] = (
     ("conversations", None),
@@ -44,17 +41,16 @@ FORMS: tuple[tuple[str | None, str | None], ...] = (
     (None, "text"),
     (None, None),
 )
-"""Columns of question and answer. A row has the first form that it has both of, else the first with its question.
+"""Columns of question and answer: a row has the first form with both, or else with its question.
 
-Those alone are lists of turns with both; others are text or lists of turns. Without a question column the row has an
-image, and the question is [`PROMPT`]. Rows without an answer can be measured, but not trained on.
+The first three are lists of turns; the others may be texts. Without a question column, the row has
+an image, and the question is [`PROMPT`]. Without an answer, it is measured but not trained on.
 """
 
-QUESTION_COLUMNS = {"hint", "input", "choices", "answers", "answer_index", *LETTERS}
-"""Further columns of the form `question`, `answer`."""
-
-COLUMNS = {column for form in FORMS for column in form if column} | {"image", "images", "system", *QUESTION_COLUMNS}
-"""Columns that are read."""
+# Columns that are read, those of a question with options among them.
+COLUMNS = {"image", "images", "system", *LETTERS}
+COLUMNS |= {"hint", "input", "choices", "answers", "answer_index"}
+COLUMNS |= {column for form in FORMS for column in form if column}
 
 ALIASES = {
     "conversation": "conversations",
@@ -65,25 +61,57 @@ ALIASES = {
 }
 """Other names of some columns in public data sets."""
 
-# Of ms-swift's objects, and of LLaMA-Factory's videos and sounds. A tag of HTML is within a sentence, or closed.
+# Ms-swift's objects, LLaMA-Factory's videos and sounds. A tag of HTML is in a sentence, or closed.
 _OTHER_MARKERS = re.compile(r"<ref-object>|<bbox>|(?:^|\n)[ \t]*<(video|audio)>(?!.*</\1>)", re.S)
+_QUESTIONS = ["question", "query", "instruction", "problem", "prefix", "human", "user", "prompt"]
+_QUESTIONS += ["input", "inputs", "text"]
+_ANSWERS = ["answer", "response", "output", "outputs", "solution", "suffix", "assistant", "gpt"]
+_ANSWERS += ["completion", "label", "target", "ground_truth", "chosen"]
+_CAPTIONS = ["captions", "description", "caption_str", "sentences", "re_caption", "raw"]
+_CAPTIONS += ["ground_truth", "summary"]
+_IMAGES = ["image_path", "img_path", "image_file", "image_file_name", "image_filename"]
+_IMAGES += ["file_name", "filename", "filepath", "image_name", "img_name", "image_base64_str"]
+_IMAGES += ["img", "picture", "photo", "path"]
+_PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
+_ABOUT = re.compile(
+    r"(.*[_.-])?(ids?|uu?id|idx|index|key|hash|md5|sha256|ur[li]s?|links?|sources?|origin|dataset|"
+    r"split|subset|types?|category|categories|topic|subject|field|domain|task|skill|grade|"
+    r"difficulty|lang|language|scores?|ratings?|rank|similarity|p?watermark|p?unsafe|nsfw|width|"
+    r"height|size|shape|licen[cs]e|author|date|time(stamp)?|version|status|error_message|exif|"
+    r"model|meta(data)?|name)_*|\(no name\)|unnamed: ?\d+|__index_level_\d+__",
+    re.I,
+)
+_LIKE_A_MARKER = re.compile(
+    r"(?-i:(?!<image>))<\|?(start_of_)?(image|img)[ _-]?"
+    r"(\d+|start|pad|here|placeholder|context|patch)? ?/?\|?>|(?<!!)\[(image|img)\](?!\()",
+    re.I,
+)
+_IMAGE_COLUMN = re.compile(r"(^|[ _-])(?i:image|img|picture|pic|photo|frame)s?($|[ _\-A-Z\d])")
 
 
 class UnknownForm(ValueError):
     """A row has none of the known forms."""
 
 
+def known_row(raw: Any) -> Row:
+    """[`read_row`], whose error for an unknown form says with which `columns` it would be read."""
+    try:
+        return read_row(raw)
+    except UnknownForm as error:
+        raise ValueError(f"{error}{proposal(raw)}") from None
+
+
 def read_row(raw: Any) -> Row:
     """Reads a row of any known form; ValueError, perhaps an [`UnknownForm`], if it cannot be read.
 
-    In a user's string, `<image>` and `<img>path</img>` become image parts, without a line break on either side. If
-    there are none, the images come at the start of the first user turn, as in TRL.
+    In a user's string, `<image>` and `<img>path</img>` become image parts, without a line break on
+    either side. If there are none, the images start the first user turn, as in TRL.
     """
     if isinstance(raw, bytes):
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
     if not isinstance(raw, Mapping):
         raise ValueError(f"a row must be a mapping from column to value, got {short(raw)}")
-    names = {ALIASES[name]: name for name in raw if name in ALIASES and is_empty(raw.get(ALIASES[name]))}
+    names = {own: name for name, own in ALIASES.items() if name in raw and is_empty(raw.get(own))}
     named = {**raw, **{own: raw[name] for own, name in names.items()}}
     images = _images(named)
     asks, answers = _form(named, bool(images))
@@ -93,14 +121,14 @@ def read_row(raw: Any) -> Row:
         asked, answer = read_question(named, row, read)
     turns = read_turns(asked, asks or "", "user" if answers or not asks else None, row.left_out)
     if answers:
-        turns = [replace(turn, learned=False) for turn in turns]  # an answer in a prompt is not learned
+        turns = [replace(turn, learned=False) for turn in turns]  # answers in a prompt
     if accepted := accepted_answers(answer):
         row.accepted = accepted
         answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
     if answer is not None:
         turns += read_turns(answer, str(answers), "assistant", row.left_out)
     leave_out(row.left_out, raw, read | {name for own, name in names.items() if own in read})
-    _check_meaning(named, turns, bool(images), asks, answers)
+    _check_meaning(named, turns, bool(images), None if asks else answers)
     turns = alternating(_with_system(turns, named.get("system")), row.changed)
     row.images = place_images(turns, images)
     row.messages = [{"role": turn.role, "content": turn.content} for turn in turns]
@@ -122,7 +150,8 @@ def image_name(raw: Any) -> str | None:
 
 def columns(raw: Mapping) -> str:
     """The columns of a row that are not empty, for errors."""
-    return ", ".join(sorted(str(column)[:80] for column, value in raw.items() if value is not None)) or "none"
+    names = (str(column)[:80] for column, value in raw.items() if value is not None)
+    return ", ".join(sorted(names)) or "none"
 
 
 def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
@@ -131,14 +160,14 @@ def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
     for asks, answers in FORMS:  # a question with its answer comes before another question
         if asks in present and (answers is None or answers in present):
             return asks, answers
+    is_alone = has_images and present <= {"image", "images", "label"}  # no unread question
     for asks, answers in FORMS:
-        # A row of an image alone has no other columns: one of them may be a question that is not read.
-        shown = has_images and (answers in present if answers else present <= {"image", "images", "label"})
+        shown = has_images and answers in present if answers else is_alone
         if asks in present if asks else shown:
             return asks, answers
     raise UnknownForm(
-        f"its form is not known. It has the columns: {columns(raw)}; known are conversations, messages, texts, prompt "
-        "with completion, question with answer, and caption or text with image"
+        f"its form is not known. It has the columns: {columns(raw)}; known are conversations, "
+        "messages, texts, prompt with completion, question with answer, caption or text with image"
     )
 
 
@@ -150,79 +179,41 @@ def _images(raw: Mapping) -> list[Any]:
         return []
     images = parsed(raw[present[0]])
     images = list(images) if isinstance(images, (list, tuple)) else [images]
-    if (empty := next((number for number, image in enumerate(images) if is_empty(image)), None)) is not None:
-        raise ValueError(f"{present[0]} has nothing in place of image {empty}; leave it out of the list")
+    if empty := [number for number, image in enumerate(images) if is_empty(image)]:
+        raise ValueError(f"{present[0]} has nothing in place of image {empty[0]}; leave it out")
     return images
 
 
 def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
-    """The turns after the text in the column `system`."""
     if is_empty(system):
         return turns
     first = Turn("system", [{"type": "text", "text": system}])
-    if not isinstance(system, str) or turns and turns[0].role == "system" and turns[0].content != first.content:
-        raise ValueError("its column system is no text, or differs from its system turn; leave one of them out")
-    return turns if turns and turns[0].role == "system" else [first, *turns]
+    has_system = bool(turns) and turns[0].role == "system"
+    if not isinstance(system, str) or has_system and turns[0].content != first.content:
+        raise ValueError("its column system is no text, or not its system turn; leave one out")
+    return turns if has_system else [first, *turns]
 
 
-def _check_meaning(raw: Mapping, turns: list[Turn], has_images: bool, asks: str | None, answers: str | None) -> None:
+def _check_meaning(raw: Mapping, turns: list[Turn], has_images: bool, caption: str | None) -> None:
     """Raises ValueError if there is more to it than images, or what is learned is no answer."""
     for column in ("videos", "audios", *(() if has_images else ("video", "audio"))):
         if not is_empty(raw.get(column)):
             raise ValueError(f"it has {column}, and only images are read; leave such rows out")
     for text in (part.get("text") for turn in turns for part in turn.content):
         if isinstance(text, str) and "<" in text and (marker := _OTHER_MARKERS.search(text)):
-            raise ValueError(f"it has {marker[0].strip()} in a text, and such marks are not filled in")
-    if not asks and answers and isinstance(content := parsed(raw[answers]), Mapping):
-        raise ValueError(f"its {answers} is no caption but JSON with {', '.join(map(str, content))}")
-    if not asks and answers == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
-        raise ValueError(
-            "its text, with question_id beside it, is read as a question with --columns question=text, and as a "
-            "caption with --columns caption=text"
-        )
+            raise ValueError(f"it has {marker[0].strip()} in a text, which is not filled in")
+    if caption and isinstance(content := parsed(raw[caption]), Mapping):
+        raise ValueError(f"its {caption} is no caption but JSON: {', '.join(map(str, content))}")
+    if caption == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
+        how = "--columns question=text, or as a caption with --columns caption=text"
+        raise ValueError(f"its text is read as a question with {how}")
     for column in ("label", "kto_tag"):
-        if raw.get(column) is False and answers != column:
-            raise ValueError(f"its answer is marked as unwanted ({column} false), as KTO learns it: see docs/trl.md")
-
-
-_QUESTIONS = (
-    "question", "query", "instruction", "problem", "prefix", "human", "user", "prompt", "input", "inputs", "text",
-)  # fmt: skip
-_ANSWERS = (
-    "answer", "response", "output", "outputs", "solution", "suffix", "assistant", "gpt", "completion", "label",
-    "target", "ground_truth", "chosen",
-)  # fmt: skip
-_CAPTIONS = ("captions", "description", "caption_str", "sentences", "re_caption", "raw", "ground_truth", "summary")
-_IMAGES = (
-    "image_path", "img_path", "image_file", "image_file_name", "image_filename", "file_name", "filename", "filepath",
-    "image_name", "img_name", "image_base64_str", "img", "picture", "photo", "path",
-)  # fmt: skip
-_PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
-_ABOUT = re.compile(
-    r"(.*[_.-])?(ids?|uu?id|idx|index|key|hash|md5|sha256|ur[li]s?|links?|sources?|origin|dataset|split|subset|types?|"
-    r"category|categories|topic|subject|field|domain|task|skill|grade|difficulty|lang|language|scores?|ratings?|rank|"
-    r"similarity|p?watermark|p?unsafe|nsfw|width|height|size|shape|licen[cs]e|author|date|time(stamp)?|version|status|"
-    r"error_message|exif|model|meta(data)?|name)_*|\(no name\)|unnamed: ?\d+|__index_level_\d+__",
-    re.I,
-)
-_LIKE_A_MARKER = re.compile(
-    r"(?-i:(?!<image>))<\|?(?:start_of_)?(?:image|img)[ _-]?(?:\d+|start|pad|here|placeholder|context|patch)? ?/?\|?>"
-    r"|(?<!!)\[(?:image|img)\](?!\()",
-    re.I,
-)
-_LIKE_AN_IMAGE_COLUMN = re.compile(r"(?:^|[ _-])(?i:image|img|picture|pic|photo|frame)s?(?:$|[ _\-A-Z\d])")
-
-
-def known_row(raw: Any) -> Row:
-    """[`read_row`], with `columns` in the error if the row's form is not known and they would help."""
-    try:
-        return read_row(raw)
-    except UnknownForm as error:
-        raise ValueError(f"{error}{proposal(raw)}") from None
+        if raw.get(column) is False:
+            raise ValueError(f"its answer is unwanted ({column} false), for KTO: see docs/trl.md")
 
 
 def is_about(name: str) -> bool:
-    """Whether a column, by its name, tells about the row, as ids, addresses and scores do, and is not part of it."""
+    """Whether a column, by its name, tells about the row, as ids, addresses and scores do."""
     return _ABOUT.fullmatch(name) is not None
 
 
@@ -231,7 +222,7 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
     for column, value in raw.items():
-        named = _LIKE_AN_IMAGE_COLUMN.search(str(column)) and value and not is_empty(value)
+        named = _IMAGE_COLUMN.search(str(column)) and value and not is_empty(value)
         if named or (column != "id" and _looks_like_an_image(value)):
             return f"column {str(column)[:80]}"
     marker = next(markers(messages), None)
@@ -246,13 +237,13 @@ def markers(messages: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def proposal(raw: Any) -> str:
-    """`columns` with which a row has a question and an answer, as the end of an error; empty if there are none."""
+    """The end of an error: `columns` with which a row has question and answer, if there are any."""
     if not isinstance(raw, Mapping):
         return ""
     names = (column for column in raw if isinstance(column, str) and not is_empty(raw[column]))
     present = {column.strip().lower(): column for column in names}
-    image = [] if {"image", "images"} & {*present.values()} else [("image", name) for name in ("image", *_IMAGES)]
-    image = [(own, present[name]) for own, name in image if name in present][:1]
+    names_of_images = () if {"image", "images"} & {*present.values()} else ("image", *_IMAGES)
+    image = [("image", present[name]) for name in names_of_images if name in present][:1]
     tried: list[list[tuple[str, str]]] = []
     for asks, answers in product(_QUESTIONS, _ANSWERS):
         if asks in present and answers in present:
@@ -260,10 +251,12 @@ def proposal(raw: Any) -> str:
     tried += [[("caption", present[name])] for name in _CAPTIONS if name in present]
     for name in ("chosen", "preferred_output", *present):
         if name in present and name not in ("rejected", "non_preferred_output", "history"):
-            tried += [[("messages", present[name])]] if isinstance(parsed(raw[present[name]]), (list, Mapping)) else []
+            is_list = isinstance(parsed(raw[present[name]]), (list, Mapping))
+            tried += [[("messages", present[name])]] if is_list else []
     options = ([(own, name) for own, name in image + columns if own != name] for columns in tried)
-    reading = next((columns for columns in options if columns and _is_read(renamed(raw, dict(columns)))), None)
-    option = "--columns " + shlex.quote(",".join(f"{own}={name}" for own, name in reading)) if reading else ""
+    reading = next((own for own in options if own and _is_read(renamed(raw, dict(own)))), ())
+    pairs = ",".join(f"{own}={name}" for own, name in reading)
+    option = f"--columns {shlex.quote(pairs)}" if pairs else ""
     if any(columns <= present.keys() for columns in _PREFERENCES):
         alone = f"; the chosen answers alone are read with {option}" if option else ""
         return f". It has preferences, as DPO learns them: see docs/trl.md{alone}"

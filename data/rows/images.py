@@ -18,21 +18,19 @@ from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from ...errors import printable
-from .zips import MAX_IMAGE_BYTES, TOO_LARGE, check_entry, read_entry
+from .zips import MAX_IMAGE_BYTES, TOO_LARGE, find_entry, read_entry
 
 
+# What images may be, whatever their names say. Of Pillow's others, EPS would start Ghostscript.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
-"""What images may be, whatever their names say. Pillow reads more, EPS among them, for which it starts Ghostscript."""
-
-SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm")
-"""Suffixes of image files."""
-
-KEPT_SIDE = 2048  # pixels at least of an image that is reduced: twice what large image processors take
+SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".ppm")
+SUFFIXES += (".tif", ".tiff", ".avif")
+KEPT_SIDE = 2048  # pixels, at least, of a reduced image: twice what large image processors take
 MAX_PIXELS = 89_478_485  # of an image: Pillow's own limit
 MAX_RATIO = 200  # of the longer side to the shorter one
 MAX_PATH = 4096  # characters; no file system has longer paths
 
-_IN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*|....ftypavi", re.S)
 
 
@@ -46,38 +44,40 @@ class ImageRules:
     def image(self, value: Any) -> dict[str, Any]:
         """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
 
-        `value` is the file's bytes or path, a data URI or its base64 alone, a mapping with `bytes` or `path`, or a PIL
-        image. Raises ValueError if it is none of these, or its path is not allowed.
+        `value` is the file's bytes or path, a data URI or its base64 alone, a mapping with `bytes`
+        or `path`, or a PIL image. Raises ValueError if it is another, or its path is not allowed.
         """
         if isinstance(value, Image.Image):
-            value = datasets.Image().encode_example(value.copy())  # a copy has no file, which may have changed since
-        fields = value if isinstance(value, Mapping) else {"bytes" if isinstance(value, bytes) else "path": value}
+            value = datasets.Image().encode_example(value.copy())  # a copy, which has no file
+        key = "bytes" if isinstance(value, bytes) else "path"
+        fields = value if isinstance(value, Mapping) else {key: value}
         path, content = fields.get("path"), fields.get("bytes")
         if content is None and isinstance(path, str):
             content = _from_base64(path)
         if isinstance(content, bytes):
-            # Without its name: `datasets` would read a file of that name in the working directory instead.
+            # Without its name, of which `datasets` would read a file in the working directory.
             return {"path": None, "bytes": content}
         if not isinstance(path, str) or not path or content is not None:
-            raise ValueError(f"an image must be a path, bytes, or a mapping with either, got {short(value)}")
+            raise ValueError(f"an image must be, or have, a path or bytes, got {short(value)}")
         if len(path) > MAX_PATH or printable(path) != path:
-            raise ValueError(f"{short(path)} is no valid path, nor base64 that begins as an image file does")
+            raise ValueError(f"{short(path)} is neither a valid path nor an image file in base64")
         return {"path": self._address(path, by_datasets=fields is value), "bytes": None}
 
     def _address(self, path: str, by_datasets: bool) -> str:
         """The address of an image by its path, which `datasets` may have written itself."""
-        # It writes a file in an archive as zip://a.png::b.zip; b.zip is a path or an address of the Hub.
+        # It writes zip://a.png::b.zip, in which b.zip is a path or an address of the Hub.
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file
         if streamed or separator:
             known = by_datasets and re.fullmatch(r"(?s)(zip://((?!::).)*)?", archive)
-            allowed = file.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
-            if not known or streamed and not (allowed and (self.hub or not self.folder)):
-                raise ValueError(f"{short(path)} is an address, and nothing is fetched: give a path in image_folder")
+            start = f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/"
+            allowed = file.startswith(start) and (self.hub or not self.folder)
+            if not known or streamed and not allowed:
+                raise ValueError(f"{short(path)} is an address; nothing is fetched: give a path")
             if streamed:
                 return path
         if self.hub and not self.folder and not os.path.isabs(file):
-            raise ValueError(f"the image {path} is a path, and its folder is not known: set image_folder")
+            raise ValueError(f"the image {path} is a path in an unknown folder: set image_folder")
         if self.archive and not separator and not os.path.isabs(file):
             name = posixpath.normpath(file)
             leaves, address = name.startswith("../"), f"zip://{name}::{self.archive}"
@@ -100,22 +100,23 @@ class ImageRules:
         if not _allows_folder(self, folder) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
         if path.startswith("zip://"):
-            check_entry(path)
+            find_entry(path)
 
     @property
     def archive(self) -> str | None:
         """The zip file that `folder` is, or None."""
-        is_zip = self.folder and self.folder.lower().endswith(".zip") and not os.path.isdir(self.folder)
-        return os.path.abspath(self.folder) if self.folder and is_zip else None
+        folder = self.folder or ""
+        is_zip = folder.lower().endswith(".zip") and not os.path.isdir(folder)
+        return os.path.abspath(folder) if is_zip else None
 
     @property
     def _place(self) -> str:
         return f"image_folder {self.folder}" if self.folder else "the cache of the Hub"
 
     def _allow(self, file: str, whole: Callable[[str], str]) -> bool:
-        caches = (constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)) if self.hub else ()
-        roots = [whole(root) for root in (self.folder, *caches) if root is not None]
-        return not roots or any(os.path.join(file, "").startswith(os.path.join(root, "")) for root in roots)
+        hub = (constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)) if self.hub else ()
+        roots = [os.path.join(whole(root), "") for root in (self.folder, *hub) if root is not None]
+        return not roots or os.path.join(file, "").startswith(tuple(roots))
 
 
 @functools.cache  # many images are in one folder
@@ -125,7 +126,7 @@ def _allows_folder(rules: ImageRules, folder: str) -> bool:
 
 
 def decode_image(image: dict[str, Any], kept_side: int = KEPT_SIDE) -> Image.Image:
-    """Decodes an image into RGB: the first frame, rotated by its EXIF data, on white where it is transparent.
+    """Decodes an image into RGB: the first frame, upright, on white where it is transparent.
 
     If both sides are at least twice `kept_side` pixels, it is reduced by a whole number; 1 is
     fastest, where only errors matter. Raises ValueError with the file and the reason.
@@ -137,8 +138,8 @@ def decode_image(image: dict[str, Any], kept_side: int = KEPT_SIDE) -> Image.Ima
                 raise ValueError(f"{width} x {height} pixels; from 1 to {MAX_PIXELS:,} are allowed")
             # Image processors that resize the shorter side would make a narrow strip huge.
             if max(width, height) > MAX_RATIO * min(width, height):
-                raise ValueError(f"{width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
-            opened.draft(None, (kept_side, kept_side))  # which does nothing to formats other than JPEG
+                raise ValueError(f"{width} x {height} pixels; at most {MAX_RATIO}:1 is allowed")
+            opened.draft(None, (kept_side, kept_side))  # which does something to JPEG alone
             rgb = _upright_rgb(opened)
             return rgb.reduce(factor) if (factor := min(rgb.size) // kept_side) > 1 else rgb
     except Exception as error:  # decoders raise errors of any kind on broken files
@@ -149,10 +150,10 @@ def decode_image(image: dict[str, Any], kept_side: int = KEPT_SIDE) -> Image.Ima
 
 
 def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
-    """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
+    """Decodes an opened image into RGB: upright by its EXIF data, on white where transparent.
 
-    White is the largest number of as many bits, an even number from 8 up, as the brightest grey needs: 12 bits in a
-    file of 16 keep their brightness. Of colours of 16 bits Pillow gives the higher byte alone.
+    White is the largest number of the bits that the brightest grey needs, an even number from 8 up:
+    12 bits in a file of 16 keep their brightness. Of 16-bit colours Pillow gives the higher byte.
     """
     deep = ";16" in str(opened.tile)
     ImageOps.exif_transpose(opened, in_place=True)
@@ -188,16 +189,16 @@ def image_problem(
 
 
 def _from_base64(text: str) -> bytes | None:
-    """The bytes of a data URI or of an image file in base64; None if the text is another, such as a path."""
+    """The bytes of a data URI or of an image file in base64; None if the text is another."""
     if text.startswith("data:"):
         try:
             _, encoded = text.split(";base64,")
             return base64.b64decode(encoded, validate=True)
         except ValueError as error:
-            raise ValueError(f"the data URI {short(text)} is not one of an image in base64") from error
+            raise ValueError(f"the data URI {short(text)} is no image in base64") from error
     try:
         start = base64.b64decode("".join(text[:100].split())[:64])
-        return base64.b64decode(text) if _STARTS.match(start) and _IN_BASE64.fullmatch(text) else None
+        return base64.b64decode(text) if _STARTS.match(start) and _BASE64.fullmatch(text) else None
     except ValueError:
         return None
 
@@ -209,7 +210,7 @@ def stored_bytes(image: dict[str, Any]) -> bytes:
         content = read_entry(path)
     elif content is None:
         with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
-            content = file.read(MAX_IMAGE_BYTES + 1)  # it may be sparse, or packed a thousand times smaller
+            content = file.read(MAX_IMAGE_BYTES + 1)  # a sparse or packed file may hold far more
     if len(content) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return content

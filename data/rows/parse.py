@@ -5,7 +5,7 @@ A parsed row has explicit content parts, with each image in the turn it belongs 
 
     images       list of {"path": str | None, "bytes": bytes | None}, one of which is None
     messages     list of {"role": str, "content": [{"type": "image" | "text", "text": str | None}]}
-    learned      for each assistant turn, whether it has labels: those of a prompt, for example, have none
+    learned      for each assistant turn, whether it has labels, which one in a prompt has not
 
 After an optional system turn, user and assistant take turns, the user first and the assistant last.
 """
@@ -24,19 +24,21 @@ from transformers import PreTrainedTokenizerBase
 from ...errors import printable
 from .forms import MARKER, columns as columns_of, known_row, markers, proposal
 from .images import ImageRules
+from .turns import Row
 
 
-MESSAGES = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
+_TEXT = Value("string")
+MESSAGES = List({"role": _TEXT, "content": List({"type": _TEXT, "text": _TEXT})})
 FEATURES = Features(
     images=List(Image(decode=False)),
     messages=MESSAGES,
     learned=List(Value("bool")),
-    source=Value("string"),
+    source=_TEXT,
     row=Value("int64"),
     image_count=Value("int32"),
     length=Value("int32"),
 )
-"""Columns of every data set for training: a parsed row, its source, and how many images and tokens it has."""
+"""Columns of data to train on: a parsed row, its source, and its numbers of images and tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class BadRow(ValueError):
 
 
 class DroppedRows:
-    """A file with a line for each dropped row, which several processes and resumed runs append to."""
+    """A file with a line for each dropped row, to which processes and resumed runs append."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
@@ -104,11 +106,11 @@ def parse_row(
     reason if it cannot be trained on, as where a text has the image token or a control token.
     """
     row = known_row(raw)
-    if row.form == "text" and isinstance(raw.get("label"), str) and (columns := proposal(raw)):
-        raise ValueError(f"label may be the answer to its text{columns}; a caption with --columns caption=text")
+    if row.form == "text" and isinstance(raw.get("label"), str) and (remedy := proposal(raw)):
+        raise ValueError(f"label may be the answer{remedy}; a caption with --columns caption=text")
     images = [(rules or ImageRules()).image(image) for image in row.images]
-    _check_turns(row.messages, row.learned, raw)
-    _check_texts(row.messages, image_token, control_tokens, row.learned)
+    _check_turns(row, raw)
+    _check_texts(row, image_token, control_tokens)
     if images:  # without any, they may be what should show them: see `unread_image`
         row.left_out += dict.fromkeys(f"text {marker}" for marker in markers(row.messages))
     return {**vars(row), "images": images}
@@ -118,29 +120,29 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches the special tokens, which the tokenizer reads as such anywhere in a text."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special.update(tokenizer.all_special_tokens)
-    return re.compile("|".join(map(re.escape, sorted(special, key=lambda token: (-len(token), token)))) or "(?!)")
+    longest_first = sorted(special, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _check_turns(messages: list[dict[str, Any]], learned: list[bool], raw: Mapping) -> None:
-    roles = [message["role"] for message in messages]
+def _check_turns(row: Row, raw: Mapping) -> None:
+    roles = [message["role"] for message in row.messages]
     start = int(roles[:1] == ["system"])
     if "assistant" not in roles:
-        answer = "; add a metadata.csv with file_name, question and answer" if columns_of(raw) == "image" else ""
-        raise ValueError(f"it has no assistant turn{answer}; its columns are {columns_of(raw)}{proposal(raw)}")
+        columns = columns_of(raw)
+        how = "; add a metadata.csv with file_name, question and answer" * (columns == "image")
+        raise ValueError(f"it has no assistant turn{how}; its columns are {columns}{proposal(raw)}")
     for number, role in enumerate(roles[start:], start):
         if role != ("user", "assistant")[(number - start) % 2]:
-            raise ValueError(f"turn {number} is the {role}'s; user and assistant must take turns, the user first")
+            raise ValueError(f"turn {number} is the {role}'s; turns must alternate, the user first")
     if roles[-1] != "assistant":
         raise ValueError("the last turn is the user's; the conversation must end with an answer")
-    if not any(learned):
-        raise ValueError("no assistant turn is learned: each is in the prompt, or has a weight of 0 or the like")
+    if not any(row.learned):
+        raise ValueError("no answer is learned: each is in the prompt, or has weight or loss 0")
 
 
-def _check_texts(
-    messages: list[dict[str, Any]], image_token: str, control_tokens: re.Pattern[str] | None, learned: list[bool]
-) -> None:
-    are_learned = iter(learned)
-    for number, message in enumerate(messages):
+def _check_texts(row: Row, image_token: str, control_tokens: re.Pattern[str] | None) -> None:
+    learned = iter(row.learned)
+    for number, message in enumerate(row.messages):
         role, parts = message["role"], message["content"]
         turn = f"turn {number}, the {role}'s,"
         if role != "user" and any(part["type"] == "image" for part in parts):
@@ -152,9 +154,9 @@ def _check_texts(
             if token in text:
                 raise ValueError(f"{turn} has {token} where no image is")
         if control_tokens and (control := control_tokens.search(text)):
-            raise ValueError(f"{turn} has {control[0]}, which the tokenizer reads as a control token")
+            raise ValueError(f"{turn} has {control[0]}, a control token of the tokenizer")
         if role == "assistant":
-            if next(are_learned) and not text.strip():
+            if next(learned) and not text.strip():
                 raise ValueError(f"the answer in turn {number} is empty")
             parts = [{"type": "text", "text": text.strip()}]
         parts = parts or [{"type": "text", "text": ""}]

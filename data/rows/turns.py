@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows hold: values as tables write them, lists of turns in all known forms, questions with options."""
+"""What rows hold: lists of turns in all known forms, questions with options, values of tables."""
 
 import ast
 import json
@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from string import ascii_uppercase
 from typing import Any
 
@@ -15,75 +15,21 @@ from ...errors import printable
 from .images import SUFFIXES, short
 
 
-_MAX_LITERAL = 2**16  # characters of a list that is written as Python writes it
-_BETWEEN_TEXTS = re.compile(r"(['\"])\s+(['\"])")
-
-
-def as_text(value: Any) -> Any:
-    """A number as text, 3.0 as 3, since tables write it so; NaN as None, and others unchanged."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value) if value == value else None
-    return value
-
-
-def is_empty(value: Any) -> bool:
-    """Whether a column holds nothing: None, NaN, an empty text, or a list or a mapping of nothing else."""
-    if isinstance(value, str):  # first, since most are
-        return not value
-    if isinstance(value, Mapping):
-        return all(map(is_empty, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(is_empty, value))
-    return value is None or value == b"" or (isinstance(value, float) and math.isnan(value))
-
-
-def parsed(value: Any) -> Any:
-    """The list or mapping that a text holds in JSON, or as Python prints it, as tables have it; else the value."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        pass
-    try:  # numpy prints no commas, and Python reads texts without them as one
-        text = _BETWEEN_TEXTS.sub(r"\1, \2", value.strip())
-        return ast.literal_eval(text) if len(value) <= _MAX_LITERAL else value
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return value
-
-
-def transposed(value: Any) -> Any:
-    """A mapping of lists of one length as a list of mappings, as older `datasets` store it; else the value."""
-    columns = list(value.values()) if isinstance(value, Mapping) else []
-    are_lists = all(isinstance(column, (list, tuple)) for column in columns)
-    if not columns or not are_lists or len({*map(len, columns)}) > 1:
-        return value
-    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def leave_out(left_out: list[str], values: Mapping, read: Collection[Any], place: str = "") -> None:
-    """Adds to `left_out` the keys of `values` that hold something and are not among those `read`."""
-    keys = (key for key in values if key not in read and not is_empty(values[key]))
-    names = (printable(f"{place}{key}"[:80]) or "(no name)" for key in keys)
-    left_out += [name for name in names if name not in left_out]
-
-
-ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
-ROLES |= {"model": "assistant", "bot": "assistant", "chatgpt": "assistant", "developer": "system"}
-PAIRS = (("user", "assistant"), ("human", "gpt"), ("human", "assistant"), ("question", "answer"), ("input", "output"))
-"""Keys of a question and its answer that are one element of a list of turns."""
-
+ROLES = dict.fromkeys(("human", "user"), "user") | dict.fromkeys(("system", "developer"), "system")
+ROLES |= dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt"), "assistant")
+# Keys of a question and its answer that are one element of a list of turns.
+PAIRS = [("user", "assistant"), ("human", "gpt"), ("human", "assistant")]
+PAIRS += [("question", "answer"), ("input", "output")]
+# Keys of a turn that say whether it is learned: OpenAI's, ms-swift's, axolotl's.
 LEARNED = {"weight", "loss", "loss_scale", "train", "training", "trainable"}
-"""Keys of a turn that say whether it is learned: OpenAI's, ms-swift's, axolotl's."""
-
-# LLaVA's marker, or Qwen's with the path in it. LLaVA's data have a line break beside it, prompts at inference do not.
+LETTERS = "ABCDEFGHIJ"  # columns of options, if they are not in `choices`
+# LLaVA's marker, or Qwen's with the path in it, and line breaks beside it, as LLaVA's data have.
 _MARKERS = re.compile(r"(?:\r?\n)?(?:<image>|<img>([^<>\n]+)</img>)(?:\r?\n)?")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "source")  # the last is Anthropic's
 _NO_IMAGES = {"type", "text", "index", "detail"}  # llava-instruct-mix has the number of the image
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text"}
 _PARTS |= {"image": "image", "image_url": "image", "input_image": "image"}
+_BETWEEN_TEXTS = re.compile(r"(['\"])\s+(['\"])")
 
 
 @dataclass
@@ -102,7 +48,7 @@ class Row:
 
 @dataclass
 class Turn:
-    """A turn of parts `{"type": "image"}`, perhaps with an image, and `{"type": "text", "text": str}`."""
+    """A turn of parts by `type`: an image, perhaps with `image`, or a text, with `text`."""
 
     role: str
     content: list[dict[str, Any]]
@@ -115,44 +61,49 @@ def read_turns(value: Any, column: str, text_role: str | None, left_out: list[st
     if isinstance(value, str) and text_role:
         return [Turn(text_role, _content(left_out, 0, text_role, value, column))]
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}")
-    if not text_role and all(isinstance(element, str) for element in value) and column != "texts":  # PixMo's
-        value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
-    return [turn for number, element in enumerate(value) for turn in _element(left_out, number, element, column)]
+        kinds = "text or a list of turns" if text_role else "a list of turns"
+        raise ValueError(f"{column} must be {kinds}, got {short(value)}")
+    if not text_role and column != "texts" and all(isinstance(text, str) for text in value):
+        roles = ("user", "assistant") * len(value)  # PixMo's
+        value = [{"role": role, "content": text} for role, text in zip(roles, value, strict=False)]
+    turns = (_element(left_out, number, element, column) for number, element in enumerate(value))
+    return list(chain.from_iterable(turns))
 
 
 def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[Turn]:
     """The turn that an element of a list of turns is, or the two of a question and its answer."""
-    fields = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
+    stored = turn if isinstance(turn, Mapping) else {}
+    fields = {key: value for key, value in stored.items() if value is not None}
     role, text = ("from", "value") if fields.get("from") else ("role", "content")
     pair = () if role in fields else next((pair for pair in PAIRS if fields.keys() >= {*pair}), ())
     if not pair and role not in fields:
-        raise ValueError(f"turn {number} of {column} must have 'role' and 'content' or the like, got {short(turn)}")
-    said = [("user", fields[pair[0]]), ("assistant", fields[pair[1]])] if pair else [(fields[role], fields.get(text))]
+        raise ValueError(f"turn {number} of {column} has no role or the like: {short(turn)}")
+    said = [("user", pair[0]), ("assistant", pair[1])] if pair else [(fields[role], text)]
     turns = []
-    for name, content in said:
+    for name, words in said:
         if not (role_of := ROLES.get(str(name).lower())):
-            raise ValueError(f"turn {number} has the role {short(name)}; known are {', '.join(ROLES)}")
-        turns.append(Turn(role_of, _content(left_out, number, role_of, content, column)))
+            raise ValueError(f"turn {number} has role {short(name)}; known are {', '.join(ROLES)}")
+        turns.append(Turn(role_of, _content(left_out, number, role_of, fields.get(words), column)))
     if len(fields) > 2:
         read = {role, text, *pair}
         if key := next((key for key in ("images", "image") if not is_empty(fields.get(key))), None):
-            place_images(turns[:1], fields[key] if isinstance(fields[key], (list, tuple)) else [fields[key]])
+            shown = fields[key]
+            place_images(turns[:1], shown if isinstance(shown, (list, tuple)) else [shown])
             read.add(key)
         if pair and not number and isinstance(fields.get("system"), str):  # XTuner's
             turns.insert(0, Turn("system", [{"type": "text", "text": fields["system"]}]))
             read.add("system")
         for key in fields.keys() & LEARNED:
             if fields[key] not in (0, 1):
-                raise ValueError(f"turn {number} has {key} {short(fields[key])}, which is neither 0 nor 1")
+                raise ValueError(f"turn {number} has {key} {short(fields[key])}, neither 0 nor 1")
             turns[-1].learned &= bool(fields[key])
         is_answer = turns[-1].role == "assistant"  # others are never learned, whatever they say
-        leave_out(left_out, fields, read | {key for key in LEARNED if is_answer or not fields.get(key)}, f"{column}.")
+        read |= {key for key in LEARNED if is_answer or not fields.get(key)}
+        leave_out(left_out, fields, read, f"{column}.")
     return turns
 
 
-def _content(left_out: list[str], number: int, role: str, content: Any, column: str) -> list[dict[str, Any]]:
-    """The parts of a turn's content."""
+def _content(left_out: list[str], number: int, role: str, content: Any, column: str) -> list[dict]:
     content = as_text(content)
     if isinstance(content, str) and content.startswith("[{"):
         parts = parsed(content)
@@ -161,7 +112,7 @@ def _content(left_out: list[str], number: int, role: str, content: Any, column: 
     if isinstance(content, str):
         return _split(content) if role == "user" else [{"type": "text", "text": content}]
     if not isinstance(content, (list, tuple)):
-        raise ValueError(f"the content of turn {number} must be text or a list of parts, got {short(content)}")
+        raise ValueError(f"turn {number} must have text or a list of parts, got {short(content)}")
     return [_part(left_out, number, part, column) for part in content]
 
 
@@ -171,16 +122,17 @@ def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str,
         leave_out(left_out, part, {"type", "text", "index"}, f"{column}.content.")
         return {"type": "text", "text": part["text"]}
     if kind != "image":
-        raise ValueError(f"turn {number} has {short(part)}, which is neither a text part nor an image part")
+        raise ValueError(f"turn {number} has {short(part)}, neither a text nor an image part")
     key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
-    others = {name: value for name, value in part.items() if name not in _NO_IMAGES and not is_empty(value)}
+    others = [str(name) for name in part if name not in _NO_IMAGES and not is_empty(part[name])]
     if key is None and others:
-        raise ValueError(f"an image part of turn {number} has {', '.join(map(str, others))}, none of {_IMAGE_KEYS}")
+        raise ValueError(f"an image of turn {number} has {', '.join(others)} and no {_IMAGE_KEYS}")
     leave_out(left_out, part, {key, *_NO_IMAGES}, f"{column}.content.")
     own = part[key] if key else None
-    if isinstance(own, Mapping) and (inner := next((name for name in ("url", "data") if own.get(name)), None)):
-        leave_out(left_out, own, {inner, "type", "media_type", "detail"}, f"{column}.content.{key}.")
-        own = own[inner]
+    if isinstance(own, Mapping) and (own.get("url") or own.get("data")):
+        name = "url" if own.get("url") else "data"
+        leave_out(left_out, own, {name, "type", "media_type", "detail"}, f"{column}.content.{key}.")
+        own = own[name]
     return {"type": "image", "image": own, "index": part.get("index")}
 
 
@@ -203,10 +155,10 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Any]:
         asking.content = parts + asking.content
     places = [part for part in parts if part.get("image") is None]
     if len(places) != len(images):
-        raise ValueError(f"it has {len(places)} places for images (<image> or image parts) and {len(images)} images")
+        raise ValueError(f"it has {len(places)} <image> or image parts for {len(images)} images")
     for number, (place, image) in enumerate(zip(places, images, strict=True)):
         if place.get("index") not in (None, number):
-            raise ValueError(f"it has a place for image {place['index']} where image {number} of the column would be")
+            raise ValueError(f"it has a place for image {place['index']} in place of {number}")
         place["image"] = image
     return [part["image"] for part in parts]
 
@@ -231,10 +183,6 @@ def alternating(turns: list[Turn], changed: list[str]) -> list[Turn]:
     return joined
 
 
-LETTERS = "ABCDEFGHIJ"
-"""Columns of options, if they are not in `choices`."""
-
-
 def read_question(raw: Mapping, row: Row, read: set[Any]) -> tuple[Any, Any]:
     """What a row with the column `question` asks, with hint, input and options, and its answer.
 
@@ -244,22 +192,23 @@ def read_question(raw: Mapping, row: Row, read: set[Any]) -> tuple[Any, Any]:
     asked = as_text(raw["question"])
     read.update(options if is_empty(raw.get("choices")) else ["choices"])
     if isinstance(asked, str):
-        hint = raw.get("hint") if options else None  # as in MMBench, which writes "nan" for none
-        parts = {"hint": None if hint == "nan" else hint, "question": asked, "input": raw.get("input")}
-        lines = {name: text for name, value in parts.items() if isinstance(text := as_text(value), str)}
+        hint = raw.get("hint") if options and raw.get("hint") != "nan" else None  # as in MMBench
+        parts = {"hint": as_text(hint), "question": asked, "input": as_text(raw.get("input"))}
+        lines = {name: text for name, text in parts.items() if isinstance(text, str)}
         read.update(lines)
-        listed = [f"{letter}. {text}" for letter, text in options.items()]
-        shown = all(re.search(rf"\b{letter}\W{{1,3}}{re.escape(text)}", asked) for letter, text in options.items())
-        asked = "\n".join([*filter(None, lines.values()), *([] if shown else listed)])
+        patterns = (rf"\b{letter}\W{{1,3}}{re.escape(text)}" for letter, text in options.items())
+        shown = all(re.search(pattern, asked) for pattern in patterns)
+        listed = [] if shown else [f"{letter}. {text}" for letter, text in options.items()]
+        asked = "\n".join([*filter(None, lines.values()), *listed])
         if not asked.strip():
-            raise ValueError("its question is empty; a caption is read with --columns caption=answer")
+            raise ValueError("its question is empty; read a caption with --columns caption=answer")
     elif options:
-        raise ValueError("it has options, and its question is a list of turns. Write the question as text")
+        raise ValueError("it has options, and a list of turns as question. Write it as text")
     if not is_empty(index := raw.get("answer_index")):
         read.add("answer_index")
         number = str(as_text(index)).removesuffix(".0")
         if not number.isdecimal() or int(number) >= len(options):
-            raise ValueError(f"answer_index must be the number of a choice, from 0, got {short(index)}")
+            raise ValueError(f"answer_index must number a choice, from 0, got {short(index)}")
         return asked, [*options][int(number)]
     answer, several = raw.get("answer"), parsed(raw.get("answers"))
     read.add("answer")
@@ -271,23 +220,27 @@ def read_question(raw: Mapping, row: Row, read: set[Any]) -> tuple[Any, Any]:
         read.add("answers")
     if options and not is_empty(answer):
         if len(right := {*accepted_answers(answer)}) > 1:
-            raise ValueError(f"it has options and several answers, {', '.join(sorted(right))}; one can be learned")
+            several = ", ".join(sorted(right))
+            raise ValueError(f"it has options and several answers, {several}; one can be learned")
         answer = right.pop() if right else answer
         if isinstance(text := as_text(answer), str) and (letter := chosen_letter(text, options)):
-            answer = letter if plain(text).isdigit() and plain(options[letter]) != plain(text) else text
+            by_number = plain(text).isdigit() and plain(options[letter]) != plain(text)
+            answer = letter if by_number else text
     return asked, answer
 
 
 def accepted_answers(value: Any) -> list[str]:
-    """The texts of a list of answers, each of which may be in `answer` or `text`; empty if it is no such list."""
+    """The texts of a list of answers, perhaps in `answer` or `text`; empty for others."""
     value = transposed(value)
     if not isinstance(value, (list, tuple)):
         return []
     texts: list[Any] = []
     for answer in value:
-        key = next((key for key in ("answer", "text") if key in answer), None) if isinstance(answer, Mapping) else None
-        texts.append(as_text(answer[key] if key else answer))
-    return [text for text in texts if text.strip()] if all(isinstance(text, str) for text in texts) else []
+        if isinstance(answer, Mapping):
+            answer = answer.get("answer", answer.get("text"))
+        texts.append(as_text(answer))
+    are_texts = all(isinstance(text, str) for text in texts)
+    return [text for text in texts if text.strip()] if are_texts else []
 
 
 def options_of(raw: Mapping) -> dict[str, str]:
@@ -296,12 +249,12 @@ def options_of(raw: Mapping) -> dict[str, str]:
     if in_columns := is_empty(choices):
         choices = {letter: raw.get(letter) for letter in LETTERS}
     elif isinstance(choices, (list, tuple)) and len(choices) <= len(ascii_uppercase):
-        texts = (choice.get("text") if isinstance(choice, Mapping) else choice for choice in choices)
+        texts = (one.get("text") if isinstance(one, Mapping) else one for one in choices)
         choices = dict(zip(ascii_uppercase, texts, strict=False))
-    options = choices if isinstance(choices, Mapping) else {}
-    options = {str(letter).upper(): as_text(text) for letter, text in options.items()}
+    named = choices if isinstance(choices, Mapping) else {}
+    named = {str(letter).upper(): as_text(text) for letter, text in named.items()}
     # Questions of fewer options are filled up, in MMBench with "nan".
-    options = {letter: text for letter, text in options.items() if not is_empty(text) and text != "nan"}
+    options = {key: text for key, text in named.items() if not is_empty(text) and text != "nan"}
     if in_columns and len(options) < 2:
         return {}
     if (
@@ -329,10 +282,11 @@ def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
     if bare.isascii() and bare.isdigit() and int(bare) < len(options):
         by_name = [[*options][int(bare)]]
     if len(letters := {*by_text, *by_name}) > 1:
-        remedy = "; if it is a number from 0, use --columns answer_index=answer" if bare.isdigit() else ""
-        raise ValueError(f"the answer {text!r} is the text of an option and the letter or number of another{remedy}")
+        how = "; if it is a number from 0, use --columns answer_index=answer" * bare.isdigit()
+        raise ValueError(f"the answer {text!r} is one option's text and another's letter{how}")
     if not letters and re.fullmatch(r"[A-Za-z]|-?\d+", bare):
-        raise ValueError(f"the answer {short(answer)} is not just one of the choices {short([*options.values()])}")
+        choices = short([*options.values()])
+        raise ValueError(f"the answer {short(answer)} is not just one of the choices {choices}")
     return letters.pop() if letters else None
 
 
@@ -343,4 +297,55 @@ def _without_letter(letter: str, text: Any) -> str:
 
 def plain(text: str) -> str:
     """Lower case, single spaces, without marks at its ends."""
-    return re.sub(r"^[\s\"'*_.,:;!?()\[\]]+|[\s\"'*_.,:;!?()\[\]]+$", "", " ".join(text.lower().split()))
+    return " ".join(text.lower().split()).strip(" \"'*_.,:;!?()[]")
+
+
+def as_text(value: Any) -> Any:
+    """A number as text, 3.0 as 3, since tables write it so; NaN as None, and others unchanged."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value) if value == value else None
+    return value
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a column holds nothing: None, NaN, an empty text, or a list or mapping of such."""
+    if isinstance(value, str):  # first, since most are
+        return not value
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_empty, value))
+    return value is None or value == b"" or (isinstance(value, float) and math.isnan(value))
+
+
+def parsed(value: Any) -> Any:
+    """The list or mapping in a text, as JSON or as Python prints it; else the value."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    try:  # numpy prints no commas, and Python reads texts without them as one
+        text = _BETWEEN_TEXTS.sub(r"\1, \2", value.strip())
+        return ast.literal_eval(text) if len(value) <= 2**16 else value
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return value
+
+
+def transposed(value: Any) -> Any:
+    """A mapping of lists of one length, as of older `datasets`, as a list of mappings."""
+    columns = list(value.values()) if isinstance(value, Mapping) else []
+    are_lists = all(isinstance(column, (list, tuple)) for column in columns)
+    if not columns or not are_lists or len({*map(len, columns)}) > 1:
+        return value
+    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def leave_out(left_out: list[str], values: Mapping, read: Collection[Any], place: str = "") -> None:
+    """Adds to `left_out` the keys of `values` that hold something and are not in `read`."""
+    keys = (key for key in values if key not in read and not is_empty(values[key]))
+    names = (printable(f"{place}{key}"[:80]) or "(no name)" for key in keys)
+    left_out += [name for name in names if name not in left_out]

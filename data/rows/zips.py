@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images in a zip file, read in place by any number of threads and forked processes.
 
-`zipfile` reads the directory, of which 37 bytes an entry are kept: its own objects take 570. Since it
+`zipfile` reads the directory, of which 37 bytes an entry are kept: its own objects take 570. As it
 has one position in the file, entries are read at their places here.
 """
 
@@ -16,24 +16,17 @@ from typing import BinaryIO
 import numpy as np
 
 
-MAX_IMAGE_BYTES = 256 * 2**20
-"""Bytes of one encoded image."""
-
+MAX_IMAGE_BYTES = 256 * 2**20  # of one encoded image
 TOO_LARGE = f"the file has more than {MAX_IMAGE_BYTES >> 20} MiB. Save it smaller"
 
 _LOCAL = struct.Struct("<4s22x2H")  # the header before an entry: its mark, and two lengths
-_ENTRY = np.dtype([("place", "i8"), ("packed", "i8"), ("size", "i8"), ("checksum", "u4"), ("method", "u1")])
+_ENTRY = np.dtype("i8, i8, i8, u4, u1")  # place, packed size, size, checksum, method
 _REFUSED = 255  # as a method: a link, encrypted, or packed by another method than deflate
 
 
-def check_entry(address: str) -> None:
-    """Raises ValueError if an image in a zip file, `zip://name::file`, does not exist or may not be read."""
-    _entry(address)
-
-
 def read_entry(address: str) -> bytes:
-    """The bytes of an image in a zip file, `MAX_IMAGE_BYTES + 1` at most; ValueError as of [`check_entry`]."""
-    file, (place, packed, _, checksum, method) = _entry(address)
+    """The bytes of an image, `MAX_IMAGE_BYTES + 1` at most; ValueError as of [`find_entry`]."""
+    file, (place, packed, _, checksum, method) = find_entry(address)
     mark, *lengths = _LOCAL.unpack(os.pread(file.fileno(), _LOCAL.size, place))
     content = os.pread(file.fileno(), packed, place + _LOCAL.size + sum(lengths))
     if method:
@@ -43,8 +36,11 @@ def read_entry(address: str) -> bytes:
     return content
 
 
-def _entry(address: str) -> tuple[BinaryIO, list[int]]:
-    """The open file, and the numbers of an entry in the order of `_ENTRY`."""
+def find_entry(address: str) -> tuple[BinaryIO, list[int]]:
+    """The open file of an image `zip://name::file`, and its entry's numbers as in `_ENTRY`.
+
+    Raises ValueError if there is no such image, or it may not be read.
+    """
     name, _, file = address.removeprefix("zip://").rpartition("::")
     archive = opened(file)
     for written in (name, name.encode().decode("cp437")):  # so zipfile reads names without a mark
@@ -52,17 +48,17 @@ def _entry(address: str) -> tuple[BinaryIO, list[int]]:
         if number >= 0 and archive.names[number] == hashed:  # of entries with one name, the last
             break
     else:
-        raise ValueError(f"there is no such image in {file}, whose first entries are {archive.first}")
+        raise ValueError(f"there is no such image in {file}, which begins with {archive.first}")
     numbers = archive.entries[number].tolist()
     if numbers[-1] == _REFUSED:
-        raise ValueError("it is a link, encrypted, or not stored or deflated. Make the zip file again without such")
+        raise ValueError("it is a link, encrypted, or not stored or deflated. Zip the images again")
     if max(numbers[1:3]) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return archive.file, numbers
 
 
 def opened(file: str) -> "ZipImages":
-    """A zip file, opened once in a process as long as it does not change. Raises ValueError if it cannot be read."""
+    """A zip file, opened once as long as it does not change; ValueError if it cannot be read."""
     try:
         state = os.stat(file)
         return _opened(file, state.st_size, state.st_mtime_ns)
@@ -84,10 +80,12 @@ class ZipImages:
         self.first = ", ".join(entry.filename for entry in listed[:3]) or "none"
         names = np.fromiter((hash(entry.filename) for entry in listed), np.int64, len(listed))
         order = names.argsort(kind="stable")
-        self.names, self.entries = names[order], np.fromiter(map(_numbers, listed), _ENTRY, len(listed))[order]
+        self.names = names[order]
+        self.entries = np.fromiter(map(_numbers, listed), _ENTRY, len(listed))[order]
 
 
 def _numbers(entry: zipfile.ZipInfo) -> tuple[int, int, int, int, int]:
-    is_refused = stat.S_ISLNK(entry.external_attr >> 16) or entry.flag_bits & 1 or entry.compress_type not in (0, 8)
-    method = _REFUSED if is_refused else entry.compress_type
+    method = entry.compress_type
+    if stat.S_ISLNK(entry.external_attr >> 16) or entry.flag_bits & 1 or method not in (0, 8):
+        method = _REFUSED
     return entry.header_offset, entry.compress_size, entry.file_size, entry.CRC, method

@@ -9,12 +9,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ...checkpoint.files import is_hub_id
 
 
-FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")
-"""Suffixes of files of rows."""
+FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")  # suffixes of files of rows
 
 
 def option(default: Any, help: str, **others: Any) -> Any:
-    """A field of a dataclass of options, with its default, its help, and what else argparse takes."""
+    """A field of a dataclass of options: its default, its help, and what else argparse takes."""
     return field(default=default, metadata={"help": help, **others})
 
 
@@ -42,18 +41,18 @@ class DataSource:
             columns = {own.strip(): column.strip() for own, _, column in pairs}
         names = columns.values() if isinstance(columns, dict) else columns
         if not all(isinstance(name, str) and name for name in names):
-            raise ValueError(f"columns must be pairs such as image=image_path,answer=caption, got {columns!r}.")
+            raise ValueError(f"columns must be pairs like image=path,answer=text, got {columns!r}.")
         if isinstance(columns, dict) and (unknown := columns.keys() - COLUMNS - ALIASES.keys()):
-            names = ", ".join(map(repr, sorted(unknown)))
-            raise ValueError(f"columns names {names}, which no form has. Known are {', '.join(sorted(COLUMNS))}.")
+            names, known = ", ".join(map(repr, sorted(unknown))), ", ".join(sorted(COLUMNS))
+            raise ValueError(f"columns names {names}, which no form has. Known are {known}.")
         self.columns = columns
 
     @classmethod
     def named(cls, data: str, /, **others: Any) -> "DataSource":
-        """The source of `DATA`, `DATA:SPLIT` or `DATA:CONFIG:SPLIT`; a local path may have colons."""
+        """The source of `DATA`, `DATA:SPLIT`, `DATA:CONFIG:SPLIT`; local paths may have colons."""
         path, *rest = [data] if Path(data).expanduser().exists() else data.split(":")
         if len(rest) > 2:
-            raise ValueError(f"{data} has {len(rest)} colons; DATA:SPLIT or DATA:CONFIG:SPLIT names a split.")
+            raise ValueError(f"{data} has {len(rest)} colons, and DATA:CONFIG:SPLIT two.")
         others |= {"name": rest[0]} if len(rest) == 2 else {}
         others |= {"split": rest[-1]} if rest else {}
         local = Path(path).expanduser()
@@ -70,7 +69,7 @@ class DataSource:
         if not self.image_folder or (folder := Path(self.image_folder)).is_dir():
             return
         if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
-            raise ValueError(f"There is no image folder {folder}, nor .zip file of images. Set image_folder.")
+            raise ValueError(f"There is no image folder or .zip file {folder}. Set image_folder.")
         from ..rows.zips import opened  # late, so that --help is quick
 
         opened(os.path.abspath(folder))
@@ -81,7 +80,7 @@ class DataArguments:
     """Options of the data, those of TRL's `ScriptArguments` (`dataset_name`, ...) among them."""
 
     dataset_name: str | None = option(
-        None, f"Data to train on: a Hub id, a folder, or a file ({', '.join(FILES)}). DATA:SPLIT names a split."
+        None, f"Hub id, folder or file ({', '.join(FILES)}) to train on. DATA:SPLIT names a split."
     )
     dataset_config: str | None = option(None, "Configuration of a Hub data set.")
     dataset_train_split: str = option("train", "Split to train on.")
@@ -90,26 +89,26 @@ class DataArguments:
     datasets: list[dict] = field(
         default_factory=list,
         metadata={
-            "help": "In place of dataset_name, in YAML: a list of data sets, each with TRL's keys (path, name, split, "
-            "data_files, fraction, ...), image_folder and columns. Fractions are shares of the mixture."
+            "help": "In YAML, in place of dataset_name: data sets with TRL's keys (path, name, "
+            "split, data_files, ...), image_folder, columns and fraction, a share of the mixture."
         },
     )
     image_folder: str | None = option(
         None, "Folder or .zip file that image paths start from. Default: the data file's folder."
     )
     columns: dict | str | list | None = option(
-        None, "Names of your own: image=image_path,answer=caption reads the column image from the data's image_path."
+        None, "Own names: image=path,answer=caption reads the image from the data's column path."
     )
     eval_dataset_name: str | None = option(
         None, "Held-out data, in the forms of dataset_name. Default: its test split."
     )
-    test_split_size: float | None = option(None, "Share of the training rows to hold out in place of a test split.")
+    test_split_size: float | None = option(None, "Share of training rows held out as a test split.")
     bad_rows: str | None = option(
         None,
-        "Rows that cannot be trained on: stop at one, skip them, or skip at most a share, such as 0.01. Default: 0.01 "
-        "if data are from the Hub or have more than 10,000 rows in memory, else stop.",
+        "Rows that cannot be trained on: stop, skip, or skip at most a share, such as 0.01. "
+        "Default: 0.01 of data from the Hub or of more than 10,000 rows in memory, else stop.",
     )
-    check_images: bool = option(False, "Decode every image before training, not a sample of 10,000 rows.")
+    check_images: bool = option(False, "Decode every image first, not a sample of 10,000 rows.")
     shuffle_buffer_size: int = option(1000, "Rows in the shuffle buffer of a streamed data set.")
 
     def __post_init__(self):
@@ -117,12 +116,13 @@ class DataArguments:
         if bool(self.dataset_name) == bool(self.datasets):
             both = "not both" if self.dataset_name else "to say what to train on"
             raise ValueError(f"Give dataset_name (one data set) or datasets (a mixture), {both}.")
-        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
-            raise ValueError(f"test_split_size is a share between 0 and 1, got {self.test_split_size}.")
+        held_out = self.test_split_size
+        if held_out is not None and not 0 < held_out < 1:
+            raise ValueError(f"test_split_size must be between 0 and 1, got {held_out}.")
         keys = set(DataSource.__dataclass_fields__)
         for source in self.datasets:
             if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
-                raise ValueError(f"A data set is a mapping with path and others of {sorted(keys)}; got {source!r}.")
+                raise ValueError(f"A data set has path and some of {sorted(keys)}; got {source!r}.")
         if self.bad_rows not in (None, "stop", "skip"):
             try:
                 share = float(self.bad_rows)
@@ -132,7 +132,7 @@ class DataArguments:
                 known = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
                 raise ValueError(f"bad_rows must be {known}; got {self.bad_rows!r}.")
         if self.shuffle_buffer_size < 1:
-            raise ValueError(f"shuffle_buffer_size must be at least 1, got {self.shuffle_buffer_size}.")
+            raise ValueError(f"shuffle_buffer_size is less than 1: {self.shuffle_buffer_size}.")
 
     @property
     def sources(self) -> list[DataSource]:
@@ -145,12 +145,13 @@ class DataArguments:
 
 
 def check_choices(options: Any) -> None:
-    """Raises ValueError if an option is none of its `Literal`'s values: argparse does not check those from YAML."""
+    """Raises ValueError if an option is none of its `Literal`, which argparse lets YAML do."""
     for name, kind in get_type_hints(type(options)).items():
-        values = [value for part in (kind, *get_args(kind)) if get_origin(part) is Literal for value in get_args(part)]
-        value = getattr(options, name)
-        if values and value not in values and (value is not None or type(None) not in get_args(kind)):
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}.")
+        literals = (part for part in (kind, *get_args(kind)) if get_origin(part) is Literal)
+        values = [value for literal in literals for value in get_args(literal)]
+        word = getattr(options, name)
+        if values and word not in values and (word is not None or type(None) not in get_args(kind)):
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {word!r}.")
 
 
 def cores() -> int:

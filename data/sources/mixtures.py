@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads data sets in any known form as parsed rows, checked, measured and mixed; in memory or streamed.
+"""Loads data sets in any known form as parsed rows: checked, measured, mixed, perhaps streamed.
 
 No image is written on the way: a row is parsed when it is read.
 """
@@ -19,7 +19,7 @@ from ..rows.checks import ABOUT, Checks, DataReport, SourceReport, not_read
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES
 from .arguments import DataArguments, DataSource
-from .source import Source, open_held_out, open_source
+from .source import AnyData, Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, valid_rows
 from .table import RowReader, measure, only_valid, rows_on_access, valid_table
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 class TrainingData:
     """Parsed rows with the columns `FEATURES`; `eval` is None unless held-out data is asked for."""
 
-    train: Dataset | IterableDataset
-    eval: Dataset | IterableDataset | None
+    train: AnyData
+    eval: AnyData | None
     report: DataReport
 
 
@@ -45,12 +45,12 @@ def load_data(
     need_images: bool = False,
     **options: Any,
 ) -> TrainingData:
-    """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
+    """Loads and mixes the data sets of `arguments`, checks every row, and drops those too long.
 
     In memory, images are decoded as [`check_rows`] says; the processes share the work, so all must
     call this at the same time. With fractions, the mixture is the largest one with these shares in
     which no row comes twice. A stream is checked while it is read, and its first rows here. For
-    training it is shuffled in a buffer and endless; each process reads all of it, and takes its part.
+    training it is shuffled in a buffer and endless; each process reads all, and takes its part.
 
     `need_images` makes it an error if no training row, or none of the first of a stream, has an
     image; `options` are those of [`Checks`] that are not in `arguments`. Raises ValueError if a
@@ -60,33 +60,35 @@ def load_data(
     fractions = _fractions(arguments.sources)
     splitting = bool(with_eval and arguments.test_split_size and not arguments.eval_dataset_name)
     if streaming and splitting:
-        raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
-    checks = Checks(processor, bad_rows=arguments.bad_rows, check_images=arguments.check_images, **options)
+        raise ValueError("test_split_size needs data in memory. Give eval_dataset_name.")
+    options |= {"bad_rows": arguments.bad_rows, "check_images": arguments.check_images}
+    checks = Checks(processor, **options)
     held_out = open_held_out(arguments, checks.processes) if with_eval and not splitting else None
     sources = [open_source(source, streaming, checks.processes) for source in arguments.sources]
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
     held_report = SourceReport("held out of training", "eval")
-    train: Dataset | IterableDataset
-    held: Dataset | IterableDataset | None = None
+    held: AnyData | None = None
     if streaming:
-        with_images = any([has_images(*opened, checks) for opened in zip(sources, reports, strict=True)])
+        with_images = any([has_images(*one, checks) for one in zip(sources, reports, strict=True)])
         drawn = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
-        # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
-        train = stream(endless_rows, drawn | {"buffer_size": arguments.shuffle_buffer_size})
+        # Endless: the Trainer counts batches from the start, and resumes no stream in a later pass.
+        train = stream(endless_rows, drawn | {"size": arguments.shuffle_buffer_size})
     else:
         reader = RowReader(tuple(sources))
         parts = [valid_table(reader, part, checks, report) for part, report in enumerate(reports)]
-        most = min((len(part) / share for part, share in zip(parts, fractions, strict=False)), default=0)
+        sizes = (len(part) / share for part, share in zip(parts, fractions, strict=False))
+        most = min(sizes, default=0)
         for number, fraction in enumerate(fractions):
             order = np.random.default_rng([seed, number]).permutation(len(parts[number]))
             parts[number] = parts[number].select(sorted(order[: round(most * fraction)]))
             reports[number].used = len(parts[number])
         table = concatenate_datasets(parts)
         if splitting:
-            numbers = Dataset.from_dict({"number": list(range(len(table)))})  # of which no file is cached
+            numbers = Dataset.from_dict({"number": list(range(len(table)))})  # cached in no file
             split = numbers.train_test_split(arguments.test_split_size, seed=seed)
             table, out = (table.select(split[name]["number"][:]) for name in ("train", "test"))
-            for report, count in zip(reports, np.bincount(table["part"][:], minlength=len(reports)), strict=True):
+            counts = np.bincount(table["part"][:], minlength=len(reports))
+            for report, count in zip(reports, counts, strict=True):
                 report.used = int(count)
             # With any file allowed: links that leave the image folder were checked with all rows.
             mixed = Source(held_report.source, ImageRules(), out)
@@ -104,17 +106,17 @@ def load_data(
 
 
 def prepare_rows(
-    data: Dataset | IterableDataset,
+    data: AnyData,
     checks: Checks,
     *,
     name: str = "train_dataset",
     split: Literal["train", "eval"] = "train",
     need_images: bool = False,
-) -> tuple[Dataset | IterableDataset, SourceReport]:
+) -> tuple[AnyData, SourceReport]:
     """Parsed rows, checked and measured, of a data set that is open, in any form that files have.
 
-    Images may also be PIL images, or any local files. A stream is neither shuffled nor repeated. What
-    this or [`load_data`] returned comes back unchanged. All processes must call it at the same time.
+    Images may also be PIL images, or any local files. A stream is neither shuffled nor repeated.
+    What this or [`load_data`] returned comes back unchanged. All processes must call it together.
     """
     report = SourceReport(name, split)
     transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
@@ -128,23 +130,25 @@ def prepare_rows(
     for title, text in not_read(report.left_out, report.changed).items():
         logger.log(logging.INFO if title == ABOUT else logging.WARNING, f"{name}: {title}: {text}")
     if report.dropped:
-        logger.warning(f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: {report.dropped[0]}")
+        count = f"{len(report.dropped):,} of {report.found:,} rows"
+        logger.warning(f"{name}: {count} dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])
     return prepared, report
 
 
-def _prepared(source: Source, checks: Checks, report: SourceReport) -> tuple[Dataset | IterableDataset, bool]:
-    """The valid rows of a source, and whether there are images; of a stream, among its first rows."""
+def _prepared(source: Source, checks: Checks, report: SourceReport) -> tuple[AnyData, bool]:
+    """The valid rows of a source, and whether they have images: of a stream, the first ones."""
     if isinstance(source.data, IterableDataset):
-        return stream(valid_rows, {"source": source, "checks": checks}), has_images(source, report, checks)
+        rows = stream(valid_rows, {"source": source, "checks": checks})
+        return rows, has_images(source, report, checks)
     reader = RowReader((source,))
     return rows_on_access(valid_table(reader, 0, checks, report), reader), bool(report.images)
 
 
 def _no_images(names: Iterable[str]) -> ValueError:
     return ValueError(
-        f"The rows read of {', '.join(names)} have no image, and without images nothing is trained where the language "
-        "model is frozen, as in stage align. docs/data.md has the forms in which images are read."
+        f"The rows read of {', '.join(names)} have no image, without which nothing is trained if "
+        "the language model is frozen, as in stage align. docs/data.md shows how images are read."
     )
 
 
@@ -159,6 +163,6 @@ def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
     shares: list[Any] = [source.fraction for source in sources]
     if shares.count(None) == len(shares):
         return ()
-    if not all(isinstance(fraction, (int, float)) and 0 < fraction < math.inf for fraction in shares):
-        raise ValueError(f"Every data set of a mixture has a fraction, a number above 0, or none has; got {shares}.")
-    return tuple(fraction / sum(shares) for fraction in shares)
+    if not all(isinstance(share, (int, float)) and 0 < share < math.inf for share in shares):
+        raise ValueError(f"Give all data sets a fraction, a number above 0, or none; got {shares}.")
+    return tuple(share / sum(shares) for share in shares)

@@ -11,18 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import datasets
 from accelerate import PartialState
-from datasets import (
-    ClassLabel,
-    Dataset,
-    DatasetDict,
-    DatasetInfo,
-    IterableDataset,
-    load_dataset_builder,
-    load_from_disk,
-)
+from datasets import ClassLabel, Dataset, DatasetDict, DatasetInfo, IterableDataset
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -40,22 +33,19 @@ from .files import METADATA, READERS, ROWS, files_of_folder, images_of_folder, l
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 500
-"""Rows that are read, checked and cached together."""
-
-_PARQUET_ROWS = 100  # read together; a row group, as by default, may become any size in memory
+AnyData: TypeAlias = Dataset | IterableDataset
+CHUNK = 500  # rows that are read, checked and cached together
 _BLOCK = 512  # bytes, of a tar file
-_PEEKED = 1000  # rows of a stream that are searched for columns
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
 
 @dataclass
 class Source:
-    """An opened data set; iterating gives the file's or its own name, the number and the stored row."""
+    """An opened data set; iterating gives the name of a file or its own, a number and a row."""
 
     name: str
     rules: ImageRules
-    data: Dataset | IterableDataset  # with images not decoded
+    data: AnyData  # with images not decoded
     columns: list[str] | dict[str, str] | None = None
     dataset: dict[str, Any] | None = None  # id, commit and licence: see [`hub_dataset`]
 
@@ -64,8 +54,8 @@ class Source:
         # The types of columns that hold numbers of classes, perhaps in lists.
         kinds = (self.data.features or {}).items()
         self._classes = {column: kind for column, kind in kinds if "ClassLabel(" in repr(kind)}
-        if isinstance(self.data, Dataset) and self.data.format["type"] != "custom":  # one's own transform is kept
-            self.data = self.data.with_format("arrow")
+        if isinstance(self.data, Dataset) and self.data.format["type"] != "custom":
+            self.data = self.data.with_format("arrow")  # one's own transform is kept
 
     def __iter__(self) -> Iterator[tuple[str, int, Any]]:
         if isinstance(self.data, Dataset):
@@ -95,7 +85,8 @@ class Source:
                 raw = {column: value for column, value in raw.items() if column != "image"}
                 raw["images"] = stored["images"]
         if isinstance(raw, dict):
-            raw = raw | {column: _with_names(raw.get(column), kind) for column, kind in self._classes.items()}
+            for column, kind in self._classes.items():
+                raw = raw | {column: _with_names(raw.get(column), kind)}
             if isinstance(self.columns, list):
                 raw = {column: raw[column] for column in self.columns if column in raw}
             elif self.columns:
@@ -103,22 +94,24 @@ class Source:
         return name, number, raw
 
     def check_columns(self) -> None:
-        """Raises ValueError if `columns` names one that no row has, or, of a stream, none of the first ones."""
+        """Raises ValueError if `columns` names one that no row has, or of a stream no early row."""
         named = {*(self.columns.values() if isinstance(self.columns, dict) else self.columns or ())}
         known = set[str]()
-        limit = _PEEKED if isinstance(self.data, IterableDataset) else None
+        limit = 1000 if isinstance(self.data, IterableDataset) else None
         for _, _, raw in islice(replace(self, columns=None), limit) if named else ():
             known.update(raw if isinstance(raw, dict) else ())
             if named <= known:
                 return
         if absent := ", ".join(map(repr, named - known)):
-            raise ValueError(f"columns names {absent}, which no row has. Its columns are: {', '.join(sorted(known))}")
+            has = ", ".join(sorted(known))
+            raise ValueError(f"columns names {absent}, which no row has. Its columns are: {has}")
 
 
 def _with_names(value: Any, kind: Any) -> Any:
     """A value of a type of `datasets`, with the names of classes in place of their numbers."""
     if isinstance(kind, ClassLabel):
-        return kind.names[value] if isinstance(value, int) and 0 <= value < len(kind.names) else value
+        is_number = isinstance(value, int) and 0 <= value < len(kind.names)
+        return kind.names[value] if is_number else value
     if isinstance(value, list):
         return [_with_names(element, kind.feature) for element in value]
     if isinstance(value, dict):
@@ -127,7 +120,7 @@ def _with_names(value: Any, kind: Any) -> Any:
 
 
 def open_source(source: DataSource, streaming: bool, num_proc: int | None = None) -> Source:
-    """Opens a data set; `num_proc` processes, or one a core, write it to the cache of `datasets`."""
+    """Opens a data set; `num_proc` processes, or one a core, write the cache of `datasets`."""
     path = Path(source.path)
     is_file = path.suffix.lower() in FILES
     source.check_paths()
@@ -136,9 +129,9 @@ def open_source(source: DataSource, streaming: bool, num_proc: int | None = None
     hub = source.path if not path.exists() and is_hub_id(source.path) else None
     try:
         data, here = _read(source, streaming, num_proc)
-        folder = source.image_folder or (str(here) if path.exists() else None if hub else source.data_dir or os.curdir)
-        dataset = hub_dataset(hub) if hub else None
-        opened = Source(source.path, ImageRules(folder, hub), data, source.columns, dataset)
+        beside = str(here) if path.exists() else None if hub else source.data_dir or os.curdir
+        rules = ImageRules(source.image_folder or beside, hub)
+        opened = Source(source.path, rules, data, source.columns, hub_dataset(hub) if hub else None)
         opened.check_columns()
     except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
@@ -148,14 +141,15 @@ def open_source(source: DataSource, streaming: bool, num_proc: int | None = None
 
 
 def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Source:
-    """Opens `eval_dataset_name`, as a whole if it has no splits, or the test split of `dataset_name`."""
-    name = arguments.eval_dataset_name or arguments.dataset_name
-    if name is None:
+    """Opens `eval_dataset_name`, whole if it has no splits, or the test split of `dataset_name`."""
+    own = arguments.eval_dataset_name
+    if (name := own or arguments.dataset_name) is None:
         raise ValueError(f"A mixture has no test split. {_REMEDY}")
-    source = DataSource.named(name, split="", image_folder=arguments.image_folder, columns=arguments.columns)
-    if not arguments.eval_dataset_name or not source.split:
+    shared = {"image_folder": arguments.image_folder, "columns": arguments.columns}
+    source = DataSource.named(name, split="", **shared)
+    if not own or not source.split:
         whole = Path(source.path).is_file() or (Path(source.path) / "state.json").is_file()
-        source.split = "train" if arguments.eval_dataset_name and whole else arguments.dataset_test_split
+        source.split = "train" if own and whole else arguments.dataset_test_split
     if name == arguments.dataset_name:
         source.name = source.name or arguments.dataset_config
     try:
@@ -164,7 +158,7 @@ def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Sour
         raise ValueError(f"There is no held-out data. {error} {_REMEDY}") from error
 
 
-def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[Dataset | IterableDataset, Path]:
+def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[AnyData, Path]:
     """The rows of a data set, and the folder that they are from."""
     path = Path(source.path)
     if path.suffix.lower() in READERS:
@@ -178,7 +172,8 @@ def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[Da
             warn_once(f"{path} has files that are not read: {names}. To read one of them, name it.")
         folders = sorted({Path(file).parent for file in files})
         if len(folders) > 1:
-            raise ValueError(f"it has {METADATA} in several folders. Name one: {', '.join(map(str, folders))}.")
+            listed = ", ".join(map(str, folders))
+            raise ValueError(f"it has {METADATA} in several folders. Name one: {listed}.")
         check_inside(path, files)
         if files and not files[0].lower().endswith(".tar"):
             return open_files(tuple(files), streaming), folders[0]
@@ -186,7 +181,7 @@ def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[Da
             source = replace(source, data_files={source.split: files})
         elif images := images_of_folder(path):
             if source.split != "train":
-                raise ValueError("it is a folder of images, and has no splits. Name a folder in it.")
+                raise ValueError("it is a folder of images without splits. Name a folder in it.")
             return Dataset.from_dict({"image": images}), path
     return load(source, streaming, num_proc), path.parent if path.is_file() else path
 
@@ -198,32 +193,34 @@ def warn_once(message: str) -> None:
         logger.warning(message)
 
 
-def load(source: DataSource, streaming: bool, num_proc: int | None) -> Dataset | IterableDataset:
+def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
     """The rows of a file or folder here, or of a Hub data set; errors are of any kind."""
     is_file = (path := Path(source.path)).is_file()
     kind = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
     words = (kind,) if is_file else (source.path, source.name)
-    files: dict[str, Any] = {"data_dir": source.data_dir, "data_files": source.path if is_file else source.data_files}
-    builder = load_dataset_builder(*words, **files)
+    files = source.path if is_file else source.data_files
+    builder = datasets.load_dataset_builder(*words, data_dir=source.data_dir, data_files=files)
     if path.is_dir() and not source.data_files:
         named = builder.config.data_files or {}
-        check_inside(path / (source.data_dir or ""), [file for split in named.values() for file in split])
+        check_inside(path / (source.data_dir or ""), chain.from_iterable(named.values()))
     if isinstance(builder, WebDataset):
-        builder = Shards(data_files=builder.config.data_files, hash=Hasher.hash(Path(__file__).read_bytes()))
+        version = Hasher.hash(Path(__file__).read_bytes())
+        builder = Shards(data_files=builder.config.data_files, hash=version)
     if isinstance(builder, Parquet):
-        builder.config.batch_size = _PARQUET_ROWS
+        builder.config.batch_size = 100  # a row group, as by default, may become any size in memory
     if streaming:
         return builder.as_streaming_dataset(source.split)
     # Cards are often wrong about the number of rows; they are counted here.
     files_of_split = max(map(len, (builder.config.data_files or {}).values()), default=1)
     processes = min(num_proc or cores(), files_of_split)
-    builder.download_and_prepare(verification_mode="no_checks", num_proc=processes if processes > 1 else None)
+    num_proc = processes if processes > 1 else None
+    builder.download_and_prepare(verification_mode="no_checks", num_proc=num_proc)
     return builder.as_dataset(source.split)
 
 
 def load_saved(folder: Path, split: str) -> Dataset:
     """A split of a folder that `save_to_disk` wrote; errors are of any kind."""
-    saved = load_from_disk(str(folder))
+    saved = datasets.load_from_disk(str(folder))
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     if split not in splits:
         raise ValueError(f"it has the splits {', '.join(splits)}.")
@@ -235,11 +232,11 @@ def check_inside(folder: Path, files: Iterable[str]) -> None:
     """Raises ValueError if a folder's links, card or `state.json` name files outside of it."""
     for file in files:
         if "://" in file or not is_inside(Path(file), folder.resolve()):
-            raise ValueError(f"it would have {file} read, which is not in the folder. Put the data there")
+            raise ValueError(f"it has {file} read, which is not in the folder. Put the data there")
 
 
 class Shards(WebDataset):
-    """The builder of `datasets` for tar files in which the files of one name, `7.jpg` and `7.json`, are a row.
+    """The builder of `datasets` for tar files; those of one name, 7.jpg and 7.json, are a row.
 
     Unlike there, rows may have different files, and the .json file any columns.
     """
@@ -250,9 +247,7 @@ class Shards(WebDataset):
         return DatasetInfo(features=ROWS)
 
     @classmethod
-    def _get_pipeline_from_tar(
-        cls, tar_path: str, tar_iterator: Iterable[tuple[str, BinaryIO]]
-    ) -> Iterator[dict[str, Any]]:
+    def _get_pipeline_from_tar(cls, tar_path: str, tar_iterator: Iterable[tuple]) -> Iterator[dict]:
         _check_end(tar_path)
         read = ((name, io.BytesIO(file.read(_bytes_to_read(name)))) for name, file in tar_iterator)
         for sample in super()._get_pipeline_from_tar(tar_path, read):
@@ -264,24 +259,26 @@ class Shards(WebDataset):
                     images.append({"path": f"{key}.{name}", "bytes": sample[name]})
                 elif column in {"json", *COLUMNS}:
                     files[column] = sample[name].decode("utf-8-sig", "backslashreplace")
-                else:  # as what is not read, or makes the row a bad one
-                    kinds = {"video": cls.VIDEO_EXTENSIONS, "audio": cls.AUDIO_EXTENSIONS}  # with or without dots
+                else:  # not read, or makes the row bad; `datasets` 4.7 has dots before extensions
+                    kinds = {"video": cls.VIDEO_EXTENSIONS, "audio": cls.AUDIO_EXTENSIONS}
                     names = (kind for kind in kinds if {column, f".{column}"} & {*kinds[kind]})
                     files[next(names, column)] = "a file"
             text = files.pop("json", "{}")
-            row = loaded(text)
-            yield {"json": json.dumps(row | files) if isinstance(row, dict) else text, "images": images}
+            if isinstance(row := loaded(text), dict):
+                text = json.dumps(row | files)
+            yield {"json": text, "images": images}
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
     """A key that sorts the files of a row, 2 before 10."""
-    return [(int(piece), "") if piece.isdigit() else (0, piece) for piece in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _bytes_to_read(name: str) -> int:
     """Most bytes that are read of a file, which may be sparse or packed."""
     suffix = PurePosixPath(name).suffix.lower()
-    return MAX_IMAGE_BYTES + 1 if suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS else 0
+    is_read = suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS
+    return MAX_IMAGE_BYTES + 1 if is_read else 0
 
 
 def _check_end(path: str) -> None:

@@ -9,16 +9,8 @@ from typing import Any
 import numpy as np
 from datasets import IterableDataset
 
-from ..rows.checks import (
-    MANY_ROWS,
-    Checks,
-    SourceReport,
-    check_images_are_read,
-    check_share,
-    parse_rows,
-    share_of_bad_rows,
-    warn_of_captions,
-)
+from ..rows import checks as row_checks
+from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows
 from ..rows.forms import is_about
 from ..rows.images import image_problem
 from ..rows.parse import FEATURES, DroppedRow
@@ -29,31 +21,32 @@ _CHUNK = 64  # rows that are parsed together
 _FIRST = 100  # rows whose images are opened before training
 
 
-def stream(rows: Callable[..., Iterator[dict[str, Any]]], arguments: dict[str, Any]) -> IterableDataset:
+def stream(rows: Callable[..., Iterator[dict]], arguments: dict[str, Any]) -> IterableDataset:
     """The data set of what `rows` gives when it is called with `arguments`."""
-    # One generator without lists among its arguments is one shard. Several would be split between workers and
-    # processes, each of which would then see other sources, number rows differently and end at another time.
+    # One generator without lists among its arguments is one shard. Several would be split between
+    # workers and processes, which would read other sources, number rows differently and end apart.
     return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=arguments)
 
 
 def endless_rows(
-    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, buffer_size: int
+    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, size: int
 ) -> Iterator[dict[str, Any]]:
-    """The valid rows, source after source or drawn by `fractions`, shuffled and without end."""
+    """The valid rows, source after source or by `fractions`, shuffled among `size`, without end."""
 
     def drawn() -> Iterator[dict[str, Any]]:
         # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
         groups = [(source,) for source in sources] if fractions else [sources]
-        streams = [chain.from_iterable(valid_rows(source, checks) for source in cycle(group)) for group in groups]
+        passes = [(valid_rows(source, checks) for source in cycle(group)) for group in groups]
+        streams = list(map(chain.from_iterable, passes))
         random = np.random.default_rng(seed)
         while True:
             yield next(streams[random.choice(len(streams), p=fractions or None)])
 
     # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
     rows, random = drawn(), np.random.default_rng(seed)
-    buffer = list(islice(rows, buffer_size))
+    buffer = list(islice(rows, size))
     for row in rows:
-        place = random.integers(buffer_size)
+        place = random.integers(size)
         yield buffer[place]
         buffer[place] = row
 
@@ -63,13 +56,13 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
     empty = True
     for row in _valid(source, checks):
         empty = False
-        warnings = [f"what looks like an image is not read: {row['unread']}"] if row["unread"] else []
-        warnings += [f"left out: {name}" for name in row["left_out"] if not is_about(name)]
-        for warning in (*warnings, *row["changed"]):
+        unread = [f"what looks like an image is not read: {row['unread']}"] * bool(row["unread"])
+        left_out = [f"left out: {name}" for name in row["left_out"] if not is_about(name)]
+        for warning in (*unread, *left_out, *row["changed"]):
             warn_once(f"{source.name}: {warning}.")
         yield {column: row[column] for column in FEATURES}
     if empty:  # repeated without end, it would never give a row
-        raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
+        raise ValueError(f"{source.name}: no row is left. It is empty, or all are dropped.")
 
 
 def has_images(source: Source, report: SourceReport, checks: Checks) -> bool:
@@ -77,7 +70,8 @@ def has_images(source: Source, report: SourceReport, checks: Checks) -> bool:
     report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
     rows = list(_valid(source, checks, _FIRST))
     images = sum(row["image_count"] for row in rows)
-    check_images_are_read(source.name, len(rows), images, Counter(row["unread"] for row in rows if row["unread"]))
+    unread = Counter(row["unread"] for row in rows if row["unread"])
+    row_checks.check_images_are_read(source.name, len(rows), images, unread)
     return images > 0
 
 
@@ -92,10 +86,10 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
         if problem := problem or image_problem(row["images"], source.rules, decode=bool(first)):
             dropped = DroppedRow(row["source"], row["row"], *problem)
             bad += [dropped] if share < 1 or first else []
-            check_share(source, bad, max(number, MANY_ROWS), share)
+            row_checks.check_share(source, bad, max(number, MANY_ROWS), share)
         if not dropped:
-            warn_of_captions(source.name, [row["form"]])
+            row_checks.warn_of_captions(source.name, [row["form"]])
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
-    check_share(source, bad, number, share, deviations=-3 if number == first else 0)
+    row_checks.check_share(source, bad, number, share, deviations=-3 if number == first else 0)

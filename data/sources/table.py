@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets in memory: a cached table has the facts of each row; the row itself is parsed when it is read."""
+"""Data sets in memory: a cached table has facts of each row, which is parsed when it is read."""
 
 import os
 from dataclasses import dataclass
@@ -16,20 +16,8 @@ from filelock import FileLock
 from transformers import LlavaProcessor
 
 from ...assembly import chat_template
-from ..rows.checks import (
-    MANY_ROWS,
-    Checks,
-    SourceReport,
-    by_kind,
-    check_images_are_read,
-    check_share,
-    image_problems,
-    parse_rows,
-    share_of_bad_rows,
-    tokens_per_image,
-    too_many,
-    warn_of_captions,
-)
+from ..rows import checks as row_checks
+from ..rows.checks import MANY_ROWS, Checks, SourceReport, image_problems, tokens_per_image
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from . import source as source_module
 from .arguments import cores
@@ -42,7 +30,7 @@ COLUMNS = Features(
     | dict.fromkeys(("index", "row"), Value("int64"))
     | dict.fromkeys(("image_count", "length"), Value("int32"))
 )
-"""Columns of the cached table. `index` is the number of a row in its source, `row` that in its file."""
+"""Columns of the cached table. `index` is a row's number in its source, `row` that in its file."""
 
 _ROWS = Path(__file__).parents[1] / "rows"
 _CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
@@ -55,22 +43,20 @@ class RowReader:
     sources: tuple[Source, ...]
 
     def __call__(self, table: dict[str, list]) -> dict[str, list]:
-        parsed = [self._row(*place) for place in zip(table["part"], table["index"], strict=True)]
-        columns = {name: [row[name] for row in parsed] for name in ("images", "messages", "learned")}
+        rows = []
+        for part, index in zip(table["part"], table["index"], strict=True):
+            ((_, _, raw),) = self.sources[part].rows(index, 1)
+            rows.append(parse_row(raw, self.sources[part].rules))
+        columns = {name: [row[name] for row in rows] for name in ("images", "messages", "learned")}
         return {"row": table["row"], **columns}
-
-    def _row(self, part: int, index: int) -> dict[str, Any]:
-        source = self.sources[part]
-        ((_, _, raw),) = source.rows(index, 1)
-        return parse_row(raw, source.rules)
 
 
 def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceReport) -> Dataset:
-    """The table of the valid rows of one of the reader's sources; errors are those of the functions that it calls."""
+    """The table of the valid rows of one of the reader's sources; errors as of what it calls."""
     source = reader.sources[part]
     valid = only_valid(all_rows(source, part, checks), reader, source, checks, report)
-    warn_of_captions(source.name, report.forms)
-    check_images_are_read(source.name, len(valid), report.images or 0, report.unread)
+    row_checks.warn_of_captions(source.name, report.forms)
+    row_checks.check_images_are_read(source.name, len(valid), report.images or 0, report.unread)
     return valid
 
 
@@ -84,30 +70,35 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
     return table.with_transform(reader, columns=needed, output_all_columns=True)
 
 
-def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport) -> Dataset:
+def only_valid(
+    table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport
+) -> Dataset:
     """[`check_rows`]; ValueError if more are bad than `bad_rows` allows, or no row is left."""
     valid = check_rows(table, reader, source, checks, report)
-    share = share_of_bad_rows(checks.bad_rows, source, len(table))
+    share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
     bad = [row for row in report.dropped if row.tokens is None]
-    check_share(source, bad, len(table), share)
+    row_checks.check_share(source, bad, len(table), share)
     report.skippable = max(0, int(share * len(table)) - len(bad))
     if not len(valid):
-        counts = f"{len(table)} rows, {len(bad)} bad, {report.too_long} longer than max_length {checks.max_length}."
-        raise ValueError("\n".join([f"{report.source}: no row is left. {counts}", *by_kind(report.dropped, 5)]))
+        longer = f"{report.too_long} longer than max_length {checks.max_length}"
+        text = f"{report.source}: no row is left. {len(table)} rows, {len(bad)} bad, {longer}."
+        raise ValueError("\n".join([text, *row_checks.by_kind(report.dropped, 5)]))
     return valid
 
 
-def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport) -> Dataset:
+def check_rows(
+    table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport
+) -> Dataset:
     """The valid rows of a table of a source, which may be none; fills in the report.
 
     All images are opened if no bad row is allowed, `check_images` is set, the rows are held out, or
-    there are few. Otherwise those of `MANY_ROWS` rows drawn at random are, and the others if so many
-    of these are bad that all may have more than the allowed share.
+    there are few. Otherwise those of `MANY_ROWS` rows drawn at random are, and the others if so
+    many of these are bad that all may have more than the allowed share.
     """
     refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
     shows = np.setdiff1d(np.flatnonzero(pc.greater(_column(table, "image_count"), 0)), refused)
     sample = shows
-    allowed = share_of_bad_rows(checks.bad_rows, source, len(table))
+    allowed = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
     if len(shows) > MANY_ROWS and allowed and not checks.check_images and report.split == "train":
         sample = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
 
@@ -124,12 +115,13 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
         return {int(numbers[number]): fault for number, fault in faults.items()}
 
     problems = image_faults(sample, True)
-    may_be_many = too_many(len(problems), len(sample), allowed, deviations=3)
+    may_be_many = row_checks.too_many(len(problems), len(sample), allowed, deviations=3)
     problems |= image_faults(np.setdiff1d(shows, sample), may_be_many)
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
     if checks.max_length is not None:
-        dropped.update(np.flatnonzero(pc.greater(_column(table, "length"), checks.max_length)).tolist())
+        is_longer = pc.greater(_column(table, "length"), checks.max_length)
+        dropped.update(np.flatnonzero(is_longer).tolist())
     for number in sorted(dropped):
         row = table[number]
         if row["reason"] or number in problems:
@@ -137,15 +129,14 @@ def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks
             bad.append(DroppedRow(row["source"], row["row"], file, reason))
         elif too_long := checks.too_long(row):
             long.append(too_long)
-    report.found, report.bad, report.too_long, report.dropped = len(table), len(bad), len(long), bad + long
-    files = _counts(_column(table, "source"))
+    report.found, report.dropped = len(table), bad + long
+    report.bad, report.too_long = len(bad), len(long)
+    files = _counts(table, "source")
     report.files = files if len(files) > 1 else {}
     if dropped:
         table = table.select(np.delete(np.arange(len(table)), list(dropped)))
-    report.forms, report.unread = (_counts(_column(table, name)) for name in ("form", "unread"))
-    report.left_out, report.changed = (
-        _counts(pc.list_flatten(_column(table, name))) for name in ("left_out", "changed")
-    )
+    report.forms, report.unread = (_counts(table, name) for name in ("form", "unread"))
+    report.left_out, report.changed = (_counts(table, name) for name in ("left_out", "changed"))
     if len(table):
         measure(table, report)
     return table
@@ -157,13 +148,16 @@ def measure(rows: Dataset, report: SourceReport) -> None:
     lengths, counts = (np.array(columns[name][:]) for name in columns.column_names)
     report.valid = report.used = len(rows)
     report.images, report.text_only = int(counts.sum()), int((counts == 0).sum())
-    report.shortest, report.median, report.longest = int(lengths.min()), float(np.median(lengths)), int(lengths.max())
+    report.shortest, report.longest = int(lengths.min()), int(lengths.max())
+    report.median = float(np.median(lengths))
 
 
-def _counts(values: pa.ChunkedArray) -> dict[str, int]:
-    """Counts of the values, without nulls."""
-    counts = pc.value_counts(values.drop_null())
-    return dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True))
+def _counts(table: Dataset, name: str) -> dict[str, int]:
+    """Counts of a column's values, or of those in its lists, without nulls."""
+    values = _column(table, name)
+    values = pc.list_flatten(values) if pa.types.is_list(values.type) else values
+    counts = pc.value_counts(values.drop_null()).to_pylist()
+    return {pair["values"]: pair["counts"] for pair in counts}
 
 
 def _column(table: Dataset, name: str) -> pa.ChunkedArray:
@@ -171,19 +165,20 @@ def _column(table: Dataset, name: str) -> pa.ChunkedArray:
 
 
 def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
-    """The table of all rows of a source, which is `part` of its reader's, from the cache of `datasets`.
+    """The table of all rows of a source, `part` of its reader's, from the cache of `datasets`.
 
-    Of processes that start together, the first checks the rows, divided among `checks.processes`, and the others wait.
+    The first of several processes checks the rows, in `checks.processes` of its own; others wait.
     """
     processor, known = checks.processor, list[Any]()
     if processor:
         tokenizer = processor.tokenizer
-        known = [processor.chat_template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
-        known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
+        known = [processor.chat_template, processor.image_token, tokens_per_image(processor)]
+        known += [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
+        known.append(control_tokens(tokenizer).pattern)
     modules = [chat_template.__file__, source_module.__file__, *_ROWS.glob("*.py")]
     code = [Path(module).read_bytes() for module in sorted(map(str, modules))]
-    rows = [source.name, source.data._fingerprint, source.columns]
-    facts = Hasher.hash([rows, source.rules, os.path.abspath(source.rules.folder or ""), known, code])
+    rows = [source.name, source.data._fingerprint, source.columns, source.rules]
+    facts = Hasher.hash([rows, os.path.abspath(source.rules.folder or ""), known, code])
     assert isinstance(source.data, Dataset)
     if not len(source.data):
         raise ValueError(f"{source.name} has no rows.")
@@ -207,8 +202,8 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
     return table.add_column("part", np.full(len(table), part))
 
 
-def _facts(chunk: dict[str, list], data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
+def _facts(chunk: dict, data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
     (start,) = chunk["start"]
-    rows = parse_rows(data.rows(start, CHUNK), data.rules, processor)
+    rows = row_checks.parse_rows(data.rows(start, CHUNK), data.rules, processor)
     facts = {name: [row[name] for row in rows] for name in COLUMNS if name != "index"}
     return {"index": list(range(start, start + len(rows))), **facts}

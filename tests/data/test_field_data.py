@@ -1,4 +1,4 @@
-"""Public data sets in their own form: a small file for each, with its ids and labels written by hand.
+"""Public data sets in their own form: small files, whose ids and labels are written by hand.
 
 `[[...]]` in an expected text is what is learned, and `{4}` the four tokens of an image.
 """
@@ -9,9 +9,8 @@ import re
 import zipfile
 from itertools import islice
 
-import datasets
 import pytest
-from datasets import Dataset, List, Value
+from datasets import ClassLabel, Dataset, Features, Image, List, Value
 from test_shards import shard
 from train_data import assistant, image_bytes, images, llava, read, user, write_json
 
@@ -27,14 +26,14 @@ TURNS = llava("Q", "A")["conversations"]
 
 
 def chat(*turns: str) -> str:
-    """A conversation as the template prints it, from its turns, the user's first; "S:" begins a system turn."""
-    system = [f"<|im_start|>system\n{turns[0][2:]}<|im_end|>\n"] if turns[0].startswith("S:") else []
+    """A conversation as the template prints it, from its turns; "S:" begins a system turn."""
     roles = ("user", "assistant") * len(turns)
-    rest = [
+    if turns[0].startswith("S:"):
+        turns, roles = (turns[0][2:], *turns[1:]), ("system", *roles)
+    return "".join(
         f"<|im_start|>{role}\n{text}<|im_end|>\n".replace("]]<|im_end|>", "<|im_end|>]]")
-        for role, text in zip(roles, turns[len(system) :], strict=False)
-    ]
-    return "".join(system + rest)
+        for role, text in zip(roles, turns, strict=False)
+    )
 
 
 def by_hand(processor, marked: str) -> tuple[list[int], list[int]]:
@@ -53,14 +52,15 @@ def by_hand(processor, marked: str) -> tuple[list[int], list[int]]:
 def check(processor, path, *marked, **options):
     """The first rows of the data are the marked texts."""
     data = read(path, processor, **options)
-    collate = ConversationCollator(processor)
     for row, text in zip(islice(data.train, len(marked)), marked, strict=True):
-        batch = collate([row])
-        assert (batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) == by_hand(processor, text)
+        batch = ConversationCollator(processor)([row])
+        ids, labels = (batch[name][0].tolist() for name in ("input_ids", "labels"))
+        assert (ids, labels) == by_hand(processor, text)
     return data
 
 
-KITE = {"image": "red.png"}
+KITE, PAIR = {"image": "red.png"}, {"user": "Q", "assistant": "A"}
+TEXT = {"type": "text", "text": "Q"}
 CAT_OR_DOG, LISTED = {"question": "Which?", "choices": ["cat", "dog"]}, "Which?\nA. cat\nB. dog"
 EXAMPLES = {
     # 1: messages that their author excludes
@@ -70,100 +70,88 @@ EXAMPLES = {
             assistant("D") | {"weight": 1, "loss_scale": 1.0, "training": True}]},
         chat("Q", "A", "R", "B", "S", "C", "T", "[[D]]")),
     # 5: columns beside the turns
-    "LLaMA-Factory, system": ({**llava("Q", "A"), "system": "Be brief."}, chat("S:Be brief.", "Q", "[[A]]")),
-    "tools and history": ({**llava("Q", "A"), "tools": "[search]", "history": [["q", "a"]], "score": 3},
+    "LLaMA-Factory, system": (llava("Q", "A", system="Be."), chat("S:Be.", "Q", "[[A]]")),
+    "tools and history": (llava("Q", "A", tools="[search]", history=[["q", "a"]], score=3),
         chat("Q", "[[A]]"), {"tools": 1, "history": 1, "id": 1, "score": 1}),
-    "keys of turns": (
-        {"messages": [user("Q"), {"role": "assistant", "content": "A", "reasoning_content": "so", "name": "x"}]},
+    "keys": (dict(messages=[user("Q"), assistant("A") | {"reasoning_content": "R", "name": "x"}]),
         chat("Q", "[[A]]"), {"messages.reasoning_content": 1, "messages.name": 1}),
-    "alpaca, input": (
-        {"question": "Translate.", "input": "rouge", "answer": "red"}, chat("Translate.\nrouge", "[[red]]")),
+    "alpaca, input": (dict(question="Q", input="R", answer="A"), chat("Q\nR", "[[A]]")),
     # 6 and 10: options, and answers by number
-    "ai2d": ({"question": "Which?", "options": ["a cat", "a dog"], "answer": "1", **KITE},
-        chat("{4}Which?\nA. a cat\nB. a dog", "[[B]]")),
-    "ScienceQA": (
-        {"question": "Which?", "choices": ["a cat", "a dog"], "answer": 0, "hint": "See.", "lecture": "L", **KITE},
-        chat("{4}See.\nWhich?\nA. a cat\nB. a dog", "[[A]]"), {"lecture": 1}),
+    "ai2d": (dict(question="Which?", options=["cat", "dog"], answer="1"), chat(LISTED, "[[B]]")),
+    "ScienceQA": (CAT_OR_DOG | KITE | {"answer": 0, "hint": "See.", "lecture": "L"},
+        chat("{4}See.\n" + LISTED, "[[A]]"), {"lecture": 1}),
     "A-OKVQA": ({**CAT_OR_DOG, "correct_choice_idx": 1, "direct_answers": "['a dog', 'b']"},
         chat(LISTED, "[[B]]"), {"direct_answers": 1}),
-    "a letter": ({**CAT_OR_DOG, "answer": "B"}, chat(LISTED, "[[B]]")),
-    "columns A to E, numbers": ({"question": "How many?", "A": 3, "B": 4, "C": 5.5, "D": "6", "E": 7, "answer": "E"},
+    "columns A to E": (dict(question="How many?", A=3, B=4, C=5.5, D="6", E=7, answer="E"),
         chat("How many?\nA. 3\nB. 4\nC. 5.5\nD. 6\nE. 7", "[[E]]")),
-    "options as a mapping": ({"question": "How many?", "options": {"A": 3, "B": 4}, "answer": "B"},
-        chat("How many?\nA. 3\nB. 4", "[[B]]")),
-    "options that have their letters": ({"question": "Which?", "options": ["(A) cat", "(B) dog"], "answer": "B"},
-        chat(LISTED, "[[B]]")),
-    "SEED-Bench": ({"question": "Which?", "choice_a": "cat", "choice_b": "dog", "answer": "B", "question_type_id": 1},
-        chat(LISTED, "[[B]]"), {"question_type_id": 1}),
+    "a mapping": (dict(question="Q", options={"A": 3, "B": 4}, answer="B"),
+        chat("Q\nA. 3\nB. 4", "[[B]]")),
+    "options that have their letters": (
+        dict(question="Which?", options=["(A) cat", "(B) dog"], answer="B"), chat(LISTED, "[[B]]")),
+    "SEED-Bench": (dict(question="Which?", choice_a="cat", choice_b="dog", answer="B", data_id=1),
+        chat(LISTED, "[[B]]"), {"data_id": 1}),
     "an answer with its letter": ({**CAT_OR_DOG, "answer": "(B) dog"}, chat(LISTED, "[[(B) dog]]")),
-    "options that are in the question": (
-        {"question": "Which?\nA. cat\nB. dog", "choices": ["cat", "dog"], "answer": "B"},
-        chat(LISTED, "[[B]]")),
-    "ARC, filled up": (
-        {"question": "Which?", "choices": {"text": ["cat", "dog", ""], "label": ["A", "B", ""]}, "answer": 1.0},
-        chat(LISTED, "[[B]]")),
-    "a count that pandas made a fraction": ({"question": "Q", "answer": 3.0}, chat("Q", "[[3]]")),
-    "CLEVR": ({"question": "How many?", "answer": 3, **KITE}, chat("{4}How many?", "[[3]]")),
+    "already listed": ({**CAT_OR_DOG, "question": LISTED, "answer": "B"}, chat(LISTED, "[[B]]")),
+    "ARC": (dict(question="Q", choices=dict(text=["x", "y", ""], label=["A", "B", ""]), answer=1.0),
+        chat("Q\nA. x\nB. y", "[[B]]")),
+    "a count that pandas made a fraction": (dict(question="Q", answer=3.0), chat("Q", "[[3]]")),
+    "CLEVR": (dict(question="How many?", answer=3, **KITE), chat("{4}How many?", "[[3]]")),
     # 8: pairs
-    "FineVision": ({"images": ["red.png"], "texts": [{"user": "Q", "assistant": "A"}, {"user": "R", "assistant": "B"}],
-         "source": "x", "relevance_ratings": [4, 5]},
-        chat("{4}Q", "[[A]]", "R", "[[B]]"), {"source": 1, "relevance_ratings": 1}),
-    "the Cauldron": ({"images": ["red.png", "blue.png"], "texts": [{"user": "Q", "assistant": "A", "source": "vqa"}]},
+    "FineVision": (dict(images=["red.png"], texts=[PAIR, PAIR], relevance_ratings=[4, 5]),
+        chat("{4}Q", "[[A]]", "Q", "[[A]]"), {"relevance_ratings": 1}),
+    "the Cauldron": (dict(images=["red.png", "blue.png"], texts=[PAIR | {"source": "vqa"}]),
         chat("{4}{4}Q", "[[A]]"), {"texts.source": 1}),
     # 9: several accepted answers
-    "DocVQA": ({"question": "Q", "answers": ["one", "two", "two"], "questionId": 3, **KITE},
+    "DocVQA": (dict(question="Q", answers=["one", "two", "two"], questionId=3, **KITE),
         chat("{4}Q", "[[two]]"), {"questionId": 1}),
-    "VQAv2": (
-        {"question": "Q", "answers": [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}], **KITE},
-        chat("{4}Q", "[[yes]]")),
-    "several captions": ({"caption": ["A kite.", "Red."], **KITE}, chat("{4}Describe the image.", "[[A kite.]]")),
-    "numpy's lists as text": ({"question": "Q", "answers": "['one' 'two'\n 'two']"}, chat("Q", "[[two]]")),
+    "VQAv2": (dict(question="Q", answers=[{"answer": "yes", "answer_id": 1}, {"answer": "no"}]),
+        chat("Q", "[[yes]]")),
+    "captions": (dict(caption=["A.", "B."], **KITE), chat("{4}Describe the image.", "[[A.]]")),
+    "numpy's lists": (dict(question="Q", answers="['one' 'two'\n 'two']"), chat("Q", "[[two]]")),
     # 11 to 14: turns
-    "a leading answer": ({"conversations": [TURNS[1], {"from": "human", "value": "<image>\nR"}, TURNS[1]], **KITE},
-        chat("{4}R", "[[A]]"), {"a leading assistant turn is left out": 1}),
+    "a leading answer": ({"conversations": [TURNS[1], *TURNS], **KITE},
+        chat("{4}Q", "[[A]]"), {"a leading assistant turn is left out": 1}),
     "InternVL, no <image>": ({**llava("Q", "A"), **KITE}, chat("{4}Q", "[[A]]"), {"id": 1}),
-    "OpenAI's guide, two user messages": (
-        {"messages": [user("What is this?"), user([{"type": "image_url", "image_url": {"url": "red.png"}}]),
-                      user("R"), assistant("A")]},
-        chat("What is this?{4}R", "[[A]]"), {"user turns in a row are one turn": 1}),
+    "OpenAI's guide, two user messages": ({"messages": [
+            user("Q"), user([{"type": "image_url", "image_url": {"url": "red.png"}}]), user("R"),
+            assistant("A")]},
+        chat("Q{4}R", "[[A]]"), {"user turns in a row are one turn": 1}),
     "user texts in a row": ({"messages": [user("Q"), user("R"), assistant("A")]},
         chat("Q\nR", "[[A]]"), {"user turns in a row are one turn": 1}),
     "JSON as text": ({"conversations": json.dumps(TURNS)}, chat("Q", "[[A]]")),
-    "Python's lists as text": ({"conversations": str(TURNS), "images": "['red.png']"}, chat("{4}Q", "[[A]]")),
-    "lists by column": ({"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, chat("Q", "[[A]]")),
+    "Python's lists": (dict(conversations=str(TURNS), images="['red.png']"), chat("{4}Q", "[[A]]")),
+    "lists by column": (
+        {"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, chat("Q", "[[A]]")),
     "conversation": ({"conversation": TURNS}, chat("Q", "[[A]]")),
     "texts with turns": ({"texts": TURNS, **KITE}, chat("{4}Q", "[[A]]")),
     "llava-instruct-mix-vsft": ({"images": ["red.png", "blue.png"], "messages": [
-            user([{"index": 0, "text": None, "type": "image"}, {"index": 1, "text": None, "type": "image"},
+            user([*({"index": number, "text": None, "type": "image"} for number in (0, 1)),
                   {"index": None, "text": "Q", "type": "text"}]),
             assistant([{"index": None, "text": "A", "type": "text"}])]},
         chat("{4}{4}Q", "[[A]]")),
-    "images of a turn": (
-        {"messages": [user("Q"), assistant("A"), {**user("R"), "images": ["red.png"]}, assistant("B")]},
+    "images of a turn": ({"messages": [
+            user("Q"), assistant("A"), user("R") | {"images": ["red.png"]}, assistant("B")]},
         chat("Q", "[[A]]", "{4}R", "[[B]]")),
-    "parts as text": (
-        {"messages": [user(json.dumps([{"type": "image"}, {"type": "text", "text": "Q"}])), assistant("A")], **KITE},
+    "text": (dict(messages=[user(json.dumps([{"type": "image"}, TEXT])), assistant("A")], **KITE),
         chat("{4}Q", "[[A]]")),
-    "Anthropic's, OpenAI's newer parts": (
-        {"messages": [user([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": RED}},
-                            {"type": "input_text", "text": "Q"}]), assistant("A")]},
+    "Anthropic's, OpenAI's newer parts": ({"messages": [user([
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": RED}},
+            {"type": "input_text", "text": "Q"}]), assistant("A")]},
         chat("{4}Q", "[[A]]")),
-    "XTuner": ({"conversation": [{"system": "S", "input": "Q", "output": "A"}, {"input": "R", "output": "B"}]},
+    "XTuner": ({"conversation": [PAIR | {"system": "S"}, {"input": "R", "output": "B"}]},
         chat("S:S", "Q", "[[A]]", "R", "[[B]]")),
-    "roles of others": ({"messages": [{"role": "developer", "content": "S"}, {"role": "Human", "content": "Q"},
-                      {"role": "GPT", "content": "A"}]},
-        chat("S:S", "Q", "[[A]]")),
+    "roles of others": (
+        {"messages": [{"role": role, "content": role} for role in ("developer", "Human", "GPT")]},
+        chat("S:developer", "Human", "[[GPT]]")),
     "PixMo": ({"messages": ["Q", "A"]}, chat("Q", "[[A]]")),
-    "BLINK, a prompt without completion": (
-        {"prompt": "long", "question": "Q", "answer": "A", "conversations": []}, chat("Q", "[[A]]"), {"prompt": 1}),
-    "an image of nothing": (
-        {**llava("Q", "A"), "image": {"bytes": None, "path": None}}, chat("Q", "[[A]]"), {"id": 1}),
+    "BLINK, a prompt alone": (dict(prompt="P", question="Q", answer="A", conversations=[]),
+        chat("Q", "[[A]]"), {"prompt": 1}),
+    "no image": (llava("Q", "A", {"bytes": None, "path": None}), chat("Q", "[[A]]"), {"id": 1}),
     # 15: base64
-    "VLMEvalKit, base64": ({"image": RED, "question": "Q", "answer": "A"}, chat("{4}Q", "[[A]]")),
-    "a part in base64": (
-        {"messages": [user([{"type": "image", "base64": RED}, {"type": "text", "text": "Q"}]), assistant("A")]},
+    "VLMEvalKit, base64": (dict(image=RED, question="Q", answer="A"), chat("{4}Q", "[[A]]")),
+    "a part": (dict(messages=[user([{"type": "image", "base64": RED}, TEXT]), assistant("A")]),
         chat("{4}Q", "[[A]]")),
-    "an id that ends in .png": ({**llava("Q", "A"), "id": "a.png"}, chat("Q", "[[A]]"), {"id": 1}),
+    "an id that ends in .png": (llava("Q", "A", id="a.png"), chat("Q", "[[A]]"), {"id": 1}),
     "HTML": (llava("Is <video src=a> or the <video> tag used?", "<video></video>"),
              chat("Is <video src=a> or the <video> tag used?", "[[<video></video>]]"), {"id": 1}),
 }  # fmt: skip
@@ -171,32 +159,33 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_form_is_read_in_memory_and_as_a_stream(name, processor, tmp_path):
-    row, marked, *others = EXAMPLES[name]
+    row, marked, expected = (*EXAMPLES[name], {})[:3]
     path = write_json(tmp_path, [row])
     (report,) = check(processor, path, marked).report.sources
     told = report.left_out | report.changed
-    assert {key: told.pop(key) for key in (others[0] if others else ())} == (others[0] if others else {})
+    assert {key: told.pop(key) for key in expected} == expected
     assert told.keys() <= {"id", "messages.content.detail"}
     check(processor, path, marked, marked, streamed=True)
 
 
 def test_parquet_has_the_same_forms(processor, tmp_path):
-    """With types that only Arrow has: every part has all keys, and a list of mappings may be a mapping of lists."""
+    """With Arrow's types: parts have all keys, and lists of mappings may be mappings of lists."""
     file = tmp_path / "rows.parquet"
     pairs = List({"user": Value("string"), "assistant": Value("string"), "source": Value("string")})
-    cauldron = {"images": [[{"bytes": image_bytes(), "path": None}]], "texts": [[{"user": "Q", "assistant": "A"}]]}
-    features = datasets.Features({"images": List(datasets.Image()), "texts": pairs})
+    cauldron = {"images": [[{"bytes": image_bytes(), "path": None}]], "texts": [[PAIR]]}
+    features = Features({"images": List(Image()), "texts": pairs})
     Dataset.from_dict(cauldron, features=features).to_parquet(file)
     check(processor, file, chat("{4}Q", "[[A]]"))
     weighted = [user("Q") | {"weight": None}, assistant("A") | {"weight": 1.0}]
     Dataset.from_dict({"messages": [weighted]}).to_parquet(file)
     check(processor, file, chat("Q", "[[A]]"))
-    Dataset.from_dict({"question": ["Q"], "A": [3], "B": [4], "answer": [float("nan")]}).to_parquet(file)
+    Dataset.from_dict(dict(question=["Q"], A=[3], B=[4], answer=[float("nan")])).to_parquet(file)
     with pytest.raises(ValueError, match="row 0: it has no assistant turn"):
         read(file, processor)
-    kind = datasets.ClassLabel(names=["cat", "dog"])
-    for label, feature in ((1, kind), ([1, 0, 1], List(kind)), ([{"answer": 1}], List({"answer": kind}))):
-        classes = datasets.Features({"question": Value("string"), "label": feature})
+    kind = ClassLabel(names=["cat", "dog"])
+    labels = [(1, kind), ([1, 0, 1], List(kind)), ([{"answer": 1}], List({"answer": kind}))]
+    for label, feature in labels:
+        classes = Features({"question": Value("string"), "label": feature})
         Dataset.from_dict({"question": ["Q"], "label": [label]}, features=classes).to_parquet(file)
         for streamed in (False, True):
             check(processor, file, chat("Q", "[[dog]]"), streamed=streamed, columns="answer=label")
@@ -204,11 +193,11 @@ def test_parquet_has_the_same_forms(processor, tmp_path):
 
 PROPOSED = {
     "question=instruction,answer=output": {"instruction": "Q", "input": "", "output": "A"},
-    "image=img_path,question=query,answer=label": {"img_path": "red.png", "query": "Q", "label": ["A", "b"]},
+    "image=img_path,question=query,answer=label": dict(img_path="red.png", query="Q", label=["A"]),
     "answer=chosen": {"question": "Q", "chosen": "A", "rejected": "B"},
     "messages=chosen": {"rejected": [*TURNS[:1], TURNS[1]], "chosen": TURNS},
-    "question=prompt,answer=chosen": {"prompt": [TURNS[0]], "chosen": [TURNS[1]], "rejected": [TURNS[1]]},
-    "question=query,answer=response": {"history": [{"user": "x", "assistant": "y"}], "query": "Q", "response": "A"},
+    "question=prompt,answer=chosen": dict(prompt=TURNS[:1], chosen=TURNS[1:], rejected=TURNS[1:]),
+    "question=query,answer=response": dict(history=[PAIR], query="Q", response="A"),
     "question=problem": {"problem": "Q", "answer": "A"},
     "image=img_name,caption=captions": {"img_name": "red.png", "captions": ["A", "b"]},
     "question=Question,answer=Answer": {"Question": "Q", "Answer": "A"},
@@ -229,16 +218,17 @@ def test_columns_are_proposed_that_read_the_row(columns, processor, tmp_path):
 
 
 def test_a_cloned_repository_is_read_as_its_error_says(processor, tmp_path):
-    """LLaVA-Pretrain: two files of the same rows, of which one is known, and a zip file of images."""
+    """LLaVA-Pretrain: two files of the same rows, one of them known, and images in a zip file."""
     (tmp_path / "blip.json").write_text(json.dumps([llava("<image>\nQ", "A", "00/1.png")]))
-    (tmp_path / "blip_meta.json").write_text(json.dumps([{"id": "1", "image": "00/1.png", "blip_caption": "A"}]))
-    with zipfile.ZipFile(tmp_path / "images.zip", "w") as file:
+    (tmp_path / "blip_meta.json").write_text(json.dumps([{"image": "1.png", "blip_caption": "A"}]))
+    archive = tmp_path / "images.zip"
+    with zipfile.ZipFile(archive, "w") as file:
         file.writestr("00/1.png", image_bytes("red"))
-    with pytest.raises(ValueError, match="blip_meta.json, row 0 .*: its form(.|\n)*another file alone, name it"):
+    with pytest.raises(ValueError, match="blip_meta.json, row 0 .*form(.|\n)*file alone, name it"):
         read(tmp_path, processor)
     with pytest.raises(ValueError, match="set image_folder to the folder or .zip file"):
         read(tmp_path / "blip.json", processor)
-    check(processor, tmp_path / "blip.json", chat("{4}Q", "[[A]]"), image_folder=str(tmp_path / "images.zip"))
+    check(processor, tmp_path / "blip.json", chat("{4}Q", "[[A]]"), image_folder=str(archive))
 
 
 def test_files_of_other_shapes(processor, tmp_path):
@@ -270,7 +260,8 @@ def test_tables_that_pandas_wrote(processor, tmp_path):
     images(tmp_path, "red.png", "blue.png")
     table = tmp_path / "data.csv"
     table.write_text(
-        """image, question,answer\n"['red.png','blue.png']",Q,"['two', 'one', 'two']"\nred.png,R,"[0.1, 0.2]"\n"""
+        """image, question,answer\n"['red.png','blue.png']",Q,"['two', 'one', 'two']"\n"""
+        """red.png,R,"[0.1, 0.2]"\n"""
     )
     data = check(processor, table, chat("{4}{4}Q", "[[two]]")).train
     assert data[1]["messages"][1]["content"][0]["text"] == "[0.1, 0.2]"
@@ -278,7 +269,7 @@ def test_tables_that_pandas_wrote(processor, tmp_path):
     for text, reason in {
         'question\tanswer\nQ\t"A\nR\tB\nS\tC"\n': "has tabs and line breaks, near line 4",
         'question\tanswer\nQ\t"Stop" sign\n': "'\t' expected after",
-        "question\tanswer\tanswer\nQ\tA\tB\n": "several columns of one name",
+        "question\tanswer\tanswer\nQ\tA\tB\n": "has columns of one name",
     }.items():
         (tmp_path / "data.tsv").write_text(text)
         with pytest.raises(ValueError, match=reason):
@@ -286,7 +277,7 @@ def test_tables_that_pandas_wrote(processor, tmp_path):
 
 
 def test_what_is_not_read_is_told(processor, tmp_path, caplog):
-    rows = [{**llava("Q", "A"), "tools": "x"}, {**llava("Q", "A"), "tools": "y", "history": ["z"], "similarity": 0.3}]
+    rows = [llava("Q", "A", tools="x"), llava("Q", "A", tools="y", history=["z"], similarity=0.3)]
     prepare_rows(Dataset.from_list(rows[:1]), Checks(processor), name="mine")
     assert "mine: left out: tools (1 row)" in caplog.text and "id (1 row)" not in caplog.text
     list(islice(read(write_json(tmp_path, rows), processor, dataset_streaming=True).train, 2))
@@ -298,16 +289,16 @@ def test_what_is_not_read_is_told(processor, tmp_path, caplog):
     [
         (50, 2, None, r"row 48: the answer in turn 1 is empty \(2 rows\)\nFix them, or skip"),
         (50, 2, "0.04", None),
-        (50, 2, 0.03, "These are 2 of 50 rows, and a share of 0.03 is skipped at most"),
+        (50, 2, 0.03, "These are 2 of 50 rows; a share of 0.03 may be bad"),
         (501, 5, None, None),
         (501, 5, "stop", r"\(5 rows\)"),
-        (501, 6, None, "These are 6 of 501 rows, and a share of 0.01 is skipped at most"),
+        (501, 6, None, "These are 6 of 501 rows; a share of 0.01 may be bad"),
         *((1, 0, wrong, "bad_rows must be") for wrong in ("some", "1", 0, 1.5, True)),
     ],
 )
-def test_a_share_of_bad_rows_is_skipped_and_more_stop(rows, bad, share, stops, processor, tmp_path, monkeypatch):
+def test_a_share_of_bad_rows_is_skipped(rows, bad, share, stops, processor, tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "MANY_ROWS", 500)
-    path = write_json(tmp_path, [llava(f"Q{number}", "A" * (number < rows - bad)) for number in range(rows)])
+    path = write_json(tmp_path, [llava(f"Q{n}", "A" * (n < rows - bad)) for n in range(rows)])
     if not stops:
         (report,) = read(path, processor, bad_rows=share).report.sources
         assert (report.bad, report.valid, report.skippable) == (bad, rows - bad, 0)

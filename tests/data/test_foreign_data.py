@@ -1,23 +1,22 @@
-"""Malicious and broken folders of data: nothing outside of them is read, and each error is one sentence."""
+"""Malicious and broken folders of data: nothing outside of them is read; errors are a sentence."""
 
 import json
 import shutil
 
 import pytest
-import train_data
-from train_data import llava, write_json
+from train_data import inside, llava, parquet_data, write_parquet
 
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.source import open_source
 
 
-ROWS = [llava("<image>\nWhat is this?", "kept", train_data.inside("red"))] * 3
+ROWS = [llava("<image>\nWhat is this?", "kept", inside("red"))] * 3
 
 
 @pytest.fixture
 def private(tmp_path):
     """A folder beside that of the data."""
-    train_data.write_parquet(tmp_path / "private" / "rows.parquet", ROWS)
+    write_parquet(tmp_path / "private" / "rows.parquet", ROWS)
     return tmp_path / "private"
 
 
@@ -28,19 +27,20 @@ def refused(folder) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("path", ["{0}/rows.parquet", "../private/rows.parquet", "file://{0}/rows.parquet"])
+@pytest.mark.parametrize("path", ["{}", "../private", "file://{}"])
 def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
-    train_data.write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
+    write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
     assert len(list(open_source(DataSource(str(tmp_path / "data")), False))) == 3
-    files = {"config_name": "default", "data_files": [{"split": "train", "path": path.format(private)}]}
-    (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {json.dumps([files])}\n---\n")
+    files = [{"split": "train", "path": f"{path.format(private)}/rows.parquet"}]
+    configs = json.dumps([{"config_name": "default", "data_files": files}])
+    (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
     assert "private/rows.parquet read, which is not in the folder" in refused(tmp_path / "data")
 
 
 @pytest.mark.parametrize("how", ["relative", "absolute", "link"])
 def test_a_saved_data_set_cannot_have_files_elsewhere_read(tmp_path, private, how):
     folder, state = tmp_path / "data", tmp_path / "data" / "state.json"
-    train_data.parquet_data(ROWS).save_to_disk(str(folder))
+    parquet_data(ROWS).save_to_disk(str(folder))
     assert len(list(open_source(DataSource(str(folder)), False))) == 3
     content = json.loads(state.read_text())
     (file,) = content["_data_files"]
@@ -56,7 +56,8 @@ def test_a_saved_data_set_cannot_have_files_elsewhere_read(tmp_path, private, ho
 @pytest.mark.parametrize("name", ["data.csv", "metadata.jsonl"])
 def test_a_file_of_rows_cannot_be_a_link_out_of_the_folder(tmp_path, private, name):
     (private / "kept").write_text("question,answer\nWhat?,kept\n")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / name).symlink_to(private / "kept")
-    assert f"{name} read, which is not in the folder" in refused(tmp_path / "data")
-    assert len(list(open_source(DataSource(str(write_json(private, ROWS[:0]))), False))) == 0  # one that is named may
+    link = tmp_path / "data" / name
+    link.parent.mkdir()
+    link.symlink_to(private / "kept")
+    assert f"{name} read, which is not in the folder" in refused(link.parent)
+    assert list(open_source(DataSource(str(link)), False))  # if it is named itself

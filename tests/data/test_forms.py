@@ -1,19 +1,17 @@
-"""Data in every form that docs/data.md shows, through the reader that training and diagnosing use."""
+"""Data in every form that docs/data.md shows, read as for training and for diagnosing."""
 
-import io
 import json
 import re
-from itertools import islice
-from pathlib import Path
+from itertools import islice, product
 
 import paths
 import pytest
 from datasets import Dataset, DatasetDict
-from PIL import Image as PILImage
-from train_data import image_bytes, images, llava, read, write_json
+from train_data import answers, image_bytes, images, llava, read, write_json
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.forms import FORMS, PROMPT
+from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.files import READERS
 from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.diagnose.data import load_samples
@@ -25,20 +23,20 @@ QUESTION, ANSWER = "What is flying?", "A red kite."
 
 
 def said(row) -> list[tuple[str, str]]:
-    texts = ["".join(part["text"] or "" for part in message["content"]) for message in row["messages"]]
-    return [(message["role"], text) for message, text in zip(row["messages"], texts, strict=True)]
+    turns = ((turn["role"], turn["content"]) for turn in row["messages"])
+    return [(role, "".join(part["text"] or "" for part in parts)) for role, parts in turns]
 
 
 def test_every_form_has_an_example():
     shown = [json.loads(text).keys() for kind, _, text in EXAMPLES if kind == "json"]
-    for asks, answers in FORMS[:-1]:  # the last is an image alone, which cannot be trained on
-        assert any((asks or answers) in row for row in shown), (asks, answers)
+    for form in FORMS[:-1]:  # the last is an image alone, which cannot be trained on
+        assert any((form[0] or form[1]) in row for row in shown), form
     assert {kind for kind, *_ in EXAMPLES} == {"json", "csv", "python"} and len(EXAMPLES) >= 14
     assert all(suffix in DOCS for suffix in READERS)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, processor, tmp_path, monkeypatch):
+def test_the_pages_examples_are_read(example, processor, tmp_path, monkeypatch):
     kind, name, text = example
     folder = tmp_path / "mine"
     images(folder)
@@ -60,8 +58,7 @@ def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, pr
     asked = image_number + (PROMPT if captioned else QUESTION) + options
     assert said(row) == [("user", asked), ("assistant", answer)]
     assert row["image_count"] == len(row["images"]) == 1
-    held = row["images"][0]["bytes"] or Path(row["images"][0]["path"]).read_bytes()
-    assert PILImage.open(io.BytesIO(held)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
+    assert decode_image(row["images"][0]).getpixel((3, 3)) == (255, 0, 0)
     assert list(islice(read(path, processor, streamed=True).train, 1)) == [row]
     for data in {str(path), str(folder)}:
         (sample,) = load_samples(data, 1).samples
@@ -86,18 +83,20 @@ def test_splits_and_image_folder_are_the_same_for_training_and_diagnosing(proces
     ):
         (row,) = read(data, processor, image_folder=folder).train
         (sample,) = load_samples(str(data), 1, image_folder=folder).samples
-        assert said(row)[0][1] == sample.question == question and dict(sample.stored) == row["images"][0]
+        assert said(row)[0][1] == sample.question == question
+        assert dict(sample.stored) == row["images"][0]
     data = read(f"{mine}:train", processor, eval_dataset_name=f"{mine}:test", with_eval=True)
     assert [said(row)[0][1] for row in (*data.train, *data.eval)] == ["train?", "test?"]
-    with pytest.raises(ValueError, match="no file in .*mine has 'dev' in its name: test/metadata.jsonl, train/"):
+    with pytest.raises(ValueError, match="no file in .*mine has 'dev' in its name: test/"):
         read(f"{mine}:dev", processor)
     for split in ("train", "test"):
         (mine / split).rename(mine / f"of {split}ers")
-    with pytest.raises(ValueError, match="it has metadata in several folders. Name one: .*of testers, .*of trainers"):
+    with pytest.raises(ValueError, match="in several folders. Name one: .*testers, .*trainers"):
         read(mine, processor)
 
 
-OWN = [{"path": "sub/red.png", "asked": "Q", "caption": "one", "image": "none.png"}, {"asked": "Q2", "caption": "two"}]
+OWN = [{"path": "sub/red.png", "asked": "Q", "caption": "one", "image": "none.png"}]
+OWN += [{"asked": "Q2", "caption": "two"}]
 RENAMED = {"image": "path", "question": "asked", "answer": "caption"}
 
 
@@ -112,29 +111,30 @@ def test_columns_have_names_of_ones_own(processor, tmp_path, form, streaming):
         Dataset.from_list(OWN).to_parquet(str(path))
     else:
         Dataset.from_list(OWN).save_to_disk(str(path))
-    options = {"dataset_streaming": streaming, "shuffle_buffer_size": 1, "image_folder": str(tmp_path)}
+    options = {"streamed": streaming, "image_folder": str(tmp_path)}
 
     def rows(**columns):
         return list(islice(read(path, processor, **columns, **options).train, 2))
 
     named = rows(columns="image=path,question=asked,answer=caption")
-    assert [said(row) for row in named] == [[("user", q), ("assistant", a)] for q, a in (("Q", "one"), ("Q2", "two"))]
-    assert [[image["path"] for image in row["images"]] for row in named] == [[str(tmp_path / "sub/red.png")], []]
-    assert rows(columns=RENAMED) == named
-    assert [said(row)[1][1] for row in rows(columns={**RENAMED, "answer": "asked"})] == ["Q", "Q2"]  # nothing cached
-    with pytest.raises(ValueError, match="columns names 'paht', which no row has. Its columns are: .*asked"):
+    assert [[text for _, text in said(row)] for row in named] == [["Q", "one"], ["Q2", "two"]]
+    shown = [[image["path"] for image in row["images"]] for row in named]
+    assert shown == [[str(tmp_path / "sub/red.png")], []] and rows(columns=RENAMED) == named
+    assert answers(rows(columns=RENAMED | {"answer": "asked"})) == ["Q", "Q2"]  # nothing cached
+    with pytest.raises(ValueError, match="'paht', which no row has. Its columns are: .*asked"):
         rows(columns={"image": "paht"})
     with pytest.raises(ValueError, match="columns names 'none', which no row has"):
         rows(columns=["caption", "none"])
     for wrong in ("image", "image=", "img=path", {"image": 3}):
-        with pytest.raises(ValueError, match="columns (must be pairs such as|names 'img', which no form has)"):
+        with pytest.raises(ValueError, match="columns (must be pairs|names 'img', which no form)"):
             rows(columns=wrong)
 
 
 def test_a_mixture_and_diagnosing_take_names_of_columns(processor, tmp_path):
     path = write_json(tmp_path, [{**OWN[0], "path": "red.png"}])
-    listed = [{"path": str(path), "columns": RENAMED}, {"path": str(write_json(tmp_path / "b", [llava("Q", "A")]))}]
-    assert [said(row)[1][1] for row in read(None, processor, datasets=listed).train] == ["one", "A"]
+    other = write_json(tmp_path / "b", [llava("Q", "A")])
+    listed = [{"path": str(path), "columns": RENAMED}, {"path": str(other)}]
+    assert answers(read(None, processor, datasets=listed).train) == ["one", "A"]
     (sample,) = load_samples(str(path), 1, columns="image=path,question=asked").samples
     assert sample.question == "Q" and sample.image.getpixel((3, 3)) == (255, 0, 0)
 
@@ -142,7 +142,7 @@ def test_a_mixture_and_diagnosing_take_names_of_columns(processor, tmp_path):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_align_without_an_image_is_an_error(processor, tmp_path, streamed):
     path = write_json(tmp_path, [llava("Q", "A")])
-    with pytest.raises(ValueError, match="data.json.* have no image, .* nothing is trained .* stage align"):
+    with pytest.raises(ValueError, match="data.json.* have no image, .* nothing .* stage align"):
         read(path, processor, need_images=True, streamed=streamed)
     assert len(list(islice(read(path, processor, streamed=streamed).train, 1))) == 1
     write_json(tmp_path, [llava("Q", "A"), llava("<image>Q2", "A2", "red.png")])
@@ -163,13 +163,14 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize(("what", "streamed"), [*((what, False) for what in UNREAD), ("column img", True)])
-def test_what_looks_like_images_and_is_not_read_is_named(what, streamed, processor, tmp_path, caplog):
+@pytest.mark.parametrize(("what", "streamed"), [*product(UNREAD, [False]), ("column img", True)])
+def test_what_looks_like_an_image_is_named(what, streamed, processor, tmp_path, caplog):
     path = write_json(tmp_path, [UNREAD[what]] * 3)
-    reason = f"data.json: what .* is not read: {re.escape(what)} .3 rows.. No other image was found."
+    reason = f"data.json: what .* is not read: {re.escape(what)} .3 rows.. No other image"
     with pytest.raises(ValueError, match=reason):
         read(path, processor, streamed=streamed)
     name = f"{streamed}.json"  # a warning is given once for each data set
-    path = write_json(tmp_path, [UNREAD[what], llava("<image>Q", "A", "red.png"), llava("Q", "B")], name)
+    rows = [UNREAD[what], llava("<image>Q", "A", "red.png"), llava("Q", "B")]
+    path = write_json(tmp_path, rows, name)
     list(islice(read(path, processor, streamed=streamed).train, 3))
     assert f"{name}: what looks like an image is not read: {what}" in caplog.text

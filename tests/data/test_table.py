@@ -1,4 +1,4 @@
-"""Data sets in memory: what is cached of them, and rows that are built from their sources when they are read."""
+"""Data sets in memory: what is cached of them; rows are made of their sources when read."""
 
 import os
 import pickle
@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 import pytest
-import train_data
 import training
 from datasets import Dataset
 from paths import HELPERS
 from torch.utils.data import DataLoader
-from train_data import inside, llava, read
+from train_data import answers, inside, llava, parquet_data, read, write_json, write_parquet
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.parse import FEATURES
@@ -27,8 +26,8 @@ COUNT = 100
 def test_files_are_read_by_as_many_processes_as_there_are_files_for(tmp_path, asked, used):
     rows = [llava("Q", f"answer {number}") for number in range(20)]
     for number in range(4):
-        train_data.write_parquet(tmp_path / f"data/train-{number:05}-of-00004.parquet", rows[5 * number :][:5])
-    train_data.write_parquet(tmp_path / "data/test-00000-of-00001.parquet", rows[:3])
+        write_parquet(tmp_path / f"data/train-{number:05}-of-00004.parquet", rows[5 * number :][:5])
+    write_parquet(tmp_path / "data/test-00000-of-00001.parquet", rows[:3])
     opened = source.open_source(DataSource(str(tmp_path)), streaming=False, num_proc=asked)
     assert len(opened.data.cache_files) == used  # each writes one
     assert [row["conversations"] for _, _, row in opened] == [row["conversations"] for row in rows]
@@ -49,10 +48,10 @@ def contents(rows) -> list[bytes]:
 @pytest.mark.parametrize("form", ["saved", "parquet"])
 def test_the_cache_holds_no_image_that_the_data_hold(form, processor, tmp_path, cache):
     if form == "saved":
-        train_data.parquet_data(with_noise()).save_to_disk(str(tmp_path / "data"))
+        parquet_data(with_noise()).save_to_disk(str(tmp_path / "data"))
         rows = read(tmp_path / "data", processor).train
     else:
-        rows = read(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor).train
+        rows = read(write_parquet(tmp_path / "data.parquet", with_noise()), processor).train
     ours = list((cache / "normalign_llava").glob("*.arrow"))
     assert len(ours) == 1 and ours[0].stat().st_size < 20_000 < COUNT * len(NOISE[0]) / 20
     assert not any(NOISE[n][50:90] in file.read_bytes() for file in ours for n in (0, 7, COUNT - 1))
@@ -62,11 +61,12 @@ def test_the_cache_holds_no_image_that_the_data_hold(form, processor, tmp_path, 
 
 
 def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
-    rows = read(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor).train
+    rows = read(write_parquet(tmp_path / "data.parquet", with_noise()), processor).train
     picked = rows.select([5, 3, 99])
     expected = list(picked)
-    assert contents(expected) == [NOISE[n] for n in (5, 3, 99)] and [row["row"] for row in expected] == [5, 3, 99]
-    assert list(pickle.loads(pickle.dumps(picked))) == expected and picked[[2, 0]]["row"] == [99, 5]
+    assert contents(expected) == [NOISE[row["row"]] for row in expected]
+    assert list(pickle.loads(pickle.dumps(picked))) == expected
+    assert picked[[2, 0, 1]]["row"] == [99, 5, 3]
     for workers in (0, 2):
         (batch,) = DataLoader(picked, 3, num_workers=workers, collate_fn=list)
         assert batch == expected
@@ -77,7 +77,7 @@ def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch)
     monkeypatch.setattr(table, "_CHUNKS_PER_PROCESS", 1)
     rows = [llava(f"Question {number}?", "yes " * (number % 7 + 1)) for number in range(33)]
     rows[12] = llava("Q", "")
-    path = train_data.write_json(tmp_path / "data", rows)
+    path = write_json(tmp_path / "data", rows)
 
     def loaded(processes):
         data = read(path, processor, bad_rows="skip", processes=processes)
@@ -91,23 +91,25 @@ def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_second_start_reads_the_cache(processor, tmp_path, cache):
-    path = train_data.write_json(tmp_path / "data", [llava(f"Q{n}?", "yes") for n in range(9)])
+    path = write_json(tmp_path / "data", [llava(f"Q{n}?", "yes") for n in range(9)])
     assert len(read(path, processor).train) == 9
     written = {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")}
-    environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "PYTHONPATH": str(HELPERS), "PYTHONHASHSEED": "7"}
-    code = "import sys, train_data; print(len(train_data.read(sys.argv[1], train_data.processor()).train))"
+    own = {"HF_DATASETS_CACHE": str(cache), "PYTHONPATH": str(HELPERS), "PYTHONHASHSEED": "7"}
+    code = "import sys, train_data as own; print(len(own.read(sys.argv[1], own.processor()).train))"
     words = [sys.executable, "-c", code, str(path)]
-    process = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert process.stdout.split() == ["9"], process.stderr
-    assert len(written) == 2 and {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
+    process = subprocess.run(words, env=os.environ | own, capture_output=True, text=True)
+    assert process.stdout.split() == ["9"] and len(written) == 2, process.stderr
+    assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
 
 
 def test_a_transform_of_the_data_set_is_kept(processor):
     def answered(answer):
         def transform(batch):
-            return {"question": batch["q"], "answer": [answer] * len(batch["q"]), "image": [inside("red")]}
+            return {"question": batch["q"], "answer": [answer], "image": [inside("red")]}
 
-        return prepare_rows(Dataset.from_dict({"q": ["Q"]}).with_transform(transform), Checks(processor))[0][0]
+        data = Dataset.from_dict({"q": ["Q"]}).with_transform(transform)
+        return prepare_rows(data, Checks(processor))[0][0]
 
-    texts = [answered(answer)["messages"][1]["content"][0]["text"] for answer in ("yes", "no")]
-    assert texts == ["yes", "no"] and answered("no")["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]
+    rows = [answered("yes"), answered("no")]
+    assert answers(rows) == ["yes", "no"]
+    assert rows[1]["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]
