@@ -28,7 +28,7 @@ from ..options import NormAlignConfig
 logger = get_logger(__name__)  # logs in one process only
 
 PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
-"""Parts whose gradients are measured; the projector without its norm, of gain and bias."""
+"""Parts whose gradients are measured. The norm's gain and bias are apart from the projector."""
 
 
 class Measurements(TrainerCallback):
@@ -76,7 +76,6 @@ class Measurements(TrainerCallback):
         state.compute_steps(args, state.max_steps)  # a resumed state has those of earlier options
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Hooks the forward passes of a step that is logged."""
         step = state.global_step + 1
         by_steps = args.logging_strategy == "steps" and step % state.logging_steps == 0
         self._measuring = by_steps or (step == 1 and args.logging_first_step)
@@ -249,7 +248,7 @@ def weights_not_finite(model: nn.Module) -> list[str]:
         shard = shard.to_local() if isinstance(shard, DTensor) else shard
         sharded |= shard is not parameter
         if shard.is_floating_point() and shard.numel():  # 4-bit weights are packed
-            # `isfinite` copies, of an embedding matrix more than stage 1 takes besides weights.
+            # `isfinite` makes copies: of embeddings, more than stage 1 takes besides weights.
             largest[name] = torch.linalg.vector_norm(shard, torch.inf)
     damaged = [name for name, value in largest.items() if not value.isfinite()]
     return list(dict.fromkeys(gather_object(damaged))) if sharded else damaged
@@ -290,7 +289,6 @@ class ProgressLines(TrainerCallback):
         _print(state, "step", *names, "time left")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Prints the line, with `-` for what was not measured."""
         step, steps = f"{state.global_step}/{state.max_steps}", state.global_step - self._first_step
         if "loss" in logs:
             pace = (time.perf_counter() - self._began) / steps

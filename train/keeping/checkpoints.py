@@ -41,7 +41,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     present = {
         "the optimizer's state": deepspeed or any(path.exists() for path in optimizers),
         "scheduler.pt": deepspeed or (folder / "scheduler.pt").exists(),
-        f"random states of {world_size} process(es), not {len(saved)}": saved == names,
+        f"random states of {world_size} process(es) (it has {len(saved)})": saved == names,
     }
     return [name for name, is_there in present.items() if not is_there]
 

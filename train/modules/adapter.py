@@ -71,7 +71,6 @@ def language_adapter(
 
 
 def _modules_to_save(config: LoraConfig, model: nn.Module, rates: dict[str, float]) -> list[str]:
-    """Modules that are trained in full and saved with the adapter."""
     parts = ["vision_tower"] if rates["vision"] > 0 else []
     parts += ["multi_modal_projector"] if max(rates["projector"], rates["norm"]) > 0 else []
     requested = [name for name in config.modules_to_save or () if name not in parts]
