@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer checkpoints: complete or not, which one a run resumes from, full disks and kills."""
+"""Trainer checkpoints: complete or not, which one a run resumes from, full disks, links, sizes."""
 
 import json
 import os
@@ -186,6 +186,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_of_a_model(tmp_path,
 
 
 FROZEN = ("language_model", "vision_tower")
+ADAPTERS = dict(use_peft=True, lora_r=32, language_learning_rate=1e-3, vision_learning_rate=None)
 
 
 def weight_file(folder, module):
@@ -292,10 +293,7 @@ def bytes_of(folder) -> int:
 
 @pytest.mark.parametrize("how", ["align", "adapters", "one file"])
 def test_what_a_run_writes_is_known_before_it_starts(tmp_path, large, how):
-    options = {"max_steps": 5, "save_total_limit": 2}
-    if how == "adapters":
-        options |= dict(use_peft=True, lora_r=32)
-        options |= dict(language_learning_rate=1e-3, vision_learning_rate=None)
+    options = {"max_steps": 5, "save_total_limit": 2, **(ADAPTERS if how == "adapters" else {})}
     if how == "one file":
         large = shutil.copytree(large, tmp_path / "large")
         stored.in_one_file(large)
@@ -303,8 +301,8 @@ def test_what_a_run_writes_is_known_before_it_starts(tmp_path, large, how):
     disk, newest = trainer.facts["disk"], tmp_path / "run" / "checkpoint-5"
     assert disk["checkpoints"] == 3  # while the newest is written
     assert bytes_of(newest) == pytest.approx(disk["checkpoint"], rel=0.05)
-    linked = FROZEN if how == "one file" else ()
-    frozen = sum(weight_file(newest, part).stat().st_size for part in linked)
+    written_once = FROZEN if how == "one file" else ()
+    frozen = sum(weight_file(newest, part).stat().st_size for part in written_once)
     total = bytes_of(tmp_path / "run") + frozen + disk["checkpoint"]
     assert total == pytest.approx(disk["total"], rel=0.05)
 
