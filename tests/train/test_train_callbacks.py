@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run measures and prints, against figures found by other means; training does not notice."""
+"""What a run measures and prints, against figures by other means; training does not notice."""
 
 import copy
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 class Watched(NormAlignTrainer):
-    """Keeps the model that it starts from, its batches, and the norms of all gradients before clipping."""
+    """Keeps the model that it starts from, its batches, and gradient norms before clipping."""
 
     def __init__(self, *args, **kwargs):
         self.batches, self.totals = [], []
@@ -39,17 +40,17 @@ class Watched(NormAlignTrainer):
 
 
 def make_trainer(checkpoint, folder, rank=0, dropout=0.0, images=1, **options) -> Watched:
-    steps = dict(max_steps=3, gradient_accumulation_steps=2, learning_rate=1e-2, lr_scheduler_type="constant", seed=3)
-    adapters = dict(use_peft=True, lora_r=rank, lora_dropout=dropout) if rank else {}
+    options = dict(max_steps=3, learning_rate=1e-2, seed=3) | options
+    options |= dict(gradient_accumulation_steps=2, lr_scheduler_type="constant")
+    options |= dict(use_peft=True, lora_r=rank, lora_dropout=dropout) if rank else {}
     data = training.rows(12, images=lambda number: images)
-    return training.trainer(folder, checkpoint, data, cls=Watched, **{**steps, **adapters, **options})
+    return training.trainer(folder, checkpoint, data, cls=Watched, **options)
 
 
 def logs(trainer) -> list[dict]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-# -------------------------------------------------------------------------------------------------------- measurements
 def part_of(name: str) -> str:
     """By hand, and stricter than what is tested: the names are spelled out."""
     module, _, rest = name.removeprefix("base_model.model.").removeprefix("model.").partition(".")
@@ -62,8 +63,8 @@ def part_of(name: str) -> str:
 @pytest.fixture(scope="module", params=[(0, 0.1), (2, 0.0)], ids=["full", "adapters"])
 def step(request, checkpoint, tmp_path_factory):
     """A trainer after its first step, of two batches."""
-    rank, max_grad_norm = request.param
-    options = dict(rank=rank, max_grad_norm=max_grad_norm, gradient_checkpointing=rank > 0, max_steps=1)
+    rank, clip = request.param
+    options = dict(rank=rank, max_grad_norm=clip, gradient_checkpointing=rank > 0, max_steps=1)
     trainer = make_trainer(checkpoint, tmp_path_factory.mktemp("step"), **options)
     trainer.train()
     return trainer
@@ -73,17 +74,19 @@ def test_token_norms_are_those_of_the_decoders_input_over_all_micro_batches(step
     model = copy.deepcopy(base_model(step.start)).double().eval()
     image = model.config.image_token_id
     norms = {"visual": [], "text": []}
-    assert len(step.batches) == 2 and any((batch["attention_mask"] == 0).any() for batch in step.batches)
+    padded = [batch for batch in step.batches if not batch["attention_mask"].all()]
+    assert len(step.batches) == 2 and padded
     for batch in step.batches:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
         with torch.no_grad():
-            states = model.get_input_embeddings()(batch["input_ids"])
+            states = model.get_input_embeddings()(ids)
             pixels = batch["pixel_values"].double()
             features = model.model.get_image_features(pixels, return_dict=True).pooler_output
-            states[batch["input_ids"] == image] = torch.cat(tuple(features)).double()
-        lists = (states.flatten(0, 1), batch["input_ids"].flatten(), batch["attention_mask"].flatten())
-        for token, number, attended in zip(*(values.tolist() for values in lists), strict=True):
+            states[ids == image] = torch.cat(tuple(features)).double()
+        lists = (values.flatten(0, 1).tolist() for values in (states, ids, mask))
+        for token, number, attended in zip(*lists, strict=True):
             if attended:
-                norms["visual" if number == image else "text"].append(math.sqrt(sum(v * v for v in token)))
+                norms["visual" if number == image else "text"].append(math.hypot(*token))
     expected = {f"norm/{kind}": sum(values) / len(values) for kind, values in norms.items()}
     assert abs(expected["norm/visual"] - expected["norm/text"]) > 1e-3
     assert {key: logs(step)[0][key] for key in expected} == pytest.approx(expected, rel=1e-5)
@@ -98,17 +101,18 @@ def test_gradient_norms_are_those_before_clipping(step):
     count = sum((batch["labels"] != -100).sum() for batch in step.batches)
     for batch in step.batches:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        logits = base_model(model)(**inputs, pixel_values=batch["pixel_values"].double()).logits[:, :-1]
-        losses = torch.nn.functional.cross_entropy(logits.mT, batch["labels"][:, 1:], reduction="sum")
-        (losses / count).backward()
+        pixels = batch["pixel_values"].double()
+        logits = base_model(model)(**inputs, pixel_values=pixels).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.mT, batch["labels"][:, 1:], reduction="sum")
+        (loss / count).backward()
     squares = dict.fromkeys(PARTS if step.learning_rates["vision"] else PARTS[1:], 0.0)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is not None:
             squares[part_of(name)] += parameter.grad.square().sum().item()
     expected = {f"grad_norm/{part}": math.sqrt(square) for part, square in squares.items()}
     expected["grad_norm"] = math.sqrt(sum(squares.values()))
-    entry = logs(step)[0]
-    assert {key: entry[key] for key in entry if key.startswith("grad_norm")} == pytest.approx(expected, rel=1e-4)
+    logged = {key: value for key, value in logs(step)[0].items() if key.startswith("grad_norm")}
+    assert logged == pytest.approx(expected, rel=1e-4)
 
 
 def test_clip_share_counts_the_steps_since_the_last_log(checkpoint, tmp_path):
@@ -127,7 +131,7 @@ def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm)
     trainer = make_trainer(training.checkpoint(tmp_path, **options), tmp_path / "run", max_steps=1)
     trainer.train()
     entry = logs(trainer)[-1]
-    shown = {name: value for name, value in entry.items() if name.split("/")[0] in ("gain", "bias", "gwc")}
+    shown = {name: entry[name] for name in entry if name.startswith(("gain/", "bias/", "gwc/"))}
     expected = {"gwc/factor": 1.0}
     if arm != "none":
         gain = trainer.model.model.multi_modal_projector.norm.weight.double().tolist()
@@ -142,7 +146,8 @@ def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm)
 
 
 def test_frozen_parts_and_absent_images_have_no_entry(checkpoint, tmp_path):
-    trainer = make_trainer(checkpoint, tmp_path, vision_learning_rate=0.0, language_learning_rate=0.0, max_steps=1)
+    rates = dict(vision_learning_rate=0.0, language_learning_rate=0.0)
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=1, **rates)
     trainer.train()
     names = {name for name in logs(trainer)[0] if name.startswith("grad_norm/")}
     assert names == {f"grad_norm/{part}" for part in ("projector", "gain", "bias")}
@@ -160,14 +165,11 @@ def test_evaluation_does_not_count(checkpoint, tmp_path):
     assert entries[0] == entries[1] and len(entries[0]) == 3
 
 
-# --------------------------------------------------------------------------------- -------- the log, the depth probe
 def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
-    keys = set()
+    keys, options = set(), dict(held_out=training.rows(4), eval_strategy="steps", eval_steps=2)
+    options |= dict(vision_learning_rate=1e-3, max_grad_norm=1e-3, probe_steps=[2], probe_rows=1)
     for use_peft in (False, True):
-        trainer = training.trainer(
-            tmp_path, checkpoint, held_out=training.rows(4), use_peft=use_peft, vision_learning_rate=1e-3,
-            eval_strategy="steps", eval_steps=2, max_grad_norm=1e-3, probe_steps=[2], probe_rows=1,
-        )  # fmt: skip
+        trainer = training.trainer(tmp_path, checkpoint, use_peft=use_peft, **options)
         trainer.train()
         keys |= {key for entry in trainer.state.log_history for key in entry}
     assert keys == {key.replace("PART", part) for key in documented("The log") for part in PARTS}
@@ -177,13 +179,14 @@ def test_cosines_are_those_of_the_hidden_states():
     model, batch = tiny.model(), tiny.inputs(images=2, text=7, batch=3, seed=5)
     batch["attention_mask"][0, -3:] = 0
     measured = layer_cosines(model, batch)
-    model.model.language_model.norm = torch.nn.Identity()  # transformers returns the last state after the final norm
+    model.model.language_model.norm = torch.nn.Identity()  # the last state is returned after it
     with torch.no_grad():
-        states = [state.double() for state in model(**batch, output_hidden_states=True).hidden_states]
+        output = model(**batch, output_hidden_states=True)
+    states = [state.double() for state in output.hidden_states]
     image, attended = batch["input_ids"] == tiny.IMAGE, batch["attention_mask"].bool()
     for kind, mask in {"visual": image, "text": attended & ~image}.items():
-        cosines = [torch.cosine_similarity(a, b, -1)[mask] for a, b in zip(states, states[1:], strict=False)]
-        assert len(cosines) == 2 and measured[kind] == pytest.approx([c.mean().item() for c in cosines], abs=1e-6)
+        cosines = [torch.cosine_similarity(*pair, -1)[mask].mean() for pair in pairwise(states)]
+        assert measured[kind] == pytest.approx(torch.stack(cosines).tolist(), abs=1e-6)
     assert measured["visual"] != pytest.approx(measured["text"], abs=1e-3)
     without_images = layer_cosines(model, tiny.inputs(images=0, batch=2))
     assert without_images["visual"] == [] and len(without_images["text"]) == 2
@@ -216,8 +219,9 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
 
 
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):
-    make_trainer(checkpoint, tmp_path, probe_steps=[0, 2, 3], save_strategy="steps", save_steps=1).train()
-    first, again = lines(tmp_path), make_trainer(checkpoint, tmp_path, probe_steps=[0, 2, 3])
+    options = dict(probe_steps=[0, 2, 3], save_strategy="steps", save_steps=1)
+    make_trainer(checkpoint, tmp_path, **options).train()
+    first, again = lines(tmp_path), make_trainer(checkpoint, tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 3]
     assert lines(tmp_path)[0] == first[0]
@@ -225,13 +229,12 @@ def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):
 
 def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_path):
     runs = []
-    for measure in (False, True):
+    for probe_steps in (None, [0, 1, 2]):
         torch.manual_seed(0)  # for adapters
-        probe_steps = [0, 1, 2] if measure else None
         trainer = make_trainer(checkpoint, tmp_path, rank=2, dropout=0.3, probe_steps=probe_steps)
         for layer in base_model(trainer.model).model.language_model.layers:
             layer.self_attn.attention_dropout = 0.3
-        if not measure:
+        if probe_steps is None:
             trainer.remove_callback(trainer.measurements)
         trainer.train()
         runs.append((trainer.model.state_dict(), [entry["loss"] for entry in logs(trainer)]))

@@ -10,12 +10,9 @@ import training
 from paths import ROOT
 
 
-JOB = ROOT / "examples" / "train.slurm"
-
-
 @pytest.mark.nightly
 def test_the_job_file_trains_on_one_node_with_two_processes_and_resumes(tmp_path, parts):
-    recipe = training.recipe(tmp_path, parts, use_cpu=True, per_device_train_batch_size=1, save_steps=1)
+    recipe = training.recipe(tmp_path, parts, per_device_train_batch_size=1, save_steps=1)
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {
@@ -25,12 +22,13 @@ def test_the_job_file_trains_on_one_node_with_two_processes_and_resumes(tmp_path
     }.items():
         (commands / name).write_text(f"#!/bin/bash\n{text}\n")
         (commands / name).chmod(0o755)
-    chosen = dict(SLURM_JOB_NODELIST="localhost", SLURM_JOB_NUM_NODES="1", SLURM_JOB_ID=str(os.getpid()))
-    chosen |= dict(ACCELERATE_CONFIG="ddp", PROCESSES_PER_NODE="2", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    environment = {**os.environ, **chosen, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {"ACCELERATE_CONFIG": "ddp", "PROCESSES_PER_NODE": "2"}
+    environment |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    environment |= {"SLURM_JOB_ID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{commands}:{os.environ['PATH']}"}
 
     def submit(*options: str) -> str:
-        command = ["bash", str(JOB), recipe, *options]
+        command = ["bash", str(ROOT / "examples" / "train.slurm"), recipe, *options]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr[-3000:]
         return " ".join((done.stdout + done.stderr).split())

@@ -1,12 +1,12 @@
 """Training in two real processes ends where training in one ends, however the model is sharded."""
 
-import importlib.util
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,32 +29,25 @@ from normalign_llava.train.keeping.checkpoints import missing_from, only_run
 pytestmark = pytest.mark.slow
 
 
-ZERO = [
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
-    pytest.mark.nightly,
-]
+ZERO = [pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed"), pytest.mark.nightly]
 MODES = ["ddp", "fsdp2", pytest.param("zero2", marks=ZERO), pytest.param("zero3", marks=ZERO)]
-KINDS = {
-    "ddp": ("MULTI_CPU", "DistributedDataParallel"),
-    "fsdp2": ("FSDP", "FSDP2"),
-    "zero2": ("DEEPSPEED", "DeepSpeedEngine"),
-    "zero3": ("DEEPSPEED", "DeepSpeedEngine"),
-}
+KINDS = {"ddp": ("MULTI_CPU", "DistributedDataParallel"), "fsdp2": ("FSDP", "FSDP2")}
+KINDS |= dict.fromkeys(("zero2", "zero3"), ("DEEPSPEED", "DeepSpeedEngine"))
 # Images, four rows a step. Process 0 has the even rows of a step, process 1 the odd ones.
 IMAGES = [1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "COLUMNS": "500"}  # messages on one line
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "COLUMNS": "500"}  # long lines
 
-OPTIONS = dict(bf16="false", per_device_train_batch_size=1, global_batch_size=4, warmup_steps=0, max_steps=4)
-OPTIONS |= dict(learning_rate=1e-3, vision_learning_rate=2e-4, projector_learning_rate=5e-4, norm_learning_rate=3e-3)
-OPTIONS |= dict(train_sampling_strategy="sequential", save_strategy="no", report_to="none", disable_tqdm="true")
-# A larger epsilon shows gradients of a wrong scale, and hides the rounding errors of those that are truly zero.
-OPTIONS |= dict(adam_epsilon=1e-5, logging_steps=1)
+OPTIONS = dict(bf16="false", per_device_train_batch_size=1, global_batch_size=4, warmup_steps=0)
+OPTIONS |= dict(learning_rate=1e-3, vision_learning_rate=2e-4, projector_learning_rate=5e-4)
+OPTIONS |= dict(norm_learning_rate=3e-3, train_sampling_strategy="sequential", max_steps=4)
+# A larger epsilon shows gradients of a wrong scale, and hides rounding errors of true zeros.
+OPTIONS |= dict(adam_epsilon=1e-5, logging_steps=1, save_strategy="no", report_to="none")
 EVALUATED = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1, probe_steps=2)
 LORA = dict(use_peft="true", lora_r=4, lora_dropout=0.0, vision_learning_rate=0)
 SAVED = dict(save_strategy="steps", save_steps=2)
 # Two steps an epoch. The run is resumed in the third.
-EPOCHS = dict(global_batch_size=8, per_device_train_batch_size=2, max_steps=10, save_strategy="steps", save_steps=5)
-EPOCHS |= dict(train_sampling_strategy="random")
+EPOCHS = dict(global_batch_size=8, per_device_train_batch_size=2, max_steps=10, save_steps=5)
+EPOCHS |= dict(save_strategy="steps", train_sampling_strategy="random")
 PACKED = {**EPOCHS, "packing": "true"}
 GROUPED = {**EPOCHS, "train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
 FROZEN = dict(language_learning_rate=0, vision_learning_rate=0)
@@ -71,26 +64,26 @@ class Room:
         self.aligned = training.checkpoint(folder / "aligned")
         self.bare = training.checkpoint(folder / "bare", arm="none", tied=False)
         self.half = training.checkpoint(folder / "half", tied=False)
-        NormAlignLlavaForConditionalGeneration.from_pretrained(self.half, dtype="bfloat16").save_pretrained(self.half)
-        self.data = {
-            "train": self.write("train", IMAGES),
-            "eval": self.write("eval", [1, 0, 0, 1, 0, 0]),
-            "bad": self.write("bad", [1] * 108),
-        }
-        for number in (103, 104):  # after those that are opened first: one is met by process 1, the other by process 0
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(self.half, dtype="bfloat16")
+        model.save_pretrained(self.half)
+        images = {"train": IMAGES, "eval": [1, 0, 0, 1, 0, 0], "bad": [1] * 108}
+        self.data = {name: self.write(name, shown) for name, shown in images.items()}
+        for number in (103, 104):  # not opened at first: met by process 1, and by process 0
             (folder / "bad" / f"{number}.png").write_bytes(b"no image")
-        self.wide = training.checkpoint(folder / "wide", hidden_size=256, intermediate_size=4096, head_dim=128)
+        sizes = dict(hidden_size=256, intermediate_size=4096, head_dim=128)
+        self.wide = training.checkpoint(folder / "wide", **sizes)
         untied = {"model_name_or_path": self.bare, "arm": "gwc"}
         half = {**untied, **SAVED, "bf16": "true"}
+        frozen = {**half, **FROZEN, "model_name_or_path": self.half}
         self.options = {
             "mixed": {**untied, **EVALUATED, **SAVED, "eval_dataset_name": self.data["eval"]},
             "lora": LORA,
             "bfloat16": {"dtype": "bfloat16"},
             "autocast": {"dtype": "bfloat16", "bf16": "true"},
             "half": half,
-            "frozen": {**half, **FROZEN, "model_name_or_path": self.half},
-            "frozen in 4 bits": {**half, **FROZEN, "model_name_or_path": self.half, "load_in_4bit": "true"},
-            "light": {**half, **FROZEN, **LIGHT, "model_name_or_path": self.wide},
+            "frozen": frozen,
+            "4 bits": {**frozen, "load_in_4bit": "true"},
+            "light": {**frozen, **LIGHT, "model_name_or_path": self.wide},
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
             "epochs": {**untied, **EPOCHS},
             "grouped epochs": {**untied, **GROUPED},
@@ -116,31 +109,30 @@ class Room:
         return path
 
     def words(self, output: Path, **options) -> list[str]:
-        given = {"model_name_or_path": self.aligned, "dataset_name": self.data["train"], "output_dir": output}
-        return [str(word) for key, value in {**given, **OPTIONS, **options}.items() for word in (f"--{key}", value)]
+        options = {"dataset_name": self.data["train"], "output_dir": output, **OPTIONS, **options}
+        options = {"model_name_or_path": self.aligned, **options}.items()
+        return [str(word) for key, value in options for word in (f"--{key}", value)]
 
     def runs(self, mode: str, *names: str) -> Path:
-        """Trains once, all `names` in the same processes; the folder of `mode`, with an output folder for each.
-
-        DeepSpeed trains once in a process, so there one name is for one run.
-        """
+        """Trains `names` once, all in the same processes; DeepSpeed can train only one in them."""
         folder, place = self.folder / mode, (mode, names)
         if place not in self.done:
             self.done[place] = folder
             words = {}
             for name in names:
-                options, begun = {}, name.removesuffix(" resumed")
-                if name != begun:
-                    options = {"resume_from_checkpoint": folder / begun / f"checkpoint-{RESUMED[begun]}"}
-                words[name] = self.words(folder / name, **self.options[begun], **options)
+                begun = name.removesuffix(" resumed")
+                checkpoint = folder / begun / f"checkpoint-{RESUMED.get(begun)}"
+                resume = {} if name == begun else {"resume_from_checkpoint": checkpoint}
+                words[name] = self.words(folder / name, **self.options[begun], **resume)
             folder.mkdir(exist_ok=True)
             (folder / "runs.json").write_text(json.dumps(words))
             worker = [HELPERS / "train_worker.py", mode, folder / "runs.json", folder / "seen"]
             done = self.start(worker, mode)
-            assert not any(each.returncode for each in done), done[0].stderr[-6000:] + done[-1].stderr[-6000:]
+            for process in done:
+                assert process.returncode == 0, done[0].stderr[-6000:] + done[-1].stderr[-6000:]
             for stream in ("stdout", "stderr"):  # after that of earlier runs
                 with open(folder / stream, "a") as file:
-                    file.writelines(getattr(each, stream) for each in done)
+                    file.writelines(getattr(process, stream) for process in done)
         return self.done[place]
 
     def start(self, worker: list, mode: str) -> list[subprocess.CompletedProcess]:
@@ -148,40 +140,42 @@ class Room:
         if mode == "one":
             return [self.prepared.run(worker, **ENVIRONMENT)]
         prepare = prepare_deepspeed_cmd_env if mode.startswith("zero") else prepare_multi_gpu_env
-        words = ["--config_file", str(CONFIGS / f"{mode}.yaml"), "--num_processes", "2", "--main_process_port", "0"]
-        arguments = _validate_launch_command(launch_command_parser().parse_args([*words, "script.py"]))[0]
+        words = [f"--config_file={CONFIGS / mode}.yaml", "--num_processes=2", "script.py"]
+        parsed = launch_command_parser().parse_args(["--main_process_port=0", *words])
+        arguments = _validate_launch_command(parsed)[0]
         arguments.deepspeed_fields_from_accelerate_config = ""  # as for a user's own file
         made = prepare(arguments)
         environment = made[1] if isinstance(made, tuple) else made
-        accelerates = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        accelerates = dict(environment.items() - os.environ.items())
         return self.prepared.run_ranks(worker, **{**accelerates, **ENVIRONMENT})
 
     def launch(self, output: Path, **options) -> subprocess.Popen:
         """`normalign train` with two processes of its own."""
-        words = ["train", "--accelerate_config", "ddp", "--num_processes", "2", *self.words(output, **options)]
+        command = [sys.executable, "-m", "normalign_llava", "train", "--accelerate_config", "ddp"]
+        command += ["--num_processes", "2", *self.words(output, **options)]
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, "-m", "normalign_llava", *words], env=environment, **pipes)
+        return subprocess.Popen(command, env=environment, **pipes)
 
 
 def seen(folder: Path, name: str, rank: int) -> dict:
     return json.loads((folder / f"seen.{name}.{rank}").read_text())
 
 
-def assert_same_run(ours: Path, reference: Path, weights: float, figures: float, check_dtype: bool = True) -> None:
-    """Weights within an absolute tolerance, losses and the other figures of the log within a relative one."""
+def assert_same_run(ours: Path, reference: Path, weights, figures, check_dtype=True) -> None:
+    """Weights within an absolute tolerance, losses and other logged figures in a relative one."""
     found, expected = (stored.weights(folder) for folder in (ours, reference))
     torch.testing.assert_close(found, expected, rtol=0, atol=weights, check_dtype=check_dtype)
-    logs = (json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (ours, reference))
-    for step, same_step in zip(*logs, strict=True):
+    states = [(folder / "trainer_state.json").read_text() for folder in (ours, reference)]
+    for step, other in zip(*(json.loads(state)["log_history"] for state in states), strict=True):
         assert step.keys() & {"loss", "eval_loss", "train_loss"}
         for key in step.keys() & FIGURES:
-            assert step[key] == pytest.approx(same_step[key], rel=figures, abs=1e-12), (step["step"], key)
+            assert step[key] == pytest.approx(other[key], rel=figures, abs=1e-12), (key, step)
 
 
-FIGURES = {"loss", "eval_loss", "learning_rate", "grad_norm", "gain/l2", "gain/mean_abs", "bias/mean_abs"}
+FIGURES = {"loss", "eval_loss", "learning_rate", "grad_norm", "gain/l2", "gain/mean_abs"}
 FIGURES |= {"gwc/factor", "norm/visual", "norm/text", "clip/share", "cosine/visual", "cosine/text"}
-FIGURES |= {f"grad_norm/{part}" for part in PARTS}
+FIGURES |= {"bias/mean_abs", *(f"grad_norm/{part}" for part in PARTS)}
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +191,8 @@ def mixed(room):
 
 PACKING = ("packed", "packed resumed", "packed lora")
 NIGHTLY = {
-    "one": ("lora", "frozen in 4 bits", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
-    "ddp": ("mixed resumed", "lora", "frozen in 4 bits", "skipped", "bad step", "broken")
+    "one": ("lora", "4 bits", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
+    "ddp": ("mixed resumed", "lora", "4 bits", "skipped", "bad step", "broken")
     + ("grouped epochs", "grouped epochs resumed", *PACKING),
     "fsdp2": ("mixed resumed", "lora", "bfloat16", "autocast", "bad step", "broken", *PACKING),
 }
@@ -217,7 +211,7 @@ def nightly(room, mixed):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_end_with_the_weights_and_losses_of_one(mode, mixed):
-    # From a checkpoint without a norm, so the gain was aligned too; images on one process, on the other, on none.
+    # From a checkpoint without a norm, so the gain was aligned too; none, one or both had images.
     folder, one = mixed(mode), mixed("one")
     for rank in range(2):
         found = seen(folder, "mixed", rank)
@@ -227,19 +221,22 @@ def test_two_processes_end_with_the_weights_and_losses_of_one(mode, mixed):
         assert [image for _, image, _ in found["batches"]] == expected
     assert seen(one, "mixed", 0)["processes"] == 1
     assert_same_run(folder / "mixed", one / "mixed", weights=1e-6, figures=1e-5)
-    found, expected = (json.loads((each / "mixed" / "dynamics.jsonl").read_text()) for each in (folder, one))
+    lines = [(at / "mixed" / "dynamics.jsonl").read_text() for at in (folder, one)]
+    found, expected = map(json.loads, lines)
     assert found["step"] == expected["step"] == 2
-    assert found["visual"] + found["text"] == pytest.approx(expected["visual"] + expected["text"], abs=1e-4)
+    for kind in ("visual", "text"):
+        assert found[kind] == pytest.approx(expected[kind], abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_was_saved_loads_and_is_complete(mode, mixed):
     folder = mixed(mode) / "mixed"
-    loaded, report = NormAlignLlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    cls = NormAlignLlavaForConditionalGeneration
+    loaded, report = cls.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     training.assert_equal(training.weights(loaded), stored.weights(folder))
     auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
-    assert auto_map["AutoModelForImageTextToText"] == f"modeling_normalign_llava.{type(loaded).__name__}"
+    assert auto_map["AutoModelForImageTextToText"] == f"modeling_normalign_llava.{cls.__name__}"
     code = {"configuration_normalign_llava.py", "modeling_normalign_llava.py"}
     for saved in (folder, folder / "checkpoint-2", folder / "checkpoint-4"):
         assert {path.name for path in saved.glob("*llava.py")} == code
@@ -253,7 +250,7 @@ def test_what_was_saved_loads_and_is_complete(mode, mixed):
 def test_a_checkpoint_has_once_what_is_trained_and_what_is_frozen_never(mode, room, mixed):
     folder = (mixed(mode) if mode == "fsdp2" else room.runs(mode, "light")) / "light"
     files = [path.stat() for path in (folder / "checkpoint-1").rglob("*")]
-    own = sum(each.st_size for each in files if each.st_nlink == 1)
+    own = sum(file.st_size for file in files if file.st_nlink == 1)
     weights = sum(path.stat().st_size for path in room.wide.glob("*.safetensors"))
     assert own < weights / 10
     disk = json.loads((folder / "training.json").read_text())["run"]["disk"]
@@ -267,7 +264,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(mode, nightly):
     assert seen(folder, "mixed resumed", 0)["batches"] == seen(folder, "mixed", 0)["batches"][4:]
     assert_same_run(folder / "mixed resumed", folder / "mixed", weights=0, figures=0)
     if mode == "ddp":  # in a later epoch, in the order of that epoch
-        assert_same_run(folder / "grouped epochs resumed", folder / "grouped epochs", weights=0, figures=0)
+        assert_same_run(folder / "grouped epochs resumed", folder / "grouped epochs", 0, 0)
 
 
 @pytest.mark.nightly
@@ -281,18 +278,11 @@ def test_packing_changes_no_step(mode, nightly):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("mode", "name", "weights", "figures"),
-    [
-        ("ddp", "lora", 1e-6, 1e-5),
-        ("fsdp2", "lora", 1e-6, 1e-5),
-        ("ddp", "frozen in 4 bits", 5e-4, 5e-3),
-    ],
-)
-def test_beside_frozen_layers_a_run_ends_as_in_one_process_with_a_float32_gain(mode, name, weights, figures, nightly):
+@pytest.mark.parametrize("mode, name", [("ddp", "lora"), ("fsdp2", "lora"), ("ddp", "4 bits")])
+def test_beside_frozen_layers_a_run_ends_as_in_one_process_with_a_float32_gain(mode, name, nightly):
     folder, one = nightly(mode), nightly("one")
     assert seen(folder, name, 1)["type"] == KINDS[mode][0]
-    assert_same_run(folder / name, one / name, weights, figures)
+    assert_same_run(folder / name, one / name, *((1e-6, 1e-5) if name == "lora" else (5e-4, 5e-3)))
     assert_gain_moved(stored.weights(folder / name))
 
 
@@ -316,8 +306,8 @@ def test_a_projector_in_float32_is_trained_beside_frozen_modules_in_bfloat16(mod
     one = room.runs("one", "frozen")
     for names in ("frozen",), ("frozen resumed",):
         folder = room.runs(mode, *names)
-    kept = torch.float32 if mode == "zero3" else torch.bfloat16  # DeepSpeed divides all in one precision
-    assert_same_run(folder / "frozen", one / "frozen", 5e-4, 5e-3, check_dtype=kept == torch.bfloat16)
+    kept = torch.float32 if mode == "zero3" else torch.bfloat16  # ZeRO-3 divides all in one dtype
+    assert_same_run(folder / "frozen", one / "frozen", 5e-4, 5e-3, check_dtype=mode != "zero3")
     assert_same_run(folder / "frozen resumed", folder / "frozen", weights=0, figures=0)
     weights = stored.weights(folder / "frozen")
     for name, weight in weights.items():
@@ -331,15 +321,16 @@ def test_a_projector_in_float32_is_trained_beside_frozen_modules_in_bfloat16(mod
 def test_in_bfloat16_the_gain_is_used_and_its_gradient_reduced_in_float32(mode, name, room):
     folder = room.runs(mode, name)
     ranks = [seen(folder, name, rank)["gain"] for rank in range(2)]
-    assert {each["dtype"] for each in ranks} == {"torch.float32"}
-    expected = sum(torch.tensor(each["own"], dtype=torch.float64) for each in ranks) / 2
-    for each in ranks:
-        torch.testing.assert_close(torch.tensor(each["gradient"]).double(), expected, rtol=1e-4, atol=1e-7)
+    assert {rank["dtype"] for rank in ranks} == {"torch.float32"}
+    expected = sum(torch.tensor(rank["own"], dtype=torch.float64) for rank in ranks) / 2
+    for rank in ranks:
+        gradient = torch.tensor(rank["gradient"], dtype=torch.float64)
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
     assert "The gain is trained in" not in (folder / "stderr").read_text()
 
 
 def assert_gain_moved(weights: dict[str, torch.Tensor]) -> None:
-    gain = next(weight for name, weight in weights.items() if name.endswith("norm.weight") and "projector" in name)
+    gain = next(weights[name] for name in weights if name.endswith("projector.norm.weight"))
     assert gain.dtype == torch.float32
     assert gain.std() > 1e-4  # it begins with one value in every place
 
@@ -348,7 +339,8 @@ def assert_gain_moved(weights: dict[str, torch.Tensor]) -> None:
 def test_bad_rows_of_both_processes_are_skipped_and_listed_once(nightly):
     folder = nightly("ddp")  # four steps of four rows: the eight rows twice
     assert len(seen(folder, "skipped", 1)["batches"]) == 8
-    assert [row.row for row in DroppedRows(folder / "skipped" / "dropped_rows.jsonl").read()] == [103, 104]
+    dropped = DroppedRows(folder / "skipped" / "dropped_rows.jsonl").read()
+    assert [row.row for row in dropped] == [103, 104]
     shown = (folder / "stdout").read_text()
     assert (shown.count("data.json, row 103: "), shown.count("(2 rows)")) == (1, 1)
 
@@ -357,19 +349,18 @@ def test_bad_rows_of_both_processes_are_skipped_and_listed_once(nightly):
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2", pytest.param("zero3", marks=ZERO)])
 def test_what_is_not_finite_on_one_process_stops_both(mode, nightly):
     folder = nightly(mode, zero="broken")
-    said = [seen(folder, "broken", rank)["error"] for rank in range(2)]
-    assert said[0] == said[1]
-    assert said[0].startswith(
-        "Step 2 has values that are not finite, first in the output of model.multi_modal_projector.norm."
-    )
-    assert f"The last complete checkpoint is {folder / 'broken' / 'checkpoint-1'}." in said[0]
-    assert not (folder / "broken" / "checkpoint-2").exists() and not list((folder / "broken").glob("*.safetensors"))
+    said, other = (seen(folder, "broken", rank)["error"] for rank in range(2))
+    assert said == other and said.startswith("Step 2 has values that are not finite, first in ")
+    assert "the output of model.multi_modal_projector.norm. The last complete" in said
+    broken = folder / "broken"
+    assert f"checkpoint is {broken / 'checkpoint-1'}." in said
+    assert not (broken / "checkpoint-2").exists() and not list(broken.glob("*.safetensors"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
-    found, expected = (stored.weights(folder / "bad step") for folder in (nightly(mode), nightly("one")))
+    found, expected = (stored.weights(at / "bad step") for at in (nightly(mode), nightly("one")))
     assert all(weight.isfinite().all() for weight in expected.values())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
@@ -380,10 +371,8 @@ def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, night
     folder, one = nightly("fsdp2"), nightly("one")
     assert seen(folder, name, 1)["gain dtype"] == "torch.float32"
     assert_gain_moved(stored.weights(folder / name))
-    losses, expected = (
-        [step["loss"] for step in seen(where, kind, 0)["logs"] if "loss" in step]
-        for where, kind in ((folder, name), (one, "bfloat16"))
-    )
+    logs = (seen(folder, name, 0)["logs"], seen(one, "bfloat16", 0)["logs"])
+    losses, expected = ([step["loss"] for step in log if "loss" in step] for log in logs)
     assert losses == pytest.approx(expected, rel=1e-2)
 
 
@@ -400,20 +389,21 @@ def test_a_launched_run_says_once_what_is_wrong(room, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ended", ["process", "launcher"])
-def test_a_killed_process_is_named_and_an_ended_launcher_takes_its_processes_with_it(room, tmp_path, ended):
+def test_a_killed_process_is_named_and_an_ended_launcher_ends_the_others(room, tmp_path, ended):
     with room.launch(tmp_path / "out", max_steps=10**6) as launcher:
         while "2/1000000 " not in (line := launcher.stdout.readline()):
             assert line, launcher.stderr.read()
         if ended == "process":
-            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-            os.kill(int(children[1]), signal.SIGKILL)
+            started = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            os.kill(int(started[1]), signal.SIGKILL)
         else:
             launcher.terminate()
         said = launcher.communicate()[1]  # to the end of the last process that writes there
     if ended == "process":
-        assert launcher.returncode == 1 and "Error: Process 1 was ended by SIGKILL." in said and "elastic" not in said
+        assert launcher.returncode == 1 and "elastic" not in said
+        assert "Error: Process 1 was ended by SIGKILL." in said
     else:
         assert launcher.returncode == 143
-        assert re.search(r"Stopped\. Step \d+ was done. .* holds no complete checkpoint, so it is lost", said), said
+        assert re.search(r"Stopped\. Step \d+ was done\. .* no complete checkpoint, so", said), said
         with only_run(tmp_path / "out"):
             assert not list((tmp_path / "out").glob("*.safetensors"))

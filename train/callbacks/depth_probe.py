@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far each decoder layer moves visual and text tokens, at chosen steps of a run, on one fixed batch (figure 5)."""
+"""How far decoder layers move visual and text tokens, at chosen steps, on one batch (figure 5)."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Self
 
 import torch
-from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import DataCollator, TrainerCallback
 
@@ -22,14 +22,13 @@ from ..options import NormAlignConfig
 
 
 class CosineProbe(TrainerCallback):
-    """Records the cosine similarity of consecutive hidden states of a token at every decoder layer (RQ3).
+    """Records the cosine similarity of a token's hidden states before and after every layer (RQ3).
 
-    A line of `dynamics.jsonl` is `{"step": 0, "visual": [...], "text": [...]}`: for each layer the mean cosine between
-    its input and its output, over image tokens and over the other attended tokens. The last layer's output is taken
-    before the final norm. A list is empty if the batch has no such tokens. Lines of the same step or later ones, which
-    a run wrote before it was resumed, are dropped.
-
-    A run is the same with and without the probe. Step 0 is before training. `batch` is the same on every process.
+    A line of `dynamics.jsonl` is `{"step": 0, "visual": [...], "text": [...]}`: for every layer the
+    mean over image tokens, and over the other attended tokens. The last layer's output is taken
+    before the final norm. A list is empty if the batch has no such tokens. Step 0 is before
+    training. Lines of this step or later ones, from before a run was resumed, are dropped. A run is
+    the same with and without the probe. `batch` is the same on every process.
     """
 
     def __init__(self, steps: Sequence[int], batch: dict[str, Tensor]):
@@ -38,7 +37,7 @@ class CosineProbe(TrainerCallback):
         self._means: dict[str, float] = {}
 
     @classmethod
-    def of_rows(cls, rows: Dataset | IterableDataset, collator: DataCollator, args: NormAlignConfig) -> "CosineProbe":
+    def of_rows(cls, rows: Iterable, collator: DataCollator, args: NormAlignConfig) -> Self:
         """The probe on the first `probe_rows` training rows, padded."""
         if isinstance(collator, ConversationCollator):
             collator = replace(collator, padding_free=False)
@@ -59,19 +58,22 @@ class CosineProbe(TrainerCallback):
         batch = {name: value.to(args.device) for name, value in self.batch.items()}
         with evaluating(model, args):
             curves = layer_cosines(model, batch)
-        self._means = {f"cosine/{kind}": sum(curve) / len(curve) for kind, curve in curves.items() if curve}
+        means = {kind: sum(curve) / len(curve) for kind, curve in curves.items() if curve}
+        self._means = {f"cosine/{kind}": mean for kind, mean in means.items()}
         if state.is_world_process_zero:
-            path, line = Path(args.output_dir) / DYNAMICS, {"step": state.global_step, **curves}
-            texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            texts = [text for text in texts if json.loads(text)["step"] < line["step"]] + [json.dumps(line)]
+            path, step = Path(args.output_dir) / DYNAMICS, state.global_step
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            lines = [line for line in lines if json.loads(line)["step"] < step]
+            lines.append(json.dumps({"step": step, **curves}))
             with atomic_write(path) as written:
-                written.write_text("\n".join(texts) + "\n", encoding="utf-8")
+                written.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Mean cosine between input and output of every decoder layer, for `"visual"` and `"text"` tokens, if any."""
+    """Mean cosine of input and output of every decoder layer, of `"visual"` and `"text"` tokens."""
     inner = base_model(model)
-    positions = token_positions(batch["input_ids"], batch.get("attention_mask"), inner.config.image_token_id)
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    positions = token_positions(ids, mask, inner.config.image_token_id)
     none = torch.zeros_like(positions["text"])
     masks = torch.stack([positions.get(kind, none).flatten() for kind in KINDS])
     depth = DepthProbe(decoder_layers(inner.model.language_model))

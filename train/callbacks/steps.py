@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watches the steps: measurements that are logged, the check for finite numbers, progress on the screen."""
+"""What watches the steps: measurements for the log, the check for finite numbers, printed lines."""
 
 import sys
 import time
@@ -16,29 +16,29 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import IntervalStrategy
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from ...diagnose.measure.families import decoder_layers, token_positions
 from ...modeling_normalign_llava import _gathered, gain_magnitude
 from ..keeping.checkpoints import newest_complete
-from ..modules.model import base_model, evaluating, module_of, projector_norm, trained_parameters, watching_outputs
+from ..modules import model as parts
 from ..options import NormAlignConfig
 
 
+logger = get_logger(__name__)  # logs in one process only
+
 PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
-"""Parts whose gradients are measured; the projector without its norm, whose gain and bias are apart."""
+"""Parts whose gradients are measured. The norm's gain and bias are apart from the projector."""
 
 
 class Measurements(TrainerCallback):
     """Measures the modules at the steps that are logged; at others it costs next to nothing.
 
-    docs/options.md lists what is logged: sums over all micro-batches and processes of the step. A part that is
-    frozen has no entry. DeepSpeed keeps the gradients to itself. `logging_strategy="epoch"` has no such steps.
+    docs/options.md lists what is logged, over all micro-batches and processes of the step. Frozen
+    parts have no entry. DeepSpeed hides gradients. `logging_strategy="epoch"` has no such steps.
     """
 
-    def __init__(self, args: TrainingArguments):
+    def __init__(self, args: NormAlignConfig):
         self.max_grad_norm = args.max_grad_norm
         self._hooks: list[Any] = []
         self._measuring = False
@@ -49,19 +49,20 @@ class Measurements(TrainerCallback):
         self._norms: dict[str, Tensor] = {}  # the sum of norms, and their number
 
     def after_clip(self, total_norm: Tensor | float | None) -> None:
-        """Takes the norm of all gradients before clipping, without waiting for the device; None is DeepSpeed's."""
+        """Takes the norm of all gradients before clipping, on its device; DeepSpeed's is None."""
         if total_norm is None or not self.max_grad_norm:
             return
-        norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-        self._divisor = torch.as_tensor((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)  # as torch's
+        ratio = (_whole(total_norm) + 1e-6) / self.max_grad_norm  # as torch computes it
+        self._divisor = torch.as_tensor(ratio).clamp(min=1.0)
         self._clipped.append(self._divisor > 1)
 
     def collect(self) -> dict[str, float]:
-        """What was measured since the last call, if the step is a logged one, over all processes, which all call."""
+        """What was measured at a logged step, over all processes, which must call this together."""
         if not self._measuring:
             return {}
         self._measuring = False
-        values = {name: value.item() for name, value in (norm_values(self._model) | self._grad_norms).items()}
+        tensors = norm_values(self._model) | self._grad_norms
+        values = {name: tensor.item() for name, tensor in tensors.items()}
         for name, (total, count) in reduce(self._norms, "sum").items():
             if count:
                 values[name] = (total / count).item()
@@ -71,41 +72,35 @@ class Measurements(TrainerCallback):
         return values
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._model = base_model(model)
-        state.compute_steps(args, state.max_steps)  # a resumed state has those of the options before
+        self._model = parts.base_model(model)
+        state.compute_steps(args, state.max_steps)  # a resumed state has those of earlier options
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Hooks the forward passes of a step that is logged."""
         step = state.global_step + 1
-        self._measuring = (step == 1 and args.logging_first_step) or (
-            args.logging_strategy == IntervalStrategy.STEPS and step % state.logging_steps == 0
-        )
+        by_steps = args.logging_strategy == "steps" and step % state.logging_steps == 0
+        self._measuring = by_steps or (step == 1 and args.logging_first_step)
         if not self._measuring:
             return
-        self._grad_norms = {}
-        self._norms = {name: torch.zeros(2, device=args.device) for name in ("norm/visual", "norm/text")}
-        inner = self._model.model
+        self._grad_norms, self._norms = {}, {}
+        inner, first = self._model.model, decoder_layers(self._model.model.language_model)[0]
         self._hooks = [
             inner.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
-            decoder_layers(inner.language_model)[0].register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
+            first.register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
         ]
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        """Measures gradient norms."""
         for hook in self._hooks:
             hook.remove()
         if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
             return
         norms: dict[str, list[Tensor]] = {}
-        for name, parameter in trained_parameters(model).items():
+        for name, parameter in parts.trained_parameters(model).items():
             if parameter.grad is not None:
                 norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
-                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-                norms.setdefault(f"grad_norm/{_part(name)}", []).append(norm.to(args.device))
+                norms.setdefault(_part(name), []).append(_whole(norm).to(args.device))
         # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
-        self._grad_norms = {
-            name: torch.linalg.vector_norm(torch.stack(parts)) * self._divisor for name, parts in norms.items()
-        }
+        for part, values in norms.items():
+            self._grad_norms[f"grad_norm/{part}"] = torch.stack(values).norm() * self._divisor
 
     def _keep_inputs(self, module, args, kwargs):
         self._inputs = kwargs
@@ -117,15 +112,16 @@ class Measurements(TrainerCallback):
         hidden = args[0] if args else kwargs["hidden_states"]
         norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
         ids, mask, self._inputs = self._inputs["input_ids"], self._inputs.get("attention_mask"), {}
-        for name, positions in token_positions(ids, mask, self._model.config.image_token_id).items():
-            at = positions.to(norms.device)
-            self._norms[f"norm/{name}"] += torch.stack([torch.where(at, norms, 0).sum(), at.sum()])
+        for name, places in token_positions(ids, mask, self._model.config.image_token_id).items():
+            at = places.to(norms.device)
+            total = torch.stack([torch.where(at, norms, 0).sum(), at.sum()])
+            self._norms[f"norm/{name}"] = total + self._norms.get(f"norm/{name}", 0)
 
 
 @torch.no_grad()
 def norm_values(model: nn.Module) -> dict[str, Tensor]:
-    """Size of gain and bias (table 5) and the factor of gradient compensation (eq. 12), as 0-d tensors by name."""
-    norm = projector_norm(model)
+    """Size of gain and bias (table 5) and the factor of gradient compensation (eq. 12), by name."""
+    norm = parts.projector_norm(model)
     values = {"gwc/factor": torch.ones(())}
     if isinstance(norm, nn.Identity):
         return values
@@ -141,37 +137,39 @@ def norm_values(model: nn.Module) -> dict[str, Tensor]:
 
 def _part(name: str) -> str:
     """Which of `PARTS` a parameter belongs to."""
-    module = module_of(name)
+    module = parts.module_of(name)
     if module == "norm":
         return "gain" if name.endswith("weight") else "bias"
     return {"vision": "vision_tower", "language": "language_model"}.get(module, module)
 
 
-logger = get_logger(__name__)  # logs in one process only
+def _whole(norm: Any) -> Any:
+    """A norm as a number or one tensor, also if FSDP2 divides what it is of."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
 
 MAX_CONSECUTIVE_SKIPS = 10
 """A run that skips bad steps stops after so many in a row."""
 
 
 class FiniteCheck(TrainerCallback):
-    """Checks whether loss and gradients of a step are finite; only if not, looks for the module that was first.
+    """Checks that loss and gradients of a step are finite; only if not, finds the first bad module.
 
-    They are counted on their device. Once in an optimizer step the counts are summed over the processes, so that all
-    of them stop or none, and read, which waits for the device.
-
-    With fp16, infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step and
-    lowers its scale. There only the loss counts, until the scale is below 1.
+    They are counted on their device. Once in an optimizer step the counts are summed over the
+    processes, so that all of them stop or none, and read, which waits for the device. With fp16,
+    infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step
+    and lowers its scale. There only the loss counts, until the scale is below 1.
     """
 
     def __init__(self, args: NormAlignConfig):
         self.args = args
-        self._not_finite = torch.zeros(2, dtype=torch.int32, device=args.device)  # losses, norms of gradients
+        self._not_finite = torch.zeros(2, dtype=torch.int32, device=args.device)  # losses, norms
         self._batches: list[Mapping[str, Any]] = []  # of this step
         self._step = self._skipped = 0
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if damaged := weights_not_finite(model):
-            raise FloatingPointError(f"{damaged[0]} of the model is not finite. Train another checkpoint.")
+            raise FloatingPointError(f"{damaged[0]} is not finite. Train another checkpoint.")
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Forgets the step before, also one that was never taken."""
@@ -185,14 +183,10 @@ class FiniteCheck(TrainerCallback):
         self._not_finite[0] += ~loss.detach().isfinite().all().to(self._not_finite.device)
         self._batches.append(batch)
 
-    def is_step_finite(self, model: nn.Module, total_norm: Tensor | float | None, scaler: GradScaler | None) -> bool:
-        """Whether the optimizer may take this step. All processes must call it at the same time.
-
-        `total_norm`, of all gradients, is None if DeepSpeed does not know it, and below 0 if it is not finite.
-        """
-        if total_norm is not None:
-            norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-            norm = torch.as_tensor(norm, device=self.args.device)
+    def is_step_finite(self, model: nn.Module, total_norm: Any, scaler: GradScaler | None) -> bool:
+        """Whether the optimizer may take this step. All processes must call it at the same time."""
+        if total_norm is not None:  # DeepSpeed may not know it, or give -1 if it is not finite
+            norm = torch.as_tensor(_whole(total_norm), device=self.args.device)
             self._not_finite[1] += ~(norm.isfinite() & (norm >= 0))
         losses, gradients = reduce(self._not_finite, "sum").tolist()
         batches, self._batches = self._batches, []  # before the next ones are read
@@ -201,27 +195,28 @@ class FiniteCheck(TrainerCallback):
             return True
         if self.args.fp16 and not losses and (scaler is None or scaler.get_scale() >= 1):
             return True
-        place = self._first_module(model, batches) or ("the loss" if losses else "the gradients, with finite outputs")
+        elsewhere = "the loss" if losses else "the gradients, with finite outputs"
+        place = self._first_module(model, batches) or elsewhere
         problem = f"Step {self._step} has values that are not finite, first in {place}."
         self._skipped += 1
         if self.args.bad_steps == "skip" and self._skipped < MAX_CONSECUTIVE_SKIPS:
             logger.warning(f"{problem} The step is skipped.")
             return False
         raise FloatingPointError(
-            f"{problem} {self._remedy()} --bad_steps skip, in a resumed run too, skips such steps, but not "
-            f"{MAX_CONSECUTIVE_SKIPS} in a row."
+            f"{problem} {self._remedy()} --bad_steps skip, in a resumed run too, skips such steps, "
+            f"but not {MAX_CONSECUTIVE_SKIPS} in a row."
         )
 
     def check_weights(self, model: nn.Module) -> None:
-        """Checks the weights before they are saved. If they are sharded, all processes must call it together."""
+        """Checks weights before they are saved. All processes must call it if they are sharded."""
         if damaged := weights_not_finite(model):
             raise FloatingPointError(
-                f"After step {self._step}, {len(damaged)} tensors of the model are not finite, first {damaged[0]}. "
-                f"They are not saved. {self._remedy()}"
+                f"After step {self._step}, {len(damaged)} tensors are not finite, first "
+                f"{damaged[0]}. They are not saved. {self._remedy()}"
             )
 
     def _first_module(self, model: nn.Module, batches: list[Mapping[str, Any]]) -> str:
-        """The first module that gives values that are not finite, in one more forward pass of the step's batches."""
+        """The first module whose output is not finite, in one more pass of the step's batches."""
         first: list[str] = []
 
         def look(name: str, outputs: list[Tensor]) -> None:
@@ -229,7 +224,7 @@ class FiniteCheck(TrainerCallback):
                 first.append(f"the output of {name}")
 
         try:
-            with evaluating(model, self.args), watching_outputs(model, look):
+            with parts.evaluating(model, self.args), parts.watching_outputs(model, look):
                 for batch in batches:  # all of them: sharded weights are gathered by all processes
                     model(**batch, fused_lm_head=True)
         finally:
@@ -240,23 +235,20 @@ class FiniteCheck(TrainerCallback):
 
     def _remedy(self) -> str:
         last = newest_complete(self.args.output_dir, self.args.world_size)
-        remaining = f"The last complete checkpoint is {last}." if last else "There is no complete checkpoint yet."
-        return f"{remaining} Start again with lower learning rates."
+        left = f"The last complete checkpoint is {last}." if last else "No checkpoint is complete."
+        return f"{left} Start again with lower learning rates."
 
 
 @torch.no_grad()
 def weights_not_finite(model: nn.Module) -> list[str]:
-    """Names of parameters with values that are NaN or infinite, in this process's shards or another's.
-
-    Only sharded weights are compared with other processes: the first process alone may save weights that all have.
-    """
-    largest, sharded = {}, is_deepspeed_zero3_enabled()
+    """Names of parameters with NaN or infinite values; if they are sharded, in any process."""
+    largest, sharded = {}, False
     for name, parameter in model.named_parameters():
-        shard = parameter.ds_tensor if is_deepspeed_zero3_enabled() else parameter
-        if isinstance(shard, DTensor):
-            shard, sharded = shard.to_local(), True
+        shard = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's
+        shard = shard.to_local() if isinstance(shard, DTensor) else shard
+        sharded |= shard is not parameter
         if shard.is_floating_point() and shard.numel():  # 4-bit weights are packed
-            # `isfinite` makes copies: of an embedding matrix, they are more than stage 1 takes besides weights.
+            # `isfinite` makes copies: of embeddings, more than stage 1 takes besides weights.
             largest[name] = torch.linalg.vector_norm(shard, torch.inf)
     damaged = [name for name, value in largest.items() if not value.isfinite()]
     return list(dict.fromkeys(gather_object(damaged))) if sharded else damaged
@@ -274,11 +266,11 @@ COLUMNS = {
 
 
 def show_lines(trainer: Trainer) -> None:
-    """Has a trainer print lines in place of all that is logged, and bars on a terminal. A notebook has a table."""
-    bars, dictionaries = trainer.pop_callback(ProgressCallback), trainer.pop_callback(PrinterCallback)
+    """Has a trainer print lines of what it logs, and bars on a terminal; a notebook has a table."""
+    bars, printer = trainer.pop_callback(ProgressCallback), trainer.pop_callback(PrinterCallback)
     if bars and sys.stderr.isatty():
         trainer.add_callback(Bars)
-    if bars or dictionaries:
+    if bars or printer:
         trainer.add_callback(ProgressLines)
 
 
@@ -289,23 +281,25 @@ class Bars(ProgressCallback):
 
 
 class ProgressLines(TrainerCallback):
-    """Prints a line for each logged step and each held-out loss; the time left is at the mean pace so far."""
+    """Prints a line for a logged step or held-out loss; time left is at the mean pace so far."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._first_step, self._began = state.global_step, time.perf_counter()
-        _print(state, "step", *(f"{name:>{width}}" for name, (_, width, _) in COLUMNS.items()), "time left")
+        names = (f"{name:>{width}}" for name, (_, width, _) in COLUMNS.items())
+        _print(state, "step", *names, "time left")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Prints the line, with `-` for what was not measured."""
-        step = f"{state.global_step}/{state.max_steps}"
+        step, steps = f"{state.global_step}/{state.max_steps}", state.global_step - self._first_step
         if "loss" in logs:
-            pace = (time.perf_counter() - self._began) / (state.global_step - self._first_step)
+            pace = (time.perf_counter() - self._began) / steps
             left = timedelta(seconds=round(pace * (state.max_steps - state.global_step)))
-            columns = COLUMNS.values()
-            cells = (f"{format(logs[key], form) if key in logs else '-':>{width}}" for key, width, form in columns)
+            cells = []
+            for key, width, form in COLUMNS.values():
+                value = format(logs[key], form) if key in logs else "-"
+                cells.append(f"{value:>{width}}")
             _print(state, step, *cells, f"{left!s:>9}")
         elif "train_runtime" in logs:
-            steps, took = state.global_step - self._first_step, timedelta(seconds=round(logs["train_runtime"]))
+            took = timedelta(seconds=round(logs["train_runtime"]))
             _print(state, f"{steps:,} steps in {took}, mean loss {logs['train_loss']:.4g}")
         else:
             for key in (key for key in logs if key.endswith("_loss")):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run: one process at a time writes them, which is complete, from which a run resumes.
-
-The first process writes `trainer_state.json` last, which marks a checkpoint as complete.
-"""
+"""Checkpoints of a run: how they are written, which are complete, from which a run resumes."""
 
 import os
 import shlex
@@ -19,32 +16,32 @@ from ...checkpoint.files import ADAPTER_CONFIG, STATE, TRAINING_RECORD, json_or_
 from ...errors import Console, write_failure
 
 
-OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
-"""The optimizer's file or folder: of one process or DDP, of FSDP in one file, of FSDP in shards, of DeepSpeed."""
-
 RESULT = ("config.json", ADAPTER_CONFIG, TRAINING_RECORD)
 """Files by which a folder is known to hold a trained model."""
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the checkpoint was written to its end."""
+    """Whether a checkpoint is complete: the first process writes the trainer's state last."""
     return isinstance(json_or_none(checkpoint / STATE), dict)
 
 
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
-    """What a checkpoint lacks that the Trainer would resume without: the mark, optimizer, scheduler, random states."""
+    """What a checkpoint lacks, but the Trainer would resume without: its mark, or some state."""
     folder = Path(checkpoint)
     if not is_complete(folder):
-        return [f"{STATE}, which is written last" if folder.is_dir() else "everything: there is no such folder"]
-    random_states = {path.name for path in folder.glob("rng_state*.pth")}
-    if not random_states:
+        return [f"{STATE}, which is written last" if folder.is_dir() else "all: it does not exist"]
+    saved = {path.name for path in folder.glob("rng_state*.pth")}
+    if not saved:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
-    names = {"rng_state.pth"} if world_size == 1 else {f"rng_state_{rank}.pth" for rank in range(world_size)}
+    ranks = {f"rng_state_{rank}.pth" for rank in range(world_size)}
+    names = ranks if world_size > 1 else {"rng_state.pth"}
+    deepspeed = (folder / "latest").exists()  # and in it all states
+    # Of one process or DDP, of FSDP in one file, of FSDP in shards.
+    optimizers = [folder / name for name in ("optimizer.pt", "optimizer.bin", "optimizer_0")]
     present = {
-        "the optimizer's state": any((folder / name).exists() for name in OPTIMIZERS),
-        # DeepSpeed keeps it with the rest.
-        "scheduler.pt": (folder / "scheduler.pt").exists() or (folder / "latest").exists(),
-        f"random states of {world_size} process(es) (it has those of {len(random_states)})": random_states == names,
+        "the optimizer's state": deepspeed or any(path.exists() for path in optimizers),
+        "scheduler.pt": deepspeed or (folder / "scheduler.pt").exists(),
+        f"random states of {world_size} process(es) (it has {len(saved)})": saved == names,
     }
     return [name for name, is_there in present.items() if not is_there]
 
@@ -62,7 +59,7 @@ def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
 
 @contextmanager
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
-    """Removes an earlier folder first, for which others must wait, and what a full disk cut short."""
+    """Removes an earlier folder, for which others must wait, and what a full disk cut short."""
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
         _remove(folder)
@@ -72,22 +69,23 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
         if (cause := write_failure(error)) is None or is_complete(folder):
             raise
         _remove(folder)
-        last, free = newest_complete(folder.parent, world_size), shutil.disk_usage(folder.parent).free / 2**20
+        last = newest_complete(folder.parent, world_size)
+        free = shutil.disk_usage(folder.parent).free / 2**20
         raise OSError(
-            f"The checkpoint {folder} could not be written: {cause}. {free:,.1f} MiB are free there. Make "
-            "room, keep fewer (--save_total_limit) or write to another disk (--output_dir), then "
+            f"The checkpoint {folder} could not be written: {cause}. {free:,.1f} MiB are free. "
+            "Make room, keep fewer (--save_total_limit) or write elsewhere (--output_dir), then "
             f"{f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
         ) from error
 
 
 def _remove(folder: Path) -> None:
-    (folder / STATE).unlink(missing_ok=True)  # first, or an interrupted removal would leave it marked as complete
+    (folder / STATE).unlink(missing_ok=True)  # first, as the removal may be interrupted
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def writing_result(output: Path) -> Iterator[None]:
-    """Has the trained model written, and removes what makes its folder one of a model again if the disk is full."""
+    """Has the trained model written; on a full disk, removes the files that mark it as a model."""
     try:
         yield
     except Exception as error:
@@ -96,14 +94,14 @@ def writing_result(output: Path) -> Iterator[None]:
         for name in RESULT:
             (output / name).unlink(missing_ok=True)
         raise OSError(
-            f"The trained model could not be written to {output}: {cause}. Make room, and run the same command with "
-            "--resume_from_checkpoint: it goes on from the last checkpoint."
+            f"The trained model could not be written to {output}: {cause}. Make room, and run the "
+            "same command with --resume_from_checkpoint: it goes on from the last checkpoint."
         ) from error
 
 
 @contextmanager
 def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
-    """[`only_writer`] for all processes of a run, which must call this: the first takes the lock, or all stop."""
+    """[`only_writer`] for a run. All processes call it: the first takes the lock, or all stop."""
     problem = [""]
     with ExitStack() as lock:
         if PartialState().is_main_process:
@@ -119,59 +117,62 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
         yield
 
 
-def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, world_size: int) -> Path | None:
+def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> Path | None:
     """The checkpoint to resume from, which the first process prints, or None for the beginning.
 
-    `resume` is a folder; `"last"` or true for the newest complete checkpoint in `output_dir`, or the
+    `resume` is a folder; `"last"` or true for the newest complete checkpoint in `output`, or the
     beginning if there is none; None or false for the beginning.
     """
-    option, output, earlier = str(resume).lower(), Path(output_dir), checkpoints_in(output_dir)
+    option, earlier = str(resume).lower(), checkpoints_in(output)
     has_result = any((output / name).exists() for name in RESULT)
     if option in ("none", "false"):
         if earlier or has_result:
             raise ValueError(
-                f"{output} holds an earlier run or a model. Add --resume_from_checkpoint, or change --output_dir."
+                f"{output} holds an earlier run or a model. Add --resume_from_checkpoint, or "
+                "change --output_dir."
             )
         return None
     if option not in ("last", "true"):
         named = Path(str(resume))
         if missing := missing_from(named, world_size):
-            raise ValueError(f"The checkpoint {named} lacks {'; '.join(missing)}. Name a complete one, or last.")
+            raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
         if earlier and named.resolve().parent != output.resolve():
-            raise ValueError(f"{output} holds checkpoints of another run than {named}. Change --output_dir.")
+            raise ValueError(f"{output} holds another run than {named}. Change --output_dir.")
         return named
     newest = newest_complete(output, world_size)
     console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
     for folder in earlier[earlier.index(newest) + 1 :] if newest else earlier:
         if is_complete(folder):
+            lacks = "; ".join(missing_from(folder, world_size))
             raise ValueError(
-                f"Resuming from {newest or 'the beginning'} would write over {folder}, which lacks nothing but "
-                f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes, or remove it."
+                f"Resuming from {newest or 'the beginning'} would write over {folder}, which only "
+                f"lacks {lacks}. Resume with as many processes, or remove it."
             )
         console.print(f"Skipped {folder}: it was not written to its end.")
     if has_result and not newest:
         raise ValueError(f"{output} holds a model, but no checkpoint. Choose another --output_dir.")
-    console.print(f"Resuming from {newest or f'the beginning: {output_dir} holds no complete checkpoint'}.")
+    origin = newest or f"the beginning: {output} holds no complete checkpoint"
+    console.print(f"Resuming from {origin}.")
     return newest
 
 
-def began_in(resume: str | bool | None, output_dir: str | os.PathLike | None) -> tuple[bool, bool] | None:
-    """`bf16` and `fp16` of the run that is resumed, from the record in its checkpoints; None if unknown."""
-    for folder in (Path(str(resume)), *reversed(checkpoints_in(Path(output_dir or "trainer_output")))):
+def began_in(resume: str | bool | None, output_dir: str | None) -> tuple[bool, bool] | None:
+    """`bf16` and `fp16` of a run that is resumed, by the record in its checkpoints, or None."""
+    for folder in (Path(str(resume)), *reversed(checkpoints_in(output_dir or "trainer_output"))):
         options = (json_or_none(folder / TRAINING_RECORD) or {}).get("options", {})
         if "bf16" in options:
             return options["bf16"], options.get("fp16", False)
     return None
 
 
-def after_stop(output_dir: str | os.PathLike, world_size: int, step: int) -> str:
+def after_stop(output: Path, world_size: int, step: int) -> str:
     """What is lost of a run that was stopped after `step`, and how to resume it."""
-    output = Path(output_dir)
     if not step:
         return "Nothing was trained."
     if (json_or_none(output / TRAINING_RECORD) or {}).get("steps_done") == step:
         return f"The trained model is complete in {output}."
+    done = f"Step {step} was done."
     if newest := newest_complete(output, world_size):
         resume = f"--resume_from_checkpoint {shlex.quote(str(newest))}"
-        return f"Step {step} was done. Resume with the same command and {resume}. What was done since then is lost."
-    return f"Step {step} was done. {output} holds no complete checkpoint, so it is lost. A lower --save_steps helps."
+        return f"{done} Resume with the same command and {resume}. What was done since is lost."
+    return f"{done} {output} holds no complete checkpoint, so it is lost. Lower --save_steps."

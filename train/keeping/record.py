@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells of itself: `training.json`, and the summary that is printed before its first step."""
+"""What a run tells of itself: `training.json`, and the summary printed before its first step."""
 
 import json
 import os
@@ -29,38 +29,28 @@ from transformers import PreTrainedModel
 
 from ... import __version__
 from ...assembly.processing import ARM_FIELDS, arm_of
+from ...checkpoint import weights as stored
 from ...checkpoint.files import TRAINING_RECORD
 from ...checkpoint.opening import read_record
-from ...checkpoint.weights import check_space, free_space, module_of_file, shards_of, stored_tensors, unchanged_files
 from ...data.rows.checks import DataReport, by_kind, counted, not_read
 from ...data.rows.parse import DroppedRows
-from ..modules.model import (
-    OPTIMIZER,
-    base_model,
-    frozen_modules,
-    module_of,
-    parameter_count,
-    static_bytes,
-    tensor_bytes,
-    trained_parameters,
-)
+from ..modules import model as parts
 from ..options import BOTH_STAGES, STAGES, NormAlignConfig, autocast_dtype
 from .checkpoints import checkpoints_in
 
 
-LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
-
 MAY_CHANGE = (
-    *("save_", "logging_", "log_", "eval_", "report_to", "probe_", "max_steps", "num_train_epochs", "hub_"),
-    *("push_to_hub", "dataloader_", "test_split", "dataset_test", "model_name", "dataset_name", "image_folder"),
-    *("learning_rate", "bad_steps", "bad_rows", "check_images", "dataset_num_proc", "dry_run", "device_memory"),
+    *("save_", "logging_", "log_", "eval_", "report_to", "probe_", "max_steps", "num_train_epochs"),
+    *("hub_", "push_to_hub", "dataloader_", "dataset_num_proc", "dry_run", "device_memory"),
+    *("test_split", "dataset_test", "model_name", "dataset_name", "image_folder", "learning_rate"),
+    *("bad_steps", "bad_rows", "check_images"),
 )
-"""Prefixes of options that may change when a run is resumed. Data are compared by their reports, learning rates by
-module."""
+"""Prefixes of options that may change in a resumed run; data and learning rates as such may not."""
 
 LEFT_OUT = {
-    *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "push_to_hub_token"),
-    *("disable_tqdm", "do_eval", "logging_nan_inf_filter", "dataloader_pin_memory", "use_cpu", "learning_rate"),
+    *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "do_eval"),
+    *("push_to_hub_token", "disable_tqdm", "logging_nan_inf_filter", "dataloader_pin_memory"),
+    *("use_cpu", "learning_rate", "revision"),
     *("activation_checkpointing", "activation_checkpointing_kwargs"),  # since transformers 5.24
 }
 """Options that are secret, about output, derived, or recorded under another key."""
@@ -76,15 +66,17 @@ def training_record(
 ) -> dict[str, Any]:
     """The resolved recipe as JSON: options that differ from their default, and all that stages set.
 
-    Local paths are cut to their last part. Dropped rows are listed by number. All processes must call
-    this together. The trainer adds `run`, the facts of [`summary`], and at saves `steps_done`, `seconds`.
+    Local paths are cut to their last part, dropped rows listed by number. All processes must call
+    this together. The trainer adds facts of [`summary`] as `run`; at saves `steps_done`, `seconds`.
     """
-    loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
+    loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {})}
     options = {name: value for name, value in _plain(loaded).items() if value is not None}
     for more in others:
         options |= _changed(more, set())
     options |= _changed(args, {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"})
     quantization = getattr(model.config, "quantization_config", None)
+    read = [vars(data) | {"dropped": [row.row for row in data.dropped]} for data in report.sources]
+    libraries = ("torch", "transformers", "trl", "peft", "accelerate")
     return {
         "stage": args.stage,
         "arm": arm_of(model.config),
@@ -95,58 +87,61 @@ def training_record(
         "quantization": None if quantization is None else json.loads(quantization.to_json_string()),
         "text_embedding_norm": model.config.text_embedding_norm,
         "model_revision": commit,
-        "data": [_plain(vars(data)) | {"dropped": [row.row for row in data.dropped]} for data in report.sources],
+        "data": _plain(read),
         "hardware": hardware(args.device),
-        "versions": {name: version(name) for name in LIBRARIES} | {"normalign_llava": __version__},
+        "versions": {name: version(name) for name in libraries} | {"normalign_llava": __version__},
         "commit": code_commit(),
-        "before": read_record(model.name_or_path, TRAINING_RECORD, commit),  # of the training before this one
+        "before": read_record(model.name_or_path, TRAINING_RECORD, commit),  # an earlier training's
         "seconds": 0.0,
     }
 
 
 def code_commit() -> str | None:
-    """The git commit of this package's checkout, "-dirty" if files are changed, or what pip installed."""
+    """The git commit of this package's checkout, "-dirty" if changed, or of what pip installed."""
     root = Path(__file__).resolve().parents[2]
     git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
     words = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
-    with suppress(PackageNotFoundError, ValueError):  # as pip recorded where it installed this package from (PEP 610)
+        done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=20)
+        return done.stdout.strip()
+    with suppress(PackageNotFoundError, ValueError):  # as pip records it (PEP 610)
         origin = json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
         return origin.get("vcs_info", {}).get("commit_id")
     return None
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The `devices` of all processes, which must call this together, their `count`, and the `machine`."""
+    """The `devices` of all processes, which must call it together, their `count`, the `machine`."""
     accelerator, name = device.type in ("cuda", "xpu"), platform.machine()
     with suppress(OSError, StopIteration):  # as on Linux
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
     if accelerator:
         name = torch.get_device_module(device).get_device_name(device)
-    seen = gather_object([(platform.node(), device.index if accelerator else None, name)])
+    seen = {*gather_object([(platform.node(), device.index if accelerator else None, name)])}
     machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
-    return {"devices": sorted({name for *_, name in seen}), "count": len(set(seen)), "machine": machine}
+    return {"devices": sorted({name for *_, name in seen}), "count": len(seen), "machine": machine}
 
 
 def check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: Path) -> None:
     """Raises ValueError unless two records are of one run, whose optimizer would be taken over."""
 
     def fixed(record: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in record["options"].items() if not name.startswith(MAY_CHANGE)}
-        kept |= {name: record.get(name) for name in ("stage", "arm", "learning_rates", "quantization")}
-        base = json.dumps([record.get("build"), record.get("before")], sort_keys=True)
+        options = record["options"]
+        run = {key: options[key] for key in options if not key.startswith(MAY_CHANGE)}
+        run |= {key: record.get(key) for key in ("stage", "arm", "learning_rates", "quantization")}
+        base = json.dumps([record.get("build"), record.get("before")], sort_keys=True).encode()
+        run["the model to train, by its records"] = sha256(base).hexdigest()[:8]
         counts = ("source", "used", "images", "shortest", "median", "longest")
-        data = [[row.get(name) for name in counts] for row in record["data"] if row["split"] == "train"]
-        return kept | {"data": data, "the model to train, by its records": sha256(base.encode()).hexdigest()[:8]}
+        train = [data for data in record["data"] if data["split"] == "train"]
+        return run | {"data": [[data.get(key) for key in counts] for data in train]}
 
     old, new = fixed(before), fixed(record)
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if names:
         changes = "; ".join(f"{name} (was {old.get(name)}, is {new.get(name)})" for name in names)
         raise ValueError(
-            f"{checkpoint} is of a run that differs in {changes}. Resume with the same, or change --output_dir."
+            f"{checkpoint} is of a run that differs in {changes}. Undo it, or change --output_dir."
         )
 
 
@@ -155,9 +150,9 @@ def _changed(options: Any, always: set[str]) -> dict[str, Any]:
     changed = {}
     for field in fields(options):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        value = _plain(getattr(options, field.name))
-        if field.init and value not in (None, [], {}) and (value != default or field.name in always):
-            changed[field.name] = value
+        name, value = field.name, _plain(getattr(options, field.name))
+        if field.init and value not in (None, [], {}) and (value != default or name in always):
+            changed[name] = value
     return changed
 
 
@@ -181,8 +176,8 @@ def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
     args = trainer.args
     return {
         "modules": modules(trainer.model, trainer.learning_rates),
-        "data": [{**source, "dropped": len(source["dropped"])} for source in asdict(report)["sources"]],
-        "tokens_per_image": base_model(trainer.model).config.image_seq_length,
+        "data": [{**data, "dropped": len(data["dropped"])} for data in asdict(report)["sources"]],
+        "tokens_per_image": parts.base_model(trainer.model).config.image_seq_length,
         "batch": {
             "rows": trainer.get_total_train_batch_size(args),
             "per_device": args.per_device_train_batch_size,
@@ -198,74 +193,76 @@ def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
 
 
 def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str, Any]]:
-    """Parameters of each module, how many are trained, their dtypes, and the learning rate.
-
-    A 4-bit weight counts as the parameters that it stands for. PEFT's untrained copies do not count.
-    """
+    """Parameters of each module, how many are trained, their dtypes, and the learning rate."""
     empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
     names = {"vision": "vision tower", "language": "language model"}
     rows = {key: {"module": names.get(key, key), **empty} for key in (*learning_rates, "adapters")}
     dtypes = {key: Counter[str]() for key in rows}
     for name, parameter in model.named_parameters():
-        if ".original_module." not in name:
-            key, count = "adapters" if ".lora_" in name else module_of(name), parameter_count(parameter)
+        if ".original_module." not in name:  # PEFT's untrained copies
+            module, count = parts.module_of(name), parts.parameter_count(parameter)
+            key = "adapters" if ".lora_" in name else module
             rows[key]["parameters"] += count
             packed = type(parameter).__name__ == "Params4bit"
-            dtypes[key][parameter.quant_type if packed else str(parameter.dtype).removeprefix("torch.")] += count
+            dtype = parameter.quant_type if packed else str(parameter.dtype).removeprefix("torch.")
+            dtypes[key][dtype] += count
             if parameter.requires_grad:
                 rows[key]["trained"] += count
-                rows[key]["learning_rate"] = learning_rates[module_of(name)]
+                rows[key]["learning_rate"] = learning_rates[module]
     for key, counter in dtypes.items():
         rows[key]["dtypes"] = [dtype for dtype, _ in counter.most_common()]
     return [row for row in rows.values() if row["parameters"]]
 
 
-def disk_use(model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Sequence[Path]) -> dict[str, int]:
-    """Bytes of a checkpoint, how many there are at a time at most, and the bytes of all of them with the result.
-
-    Files of frozen modules are written once, or not at all if they are in the folders `weights_in`.
-    """
+def disk_use(
+    model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Sequence[Path]
+) -> dict[str, int]:
+    """Bytes of a checkpoint, the most checkpoints at a time, and bytes of all with the result."""
     kind = AcceleratorState().distributed_type
     sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    optimizer = static_bytes(model, args)[OPTIMIZER] * (args.world_size if sharded else 1)
-    trained = sum(tensor_bytes(parameter) for parameter in trained_parameters(model).values())
+    optimizer = parts.static_bytes(model, args)[parts.OPTIMIZER]
+    optimizer *= args.world_size if sharded else 1
+    trained = sum(map(parts.tensor_bytes, parts.trained_parameters(model).values()))
     if kind == DistributedType.DEEPSPEED or (sharded and isinstance(model, PeftModel)):
         optimizer += trained  # which is saved again with these states
     weights, once = trained, 0
     if not isinstance(model, PeftModel):
         whole = {  # ZeRO-3 leaves empty tensors behind, which know their shapes
-            name: torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")
-            for name, value in model.state_dict(keep_vars=True).items()
+            name: torch.empty(getattr(own, "ds_shape", own.shape), dtype=own.dtype, device="meta")
+            for name, own in model.state_dict(keep_vars=True).items()
         }
-        layout, frozen = stored_tensors(model, whole), frozen_modules(model)
-        linked, files = unchanged_files(layout, frozen, weights_in), shards_of(layout)
-        sizes = {file: sum(layout[name].nbytes for name in files[file]) for file in files.keys() - linked.keys()}
-        once = sum(size for file, size in sizes.items() if module_of_file(files[file][0]) in frozen)
+        layout, frozen = stored.stored_tensors(model, whole), parts.frozen_modules(model)
+        # Files of frozen modules are written once, or not at all if these folders hold them.
+        linked = stored.unchanged_files(layout, frozen, weights_in)
+        shards = stored.shards_of(layout).items()
+        new = {file: names for file, names in shards if file not in linked}
+        sizes = {file: sum(layout[name].nbytes for name in names) for file, names in new.items()}
+        once = sum(sizes[file] for file in new if stored.module_of_file(new[file][0]) in frozen)
         weights = sum(sizes.values()) - once
     saves = {"no": 0, "epoch": ceil(args.num_train_epochs)}.get(args.save_strategy.value)
     if saves is None:
         every = args.save_steps if args.save_steps >= 1 else ceil(args.save_steps * steps)
         saves = ceil(steps / every)
     # The oldest is removed when the newest is written, and the best one stays.
-    limit = (args.save_total_limit or saves) + 1 + (args.load_best_model_at_end and args.save_total_limit == 1)
-    kept, checkpoint = min(saves, limit), weights + (0 if args.save_only_model else optimizer)
-    return {"checkpoint": checkpoint, "checkpoints": kept, "total": once + kept * checkpoint + weights}
+    limit = (args.save_total_limit or saves) + 1
+    limit += args.load_best_model_at_end and args.save_total_limit == 1
+    kept, size = min(saves, limit), weights + (0 if args.save_only_model else optimizer)
+    return {"checkpoint": size, "checkpoints": kept, "total": once + kept * size + weights}
 
 
 def check_disk(output_dir: str | os.PathLike, size: int) -> None:
-    """Raises ValueError if what a run writes in all does not fit, beside what its earlier checkpoints take already."""
+    """Raises ValueError if all that a run writes, with its earlier checkpoints, does not fit."""
     files = (path.stat() for folder in checkpoints_in(output_dir) for path in folder.rglob("*"))
     size -= sum(file.st_size for file in files if file.st_nlink == 1)
     remedy = (
-        "Make room, keep fewer checkpoints (--save_total_limit 1), write to another disk (--output_dir), or, if the "
-        "run need not be resumed, save no states of the optimizer (--save_only_model)."
+        "Make room, keep fewer checkpoints (--save_total_limit 1), write elsewhere (--output_dir), "
+        "or, if the run need not be resumed, save no optimizer states (--save_only_model)."
     )
-    check_space(Path(output_dir), size, remedy)
+    stored.check_space(Path(output_dir), size, remedy)
 
 
 def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
-    """Options, and what [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
-    options = {"stage": record["stage"], "arm": record["arm"], **record["options"]}
+    """Options and the facts of [`summary`] for `rich.console.Console.print`, in 100 columns."""
     modules, data, left_out = [], [], []
     for row in facts["modules"]:
         rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
@@ -281,37 +278,33 @@ def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.P
         counts = ["" if number is None else f"{number:,}" for number in numbers]
         data.append([name, source["split"], *counts, tokens])
         files = {Path(file).name: rows for file, rows in source["files"].items()}
-        lines = ({"files": counted(files)} if files else {}) | not_read(source["left_out"], source["changed"])
+        lines = {"files": counted(files)} if files else {}
+        lines |= not_read(source["left_out"], source["changed"])
         left_out += [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
+    columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
     return Group(
         "Options",
-        _pairs(options),
+        _pairs({"stage": record["stage"], "arm": record["arm"], **record["options"]}),
         titled_table("Modules", ["", "parameters", "trained", "dtype", "learning rate"], modules),
-        titled_table("Data", ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"], data),
+        titled_table("Data", columns, data),
         *left_out,
         _pairs(_run(facts, Path(output_dir))),
     )
 
 
-def render_dropped(dropped: DroppedRows) -> list[str]:
-    """Lines with the number of dropped rows, and of each kind of reason; none if none was dropped."""
-    rows = dropped.read()
-    count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
-    return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)] if rows else []
-
-
 def _run(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
     batch, disk = facts["batch"], facts["disk"]
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
-    divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
+    divided = "packed into" if batch["packed"] else f"= {batch['per_device']:,} per device x"
     checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
     because = f" ({facts['precision_because']})" if facts["precision_because"] else ""
+    free = gib(stored.free_space(output_dir))
     return {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
-        "Batch": f"{batch['rows']:,} rows {divided}",
+        "Batch": f"{batch['rows']:,} rows {divided} {passes}",
         "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up",
         "Autocast": f"{facts['autocast'] or 'none'}{because}",
-        "Disk": f"{gib(disk['total'])} ({checkpoints}); {gib(free_space(output_dir))} are free",
+        "Disk": f"{gib(disk['total'])} ({checkpoints}); {free} are free",
     }
 
 
@@ -323,7 +316,7 @@ def _pairs(values: dict[str, Any]) -> Table:
 
 
 def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table for `rich.console.Console.print`, whose first column is of words and the others of numbers."""
+    """A table for `rich.console.Console.print`: a first column of words, the others of numbers."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
@@ -335,3 +328,10 @@ def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
 def gib(size: int) -> str:
     """Bytes, to be read."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
+
+
+def render_dropped(dropped: DroppedRows) -> list[str]:
+    """How many rows were dropped, and how many by kind of reason; no line if none was."""
+    rows = dropped.read()
+    count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
+    return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)] if rows else []

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained: the model and its modules, adapters, and how they are divided among processes."""
+"""What is trained: the model, its modules, adapters, and how processes divide them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the model to train is loaded: checked first, as the arm of the run, in which precision, quantized or not."""
+"""How the model to train is loaded: as which arm, in which precision, quantized or not."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -19,16 +19,15 @@ from ...checkpoint.opening import Checkpoint
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..options import NormAlignConfig, autocast_dtype
-from .model import MODULES, PLACES, projector_norm, trained_parameters, watching_outputs
-
-
-END = torch.finfo(torch.float16).max
+from .model import PLACES, projector_norm, trained_parameters, watching_outputs
 
 
 def check_architecture(model_type: str | None, name: str) -> None:
     """Raises ValueError if a model is not a NormAlign-LLaVA."""
     if model_type != NormAlignLlavaConfig.model_type:
-        raise ValueError(f"{name} is a {model_type!r} model. Make a NormAlign-LLaVA of it: `normalign build`.")
+        raise ValueError(
+            f"{name} is a {model_type!r} model. Make a NormAlign-LLaVA of it: `normalign build`."
+        )
 
 
 def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConfig:
@@ -40,12 +39,12 @@ def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConf
         return config
     if {arm, stored} != {"aligned", "gwc"} and (Path(checkpoint.name) / TRAINING_RECORD).exists():
         raise ValueError(
-            f"{checkpoint.name} was trained as arm {stored!r}; arm {arm!r} would discard its gain. Build another."
+            f"{checkpoint.name} was trained as arm {stored!r}; arm {arm!r} would discard its gain. "
+            "Build another checkpoint."
         )
     norm = "layer_norm" if config.projector_norm == "none" else config.projector_norm
-    neutral = {"projector_norm": norm, "projector_gain_init": "text_norm", "gradient_compensation": "global"}
-    for name, value in {**neutral, **ARMS[arm]}.items():
-        setattr(config, name, value)
+    neutral = {"projector_gain_init": "text_norm", "gradient_compensation": "global"}
+    config.update({"projector_norm": norm, **neutral, **ARMS[arm]})
     return config
 
 
@@ -56,18 +55,18 @@ def load_model(
     quantization_config: BitsAndBytesConfig | None = None,
     use_peft: bool = False,
 ) -> NormAlignLlavaForConditionalGeneration:
-    """Loads a checkpoint as the arm of `training`, and aligns a norm that this adds or resets.
-
-    What is trained in full is read in float32, the rest in the dtype of [`frozen_dtype`].
-    """
+    """Loads a checkpoint as the arm of `training`, and aligns a norm that this adds or resets."""
     config = config_of_arm(checkpoint, training.arm)
-    kwargs = {name: value for name, value in (training.model_init_kwargs or {}).items() if name != "revision"}
+    kwargs = dict(training.model_init_kwargs or {})
+    kwargs.pop("revision", None)
     if quantization_config is not None:
-        quantization_config = copy.copy(quantization_config)
-        quantization_config.bnb_4bit_compute_dtype = getattr(torch, autocast_dtype(training) or "float32")
-        kwargs = {"device_map": {"": training.device}, **kwargs, "quantization_config": quantization_config}
-    in_full = [module for module in MODULES if learning_rates[module] and not (use_peft and module == "language")]
-    in_float32 = [name for module in in_full for name in PLACES[module]]
+        dtype, quantization_config = autocast_dtype(training), copy.copy(quantization_config)
+        quantization_config.bnb_4bit_compute_dtype = getattr(torch, dtype or "float32")
+        kwargs.setdefault("device_map", {"": training.device})
+        kwargs["quantization_config"] = quantization_config
+    # What is trained in full is read in float32, the rest in the dtype of [`frozen_dtype`].
+    in_full = learning_rates | ({"language": 0.0} if use_peft else {})
+    in_float32 = [name for module, names in PLACES.items() if in_full[module] for name in names]
     cls = NormAlignLlavaForConditionalGeneration
     # `from_pretrained` asks the class which modules stay in float32.
     kept = {"_keep_in_fp32_modules_strict": [*cls._keep_in_fp32_modules_strict, *in_float32]}
@@ -77,19 +76,19 @@ def load_model(
     else:
         model = checkpoint.load(loaded_as, config=config, **kwargs)
     model.__class__ = cls
-    # The name is empty if the configuration differs from the folder's; training.json records the difference.
+    # It is empty if the configuration differs from the folder's, which training.json records.
     model.name_or_path = model.config.name_or_path = checkpoint.name
     stored, arm = arm_of(checkpoint.config), arm_of(config)
     if {stored, arm} & {"none", "unit"} and arm not in (stored, "none") and not training.dry_run:
         model.align_projector_norm()
     norm = projector_norm(model)
     if any(parameter.is_meta for parameter in norm.parameters()) and not training.dry_run:
-        # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
-        # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
+        # A norm that the checkpoint lacks, under FSDP, which gives it the first process's values
+        # later: accelerate takes two parameters on meta for one, and would never step the gain.
         norm.to_empty(device="cpu")
     if quantization_config is not None and not use_peft:
-        # transformers refuses any quantized model without adapters, TRL rounds all that may be trained before
-        # [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
+        # transformers refuses a quantized model without adapters, TRL rounds what may be trained
+        # before [`freeze`] says what is, and loaded states have quantized layers as they were read.
         model.is_quantized = False
         model.requires_grad_(False)
 
@@ -102,7 +101,7 @@ def load_model(
 
 
 def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
-    """The dtype of what is frozen: by default the checkpoint's own if steps are in it, or float32."""
+    """The dtype of what is frozen: by default the checkpoint's own if steps use it, or float32."""
     if is_deepspeed_zero3_enabled():
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
     autocast, dtype = autocast_dtype(training), (training.model_init_kwargs or {}).get("dtype")
@@ -111,31 +110,32 @@ def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str
         return own if own == autocast else "float32"
     name = str(dtype).removeprefix("torch.")
     if autocast and name in {"bfloat16", "float16"} - {autocast}:
-        raise ValueError(f"dtype {name} and steps in {autocast} cannot be mixed. Use --dtype {autocast}, or float32.")
+        raise ValueError(
+            f"dtype {name} and steps in {autocast} do not mix. Use --dtype {autocast}, or float32."
+        )
     return name
 
 
-def _without_weights(
-    cls: Any, config: NormAlignLlavaConfig, quantization_config: BitsAndBytesConfig | None = None, **kwargs: Any
-) -> NormAlignLlavaForConditionalGeneration:
-    """The model that `from_pretrained` would load, on meta: shapes and dtypes alone, also in 4 bits."""
+def _without_weights(cls: Any, config: NormAlignLlavaConfig, **kwargs: Any) -> PreTrainedModel:
+    """The model that `from_pretrained` would load, on meta: shapes and dtypes, also in 4 bits."""
     precision, device_map = getattr(torch, kwargs.pop("dtype")), kwargs.pop("device_map", None)
+    quantization: BitsAndBytesConfig | None = kwargs.pop("quantization_config", None)
     with torch.device("meta"):
         model = cls._from_config(config, dtype=precision, **kwargs)
     for name, parameter in model.named_parameters():
         if any(place in name for place in model._keep_in_fp32_modules_strict):
             parameter.data = parameter.data.float()
-    if quantization_config is None:
+    if quantization is None:
         return model
-    if quantization_config.load_in_8bit:
-        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
+    if quantization.load_in_8bit:
+        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or use load_in_4bit.")
     from bitsandbytes.functional import create_dynamic_map, name2qmap
 
     from ...assembly.adapter import IN_PRECISION  # late: few runs quantize
 
-    name2qmap.setdefault("dynamic", create_dynamic_map())  # or the first model's, on meta, would be kept for all
-    quantization_config.llm_int8_skip_modules = IN_PRECISION  # as `from_pretrained` of the model has it
-    quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
+    name2qmap.setdefault("dynamic", create_dynamic_map())  # or one on meta would be kept for all
+    quantization.llm_int8_skip_modules = IN_PRECISION  # as `from_pretrained` of the model has it
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=device_map)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
@@ -144,23 +144,19 @@ def _without_weights(
             module.to(precision)  # as they are loaded
             module.weight._quantize("meta")
             if module.weight.quant_state.nested:
-                module.weight.quant_state.offset = torch.zeros(())  # which is read where bytes are counted
+                module.weight.quant_state.offset = torch.zeros(())  # read where bytes are counted
     return model
 
 
-def settle_float16(
-    model: NormAlignLlavaForConditionalGeneration, args: NormAlignConfig, batch: dict[str, Any]
-) -> None:
-    """Leaves `args.fp16` on if hidden states of a batch stay well below 65,504, or else has all trained in float32.
-
-    All processes must call it together.
-    """
+def settle_float16(model: PreTrainedModel, args: NormAlignConfig, batch: dict[str, Any]) -> None:
+    """Has all processes use float32 instead of `args.fp16` if hidden states come near 65,504."""
     if getattr(model, "hf_device_map", None) is None:
         model.to(args.device)
     largest = broadcast_object_list([largest_hidden_state(model, batch)])[0]
     reach = f"reach {largest:,.0f}" if math.isfinite(largest) else "overflow"
-    args.precision_because = f"hidden states of the longest rows {reach}, and float16 ends at {END:,.0f}"
-    if largest < END / 4:  # they may grow while it is trained
+    end = torch.finfo(torch.float16).max
+    args.precision_because = f"hidden states of long rows {reach}, and float16 ends at {end:,.0f}"
+    if largest < end / 4:  # they may grow while it is trained
         return
     args.fp16, args.mixed_precision = False, "no"
     args.model_init_kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32"}
@@ -175,14 +171,15 @@ def settle_float16(
 
 
 @torch.no_grad()
-def largest_hidden_state(model: NormAlignLlavaForConditionalGeneration, batch: dict[str, Any]) -> float:
-    """The largest absolute value that a module gives in a forward pass in float16; infinity if one is not finite."""
+def largest_hidden_state(model: PreTrainedModel, batch: dict[str, Any]) -> float:
+    """The largest absolute value of a module's output in float16; infinity if one is not finite."""
     largest: list[Tensor] = []
     names = ("input_ids", "attention_mask", "position_ids", "pixel_values")
     inputs = {name: batch[name].to(model.device) for name in names if name in batch}
-    with (
-        watching_outputs(model, lambda name, outputs: largest.extend(x.float().abs().max() for x in outputs)),
-        torch.autocast(model.device.type, torch.float16),
-    ):
+
+    def visit(name: str, outputs: list[Tensor]) -> None:
+        largest.extend(output.float().abs().max() for output in outputs)
+
+    with watching_outputs(model, visit), torch.autocast(model.device.type, torch.float16):
         model.model(**inputs, use_cache=False)
     return torch.stack(largest).nan_to_num(nan=math.inf, posinf=math.inf).max().item()
