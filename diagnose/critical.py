@@ -23,7 +23,6 @@ from .measure.probe import placed
 from .report import KINDS
 
 
-SHARES = (0.9, 0.5)  # of text's rotation, whose norms are given
 LARGEST = 1e6  # norm that is tried, in N_text
 PASSAGES = files(__package__).joinpath("passages.txt").read_text("utf-8").splitlines()
 
@@ -69,7 +68,7 @@ class Updates:
         table = Table(title=f"{model}: predicted rotation by norm on entry", show_header=False)
         table.add_row("N_text, entering the decoder", f"{self.n_text:.4g}")
         table.add_row("update of layer 1", f"{self.sizes[0]:.4g}")
-        for share in SHARES:
+        for share in (0.9, 0.5):
             norm = self.critical_norm(share)
             shown = "none" if norm is None else f"{norm:.3g} ({norm / self.n_text:.3g} N_text)"
             table.add_row(f"{share} of text's rotation at a norm of", shown)
@@ -84,7 +83,7 @@ def measure_updates(
     for text in texts:
         ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
         masks = torch.zeros(len(KINDS), ids.numel(), dtype=torch.bool)
-        masks[KINDS.index("text"), 1:] = True  # many first tokens are of huge norm, as sinks
+        masks[KINDS.index("text"), 1:] = True  # a first token's state may be huge: a sink
         with torch.no_grad(), probe.watching(partial(torch.clone, masks)):
             decoder(input_ids=ids, use_cache=False)
     depth = probe.result()

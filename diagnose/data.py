@@ -27,8 +27,6 @@ from ..fetched.easy_vqa import held_out
 
 logger = logging.getLogger(__name__)
 
-STREAMED_ROWS = 1_000  # the first ones of a data set on the Hub, from which samples are drawn
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -63,7 +61,7 @@ def load_samples(
     image_folder: str | None = None,
     columns: str | None = None,
 ) -> Samples:
-    """Draws questions with images, which are decoded, so that a bad one stops it at once.
+    """Draws questions with images, which are decoded, so that a bad one is found at once.
 
     `data` are the built-in images, or data that can be trained on, with or without answers. Of a
     row, the first image and the first user turn are used. Rows without an image are skipped.
@@ -83,7 +81,7 @@ def load_samples(
         label = path.resolve().name if path.exists() else source.path
         name = ":".join([label, *([] if Path(data).expanduser().exists() else data.split(":")[1:])])
         opened = open_source(source, streaming=not path.exists())
-        rows = _shuffled(opened, max(STREAMED_ROWS, count), rng)
+        rows = _shuffled(opened, max(1_000, count), rng)
         candidates = (_sample_of_row(*row, opened, label) for row in rows)
     samples = []
     for sample in track(islice(filter(None, candidates), count), f"images of {name}", total=count):
@@ -147,9 +145,9 @@ def _shuffled(source: Source, limit: int, rng: random.Random) -> Iterable[tuple[
     return rows
 
 
-def _sample_of_row(rows: str, number: int, raw: Any, source: Source, label: str) -> Sample | None:
+def _sample_of_row(origin: str, number: int, raw: Any, source: Source, label: str) -> Sample | None:
     """The first image of a row and the question about it; None without an image."""
-    name = f"{label if rows == source.name else Path(rows).name}, row {number}"
+    name = f"{label if origin == source.name else Path(origin).name}, row {number}"
     if file := image_name(raw):
         name += f" ({file.rpartition('/')[2] if '://' in file or os.path.isabs(file) else file})"
     try:
@@ -160,8 +158,8 @@ def _sample_of_row(rows: str, number: int, raw: Any, source: Source, label: str)
         if image["bytes"] is None:
             source.rules.check_file(image["path"])
     except ValueError as error:
-        known = not isinstance(raw, Mapping) or raw.get("image") or raw.get("images")
-        if not known and not unread_image(raw, []):
+        has_image = not isinstance(raw, Mapping) or raw.get("image") or raw.get("images")
+        if not has_image and not unread_image(raw, []):
             return None
         raise ValueError(f"{name} cannot be used: {error}.") from error
     asked = next((turn["content"] for turn in row.messages if turn["role"] == "user"), ())

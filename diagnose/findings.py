@@ -102,10 +102,10 @@ def _asymmetry(report: Report) -> Checked:
 
 
 def _updates(report: Report) -> Checked:
-    sizes, angles = _pairs(report, "log_update"), _pairs(report, "update_angle")
-    if not sizes or not angles:
+    size, angle = _distance(report, "log_update"), _distance(report, "update_angle")
+    if size is None or angle is None:
         return None
-    factor, apart = math.exp(_distance(sizes)), math.degrees(_distance(angles))
+    factor, apart = math.exp(size), math.degrees(angle)
     means = f"Sizes differ by a factor of {number(factor, 2)}, angles by {number(apart, 2)}°"
     return _agrees(factor <= EQUAL and apart <= EQUAL_ANGLE), f"{means} on average over layers."
 
@@ -121,11 +121,11 @@ def _bottom(report: Report) -> Checked:
 
 
 def _nearness(report: Report, against: Report) -> Checked:
-    norms, norms_before = _pairs(report, "log_norm"), _pairs(against, "log_norm")
+    norm, norm_before = _distance(report, "log_norm"), _distance(against, "log_norm")
     rotation, before = report.depth.asymmetry, against.depth.asymmetry
-    if not norms or not norms_before or rotation is None or before is None:
+    if norm is None or norm_before is None or rotation is None or before is None:
         return None
-    factor, factor_before = math.exp(_distance(norms)), math.exp(_distance(norms_before))
+    factor, factor_before = math.exp(norm), math.exp(norm_before)
     outcomes = _nearer(factor, factor_before), _nearer(rotation, before)
     sentence = (
         f"Norms differ by a factor of {number(factor, 3)} on average, {number(factor_before, 3)} "
@@ -164,13 +164,11 @@ def _agrees(agrees: bool) -> str:
     return "agrees" if agrees else "disagrees"
 
 
-def _pairs(report: Report, quantity: str) -> list[tuple[float, float]]:
-    """Means of visual and of text tokens, by state or layer but the last; no NaN of idle layers."""
+def _distance(report: Report, quantity: str) -> float | None:
+    """Mean distance of visual from text tokens over states, or over layers but the last."""
     visual, text = (getattr(report.depth, quantity).get(kind) for kind in ("visual", "text"))
-    pairs = list(zip(visual.mean, text.mean, strict=True)) if visual and text else []
-    pairs = pairs if quantity == "log_norm" else pairs[:-1]
-    return [pair for pair in pairs if all(map(math.isfinite, pair))]
-
-
-def _distance(pairs: list[tuple[float, float]]) -> float:
-    return fmean(abs(visual - text) for visual, text in pairs)
+    pairs = zip(visual.mean, text.mean, strict=True) if visual and text else ()
+    distances = [abs(mean - of_text) for mean, of_text in pairs]
+    distances = distances if quantity == "log_norm" else distances[:-1]
+    finite = [distance for distance in distances if math.isfinite(distance)]  # no idle layers
+    return fmean(finite) if finite else None
