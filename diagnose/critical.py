@@ -83,7 +83,7 @@ def measure_updates(
     for text in texts:
         ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
         masks = torch.zeros(len(KINDS), ids.numel(), dtype=torch.bool)
-        masks[KINDS.index("text"), 1:] = True  # a first token's state may be huge: a sink
+        masks[KINDS.index("text"), 1:] = True  # a first token may be a sink, of huge norm
         with torch.no_grad(), probe.watching(partial(torch.clone, masks)):
             decoder(input_ids=ids, use_cache=False)
     depth = probe.result()

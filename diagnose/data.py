@@ -99,7 +99,7 @@ def batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Model inputs of `samples`, in order, padded on the left: a question after its image.
 
-    They have the chat template or, without one, the image token, a line break and the question.
+    Without a chat template, the text is the image token, a line break and the question.
     """
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:

@@ -182,9 +182,8 @@ def attention(models: list[Shown], images: Path) -> list[Sketch]:
             f"Attention from the text after the image to its tokens: average over layers{order} "
             f"(appendix G). A map sums to 100 %. Question: {style.elide(asked.question, 300)}"
         )
-        title = f"Attention, question {place}"
-        drawing = Drawing(f"attention_{place}.png", title, caption, "attention")
-        sketches.append((figure, drawing))
+        file, title = f"attention_{place}.png", f"Attention, question {place}"
+        sketches.append((figure, Drawing(file, title, caption, "attention")))
     return sketches
 
 

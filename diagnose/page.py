@@ -59,10 +59,7 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[dict[str, Any]]]:
     ]
     interface = [row for row in interface if {*row[1:]} != {"–"}]
     low, high = (number(limit(paper_ratios().values()), 2) for limit in (min, max))
-    caption = (
-        "L2 norms from the encoder to the first decoder layer, and ratios of their means: 1 is "
-        f"aligned, and visual tokens of the paper's models have {low} to {high}."
-    )
+    caption = f"Norms, and ratios of means: 1 is aligned; the paper's models have {low} to {high}."
     embeddings = []
     for read in filter(None, (model.embeddings for model in models)):
         rows = [

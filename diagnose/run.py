@@ -171,14 +171,10 @@ def _measure(
                 shown_image(processor, asked, sample.image).save(file)
                 answer = replace(answer, image=file.name)
             attention.append(answer if answer.image else replace(answer, maps=[]))
-    return replace(
-        report,
-        dtype=f"{report.dtype}, products in bfloat16" if cast else report.dtype,
-        embeddings=embedding_table_of(model, processor.tokenizer, name=name),
-        gain=gain_of(model),
-        dynamics=dynamics,
-        attention=attention,
-    )
+    if cast:
+        report = replace(report, dtype=f"{report.dtype}, products in bfloat16")
+    rows, gain = embedding_table_of(model, processor.tokenizer, name=name), gain_of(model)
+    return replace(report, embeddings=rows, gain=gain, dynamics=dynamics, attention=attention)
 
 
 def read_dynamics(file: Path) -> list[DynamicsStep]:

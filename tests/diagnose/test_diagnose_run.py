@@ -27,9 +27,6 @@ from normalign_llava.diagnose.run import diagnose, read_dynamics
 pytestmark = pytest.mark.slow
 
 
-DOCS = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """ours/model, none/model, llava (of transformers), and their parts; images with questions."""
@@ -205,10 +202,11 @@ def test_products_of_emulated_float16_are_in_bfloat16(root, tmp_path, processor,
 
 
 def test_docs_name_keys_and_kinds_and_their_example_runs(compared, root, monkeypatch, capsys):
-    sections = re.split(r"^## ", DOCS, flags=re.MULTILINE)
+    docs = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", docs, flags=re.MULTILINE)
     keys, kinds = (re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) for section in sections[1:])
     assert keys == list(stored(compared[0].folder)) and tuple(kinds) == report.KINDS
-    (example,) = re.findall(r"```python\n(.+?)```", DOCS, re.DOTALL)
+    (example,) = re.findall(r"```python\n(.+?)```", docs, re.DOTALL)
     monkeypatch.chdir(root / "ours")
     exec(compile(example, "report.md", "exec"), {})
     ratio, printed = compared[0].against.interface.ratio, capsys.readouterr().out.splitlines()
