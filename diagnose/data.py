@@ -61,7 +61,7 @@ def load_samples(
     image_folder: str | None = None,
     columns: str | None = None,
 ) -> Samples:
-    """Draws questions with images, which are decoded, so that a bad one is found at once.
+    """Draws questions with images, which are decoded, so that a bad one is reported at once.
 
     `data` are the built-in images, or data that can be trained on, with or without answers. Of a
     row, the first image and the first user turn are used. Rows without an image are skipped.

@@ -39,7 +39,7 @@ STAGES = {
 
 
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
-    """Draws the reports into the folder `output`, where images for attention are; reading order."""
+    """Draws the reports into `output`, which has the images for attention; in reading order."""
     models = style.shown(report, against)
     sketches = [interface(models), norms(models), cosine(models), rotation(models)]
     if any(model.report.dynamics for model in models):

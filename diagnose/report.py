@@ -55,7 +55,7 @@ class Interface:
     newline: Moments | None = None
     indicator: Moments | None = None
     text_raw: Moments | None = None  # embedding rows of the text tokens in the data, as stored
-    vocabulary_raw: Moments | None = None  # rows as stored but zeros, the image token's, its copies
+    vocabulary_raw: Moments | None = None  # rows as stored, but zeros, the image token's and copies
     vocabulary: Moments | None = None  # the same as received; the mean is N_text (eq. 11)
     scale: float | None = None  # of text tokens: as received over as stored
     visual_table: Moments | None = None  # rows of a visual embedding table (Ovis)

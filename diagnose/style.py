@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The style of the figures: colours, markers, labels and legends.
 
-The colour-blind can tell the colours apart (Okabe and Ito); in grey print, markers and dashes do.
+Colours are Okabe and Ito's, for the colour-blind; in grey print, markers and dashes differ.
 """
 
 from collections.abc import Sequence

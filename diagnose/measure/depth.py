@@ -29,7 +29,7 @@ class RunningMoments:
     """
 
     def __init__(self):
-        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, sum of squares
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, squared deviations
 
     def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
         """Adds values `(..., n)`, and returns the means of these alone by group, NaN without any.

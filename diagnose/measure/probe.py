@@ -99,7 +99,7 @@ def probe(
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """The batch without labels, on the model's device and in its precision."""
     if others := {"pixel_values_videos", "input_features"} & set(batch):
-        raise ValueError(f"A batch has {others.pop()}. Video and sound are not measured.")
+        raise ValueError(f"A batch has {others.pop()}. Give images, not video or sound.")
     names = [name for name in batch if name not in ("labels", "use_cache")]
     return {name: placed(batch[name], parts.model) for name in names}
 
