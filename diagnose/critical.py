@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm on entry from which on a language model's layers hardly turn a token: `normalign gain MODEL --critical`.
+"""The norm on entry above which layers hardly turn a token: `normalign gain MODEL --critical`.
 
-A prediction before training, from a language model alone. Section 3.1 takes a layer's update to have the same size and
-the same angle to the state whatever the state's norm; so both are measured on text.
+A prediction before training, from a language model alone. Section 3.1 takes a layer's update to
+have the same size and angle to the state whatever the state's norm; so both are measured on text.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -24,16 +23,12 @@ from .measure.probe import placed
 from .report import KINDS
 
 
-SHARES = (0.9, 0.5)  # of text's rotation, whose norms are given
 LARGEST = 1e6  # norm that is tried, in N_text
-PASSAGES = files(__package__).joinpath("passages.txt").read_text(encoding="utf-8").splitlines()
+PASSAGES = files(__package__).joinpath("passages.txt").read_text("utf-8").splitlines()
 
 
 def rotation_angle(norm: float, update: float, angle: float) -> float:
-    """Angle between a state h and h + dh, in [0, pi]: tan(omega) = c sin(phi) / (||h|| + c cos(phi)) (eqs. 8, 13).
-
-    `norm` is ||h||, `update` c, the norm of dh, and `angle` phi, the angle between both, in radians.
-    """
+    """Angle ω between h and h + dh: tan ω = c sin φ / (‖h‖ + c cos φ), c = ‖dh‖ (eqs. 8, 13)."""
     return math.atan2(update * math.sin(angle), norm + update * math.cos(angle))
 
 
@@ -54,12 +49,12 @@ class Updates:
         return angles
 
     def relative_rotation(self, norm: float) -> float:
-        """Mean rotation over the layers but the last of a token that enters with a norm, over that of N_text."""
-        rotated, of_text = (sum(self.rotation(size)[:-1] or self.rotation(size)) for size in (norm, self.n_text))
-        return rotated / of_text
+        """Rotation by all layers but the last, over that of a token that enters with N_text."""
+        angles, of_text = self.rotation(norm), self.rotation(self.n_text)
+        return sum(angles[:-1] or angles) / sum(of_text[:-1] or of_text)
 
     def critical_norm(self, share: float) -> float | None:
-        """The norm above N_text at which the relative rotation has fallen to `share`; None above `LARGEST` N_text."""
+        """The norm at which rotation falls to `share` of text's; None above `LARGEST` N_text."""
         low, high = self.n_text, LARGEST * self.n_text
         if self.relative_rotation(high) > share:
             return None
@@ -70,10 +65,10 @@ class Updates:
 
     def table(self, model: str) -> Table:
         """The table for the terminal."""
-        table = Table(title=f"{model}: predicted rotation of a token by its norm on entry", show_header=False)
+        table = Table(title=f"{model}: predicted rotation by norm on entry", show_header=False)
         table.add_row("N_text, entering the decoder", f"{self.n_text:.4g}")
         table.add_row("update of layer 1", f"{self.sizes[0]:.4g}")
-        for share in SHARES:
+        for share in (0.9, 0.5):
             norm = self.critical_norm(share)
             shown = "none" if norm is None else f"{norm:.3g} ({norm / self.n_text:.3g} N_text)"
             table.add_row(f"{share} of text's rotation at a norm of", shown)
@@ -81,23 +76,21 @@ class Updates:
 
 
 def measure_updates(
-    decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_text: float, texts: Sequence[str] = PASSAGES
+    decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_text: float, texts: list[str]
 ) -> Updates:
-    """Measures the updates of the layers of a language model without its head on some texts.
-
-    Their first tokens are left out: many models keep a state of huge norm there (attention sink).
-    """
+    """Measures the updates of the layers of a language model without its head on `texts`."""
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:
         ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
         masks = torch.zeros(len(KINDS), ids.numel(), dtype=torch.bool)
-        masks[KINDS.index("text"), 1:] = True
+        masks[KINDS.index("text"), 1:] = True  # a first token may be a sink, of huge norm
         with torch.no_grad(), probe.watching(partial(torch.clone, masks)):
             decoder(input_ids=ids, use_cache=False)
     depth = probe.result()
     sizes, angles = ([*curve["text"].mean] for curve in (depth.log_update, depth.update_angle))
-    for layer in (layer for layer, size in enumerate(sizes) if not math.isfinite(size)):  # it changes nothing
-        sizes[layer], angles[layer] = -math.inf, 0.0
+    for layer, size in enumerate(sizes):
+        if not math.isfinite(size):  # a layer that changes nothing
+            sizes[layer], angles[layer] = -math.inf, 0.0
     return Updates(n_text, list(map(math.exp, sizes)), angles)
 
 
@@ -106,7 +99,8 @@ def updates_of(model: str, revision: str | None = None) -> Updates:
     handle = resolve_model(model, revision)
     checkpoint = handle.checkpoint
     n_text = embedding_statistics(checkpoint.name, top=0, revision=checkpoint.revision).n_text
-    decoder = handle.load().get_decoder()
     if handle.processor:
-        return measure_updates(decoder, text_tokenizer(handle.processor.tokenizer), n_text)
-    return measure_updates(decoder, checkpoint.preprocessor(AutoTokenizer), n_text)
+        tokenizer = text_tokenizer(handle.processor.tokenizer)
+    else:
+        tokenizer = checkpoint.preprocessor(AutoTokenizer)
+    return measure_updates(handle.load().get_decoder(), tokenizer, n_text, PASSAGES)

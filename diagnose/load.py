@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available
 
-from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
+from .. import modeling_normalign_llava  # noqa: F401  (so that our classes need no remote code)
 from ..assembly.adapter import Adapter, open_adapter
 from ..assembly.build import torch_dtype
 from ..checkpoint.files import ADAPTER_CONFIG
@@ -43,18 +43,16 @@ class ModelHandle:
     model_class: Any = None  # the class that loads the weights; None for an adapter
     adapter: Adapter | None = None  # put on its base as in training, whatever `load` is told
 
-    def load(self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
+    def load(
+        self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False
+    ) -> PreTrainedModel:
         """Loads the weights, in eval mode, on a GPU if there is one; see [`precision`]."""
         if self.adapter:
             return self.adapter.load().get_base_model()
         dtype, quantization = self.precision(dtype, load_in_4bit)
-        return self.checkpoint.load(
-            self.model_class,
-            dtype,
-            config=self.config,
-            device_map="auto" if torch.cuda.is_available() else None,
-            quantization_config=quantization,
-        ).eval()
+        device = "auto" if torch.cuda.is_available() else None
+        options = {"config": self.config, "device_map": device, "quantization_config": quantization}
+        return self.checkpoint.load(self.model_class, dtype, **options).eval()
 
     def precision(
         self, dtype: str | torch.dtype, load_in_4bit: bool
@@ -68,11 +66,10 @@ class ModelHandle:
         return quantization.bnb_4bit_compute_dtype, quantization
 
 
-def resolve_model(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelHandle:
-    """Tells what a folder, Hub id or adapter's folder is, and loads its processor.
-
-    Code from the checkpoint runs with `trust_remote_code`, if transformers lacks its architecture.
-    """
+def resolve_model(
+    model: str, revision: str | None = None, *, trust_remote_code: bool = False
+) -> ModelHandle:
+    """Tells what a folder, Hub id or adapter's folder is, and loads its processor."""
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
     if (path / ADAPTER_CONFIG).is_file():
@@ -82,16 +79,17 @@ def resolve_model(model: str, revision: str | None = None, *, trust_remote_code:
     remote = {} if opened.model_type in CONFIG_MAPPING else opened.stored.get("auto_map", {})
     if remote and not trust_remote_code:
         raise ValueError(
-            f"{name} is a {opened.model_type!r} model, which transformers does not know; it comes with code of its "
-            "own. Read that code, and pass --trust-remote-code if you trust it."
+            f"{name} is a {opened.model_type!r} model, which transformers does not know; it comes "
+            "with code of its own. Read that code, and pass --trust-remote-code if you trust it."
         )
     opened = replace(opened, trust_remote_code=bool(remote))
     config, processor = opened.config, None
+    kind = type(config)
     classes = {
         AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     }
-    fitting = (cls for cls, mapping in classes.items() if cls.__name__ in remote or type(config) in mapping)
+    fitting = (cls for cls, mapping in classes.items() if cls.__name__ in remote or kind in mapping)
     if (cls := next(fitting, None)) is None:
         raise ValueError(
             f"{name} is a {config.model_type!r} model. Give a vision-language model "

@@ -2,7 +2,7 @@
 """`report.html`: all that a diagnosis found in one file, for a person."""
 
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +13,15 @@ from .findings import findings, verdict
 from .report import KINDS, PAGE, Drawing, Report, number, paper_ratios, spread
 
 
-SECTIONS = {
-    "interface": ("At the interface", "Tokens between the vision encoder and the first decoder layer (RQ1, RQ2)."),
-    "depth": ("In depth", "What the decoder's layers do to visual and to text tokens (RQ3, section 3)."),
-    "embeddings": ("Embedding matrices", "L2 norms of text embeddings, as stored (appendix C)."),
-    "gain": ("Gain", "The norm after the projector, and what training changed (section 5.3)."),
-    "dynamics": ("Training dynamics", "Inter-layer cosines recorded during training (appendix F)."),
-    "attention": ("Attention", "Where the text after an image looks in it (appendix G)."),
-}
-"""`Drawing.section`: the section's title and subject, in reading order."""
-
-
 def write_page(
-    report: Report, against: Report | None, drawings: Sequence[Drawing], folder: Path, *, provenance: Mapping[str, str]
+    report: Report, against: Report | None, drawings: list[Drawing], folder: Path, provenance: dict
 ) -> None:
     """Writes `report.html` into `folder`, with the figures inside, whose files are there."""
     models = [report] if against is None else [against, report]
-    tables = tables_of(models)
-    sections = []
-    for id, (title, subject) in SECTIONS.items():
-        shown = [drawing for drawing in drawings if drawing.section == id]
-        images = [(drawing, b64encode((folder / drawing.file).read_bytes()).decode()) for drawing in shown]
-        content = {"tables": tables.get(id, []), "images": images}
-        if any(content.values()):
-            sections.append({"id": id, "title": title, "subject": subject, **content})
+    images: dict[str, list[tuple[Drawing, str]]] = {}
+    for drawing in drawings:
+        encoded = b64encode((folder / drawing.file).read_bytes()).decode()
+        images.setdefault(drawing.section, []).append((drawing, encoded))
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.get_template("report.html.jinja").render(
@@ -44,52 +29,51 @@ def write_page(
         against=against,
         verdict=verdict(report, against),
         findings=findings(report, against),
-        sections=sections,
-        left_out=dict.fromkeys(sentence for model in reversed(models) for sentence in model.left_out),
-        data=tables["data"][0],
+        tables=tables_of(models),
+        images=images,
+        left_out=dict.fromkeys(reason for model in reversed(models) for reason in model.left_out),
         provenance=provenance,
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
 
 
 def table(caption: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
-    """A table as the template draws it; the first cell of a row is its header.
-
-    Columns that hold numbers alone are aligned to the right.
-    """
-    numeric = [all(cell[:1] in "0123456789−–" for cell in column) for column in zip(*rows, strict=True)]
+    """A table as the template draws it, with columns of numbers alone aligned to the right."""
+    cells = zip(*rows, strict=True)
+    numeric = [all(cell[:1] in "0123456789−–" for cell in column) for column in cells]
     return {"caption": caption, "columns": columns, "rows": rows, "numeric": numeric}
 
 
 def tables_of(models: Sequence[Report]) -> dict[str, list[dict[str, Any]]]:
     """The tables of each section, and of the data; of two models, the first is the baseline."""
     names = [*(f"{model.model} (baseline)" for model in models[:-1]), models[-1].model]
+    norms = [model.interface for model in models]
     interface = [
-        *([label, *(spread(getattr(m.interface, stage)) for m in models)] for stage, (_, label) in STAGES.items()),
-        ["visual tokens / vocabulary", *(number(model.interface.ratio) for model in models)],
-        ["visual tokens / text in the data", *(number(model.interface.ratio_data) for model in models)],
-        ["text as received / text as stored", *(number(model.interface.scale) for model in models)],
+        [label, *(spread(getattr(norm, stage)) for norm in norms)]
+        for stage, (_, label) in STAGES.items()
     ]
+    interface += [
+        ["visual tokens / vocabulary", *(number(norm.ratio) for norm in norms)],
+        ["visual tokens / text in the data", *(number(norm.ratio_data) for norm in norms)],
+        ["text as received / text as stored", *(number(norm.scale) for norm in norms)],
+    ]
+    interface = [row for row in interface if {*row[1:]} != {"–"}]
     low, high = (number(limit(paper_ratios().values()), 2) for limit in (min, max))
-    caption = (
-        "L2 norms from the encoder to the first decoder layer, and ratios of their means: 1 is "
-        f"aligned, and visual tokens of the paper's models have {low} to {high}."
-    )
-    embeddings = [
-        table(
-            f"{read.model}: {spread(read)}, and the tokens of largest norm.",
-            ["Token", "Text", "Norm"],
-            [[f"{row.id}", "–" if row.text is None else repr(row.text), number(row.norm)] for row in read.top],
-        )
-        for model in models
-        if (read := model.embeddings)
-    ]
+    caption = f"Norms, and ratios of means: 1 is aligned; the paper's models have {low} to {high}."
+    embeddings = []
+    for read in filter(None, (model.embeddings for model in models)):
+        rows = [
+            [f"{row.id}", "–" if row.text is None else repr(row.text), number(row.norm)]
+            for row in read.top
+        ]
+        largest = f"{read.model}: {spread(read)}, and the tokens of largest norm."
+        embeddings.append(table(largest, ["Token", "Text", "Norm"], rows))
     gains = [
         [name, *map(number, vars(model.gain).values())]
         for name, model in zip(names, models, strict=True)
         if model.gain
     ]
-    heads = ["Model", "L2 norm", "Mean |gain|", "Mean |bias|", "Start", "Distance from start", "Bias, from 0"]
+    heads = ["Model", "L2 norm", "Mean |gain|", "Mean |bias|", "Start", "Distance", "Bias from 0"]
     labels = {
         "model_type": "Family",
         "dtype": "Precision of the decoder",
@@ -100,12 +84,15 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[dict[str, Any]]]:
         "data": "Data",
         "samples": "Samples",
     }
-    data = [[label, *(str(getattr(model, field) or "–") for model in models)] for field, label in labels.items()]
+    data = []
+    for field, label in labels.items():
+        data.append([label, *(str(getattr(model, field) or "–") for model in models)])
     for kind in KINDS:
-        if any(kind in model.tokens for model in models):
-            data.append([f"{kind.capitalize()} tokens", *(f"{model.tokens.get(kind, 0):,}" for model in models)])
+        counts = [model.tokens.get(kind, 0) for model in models]
+        if any(counts):
+            data.append([f"{kind.capitalize()} tokens", *(f"{count:,}" for count in counts)])
     return {
-        "interface": [table(caption, ["Tokens", *names], [row for row in interface if {*row[1:]} != {"–"}])],
+        "interface": [table(caption, ["Tokens", *names], interface)],
         "embeddings": embeddings,
         "gain": [table("The norm after the projector.", heads, gains)] if gains else [],
         "data": [table("What was measured.", ["", *names], data)],

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1  # grows when a field is renamed, removed or changes its meaning
 REPORT, PAGE = "report.json", "report.html"
-KINDS = ("visual", "text", "special", "newline", "indicator")
-"""The kinds of token, as docs/report.md describes them; padding is none."""
+KINDS = ("visual", "text", "special", "newline", "indicator")  # of token: see docs/report.md
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean and standard deviation over tokens, one of each for every layer or state, in order of depth."""
+    """Mean and standard deviation over tokens, by layer or state."""
 
     mean: list[float]
     std: list[float]
@@ -40,10 +39,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Interface:
-    """L2 norms from the encoder to the decoder (tables 1 to 3); None for what this model or these data do not have.
+    """L2 norms from the encoder to the decoder (tables 1 to 3); None without such rows.
 
-    "As received" is at the input of the first decoder layer, after all scaling. `scale`, `vocabulary` and `ratio`
-    are None if scaling differs between tokens, and `projector_input` if its rows are probabilities (Ovis).
+    "As received" is as the first decoder layer receives it. `scale`, `vocabulary` and `ratio` are
+    None if scaling differs between tokens, `projector_input` for rows of probabilities (Ovis).
     """
 
     encoder_output: Moments | None = None  # the encoder's last_hidden_state, class token included
@@ -56,7 +55,7 @@ class Interface:
     newline: Moments | None = None
     indicator: Moments | None = None
     text_raw: Moments | None = None  # embedding rows of the text tokens in the data, as stored
-    vocabulary_raw: Moments | None = None  # all rows as stored, without zeros, image token and padding that repeats it
+    vocabulary_raw: Moments | None = None  # rows as stored, but zeros, the image token's and copies
     vocabulary: Moments | None = None  # the same as received; the mean is N_text (eq. 11)
     scale: float | None = None  # of text tokens: as received over as stored
     visual_table: Moments | None = None  # rows of a visual embedding table (Ovis)
@@ -69,9 +68,9 @@ class Interface:
 class Depth:
     """Measures of tokens in the decoder's L layers, by the kinds in the data (figures 1b to 4).
 
-    `norm` and `log_norm` have a value for each of L + 1 states, the others one for each layer. An update is a layer's
-    output minus its input. Angles are in radians; that of an update of size 0 is NaN. `cosine` is that of two states
-    also where features are added between layers (Qwen3-VL).
+    `norm` and `log_norm` have values for L + 1 states, the others for L layers. An update is a
+    layer's output minus its input. Angles are in radians; that of an update of size 0 is NaN.
+    `cosine` is that of two states also where features are added between layers (Qwen3-VL).
     """
 
     norm: dict[str, Curve]
@@ -82,13 +81,13 @@ class Depth:
     update_angle: dict[str, Curve]  # between a state and its update
     log_norm: dict[str, Curve]  # natural logarithm of the norm of the states
     log_update: dict[str, Curve]  # natural logarithm of the norm of the updates
-    asymmetry: float | None  # mean rotation of visual over that of text tokens, layers 1 to L - 1; below 1: less
+    asymmetry: float | None  # mean rotation of visual tokens over that of text, layers 1 to L - 1
     asymmetry_error: float | None  # its standard error, over batches
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Gain and bias of the norm after the projector (table 5); the gain started from `start`, the bias from 0."""
+    """Gain and bias of the norm after the projector (table 5), which began at `start` and 0."""
 
     l2: float
     mean_abs: float  # mean of the absolute values
@@ -100,7 +99,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class DynamicsStep:
-    """Inter-layer cosines recorded during training (figure 5): the optimizer step, and a value for each layer."""
+    """Inter-layer cosines, by layer, that training recorded at an optimizer step (figure 5)."""
 
     step: int
     visual: list[float]  # mean cosine of the layer's input and output over visual tokens
@@ -109,12 +108,12 @@ class DynamicsStep:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of the text tokens after an image (appendix G): means over these tokens and all heads, by layer."""
+    """Attention of the text after an image (appendix G), by layer: means over tokens and heads."""
 
     question: str
     image: str | None  # PNG file: the image as shown to the model
-    grid: tuple[int, int] | None  # rows and columns of visual tokens; None where they form no single grid
-    # Shares of the attention to the image: [layer][row][column]. Each layer sums to 1; one row without grid.
+    grid: tuple[int, int] | None  # rows and columns of visual tokens; None without a single grid
+    # Shares of attention to the image, [layer][row][column]: 1 in a layer; one row without grid.
     maps: list[list[list[float]]]  # empty for questions that are not drawn
     image_share: list[float]  # share of all attention that is on the image
     entropy: list[float]  # entropy of the map over that of an even one
@@ -124,11 +123,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class Report:
-    """The measurements of one vision-language model; None or empty where something does not apply."""
+    """The measurements of a vision-language model; None or empty where something does not apply."""
 
     model: str
     model_type: str  # of its configuration, or "unknown"
-    dtype: str  # of the decoder's weights: "bfloat16", "4-bit NF4, ...", "8-bit", "unknown" and so on
+    dtype: str  # of the decoder's weights: "bfloat16", "4-bit NF4, ...", "8-bit", "unknown", ...
     hidden_size: int  # of the language model
     interface: Interface
     depth: Depth
@@ -138,7 +137,7 @@ class Report:
     tokens: dict[str, int] = field(default_factory=dict)  # number by kind
     embeddings: "EmbeddingStatistics | None" = None  # of the language model's embedding matrix
     gain: Gain | None = None
-    dynamics: list[DynamicsStep] = field(default_factory=list)  # recorded by `normalign train --probe_steps`
+    dynamics: list[DynamicsStep] = field(default_factory=list)  # of `train --probe_steps`
     attention: list[Attention] = field(default_factory=list)  # of the first questions
     left_out: list[str] = field(default_factory=list)  # what was not measured and why
     norm: str | None = None  # "layer_norm", "rms_norm" or "none" for models of this package
@@ -150,8 +149,9 @@ class Report:
 
     @property
     def entry_ratio(self) -> float | None:
-        """Norm of visual tokens over that of text, as received: of the vocabulary or, without one, of the data."""
-        return self.interface.ratio if self.interface.ratio is not None else self.interface.ratio_data
+        """Norm of visual tokens over text's, as received: `ratio` or, without it, `ratio_data`."""
+        norms = self.interface
+        return norms.ratio_data if norms.ratio is None else norms.ratio
 
     @property
     def layers(self) -> int:
@@ -160,12 +160,9 @@ class Report:
 
 
 def report_json(content: dict[str, Any]) -> str:
-    """The text of `report.json`: a line for each key, since maps with a number on each line would fill thousands.
-
-    NaN and infinity, which JSON does not have, become null.
-    """
+    """The text of `report.json`, a key a line; NaN and infinity, which JSON lacks, become null."""
     finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
-    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in finite.items())
+    lines = (f"{json.dumps(key)}: {json.dumps(finite[key], ensure_ascii=False)}" for key in finite)
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -180,7 +177,7 @@ class Drawing:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """`value` with `digits` significant digits, whole numbers in full; an en dash if there is no finite value."""
+    """`value` to `digits` significant digits, whole numbers in full; – without a finite value."""
     if value is None or not math.isfinite(value):
         return "–"
     text = f"{value:.{digits - 1}e}"
@@ -196,7 +193,7 @@ def spread(moments: "Moments | EmbeddingStatistics | None") -> str:
 
 
 def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
-    """`value` and one digit of its standard error; `value` alone with `digits` digits if there is none."""
+    """`value` and one digit of its standard error; without one, `value` with `digits` digits."""
     if value is None or not error:
         return number(value, digits)
     places = max(0, -math.floor(math.log10(error)))

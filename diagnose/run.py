@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole diagnosis: measure a model and its baseline on the same images, draw, conclude, write a folder."""
+"""A whole diagnosis: measures a model and its baseline on the same images, and writes a folder."""
 
 import json
 import math
@@ -17,7 +17,6 @@ from PIL import Image
 from rich.console import Group
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 from transformers import ProcessorMixin
 
 from ..assembly.build import torch_dtype
@@ -37,7 +36,8 @@ from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, DynamicsStep, Repor
 
 
 FOLDER = "diagnostics"  # within a checkpoint
-WRITTEN = r"report\.(json|html)|(interface|norms|cosine|rotation|dynamics|(attention|(baseline_)?image)_\d+)\.png"
+DRAWN = r"interface|norms|cosine|rotation|dynamics|(attention|image|baseline_image)_\d+"
+WRITTEN = rf"report\.(json|html)|({DRAWN})\.png"
 QUESTIONS, QUESTIONS_DRAWN = 16, 4  # samples on which attention is measured, and is drawn
 
 
@@ -80,27 +80,26 @@ def diagnose(
     name: str | None = None,
     against_name: str | None = None,
 ) -> Diagnosis:
-    """Measures `model`, and `against` on the same images, and writes `report.json`, `report.html` and the figures.
+    """Measures `model`, and `against` on the same images, and writes report and figures.
 
     Args:
-        model, against: Folders or Hub ids of the model and of the baseline, both vision-language models.
-        data, samples, seed, image_folder, columns: See [`~normalign_llava.diagnose.data.load_samples`].
-        output: Folder to write; by default `diagnostics` in the folder of `model`, or `diagnostics/ID` in the working
-            directory for a Hub id. An earlier diagnosis in it is replaced once this one is complete.
+        model, against: Folders or Hub ids of the model and its baseline, vision-language models.
+        data, samples, seed, image_folder, columns: See [`load_samples`].
+        output: Folder to write; by default `diagnostics` in the model's, or `diagnostics/ID` for a
+            Hub id. An earlier diagnosis in it is replaced once this one is complete.
         batch_size: Number of images at a time.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
-        load_in_4bit: Quantize the layers of both decoders: [`~normalign_llava.checkpoint.precision.four_bits`].
-        trust_remote_code: Run code that comes with a checkpoint of an architecture that transformers does not have.
-        name, against_name: Names in the report; by default the last part of the folder, or the Hub id.
+        load_in_4bit: Quantize the layers of both decoders: [`four_bits`].
+        trust_remote_code: Run a checkpoint's code if transformers does not have its architecture.
+        name, against_name: Names in the report; by default those of the folders, or the Hub ids.
 
     Raises:
         ValueError: Models, data or options cannot be used.
         OSError: The folder cannot be written.
     """
     torch_dtype(dtype)  # for its error
-    handles = [
-        resolve_model(source, trust_remote_code=trust_remote_code) for source in (model, against) if source is not None
-    ]
+    resolve = partial(resolve_model, trust_remote_code=trust_remote_code)
+    handles = [resolve(source) for source in (model, against) if source is not None]
     for handle in handles:
         if handle.processor is None:
             raise ValueError(
@@ -111,15 +110,18 @@ def diagnose(
     if names[1:] == names[:1]:
         names[1] = f"other {names[1]}"
     path = Path(model).expanduser()
-    folder = Path(output or (path / FOLDER if path.exists() else Path(FOLDER, model))).expanduser().resolve()
+    default = path / FOLDER if path.exists() else Path(FOLDER, model)
+    folder = Path(output or default).expanduser().resolve()
     with finished_folder(folder, _written) as staging:
         drawn = load_samples(data, samples, seed=seed, image_folder=image_folder, columns=columns)
-        options: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit}
-        measure = partial(_measure, drawn=drawn, folder=staging, **options)
-        report, *baselines = map(measure, handles, names, ("", "baseline_"))
-        baseline = next(iter(baselines), None)
-        drawings = draw(report, baseline, staging)
+        loading: dict[str, Any] = {"dtype": dtype, "load_in_4bit": load_in_4bit}
+        measure = partial(_measure, drawn=drawn, batch_size=batch_size, **loading)
+        images = staging / "image", staging / "baseline_image"
+        report, *baselines = map(measure, handles, names, images)
+        reports = report, next(iter(baselines), None)
+        drawings = draw(*reports, staging)
         revisions = {f"revision of {handle.name}": handle.checkpoint.revision for handle in handles}
+        packages = ("normalign-llava", "torch", "transformers", "datasets", "pillow")
         provenance = {
             "samples asked for": str(samples),
             "precision asked for": "4-bit, the decoder's layers alone" if load_in_4bit else dtype,
@@ -127,23 +129,23 @@ def diagnose(
             "batch size": str(batch_size),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "Python": platform.python_version(),
-            **{name: version(name) for name in ("normalign-llava", "torch", "transformers", "datasets", "pillow")},
+            **{name: version(name) for name in packages},
             **{key: revision for key, revision in revisions.items() if revision},
             "first question": drawn.samples[0].question,
         }
-        diagnosis = Diagnosis(verdict(report, baseline), findings(report, baseline), report, baseline, folder)
+        diagnosis = Diagnosis(verdict(*reports), findings(*reports), *reports, folder)
         content = {"schema_version": SCHEMA_VERSION, **asdict(diagnosis)}
         content |= {"figures": list(map(asdict, drawings)), "provenance": provenance}
         del content["folder"]
         (staging / REPORT).write_text(report_json(content), encoding="utf-8")
-        write_page(report, baseline, drawings, staging, provenance=provenance)
+        write_page(*reports, drawings, staging, provenance=provenance)
     return diagnosis
 
 
 def _measure(
-    handle: ModelHandle, name: str, prefix: str, *, drawn: Samples, folder: Path, batch_size: int, **loading: Any
+    handle: ModelHandle, name: str, images: Path, *, drawn: Samples, batch_size: int, **loading: Any
 ) -> Report:
-    """The report of one model; the images that attention is drawn on are written into `folder`."""
+    """The report of one model; the images on which attention is drawn become `images`_1.png etc."""
     processor = handle.processor
     assert processor is not None
     dynamics = read_dynamics(Path(handle.checkpoint.name, DYNAMICS))  # first, for its errors
@@ -159,22 +161,19 @@ def _measure(
             (asked,) = batches(processor, [sample], 1)
             try:
                 answer = attention_maps(model, asked, question=sample.question, special_ids=special)
-            except (ValueError, RuntimeError) as error:  # out of memory: maps have heads * tokens^2 numbers
+            except (ValueError, RuntimeError) as error:  # heads * tokens^2 numbers may be too many
                 reason = str(error).partition("\n")[0]
                 report.left_out.append(f"Attention, from question {number} on: {reason}")
                 break
             if number <= QUESTIONS_DRAWN:
-                answer = replace(answer, image=f"{prefix}image_{number}.png")
-                shown_image(processor, asked, sample.image).save(folder / str(answer.image))
+                file = images.with_name(f"{images.name}_{number}.png")
+                shown_image(processor, asked, sample.image).save(file)
+                answer = replace(answer, image=file.name)
             attention.append(answer if answer.image else replace(answer, maps=[]))
-    return replace(
-        report,
-        dtype=f"{report.dtype}, products in bfloat16" if cast else report.dtype,
-        embeddings=embedding_table_of(model, processor.tokenizer, name=name),
-        gain=gain_of(model),
-        dynamics=dynamics,
-        attention=attention,
-    )
+    if cast:
+        report = replace(report, dtype=f"{report.dtype}, products in bfloat16")
+    rows, gain = embedding_table_of(model, processor.tokenizer, name=name), gain_of(model)
+    return replace(report, embeddings=rows, gain=gain, dynamics=dynamics, attention=attention)
 
 
 def read_dynamics(file: Path) -> list[DynamicsStep]:
@@ -183,10 +182,11 @@ def read_dynamics(file: Path) -> list[DynamicsStep]:
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return [DynamicsStep(**json.loads(line)) for line in lines]
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is not as training writes it: {error}. Remove it, or copy it again.") from error
+        reason = f"{file} is not as training writes it: {error}"
+        raise ValueError(f"{reason}. Remove it, or copy it again.") from error
 
 
-def shown_image(processor: ProcessorMixin, inputs: dict[str, Tensor], image: Image.Image) -> Image.Image:
+def shown_image(processor: ProcessorMixin, inputs: dict, image: Image.Image) -> Image.Image:
     """The image as the model received it, cropped and resized; `image` if that cannot be told."""
     pixels, settings = inputs.get("pixel_values"), vars(processor.image_processor)
     is_scaled = settings.get("do_rescale") and settings.get("do_normalize")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The style of the figures: colours, markers, labels and legends.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart. In grey print, kinds of token differ by marker
-and lightness, and a baseline by dashes and hollow markers.
+Colours are Okabe and Ito's, for the colour-blind; in grey print, markers and dashes differ.
 """
 
 from collections.abc import Sequence
@@ -14,18 +13,15 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from .report import Drawing, Report, number
+from .report import KINDS, Drawing, Report, number
 
 
 WIDTH, DPI = 7.5, 150
-COLORS = {
-    "visual": "#E69F00", "text": "#0072B2", "special": "#CC79A7", "newline": "#009E73", "indicator": "#D55E00",
-}  # fmt: skip
-MARKERS = {"visual": "o", "text": "s", "special": "D", "newline": "^", "indicator": "v"}
+COLORS = dict(zip(KINDS, ("#E69F00", "#0072B2", "#CC79A7", "#009E73", "#D55E00"), strict=True))
+MARKERS = dict(zip(KINDS, ("o", "s", "D", "^", "v"), strict=True))
 MUTED = "#808080"
 
-Sketch = tuple[Figure, Drawing]
-"""A figure that is not yet written, with its file name, title and caption."""
+Sketch = tuple[Figure, Drawing]  # a figure that is not yet written, and what is said of it
 
 
 @dataclass(frozen=True)
@@ -42,14 +38,14 @@ class Shown:
 
 
 def shown(report: Report, against: Report | None) -> list[Shown]:
-    """The models in the paper's order, baseline first, with names that fit and that matplotlib can draw."""
+    """The models, baseline first as in the paper, with names that fit and matplotlib can draw."""
     model = Shown(report, elide(printable(report.model), 30))
     baseline = against and Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True)
     return [baseline, model] if baseline else [model]
 
 
 def printable(text: str) -> str:
-    """`text` with escapes for characters that matplotlib's font lacks, and for dollars, which begin a formula."""
+    """`text`, with what matplotlib's font lacks escaped, and dollars, which begin formulas."""
     font = get_font(findfont(FontProperties()))
     drawn = (c if c.isprintable() and font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
     return "".join(drawn).replace("$", r"\$")
@@ -82,7 +78,7 @@ def tidy(axes: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def ratio_title(values: Sequence[float | None], sentence: str, otherwise: str) -> str:
-    """`sentence` with the model's ratio for {}, then the baseline's; `otherwise` without a ratio."""
+    """`sentence` with the model's ratio for {}, then the baseline's; without one, `otherwise`."""
     *baseline, ratio = (None if value is None else f"{number(value, 3)} ×" for value in values)
     if ratio is None:
         return otherwise
@@ -90,7 +86,7 @@ def ratio_title(values: Sequence[float | None], sentence: str, otherwise: str) -
 
 
 def log_scale(axes: Axes, which: str) -> None:
-    """Makes axis `which` ("x" or "y") logarithmic, with ticks in plain numbers, dense enough for what was drawn."""
+    """Makes axis `which` ("x" or "y") logarithmic, with plain numbers at its ticks."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     narrow = max(axis.get_data_interval()) < 1000 * axis.get_minpos()
@@ -101,5 +97,5 @@ def log_scale(axes: Axes, which: str) -> None:
 
 def legend(figure: Figure, axes: Axes, columns: int) -> None:
     """A legend of what `axes` shows, below the figure."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=columns, loc="outside lower left", fontsize=9, frameon=False)
+    entries = axes.get_legend_handles_labels()
+    figure.legend(*entries, ncols=columns, loc="outside lower left", fontsize=9, frameon=False)

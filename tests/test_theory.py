@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's theory against random vectors, with a case where each claim fails: docs/theory.md.
-
-Angles are in radians, numbers in float64.
-"""
+"""The paper's theory against random vectors, and where its claims fail: docs/theory.md."""
 
 import math
 
@@ -29,15 +26,15 @@ def unit(rows):
 
 
 def orthogonal(*units):
-    """Random unit rows, uniform over the space orthogonal to the unit rows `units`, which are so to each other."""
+    """Random unit rows, uniform in the space orthogonal to `units`, which are orthonormal."""
     rows = randn(*units[0].shape)
-    for each in units:
-        rows = rows - (rows * each).sum(-1, keepdim=True) * each
+    for direction in units:
+        rows = rows - (rows * direction).sum(-1, keepdim=True) * direction
     return unit(rows)
 
 
 def quarter_turn(rows):
-    """One rotation of the whole space, of even dimension, that takes each vector to one orthogonal to it."""
+    """A rotation of the whole space, of even dimension, that turns all vectors by a right angle."""
     first, second = rows.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
 
@@ -52,7 +49,7 @@ def kept(omega_visual, omega_text):
 
 
 def cosines_of_pairs(dimension, theta, omegas, directions):
-    """Cosines of 2,000 pairs at an angle theta after both tokens have turned, and their exact expectation."""
+    """Cosines of 2,000 pairs at an angle theta once both tokens turned, and their expectation."""
     visual = unit(randn(2000, dimension))
     away = orthogonal(visual)  # the straight way from the visual to the text token
     text = turned(visual, away, theta)
@@ -70,8 +67,8 @@ def cosines_of_pairs(dimension, theta, omegas, directions):
 @pytest.mark.parametrize("omegas", [(0.2, 0.9), (0.5, 0.5)])
 @pytest.mark.parametrize("theta", [0.35, 1.05, 1.92])
 def test_theorem_1_holds_in_every_dimension_for_independent_directions_alone(theta, omegas):
-    cases = [(dimension, "independent") for dimension in (2, 8, 64, 512)] + [(64, "shared"), (64, "toward")]
-    for dimension, directions in cases:
+    cases = [(dimension, "independent") for dimension in (2, 8, 64, 512)]
+    for dimension, directions in [*cases, (64, "shared"), (64, "toward")]:
         cosines, exact = cosines_of_pairs(dimension, theta, omegas, directions)
         error = cosines.std().item() / math.sqrt(len(cosines))
         assert abs(cosines.mean().item() - exact) < 4 * error + 1e-12
@@ -81,24 +78,28 @@ def test_theorem_1_holds_in_every_dimension_for_independent_directions_alone(the
 
 def test_lemma_1_needs_a_fixed_product_of_tangents():
     ratios = [10 ** (step / 10) for step in range(21)]
-    product_fixed = [kept(math.atan(0.3 / math.sqrt(r)), math.atan(0.3 * math.sqrt(r))) for r in ratios]
-    text_fixed = [kept(math.atan(0.3 / r), math.atan(0.3)) for r in ratios]  # as when norms are aligned to text's
+    product_fixed = [kept(math.atan(0.3 / ratio), math.atan(0.3 * ratio)) for ratio in ratios]
+    text_fixed = [kept(math.atan(0.3 / ratio), math.atan(0.3)) for ratio in ratios]  # as alignment
     assert product_fixed == sorted(product_fixed, reverse=True) and text_fixed == sorted(text_fixed)
     before, after = rotation_angle(37.0, 0.3, 1.5), rotation_angle(1.0, 0.3, 1.5)
     assert kept(after, after) < kept(before, after)
 
 
 def test_lag_grows_layer_by_layer_and_is_largest_for_the_aligned_pair():
-    lag = {}
-    for case, norms in (("imbalanced", (30.0, 1.0)), ("balanced", (30**0.5, 30**0.5)), ("aligned", (1.0, 1.0))):
-        expected, start = [math.cos(math.pi / 6)], unit(randn(1000, 64))
-        states, sizes = [norms[0] * start, norms[1] * turned(start, orthogonal(start), math.pi / 6)], norms
+    lag, start = {}, unit(randn(1000, 64))
+    related = turned(start, orthogonal(start), math.pi / 6)
+    cases = {"imbalanced": (30.0, 1.0), "balanced": (30**0.5, 30**0.5), "aligned": (1.0, 1.0)}
+    for case, norms in cases.items():
+        expected, sizes = [math.cos(math.pi / 6)], norms
+        states = [norms[0] * start, norms[1] * related]
         for _ in range(24):
-            expected.append(expected[-1] * kept(*(rotation_angle(size, 0.3, math.pi / 2) for size in sizes)))
+            angles = [rotation_angle(size, 0.3, math.pi / 2) for size in sizes]
+            expected.append(expected[-1] * kept(*angles))
             sizes = [math.hypot(size, 0.3) for size in sizes]
             states = [state + 0.3 * orthogonal(unit(state)) for state in states]
-            assert (unit(states[0]) * unit(states[1])).sum(-1).mean().item() == pytest.approx(expected[-1], abs=0.03)
-        # Updates at right angles: each cosine is a norm over the next, so their product over the layers telescopes.
+            cosines = (unit(states[0]) * unit(states[1])).sum(-1)
+            assert cosines.mean().item() == pytest.approx(expected[-1], abs=0.03)
+        # With updates at right angles a cosine is a norm over the next: their product telescopes.
         telescoped = math.prod(norm / math.hypot(norm, 0.3 * math.sqrt(24)) for norm in norms)
         assert expected[-1] == pytest.approx(telescoped * math.cos(math.pi / 6))
         lag[case] = [math.acos(cosine) for cosine in expected]
@@ -134,10 +135,12 @@ def test_attention_spreads_with_the_lag_unless_a_sink_scores_higher():
     spread, share = [], []
     for delta in DELTAS:
         signal = 8 * (turned(query, away, delta) * query).sum(-1, keepdim=True)
-        assert (signal.mean() / noise.std()).item() == pytest.approx(8 * math.cos(delta), abs=0.03)  # eqs. 10, 21
+        ratio = (signal.mean() / noise.std()).item()  # eqs. 10, 21
+        assert ratio == pytest.approx(8 * math.cos(delta), abs=0.03)
         scores = torch.cat([signal, noise], dim=-1)
         spread.append(entropy(scores))
         share.append(scores.softmax(-1)[:, 0].mean().item())
     assert spread == sorted(spread) and spread[-1] > 0.85 and share == sorted(share, reverse=True)
-    with_sink = [entropy(torch.tensor([signal, 6.0, 0, 0, 0])) for signal in (9.0, 8.0, 7.0, 6.0, 4.0, 2.0)]
-    assert with_sink[:3] == sorted(with_sink[:3]) and with_sink[3:] == sorted(with_sink[3:], reverse=True)
+    with_sink = [entropy(torch.tensor([signal, 6.0, 0, 0, 0])) for signal in (9, 8, 7, 6, 4, 2)]
+    above, below = with_sink[:3], with_sink[3:]
+    assert above == sorted(above) and below == sorted(below, reverse=True)

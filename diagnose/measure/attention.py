@@ -20,21 +20,20 @@ def attention_maps(
 ) -> Attention:
     """Attention from the text after an image to the image, by layer, of a batch of one sequence.
 
-    Averaged over heads and over the `text` positions (`report.KINDS`) after the last visual token.
-    Layers without an attention map (linear attention), with NaN in it, or whose mask hides a part
-    of the image from some of that text (a sliding window, chunks), are left out of the result.
-    Only the decoder is eager meanwhile, which takes `heads * tokens^2` numbers for one layer.
+    Mean over heads and `text` positions after the last visual token. Left out are layers without
+    an attention map (linear attention), with NaN in it, or whose mask hides a part of the image
+    from that text (a sliding window, chunks). A layer takes `heads * tokens^2` numbers meanwhile.
     """
     parts = find_parts(model)
     inputs, config, decoder = model_inputs(parts, batch), parts.model.config, parts.decoder
-    kinds = token_kinds(inputs, config, boundary_ids(config) | set(special_ids))
-    visual, text = (kinds[KINDS.index(kind)].nonzero().flatten().cpu() for kind in ("visual", "text"))
+    kinds = token_kinds(inputs, config, boundary_ids(config) | set(special_ids)).cpu()
+    visual, text = (kinds[KINDS.index(kind)].nonzero().flatten() for kind in ("visual", "text"))
     asking = text[text > visual.max()] if len(visual) else visual
     if not len(asking):
         raise ValueError("No text comes after an image. Put the question after it.")
     received: dict[int, Tensor] = {}
 
-    def reduce(number: int, attention: nn.Module, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
+    def reduce(number: int, module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> Any:
         if output[1] is None:
             return None
         if sees_all(kwargs.get("attention_mask"), asking, visual):
@@ -49,33 +48,34 @@ def attention_maps(
         decoder.set_attn_implementation("eager")
         for number, layer in enumerate(decoder.layers, 1):
             if attention := dict(layer.named_children()).get("self_attn"):
-                hooks.enter_context(attention.register_forward_hook(partial(reduce, number), with_kwargs=True))
+                hook = partial(reduce, number)
+                hooks.enter_context(attention.register_forward_hook(hook, with_kwargs=True))
         parts.inner(**inputs, use_cache=False)
     if not (received := {number: row for number, row in received.items() if row.sum() > 0}):
         raise ValueError(
-            f"None of the {len(decoder.layers)} layers of {type(decoder).__name__} has an attention "
-            "map that reaches the whole image."
+            f"None of the {len(decoder.layers)} layers of {type(decoder).__name__} has an "
+            "attention map that reaches the whole image."
         )
-    shares = [row.sum().item() for row in received.values()]
     # Learned queries are not places in the image, even if their number is a square.
     grid = None if config.model_type in RESAMPLED else image_grid(inputs, len(visual))
-    maps = [(row / share).reshape(grid or (1, -1)) for row, share in zip(received.values(), shares, strict=True)]
+    maps = [(row / row.sum()).reshape(grid or (1, -1)) for row in received.values()]
     entropies = [torch.special.entr(shares).sum().item() for shares in maps]
+    even = math.log(len(visual))  # the entropy of an even map
     return Attention(
         question=question,
         image=None,
         grid=grid,
         maps=[shares.tolist() for shares in maps],
-        image_share=shares,
-        entropy=[entropy / math.log(len(visual)) if len(visual) > 1 else 1.0 for entropy in entropies],
+        image_share=[row.sum().item() for row in received.values()],
+        entropy=[entropy / even if even else 1.0 for entropy in entropies],
         bottom_bias=None if grid is None else [bottom_bias(shares) for shares in maps],
         layers=list(received),
     )
 
 
-def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
-    """Whether an additive mask, `(1, 1, tokens, tokens)`, hides no `visual` from `asking`."""
-    return mask is None or bool((mask[0, 0, asking][:, visual] > torch.finfo(mask.dtype).min / 2).all())
+def sees_all(mask: Tensor | None, text: Tensor, image: Tensor) -> bool:
+    """Whether an additive mask, `(1, 1, tokens, tokens)`, hides nothing of `image` from `text`."""
+    return mask is None or bool(mask[0, 0, text][:, image].min() > torch.finfo(mask.dtype).min / 2)
 
 
 def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:

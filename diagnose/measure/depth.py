@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm, rotation and updates of tokens in depth, measured while a decoder runs (figures 1b to 4)."""
+"""Norm, rotation and updates of tokens in depth, measured as a decoder runs (figures 1b to 4)."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -29,8 +29,7 @@ class RunningMoments:
     """
 
     def __init__(self):
-        # Count, mean, sum of squared distances from the mean.
-        self._state: tuple[Tensor, Tensor, Tensor] | None = None
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, squared deviations
 
     def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
         """Adds values `(..., n)`, and returns the means of these alone by group, NaN without any.
@@ -66,12 +65,12 @@ class RunningMoments:
 
 
 def quantities(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """`QUANTITIES` of a layer's input and output `(n, d)`, and where each is defined, both `(6, n)`."""
+    """`QUANTITIES` of a layer's input and output `(n, d)`, and where they exist, both `(6, n)`."""
     update = after - before
     norm, size = before.norm(dim=-1), update.norm(dim=-1)
     along = torch.linalg.vecdot(update, before) / norm
     across = (size.square() - along.square()).clamp(min=0).sqrt()
-    rotation = torch.atan2(across, norm + along)  # eq. 8, also where the update is longer than the state
+    rotation = torch.atan2(across, norm + along)  # eq. 8, also of an update longer than the state
     angle = torch.atan2(across, along)
     always, exists, moves = torch.ones_like(norm) > 0, norm > 0, size > 0
     turns = exists & (torch.hypot(across, norm + along) > 0)
@@ -80,10 +79,7 @@ def quantities(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class DepthProbe:
-    """Hooks on a decoder's layers that keep running moments; only one state is kept in memory.
-
-    The output of `final_norm`, the norm after the layers, is measured too if it is given.
-    """
+    """Hooks on layers, and the norm after them, that keep running moments and a single state."""
 
     def __init__(self, layers: nn.ModuleList, final_norm: nn.Module | None = None):
         self._layers, self._final_norm = layers, final_norm
@@ -99,8 +95,8 @@ class DepthProbe:
     def watching(self, masks: Callable[[], Tensor]) -> Iterator[None]:
         """Measures every forward pass within.
 
-        `masks` returns those of the kinds, `(len(KINDS), batch * tokens)`, in the current pass. It
-        is called when the decoder runs: the positions of newlines are known only by then.
+        `masks` returns those of the kinds, `(kinds, batch * tokens)`, once the decoder runs: where
+        newlines are is not known earlier.
         """
 
         def begin(layer: nn.Module, args: tuple) -> None:
@@ -117,7 +113,7 @@ class DepthProbe:
 
     def result(self) -> Depth:
         """Curves of all quantities, and the asymmetry; an error for states that have none."""
-        steps = torch.stack([moments.results() for moments in self._steps])  # of each layer, (3, kinds, quantities)
+        steps = torch.stack([moments.results() for moments in self._steps])
         measured = dict(zip(QUANTITIES, steps.unbind(-1), strict=True))
         for name, last in zip(("norm", "log_norm"), self._last.results().unbind(-1), strict=True):
             measured[name] = torch.cat([measured[name], last[None]])
@@ -129,26 +125,27 @@ class DepthProbe:
                 continue
             for state in (~of_kind["norm"].isfinite().all(0)).nonzero():
                 raise ValueError(
-                    f"The {kind} tokens' hidden states are NaN or infinite in state {state.item()}. Load "
-                    "the model in bfloat16 or float32, and check its weights."
+                    f"The {kind} tokens are NaN or infinite in state {state.item()}. "
+                    "Load the model in bfloat16 or float32, and check its weights."
                 )
             zero = (of_kind["log_norm"][2] == 0).nonzero()
             if len(zero) and kind in ("visual", "text"):
                 raise ValueError(
-                    f"All {kind} tokens are zero in state {zero[0].item()}, so they have no direction. "
+                    f"All {kind} tokens are zero in state {zero[0].item()}, without a direction. "
                     "Check that the projector's weights were trained and loaded."
                 )
             if not len(zero):  # a padding token's row may be all zero
                 for name, (mean, std, _) in of_kind.items():
                     curves[name][kind] = Curve(mean.tolist(), std.tolist())
-        # The last layer prepares the prediction rather than the next layer's input, and is left out.
+        # Without the last layer, which prepares the prediction rather than the next layer's input.
         rotated = {kind: sum(curve.mean[:-1]) for kind, curve in curves["rotation"].items()}
         visual, text = rotated.get("visual"), rotated.get("text")
         ratios = self._ratios.result()
+        error = ratios.std / math.sqrt(ratios.count - 1) if ratios and ratios.count > 1 else None
         return Depth(
             final_norm={} if self._final_norm is None else _by_kind(self._final.results()),
             asymmetry=visual / text if visual is not None and text else None,
-            asymmetry_error=ratios.std / math.sqrt(ratios.count - 1) if ratios and ratios.count > 1 else None,
+            asymmetry_error=error,
             **curves,
         )
 
@@ -156,7 +153,7 @@ class DepthProbe:
         """Norms of the first layer's input by kind."""
         return _by_kind(self._steps[0].results()[..., QUANTITIES.index("norm")])
 
-    def _after_layer(self, number: int, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def _after_layer(self, number: int, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
         before = args[0] if args else kwargs["hidden_states"]
         after = output[0] if isinstance(output, tuple) else output
         before, after = (_rows(states, after.device) for states in (before, after))
@@ -172,7 +169,8 @@ class DepthProbe:
             defined = torch.stack([torch.ones_like(norm) > 0, norm > 0])
             self._last.add(torch.stack([norm, norm.log()]), masks.unsqueeze(1) & defined)
             if number:  # the asymmetry leaves the last layer out
-                rotated = torch.stack([rotation.to(after.device) for rotation in self._rotations[:-1]]).sum(0)
+                earlier = [rotation.to(after.device) for rotation in self._rotations[:-1]]
+                rotated = torch.stack(earlier).sum(0)
                 ratio = rotated[KINDS.index("visual")] / rotated[KINDS.index("text")]
                 self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 

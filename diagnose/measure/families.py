@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of vision-language models of transformers that are measured, and the kinds of their tokens.
+"""The modules of transformers' vision-language models that are measured, and the kinds of token.
 
-Modules are found by conventions of transformers: `config.image_token_id`, `get_image_features`, and a decoder with
-`layers` and `norm`. There is no convention for the projector's name; `PROJECTORS` has it by family.
+transformers has no convention for the projector's name; `PROJECTORS` has it by family.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,8 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 
 PROJECTORS = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "visual.merger"),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5"), "visual.merger"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "visual.merger"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "exaone4_5", "glm_ocr"), "visual.merger"),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), "visual.merger"),
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "connector"),
     **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid", "janus"), "aligner"),
     **dict.fromkeys(("hyperclovax_vision_v2", "paddleocr_vl", "video_llama_3"), "projector"),
@@ -25,10 +25,10 @@ PROJECTORS = {
     "lighton_ocr": "vision_projection",
     "ovis2": "visual_embeddings_table",
 }
-"""The projector's module within the base model, by `model_type`; for others `multi_modal_projector`."""
+"""The projector's name in the base model, by `model_type`; of others `multi_modal_projector`."""
 
 RESAMPLED = {"aria", "idefics2"}
-"""Families, by `model_type`, whose visual tokens are learned queries, without a place in the image."""
+"""Families (`model_type`) whose visual tokens are learned queries, without a place in the image."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,19 @@ def find_parts(model: nn.Module) -> Parts:
     """The parts of `model`, with or without PEFT adapters. Raises ValueError if it lacks some."""
     if not isinstance(model, PreTrainedModel):
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
-            raise ValueError("Prompt tuning adds tokens that are not in the batch. Measure the model without it.")
+            raise ValueError("Prompt tuning adds tokens to a batch. Measure the model without it.")
         return find_parts(model.get_base_model())  # type: ignore[operator]
     family = model.config.model_type
     if family == "hunyuan_vl":
-        raise ValueError("HunYuan-VL puts learned rows among the visual tokens, which cannot be told apart.")
+        raise ValueError("HunYuan-VL's visual tokens cannot be told from learned rows among them.")
     inner, decoder = model.base_model, model.get_decoder()
-    needed = (getattr(model.config, "image_token_id", None), getattr(inner, "get_image_features", None))
-    layers, final_norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
-    if None in needed or decoder is inner or not isinstance(layers, nn.ModuleList) or final_norm is None:
+    needed = (model.config, "image_token_id"), (inner, "get_image_features"), (decoder, "norm")
+    lacking = any(getattr(owner, name, None) is None for owner, name in needed)
+    layers = getattr(decoder, "layers", None)
+    if lacking or decoder is inner or not isinstance(layers, nn.ModuleList):
         raise ValueError(
-            f"{type(model).__name__} ({family}) cannot be read: no language model alone can, and none "
-            "with cross-attention. It needs config.image_token_id, get_image_features, and "
+            f"{type(model).__name__} ({family}) cannot be read: no language model alone can, and "
+            "none with cross-attention. It needs config.image_token_id, get_image_features, and "
             "get_decoder() with layers and norm."
         )
     name = PROJECTORS.get(family, "multi_modal_projector")
@@ -81,8 +82,9 @@ def boundary_ids(config: PreTrainedConfig) -> set[int]:
     ids: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
-            if name.endswith(("_token_id", "_token_ids", "_token_index")) and not name.startswith("visual_indicator"):
-                ids.update(number for number in (value if isinstance(value, list) else [value]) if type(number) is int)
+            if name.endswith(("_token_id", "_token_ids", "_token_index")):
+                values = value if isinstance(value, list) else [value]
+                ids.update(number for number in values if type(number) is int)
     return ids - {config.image_token_id}
 
 
@@ -94,9 +96,9 @@ def tokenizer_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
     return added | set(tokenizer.all_special_ids)
 
 
-def token_positions(ids: Tensor, attention_mask: Tensor | None, image_token: int) -> dict[str, Tensor]:
-    """Masks `(batch, tokens)` of `"visual"` tokens and of all others, `"text"`; padding (mask 0) is neither."""
-    image = ids == image_token
+def token_positions(ids: Tensor, attention_mask: Tensor | None, image_id: int) -> dict[str, Tensor]:
+    """Masks `(batch, tokens)` of `"visual"` tokens and of all others but padding, `"text"`."""
+    image = ids == image_id
     attended = torch.ones_like(image)
     if attention_mask is not None and attention_mask.dim() == 2:
         attended = attention_mask.to(ids.device).bool()
@@ -104,12 +106,11 @@ def token_positions(ids: Tensor, attention_mask: Tensor | None, image_token: int
 
 
 def token_kinds(
-    inputs: Mapping[str, Any], config: PreTrainedConfig, special: set[int], newline: Tensor | None = None
+    inputs: Mapping, config: PreTrainedConfig, special: set[int], newline: Tensor | None = None
 ) -> Tensor:
     """Boolean masks `(kinds, batch * tokens)` in the order of `report.KINDS`; padding is in none.
 
-    `special` are ids that are neither text nor visual; `newline` has for each image token in order
-    whether its row is a learned newline.
+    `special` are ids; `newline` tells which of the image tokens, in order, are learned newlines.
     """
     ids = inputs["input_ids"]
     image, text = token_positions(ids, inputs.get("attention_mask"), config.image_token_id).values()
@@ -122,5 +123,6 @@ def token_kinds(
 
     indicators = among(getattr(config, "visual_indicator_token_ids", None) or ())
     other = among(special) & ~indicators
-    kinds = (image & ~ends, text & ~indicators & ~other, text & other, image & ends, text & indicators)
+    words = text & ~indicators & ~other
+    kinds = (image & ~ends, words, text & other, image & ends, text & indicators)
     return torch.stack([mask.flatten() for mask in kinds])

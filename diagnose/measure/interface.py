@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L2 norms on the way into the language model (tables 1 to 3), of its embeddings (6 to 8), of the gain (5)."""
+"""L2 norms on the way into the language model (tables 1 to 3), of embeddings (6 to 8), gain (5)."""
 
 import math
 from collections import defaultdict
@@ -43,10 +43,11 @@ class InterfaceProbe:
 
         with ExitStack() as hooks:
             if projector is not None:
-                hooks.enter_context(projector.register_forward_hook(self._at_projector, with_kwargs=True))
+                hook = projector.register_forward_hook(self._at_projector, with_kwargs=True)
+                hooks.enter_context(hook)
             if norm is not None:
-                before = norm.register_forward_pre_hook(lambda _, args: self._add("norm_input", args[0]))
-                hooks.enter_context(before)
+                hook = norm.register_forward_pre_hook(lambda _, args: self.add("norm_input", *args))
+                hooks.enter_context(hook)
             hooks.callback(delattr, inner, "get_image_features")
             inner.get_image_features = measured
             yield
@@ -57,23 +58,25 @@ class InterfaceProbe:
 
     def result(self, received: dict[str, Moments]) -> Interface:
         """The norms at all stages, given those that the decoder received, by kind."""
-        stages, config = {name: moments.result() for name, moments in self._moments.items()}, self._parts.model.config
-        stored = _moments(self._row_norms[counted_rows(self._row_norms, config.image_token_id)])
-        visual, text, text_raw = received.get("visual"), received.get("text"), stages.get("text_raw")
+        stages = {name: moments.result() for name, moments in self._moments.items()}
+        config = self._parts.model.config
+        stored = self._row_norms[counted_rows(self._row_norms, config.image_token_id)]
+        visual, text, raw = received.get("visual"), received.get("text"), stages.get("text_raw")
         scale: float | None = math.prod(embedding_scales(config.get_text_config()))
-        if text and text_raw and text_raw.mean:
-            scale = text.mean / text_raw.mean
-            # If more than a factor lies between rows and decoder, the deviation does not scale with the mean.
-            scale = scale if abs(text.std - scale * text_raw.std) <= 0.01 * text.mean else None
-        vocabulary = None if scale is None else Moments(scale * stored.mean, scale * stored.std, stored.count)
+        if text and raw and raw.mean:
+            scale = text.mean / raw.mean
+            # If more than a factor changes the rows, the deviation does not scale with the mean.
+            scale = scale if abs(text.std - scale * raw.std) <= 0.01 * text.mean else None
+        vocabulary = None if scale is None else _moments(scale * stored)
         if self._table is not None:
             norms = row_norms(self._table)
             rows = len(norms) - len(config.visual_indicator_token_ids)
-            stages |= {"visual_table": _moments(norms[:rows]), "indicator_table": _moments(norms[rows:])}
+            stages["visual_table"] = _moments(norms[:rows])
+            stages["indicator_table"] = _moments(norms[rows:])
         return Interface(
             **stages,
             **received,
-            vocabulary_raw=stored,
+            vocabulary_raw=_moments(stored),
             vocabulary=vocabulary,
             scale=scale,
             ratio=visual.mean / vocabulary.mean if visual and vocabulary else None,
@@ -83,23 +86,23 @@ class InterfaceProbe:
     def _at_features(self, output: Any) -> None:
         if (rows := output.last_hidden_state) is not None:
             convolutional = rows.dim() == 4  # (images, d, height, width)
-            self._add("encoder_output", rows.flatten(2).mT if convolutional else rows)
+            self.add("encoder_output", rows.flatten(2).mT if convolutional else rows)
         learned = [row for row in self._parts.inner.parameters(recurse=False) if row.dim() == 1]
-        if not learned:
-            return
-        rows = torch.cat([features.reshape(-1, features.shape[-1]) for features in output.pooler_output])
-        same = [(rows == row.to(rows.device, rows.dtype)).all(-1) for row in learned if len(row) == rows.shape[-1]]
-        self.newline = torch.stack(same).any(0) if same else None
+        if learned:
+            rows = torch.cat([features.flatten(0, -2) for features in output.pooler_output])
+            same = [(rows == row.to(rows)).all(-1) for row in learned if len(row) == rows.shape[-1]]
+            self.newline = torch.stack(same).any(0) if same else None
 
-    def _at_projector(self, projector: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+    def _at_projector(self, projector: Any, args: tuple, kwargs: dict, output: Tensor) -> None:
         features = args[0] if args else next(iter(kwargs.values()))
         if not features.is_floating_point():  # Ovis reads its indicators from the same table
             return
         if self._table is None:
-            self._add("projector_input", features)
-        self._add("projector_output", output)
+            self.add("projector_input", features)
+        self.add("projector_output", output)
 
-    def _add(self, name: str, rows: Tensor) -> None:
+    def add(self, name: str, rows: Tensor) -> None:
+        """Adds the norms of rows `(..., d)` at a stage."""
         self._moments[name].add(rows.to(widest(rows.device)).norm(dim=-1).flatten())
 
 
@@ -113,23 +116,22 @@ def row_norms(embeddings: nn.Module) -> Tensor:
         return embedding_row_norms(embeddings.weight)  # type: ignore[arg-type]
 
 
-def embedding_table_of(model: PreTrainedModel, tokenizer: Any = None, *, name: str) -> EmbeddingStatistics:
+def embedding_table_of(
+    model: PreTrainedModel, tokenizer: Any = None, *, name: str
+) -> EmbeddingStatistics:
     """The table of a model in memory, which may be offloaded, without the image token's row."""
-    norms, width = row_norms(model.get_input_embeddings()), model.config.get_text_config().hidden_size
-    return statistics_of(name, "", norms, width, model.config, tokenizer)
+    config, norms = model.config, row_norms(model.get_input_embeddings())
+    return statistics_of(name, "", norms, config.get_text_config().hidden_size, config, tokenizer)
 
 
 @torch.no_grad()
 def gain_of(model: PreTrainedModel) -> Gain | None:
-    """Size of gain and bias, and their distance from the start, in float64.
-
-    None for a model of another architecture or without the norm. A copy that PEFT trains counts.
-    """
-    if model.config.model_type != NormAlignLlavaConfig.model_type or model.config.projector_norm == "none":
+    """Gain and bias, of PEFT's copy if that is trained, in float64; None without the norm."""
+    config = model.config
+    if config.model_type != NormAlignLlavaConfig.model_type or config.projector_norm == "none":
         return None
     norm = model.base_model.multi_modal_projector.norm
-    # Of the initial embeddings.
-    start = initial_gain(model.config, model.config.text_embedding_norm or math.nan)
+    start = initial_gain(config, config.text_embedding_norm or math.nan)  # of initial embeddings
     # Rounded as the gain is, so that a gain that never moved has distance 0.
     stored = torch.tensor(start, dtype=norm.weight.dtype).double()
     with align_module_device(norm):

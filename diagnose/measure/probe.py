@@ -25,15 +25,15 @@ def probe(
     name: str | None = None,
     data: str | None = None,
 ) -> Report:
-    """Measures norms at the interface and rotation in depth (RQ1 to RQ4, figures 1 to 4), in one pass over `batches`.
+    """Measures norms at the interface and rotation in depth (RQ1 to RQ4) in a pass over `batches`.
 
-    Memory does not grow with the number of batches or of layers. The model is unchanged afterwards; its head is not
-    run. Uses hooks, so not from two threads at once.
+    Memory does not grow with the number of batches or of layers. The model is unchanged afterwards;
+    its head is not run. Uses hooks, so not from two threads at once.
 
     Args:
-        model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
-        batches: Inputs of its forward pass: `input_ids` `(batch, tokens)` with image tokens expanded,
-            `attention_mask`, `pixel_values` and whatever else the family needs. Labels are ignored.
+        model: A vision-language model of transformers, also quantized, offloaded or with adapters.
+        batches: Inputs of its forward pass: `input_ids` with image tokens expanded, `pixel_values`,
+            `attention_mask` and whatever else the family needs. Labels are ignored.
         tokenizer: Names special tokens, in addition to the configuration; or the processor.
         name: Name of the model; by default the last part of its folder or Hub id.
         data: Name of the data.
@@ -66,19 +66,19 @@ def probe(
     counts = {kind: count for kind, count in zip(KINDS, tokens.tolist(), strict=True) if count}
     if "visual" not in counts:
         raise ValueError(
-            f"None of the {samples} sequences has a visual token, id {config.image_token_id} (config.image_token_id). "
-            "Put the image token into the prompts, as the processor does."
+            f"None of the {samples} sequences has a visual token (config.image_token_id, "
+            f"{config.image_token_id}). Put it into the prompts, as the processor does."
         )
     norms, left_out = interface.result(depth.norm_received()), []
     if parts.projector is None:
-        left_out.append(f"The projector: its module in models of type {config.model_type!r} is not known.")
+        left_out.append(f"The projector, not known in models of type {config.model_type!r}.")
     if norms.scale is None:
         left_out.append(
-            "N_text and what depends on it: text tokens' norms are not proportional to those of their "
-            "embedding rows, because of an adapter on these, or of position embeddings."
+            "N_text and what depends on it: text tokens' norms are not proportional to those of "
+            "their embedding rows, because of an adapter on these, or of position embeddings."
         )
     dtype = str(next(parts.decoder.layers.parameters()).dtype).removeprefix("torch.")
-    if getattr(parts.model, "is_loaded_in_4bit", False) or getattr(parts.model, "is_loaded_in_8bit", False):
+    if any(getattr(parts.model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
         dtype = quantization_name(config.quantization_config.to_dict())
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
@@ -99,8 +99,9 @@ def probe(
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """The batch without labels, on the model's device and in its precision."""
     if others := {"pixel_values_videos", "input_features"} & set(batch):
-        raise ValueError(f"A batch has {others.pop()}. Tokens of video and sound are not measured: give images.")
-    return {name: placed(value, parts.model) for name, value in batch.items() if name not in ("labels", "use_cache")}
+        raise ValueError(f"A batch has {others.pop()}. Give images, not video or sound.")
+    names = [name for name in batch if name not in ("labels", "use_cache")]
+    return {name: placed(batch[name], parts.model) for name in names}
 
 
 def placed(value: Any, model: PreTrainedModel) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention maps: against `output_attentions` and plain float64 loops, in every family; models left as they were."""
+"""Attention maps against `output_attentions` and plain float64 loops; models left as they were."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ def alone(name, batch):
 
 
 def reference(model, batch, no_text=NO_TEXT):
-    """Maps, image shares and entropies by layer, from all maps of an eager copy, with plain float64 sums."""
+    """Maps, image shares and entropies by layer, of an eager copy, with plain float64 sums."""
     eager = copy.deepcopy(model)
     eager.set_attn_implementation({"text_config": "eager"})
     with torch.no_grad():
@@ -41,13 +41,14 @@ def reference(model, batch, no_text=NO_TEXT):
     ids = batch["input_ids"][0].tolist()
     attended = batch["attention_mask"][0].tolist()
     visual = [i for i, token in enumerate(ids) if token == IMAGE]
-    asking = [i for i, token in enumerate(ids) if i > visual[-1] and attended[i] and token not in no_text]
+    asking = [i for i in range(visual[-1] + 1, len(ids)) if attended[i] and ids[i] not in no_text]
     maps, shares, entropies = [], [], []
     for attention in attentions:
         heads = attention[0].double().tolist()
         if not any(head[asking[-1]][visual[0]] for head in heads):
             continue  # its sliding window ends within the image
-        seen = [sum(head[q][v] for head in heads for q in asking) / len(heads) / len(asking) for v in visual]
+        count = len(heads) * len(asking)
+        seen = [sum(head[q][v] for head in heads for q in asking) / count for v in visual]
         shares.append(sum(seen))
         maps.append([value / sum(seen) for value in seen])
         entropies.append(-sum(p * math.log(p) for p in maps[-1] if p) / math.log(len(visual)))
@@ -56,7 +57,8 @@ def reference(model, batch, no_text=NO_TEXT):
 
 def assert_as_the_reference(measured, expected):
     maps, shares, entropies = expected
-    assert [sum(rows, []) for rows in measured.maps] == [pytest.approx(row, abs=1e-6) for row in maps]
+    for rows, values in zip(measured.maps, maps, strict=True):
+        assert sum(rows, []) == pytest.approx(values, abs=1e-6)
     assert measured.image_share == pytest.approx(shares, abs=1e-6)
     assert measured.entropy == pytest.approx(entropies, abs=1e-6)
 
@@ -67,9 +69,10 @@ def test_maps_are_those_that_the_model_returns(name):
     batch = alone(name, batch)
     measured = ask(model, batch, special_ids=[START, END])
     assert_as_the_reference(measured, reference(model, batch))
-    assert len(measured.maps) == len(measured.layers) and (len(measured.layers) == LAYERS or name == "gemma3")
+    assert name == "gemma3" or measured.layers == list(range(1, LAYERS + 1))
     # Two by two patches of an image grid are one token; tiles and newlines form no grid.
-    grid = (2, 3) if "image_grid_thw" in batch else None if "image_sizes" in batch or name == "ovis2" else (2, 2)
+    has_grid = "image_sizes" not in batch and name != "ovis2"
+    grid = ((2, 3) if "image_grid_thw" in batch else (2, 2)) if has_grid else None
     assert measured.grid == grid
     if grid is None:
         assert measured.bottom_bias is None and all(len(rows) == 1 for rows in measured.maps)
@@ -82,18 +85,18 @@ def test_only_the_decoder_is_switched_and_the_model_stays_as_it_was():
     model, batch = make("qwen2_5_vl")
     batch = alone("qwen2_5_vl", batch)
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    layer, during = model.get_decoder().layers[0], []
+    decoder, during = model.get_decoder(), []
 
     def state():
         return {key: config._attn_implementation for key, config in configs.items()}
 
     before, hooks = state(), sum(len(module._forward_hooks) for module in model.modules())
-    with layer.register_forward_hook(lambda *call: during.append(state())):
+    with decoder.layers[0].register_forward_hook(lambda *call: during.append(state())):
         ask(model, batch)
-    decoder = id(model.get_decoder().config)
-    assert before[decoder] != "eager" and during == [{**before, decoder: "eager"}]
+    changed = id(decoder.config)
+    assert before[changed] != "eager" and during == [{**before, changed: "eager"}]
     model.train()
-    with pytest.raises(ZeroDivisionError), model.get_decoder().norm.register_forward_hook(lambda *call: 1 / 0):
+    with pytest.raises(ZeroDivisionError), decoder.norm.register_forward_hook(lambda *call: 1 / 0):
         ask(model, batch)
     assert state() == before and all(module.training for module in model.modules())
     assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
@@ -102,36 +105,36 @@ def test_only_the_decoder_is_switched_and_the_model_stays_as_it_was():
 def test_the_grid_of_an_image_and_its_bottom_third():
     weights = [bottom_bias(row[:, None]) for row in torch.eye(4, dtype=torch.float64)]
     assert weights == pytest.approx([0, 0, 1, 3], abs=1e-12)  # a row and a third of it
-    square, wide = ({"pixel_values": torch.zeros(1, 3, height, width)} for height, width in ((336, 336), (32, 128)))
-    assert image_grid(square, 576) == (24, 24) and image_grid(square, 577) is None  # with the class token
+    square, wide = ({"pixel_values": torch.zeros(1, 3, *size)} for size in ((336, 336), (32, 128)))
+    assert image_grid(square, 576) == (24, 24) and image_grid(square, 577) is None  # a class token
     assert image_grid(wide, 16) == (2, 8)  # a square number of tokens, not a square
     assert image_grid({"image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}, 8) is None
 
 
 def test_several_images_are_taken_together():
     model, batch = tiny.model(), tiny.inputs(images=3)
-    ids = batch["input_ids"]
-    batch["input_ids"] = torch.cat([ids[:, :5], ids[:, -2:], ids[:, 5:-2]], dim=1)  # words after the first do not ask
+    ids = batch["input_ids"]  # of which words between two images do not ask
+    batch["input_ids"] = torch.cat([ids[:, :5], ids[:, -2:], ids[:, 5:-2]], dim=1)
     measured = ask(model, batch)
     assert measured.grid is measured.bottom_bias is None
     assert_as_the_reference(measured, reference(model, batch))
-    assert len(measured.maps[0]) == 1 and len(measured.maps[0][0]) == 12
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_and_special_tokens_do_not_ask(side):
-    model, batch, padding = tiny.model(), tiny.inputs(text=6), torch.zeros(1, 3, dtype=torch.long)
+@pytest.mark.parametrize("padding", [(3, 0), (0, 3)])
+def test_padding_and_special_tokens_do_not_ask(padding):
+    model, batch = tiny.model(), tiny.inputs(text=6)
     for name in ("input_ids", "attention_mask"):
-        batch[name] = torch.cat((padding, batch[name]) if side == "left" else (batch[name], padding), dim=1)
+        batch[name] = torch.nn.functional.pad(batch[name], padding)
     special = {batch["input_ids"][0, -4].item()}
-    assert_as_the_reference(ask(model, batch, special_ids=special), reference(model, batch, NO_TEXT | special))
+    expected = reference(model, batch, NO_TEXT | special)
+    assert_as_the_reference(ask(model, batch, special_ids=special), expected)
 
 
 @pytest.mark.parametrize(("window", "layers"), [(8, [1]), (9, [1, 2])])
 def test_layers_whose_window_ends_within_the_image_are_left_out(window, layers):
-    types = ["full_attention", "sliding_attention"]
-    text = tiny.text_config(cls=Qwen2Config, sliding_window=window, use_sliding_window=True, layer_types=types)
-    model, batch = tiny.model(text=text), tiny.inputs()  # the image at 1 to 4, the text that asks at 5 to 9
+    options = dict(sliding_window=window, layer_types=["full_attention", "sliding_attention"])
+    text = tiny.text_config(cls=Qwen2Config, use_sliding_window=True, **options)
+    model, batch = tiny.model(text=text), tiny.inputs()  # the image at 1 to 4, text at 5 to 9
     measured = ask(model, batch)
     assert measured.layers == layers
     assert_as_the_reference(measured, reference(model, batch))
@@ -139,9 +142,9 @@ def test_layers_whose_window_ends_within_the_image_are_left_out(window, layers):
 
 def test_errors_say_what_to_do():
     batch = tiny.inputs()
-    last = {name: value[:, :5] if name != "pixel_values" else value for name, value in batch.items()}
-    short = tiny.model(text=tiny.text_config(cls=MistralConfig, sliding_window=8))  # which its modules do not say
-    with pytest.raises(ValueError, match="None of the 2 layers of MistralModel has an attention map"):
+    last = batch | {name: batch[name][:, :5] for name in ("input_ids", "attention_mask")}
+    short = tiny.model(text=tiny.text_config(cls=MistralConfig, sliding_window=8))
+    with pytest.raises(ValueError, match="None of the 2 layers of MistralModel has an attention"):
         ask(short, batch)
     with pytest.raises(ValueError, match="No text comes after an image.*question after"):
         ask(tiny.model(), last)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critical norm: its formula against random vectors, its measurement against stored hidden states."""
+"""The critical norm: its formula against random vectors, its measurement against hidden states."""
 
 import math
 from functools import partial
+from statistics import fmean
 
 import pytest
 import tiny_parts
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GraniteConfig, LlamaConfig
+from transformers import AutoModel, AutoTokenizer, Gemma2Config, GraniteConfig, LlamaConfig
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.gain import embedding_statistics
@@ -30,11 +31,11 @@ def test_rotation_is_that_of_a_state_to_which_such_updates_are_added(norm):
     state = torch.randn(64, generator=generator, dtype=torch.float64)
     state *= norm / state.norm()
     rotated = []
-    for size, between in zip(SIZES, ANGLES, strict=True):
+    for size, phi in zip(SIZES, ANGLES, strict=True):
         along = state / state.norm()
         across = torch.randn(64, generator=generator, dtype=torch.float64)
         across -= (across @ along) * along
-        after = state + size * (math.cos(between) * along + math.sin(between) * across / across.norm())
+        after = state + size * (math.cos(phi) * along + math.sin(phi) * across / across.norm())
         rotated.append(angle(state, after).item())
         state = after
     assert Updates(3.0, SIZES, ANGLES).rotation(norm) == pytest.approx(rotated, abs=1e-9)
@@ -42,7 +43,7 @@ def test_rotation_is_that_of_a_state_to_which_such_updates_are_added(norm):
 
 def test_at_the_critical_norm_rotation_has_fallen_to_that_share():
     updates = Updates(3.0, SIZES, ANGLES)
-    expected = sum(updates.rotation(90.0)[:3]) / sum(updates.rotation(3.0)[:3])  # without the last layer
+    expected = sum(updates.rotation(90.0)[:3]) / sum(updates.rotation(3.0)[:3])  # not the last
     assert updates.relative_rotation(90.0) == pytest.approx(expected, rel=1e-12)
     norm = updates.critical_norm(0.5)
     assert updates.relative_rotation(norm) == pytest.approx(0.5, abs=1e-5)
@@ -53,31 +54,30 @@ def test_at_the_critical_norm_rotation_has_fallen_to_that_share():
 @pytest.mark.parametrize("cls", [LlamaConfig, Gemma2Config, GraniteConfig])
 def test_updates_are_differences_of_hidden_states(tmp_path, cls):
     tiny_parts.language(tmp_path / "language", cls=cls)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "language", dtype=torch.float64).eval()
+    model = AutoModel.from_pretrained(tmp_path / "language", dtype=torch.float64).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "language")
-    measured = measure_updates(model.base_model, tokenizer, 1.0, TEXTS)
-
+    measured = measure_updates(model, tokenizer, 1.0, TEXTS)
     sizes, angles = ([[] for _ in measured.sizes] for _ in range(2))
 
-    def compare(layer, args, after, number):
+    def compare(number, layer, args, after):
         for state, update in zip(args[0][0][1:], (after - args[0])[0][1:], strict=True):
-            sizes[number].append(update.norm().log())
-            angles[number].append(angle(state, update))
+            sizes[number].append(update.norm().log().item())
+            angles[number].append(angle(state, update).item())
 
-    layers = enumerate(model.base_model.layers)
-    hooks = [layer.register_forward_hook(partial(compare, number=number)) for number, layer in layers]
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_hook(partial(compare, number))
     with torch.no_grad():
         for text in TEXTS:
             model(**tokenizer(text, return_tensors="pt"))
-    for hook in hooks:
-        hook.remove()
-    assert measured.sizes == pytest.approx([torch.stack(norms).mean().exp().item() for norms in sizes], rel=1e-9)
-    assert measured.angles == pytest.approx([torch.stack(of_layer).mean().item() for of_layer in angles], rel=1e-9)
+    assert measured.sizes == pytest.approx([math.exp(fmean(logs)) for logs in sizes], rel=1e-9)
+    assert measured.angles == pytest.approx(list(map(fmean, angles)), rel=1e-9)
     if cls is LlamaConfig:  # a layer that changes nothing turns nothing
-        for weight in (model.model.layers[-1].self_attn.o_proj.weight, model.model.layers[-1].mlp.down_proj.weight):
+        last = model.layers[-1]
+        for weight in (last.self_attn.o_proj.weight, last.mlp.down_proj.weight):
             weight.data.zero_()
-        after = measure_updates(model.base_model, tokenizer, 1.0, TEXTS)
-        assert after.sizes == [*measured.sizes[:-1], 0.0] and after.angles == [*measured.angles[:-1], 0.0]
+        after = measure_updates(model, tokenizer, 1.0, TEXTS)
+        assert after.sizes == [*measured.sizes[:-1], 0.0]
+        assert after.angles == [*measured.angles[:-1], 0.0]
         assert after.rotation(2.0) == [*measured.rotation(2.0)[:-1], 0.0]
 
 

@@ -1,11 +1,11 @@
-"""Images with questions from every place they may be in, which of them are drawn, and the inputs made of them."""
+"""Images with questions from all places, which of them are drawn, and the inputs made of them."""
 
 import json
 
 import pytest
 import torch
 import train_data
-from datasets import Dataset, Features, Image, Value
+from datasets import Dataset, Image
 from train_data import image_bytes, inside
 from transformers import AutoProcessor
 
@@ -23,25 +23,27 @@ def drawn(loaded: Samples) -> dict[str, str]:
 
 
 def test_a_folder_of_images_with_questions(tmp_path, caplog):
-    """Images in two folders whose names `datasets` would take for splits, with questions about some of them."""
+    """Images in folders that `datasets` would take for splits, with questions about some."""
     folder, files = tmp_path / "mine", ("test_red.png", "train/green.png", "train/blue.png")
     folder.mkdir()
     train_data.images(folder, "red.png", *files[1:], "white.png")
     (folder / "red.png").rename(folder / "test_red.png")
     metadata, questions = folder / "metadata.jsonl", {file: f"Is it {file}?" for file in files}
-    rows = [json.dumps({"file_name": file, "question": question}) for file, question in questions.items()]
+    rows = [json.dumps({"file_name": file, "question": questions[file]}) for file in files]
     metadata.write_text("\n".join(rows))
     loaded = load_samples(str(folder), 3)
     assert loaded.name == "mine" and not caplog.records
-    assert drawn(loaded) == {f"metadata.jsonl, row {n} ({f})": questions[f] for n, f in enumerate(files)}
-    assert next(sample for sample in loaded.samples if "red" in sample.name).image.getpixel((0, 0)) == (255, 0, 0)
+    names = [f"metadata.jsonl, row {row} ({file})" for row, file in enumerate(files)]
+    assert drawn(loaded) == dict(zip(names, questions.values(), strict=True))
+    (red,) = [sample.image for sample in loaded.samples if "red" in sample.name]
+    assert red.getpixel((0, 0)) == (255, 0, 0)
     metadata.unlink()
     without = drawn(load_samples(str(folder), 4))
     assert len(without) == 4 and set(without.values()) == {PROMPT}
-    assert any("(train/blue.png)" in name for name in without) and not any(str(tmp_path) in name for name in without)
+    assert "(train/blue.png)" in str(without) and str(tmp_path) not in str(without)
     metadata.write_text("\n".join(rows))
     (folder / "train" / "green.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"):
+    with pytest.raises(ValueError, match=r"jsonl, row 1 \(train/green.png\) cannot .*identify"):
         load_samples(str(folder), 3)
     metadata.write_text('{"question": "no file?"}')
     with pytest.raises(ValueError, match="mine has no row with an image"):
@@ -51,39 +53,42 @@ def test_a_folder_of_images_with_questions(tmp_path, caplog):
 def test_the_seed_decides_which_are_drawn(tmp_path):
     path = tmp_path / "rows.parquet"
     rows = [{"image": inside(COLOURS[i % 6]), "question": f"{i}?"} for i in range(40)]
-    Dataset.from_list(rows, features=Features({"image": Image(), "question": Value("string")})).to_parquet(str(path))
+    Dataset.from_list(rows).cast_column("image", Image()).to_parquet(str(path))
 
     def chosen(seed):
         return [sample.name for sample in load_samples(str(path), 5, seed=seed).samples]
 
-    assert chosen(1) == chosen(1) and len({tuple(chosen(seed)) for seed in range(5)}) == len(set(chosen(1))) == 5
+    assert chosen(1) == chosen(1) and len(set(chosen(1))) == 5
+    assert len({tuple(chosen(seed)) for seed in range(5)}) == 5
     for sample in load_samples(str(path), 40).samples:  # row, file and question belong together
         row = int(sample.question.rstrip("?"))
         assert sample.name == f"rows.parquet, row {row} ({COLOURS[row % 6]}.png)"
 
 
 def test_a_row_gives_its_first_image_and_question(tmp_path):
-    turns = [("system", "no"), ("user", "<image>First?<image>"), ("assistant", "Yes."), ("user", "Second?")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    train_data.write_json(tmp_path / "mine", [{"messages": messages, "images": ["red.png", "blue.png"]}])
+    turns = [("system", "no"), ("user", "<image>A?<image>"), ("assistant", "no"), ("user", "B?")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    train_data.write_json(tmp_path / "mine", [row | {"images": ["red.png", "blue.png"]}])
     (sample,) = load_samples(str(tmp_path / "mine"), 9).samples
-    assert sample.question == "First?" and "red.png" in sample.name
+    assert sample.question == "A?" and "red.png" in sample.name
 
 
 @pytest.mark.usefixtures("archives")
 def test_the_built_in_images(caplog):
     loaded = load_samples(None, 40)
-    names = list(drawn(loaded))
-    assert loaded.name == "easy-VQA and emoji" and len(set(sample.question for sample in loaded.samples)) > 5
-    assert names == list(drawn(load_samples(None, 40))) != list(drawn(load_samples(None, 40, seed=1)))
-    assert {name.split(" (")[0] for name in names} == {"shape", "colour", "yes/no", "emoji"}
-    assert not any("/" in name.split(" (")[1] for name in names)
+    asked = drawn(loaded)
+    assert loaded.name == "easy-VQA and emoji" and len(set(asked.values())) > 5
+    again, other = (list(drawn(load_samples(None, 40, seed=seed))) for seed in (0, 1))
+    assert list(asked) == again != other
+    assert {name.split(" (")[0] for name in asked} == {"shape", "colour", "yes/no", "emoji"}
+    assert not any("/" in name.split(" (")[1] for name in asked)
     assert len(load_samples(None, 1000).samples) == 312 and "only 312" in caplog.text
 
 
 def samples(*questions) -> list[Sample]:
-    images = ({"path": None, "bytes": image_bytes(colour, (20 + row, 16))} for row, colour in enumerate(COLOURS))
-    return [Sample(f"row {row}", *both) for row, both in enumerate(zip(questions, images, strict=False))]
+    images = ({"path": None, "bytes": image_bytes(colour, (20, 16))} for colour in COLOURS)
+    asked = enumerate(zip(questions, images, strict=False))
+    return [Sample(f"row {row}", question, image) for row, (question, image) in asked]
 
 
 def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
@@ -94,9 +99,8 @@ def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
     first, last = batches(processor, asked, 2)
     pairs = [zip(made["input_ids"], made["attention_mask"], strict=True) for made in (first, last)]
     texts = [processor.decode(ids[mask.bool()]) for rows in pairs for ids, mask in rows]
-    for text, sample in zip(texts, asked, strict=True):
-        shown = "<image>" * 4
-        assert text == f"<|im_start|>user\n{shown}{sample.question}<|im_end|>\n<|im_start|>assistant\n"
+    turns = [f"user\n{'<image>' * 4}{sample.question}<|im_end|>" for sample in asked]
+    assert texts == [f"<|im_start|>{turn}\n<|im_start|>assistant\n" for turn in turns]
     assert first["attention_mask"][1, 0] == 0 and first["attention_mask"][:, -1].all()
     assert first["input_ids"][1, 0] == processor.tokenizer.eos_token_id
     pixels = processor.image_processor(images=[asked[2].image], return_tensors="pt")["pixel_values"]

@@ -1,7 +1,7 @@
 """The verdict, and the paper's claims checked on reports made by hand."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 from diagnosed import diagnosed
@@ -14,8 +14,8 @@ CLAIMS = ("disparity", "rotation", "updates", "bottom", "nearness", "focus")
 
 
 def with_rotation(report: Report, asymmetry: float | None, error: float | None = None) -> Report:
-    depth = dataclasses.replace(report.depth, asymmetry=asymmetry, asymmetry_error=error)
-    return dataclasses.replace(report, depth=depth)
+    depth = replace(report.depth, asymmetry=asymmetry, asymmetry_error=error)
+    return replace(report, depth=depth)
 
 
 def by_claim(report, against=None):
@@ -40,15 +40,11 @@ def test_the_verdict_on_one_model(ratio, asymmetry, error, numbers, agreed):
 def test_claims_are_checked_on_the_model_without_the_norm():
     ours, base = diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base")
     numbers = ("1.0 ×", "instead of 37 ×", "0.90 ×", "instead of 0.40 ×")
-    assert all(number in verdict(with_rotation(ours, 0.9), with_rotation(base, 0.4))[1] for number in numbers)
+    _, compared = verdict(with_rotation(ours, 0.9), with_rotation(base, 0.4))
+    assert all(number in compared for number in numbers)
     checked = by_claim(ours, base)
-    for claim, number in (
-        ("disparity", "66 × the norm of text, as received 37 ×"),
-        ("rotation", "0.11 ×"),
-        ("updates", "factor of 1.0"),
-        ("bottom", "1.61 ×"),
-        ("nearness", "without it"),
-    ):
+    numbers = ("66 × the norm of text, as received 37 ×", "0.11", "of 1.0", "1.61", "without it")
+    for claim, number in zip(CLAIMS, numbers, strict=False):
         assert checked[claim][0] == "agrees" and number in checked[claim][1], claim
     assert checked["focus"][0] == "disagrees"
 
@@ -58,11 +54,12 @@ def test_claims_that_fail_or_cannot_be_checked():
     assert aligned["disparity"][0] == aligned["rotation"][0] == "does not apply"
     assert aligned["nearness"][0] == aligned["focus"][0] == "not measured"
     without_text = by_claim(with_rotation(diagnosed(attention=[]), None))
-    assert (without_text["nearness"][0], without_text["rotation"][0]) == ("does not apply", "not measured")
-    assert without_text["bottom"][0] == "not measured"
+    assert without_text["nearness"][0] == "does not apply"
+    assert without_text["rotation"][0] == without_text["bottom"][0] == "not measured"
     same = by_claim(diagnosed(1.0, "layer_norm"), diagnosed(1.0, "none"))
     assert same["nearness"][0] == "no difference" and same["disparity"][0] == "disagrees"
-    for quantity, change, number in (("log_update", math.log(3), "a factor of 3.0"), ("update_angle", 0.2, "11°")):
+    changes = {"log_update": (math.log(3), "a factor of 3.0"), "update_angle": (0.2, "11°")}
+    for quantity, (change, number) in changes.items():
         report = diagnosed()
         curves = getattr(report.depth, quantity)
         curves["visual"].mean[:] = [value + change for value in curves["text"].mean]
@@ -77,7 +74,8 @@ def test_what_lies_within_two_standard_errors_of_a_threshold_is_unclear():
     for asymmetry, outcome in ((0.95, "agrees"), (0.99, "unclear"), (1.03, "disagrees")):
         checked = by_claim(with_rotation(report, asymmetry, 0.01))["rotation"]
         assert checked[0] == outcome and f"{asymmetry:.2f} ± 0.01 ×" in checked[1]
-    for biases, outcome in (((1.6, 1.7, 1.8), "agrees"), ((0.9, 1.7, 1.6), "unclear"), ((0.9, 1.0, 1.1), "disagrees")):
-        attention = [dataclasses.replace(report.attention[0], bottom_bias=[bias] * 30) for bias in biases]
-        checked = by_claim(dataclasses.replace(report, attention=attention))["bottom"]
+    means = {"agrees": (1.6, 1.7, 1.8), "unclear": (0.9, 1.7, 1.6), "disagrees": (0.9, 1.0, 1.1)}
+    for outcome, biases in means.items():
+        attention = [replace(report.attention[0], bottom_bias=[bias] * 30) for bias in biases]
+        checked = by_claim(replace(report, attention=attention))["bottom"]
         assert checked[0] == outcome and ("1.70 ± 0.06 ×" in checked[1]) == (outcome == "agrees")

@@ -1,4 +1,4 @@
-"""Loading what is to be diagnosed: what it is found to be, in which form it comes, and every error."""
+"""Loading what is to be diagnosed: what it is taken for, in which form it comes, and errors."""
 
 import json
 
@@ -37,8 +37,8 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoin
 def test_images_go_through_the_processor_of_each_family(name, tmp_path):
     handle = resolve_model(vlm_processors.save(name, tmp_path))
     assert type(handle.processor).__name__ == vlm_processors.FOLDERS[name][0]
-    images = [training.image(seed, size) for seed, size in enumerate([(32, 16), (16, 24), (16, 16)])]
-    samples = [Sample("an image", "what is it?", {"bytes": image, "path": None}) for image in images]
+    images = [training.image(0, size) for size in ((32, 16), (16, 24), (16, 16))]
+    samples = [Sample("one", "what is it?", {"bytes": image, "path": None}) for image in images]
     model, inputs = handle.load(), list(batches(handle.processor, samples, 2))
     placeholders = sum(int((batch["input_ids"] == vlm_families.IMAGE).sum()) for batch in inputs)
     seen = probe(model, inputs, tokenizer=handle.processor.tokenizer).interface
@@ -47,33 +47,32 @@ def test_images_go_through_the_processor_of_each_family(name, tmp_path):
 
 
 def layers_in_4_bits(model):
-    """Of each quantized layer: how it is quantized, and what its products are computed in."""
+    """How the layers are quantized, and what their products are computed in."""
     kind = pytest.importorskip("bitsandbytes").nn.Linear4bit
+    named = {name.replace(".base_layer", ""): layer for name, layer in model.named_modules()}
     return {
         name: (layer.weight.quant_type, layer.weight.quant_state.nested, layer.compute_dtype)
-        for name, layer in model.named_modules()
+        for name, layer in named.items()
         if isinstance(layer, kind)
     }
 
 
 def test_everything_runs_the_4_bits_that_are_trained(checkpoint, tmp_path):
-    dtype = compute_dtype()
+    dtype = compute_dtype()  # as by default
     options = dict(use_cpu=not torch.cuda.is_available(), use_peft=True, load_in_4bit=True)
-    options |= dict(bf16=dtype == torch.bfloat16, dtype=str(dtype).removeprefix("torch."))  # as by default
+    options |= dict(bf16=dtype == torch.bfloat16, dtype=str(dtype).removeprefix("torch."))
     trained = training.trainer(tmp_path / "trained", checkpoint, **options).model.get_base_model()
-    expected = {name.replace(".base_layer", ""): how for name, how in layers_in_4_bits(trained).items()}
-    decoder = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).model.language_model
-    linear = {name for name, module in decoder.named_modules() if isinstance(module, torch.nn.Linear)}
+    expected, handle = layers_in_4_bits(trained), resolve_model(str(checkpoint))
+    decoder = handle.load().model.language_model
+    linear = [name for name, layer in decoder.named_modules() if isinstance(layer, torch.nn.Linear)]
     assert expected == {f"model.language_model.{name}": ("nf4", True, dtype) for name in linear}
-
-    handle = resolve_model(str(checkpoint))
     evaluated = as_lm(handle, batch_size=1, load_in_4bit=True).model
     diagnosed = handle.load(load_in_4bit=True)
     assert layers_in_4_bits(evaluated) == layers_in_4_bits(diagnosed) == expected
     assert diagnosed.dtype == diagnosed.lm_head.weight.dtype == dtype
-    for name, layer in diagnosed.model.language_model.named_modules():
-        if name in linear:  # also the values are those that were trained
-            assert torch.equal(layer.weight, trained.get_parameter(f"model.language_model.{name}.base_layer.weight"))
+    for name in linear:  # also the values are those that were trained
+        weight = trained.model.language_model.get_parameter(f"{name}.base_layer.weight")
+        assert torch.equal(diagnosed.model.language_model.get_parameter(f"{name}.weight"), weight)
     asked = handle.load(load_in_4bit=True, dtype="float16")
     assert {how[2] for how in layers_in_4_bits(asked).values()} == {asked.dtype} == {torch.float16}
 
@@ -97,9 +96,9 @@ def test_remote_code_is_run_only_if_it_is_trusted(tmp_path, checkpoint, monkeypa
         "class OwnConfig(LlavaConfig):\n    model_type = 'own'\n"
         "class Own(LlavaForConditionalGeneration):\n    config_class = OwnConfig\n"
     )
-    stored = json.loads((folder / "config.json").read_text())
-    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
-    (folder / "config.json").write_text(json.dumps({**stored, "model_type": "own", "auto_map": auto_map}))
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own"}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (folder / "config.json").write_text(json.dumps(config))
     resolve_model(str(checkpoint)).processor.save_pretrained(folder)
     with pytest.raises(ValueError, match="'own' model, .* code of its own. .*--trust-remote-code"):
         resolve_model(str(folder))

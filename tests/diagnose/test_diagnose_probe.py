@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming probe against a plain reference that stores every state of every batch, in all families."""
+"""The probe against a plain reference that keeps all states of all batches, in all families."""
 
 import math
 from dataclasses import asdict
@@ -12,13 +12,8 @@ from accelerate import cpu_offload
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
-from transformers import (
-    BitsAndBytesConfig,
-    LlamaForCausalLM,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
-    PreTrainedTokenizerFast,
-)
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
+from transformers.models.mllama import MllamaConfig, MllamaForConditionalGeneration
 from vlm_families import END, IMAGE, INDICATORS, START, WORDS
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -43,14 +38,15 @@ def test_every_number_equals_the_reference(family):
         curves = getattr(depth, name)
         assert set(curves) == set(expected), name
         for kind, tokens in expected.items():
-            values = [moments(layer) for layer in zip(*(token[name] for token in tokens), strict=True)]
-            measured = list(zip(curves[kind].mean, curves[kind].std, strict=True))
-            assert measured == [pytest.approx(pair, rel=1e-6, abs=1e-7) for pair in values], (name, kind)
+            layers = zip(*(token[name] for token in tokens), strict=True)
+            pairs = [pytest.approx(moments(layer), rel=1e-6, abs=1e-7) for layer in layers]
+            assert [*zip(curves[kind].mean, curves[kind].std, strict=True)] == pairs, (name, kind)
     visual, text = (sum(depth.rotation[kind].mean[:-1]) for kind in ("visual", "text"))
     assert depth.asymmetry == pytest.approx(visual / text, rel=1e-12)
-    alone = [probe(model, [one], tokenizer=tokenizer()).depth for one in (batch, other)]
-    assert depth.asymmetry_error == pytest.approx(abs(alone[0].asymmetry - alone[1].asymmetry) / 2, rel=1e-6)
-    assert alone[0].asymmetry_error is None
+    first, last = (probe(model, [one], tokenizer=tokenizer()).depth for one in (batch, other))
+    error = abs(first.asymmetry - last.asymmetry) / 2
+    assert depth.asymmetry_error == pytest.approx(error, rel=1e-6)
+    assert first.asymmetry_error is None
 
     assert report.projector in dict(model.named_modules()) and norms.projector_output is not None
     encoded, words = [], []
@@ -58,16 +54,16 @@ def test_every_number_equals_the_reference(family):
         takes = {name: value for name, value in one.items() if name.startswith(("pixel", "image_"))}
         with torch.no_grad():
             rows = model.get_image_features(**takes, return_dict=True).last_hidden_state.double()
-        rows = rows.permute(0, 2, 3, 1) if family == "fast_vlm" else rows  # of a convolutional encoder
-        encoded += rows.norm(dim=-1).flatten().tolist()
+        encoded += rows.norm(dim=1 if family == "fast_vlm" else -1).flatten().tolist()
         words += [row for row in one["input_ids"].flatten().tolist() if row in WORDS]
     assert close(norms.encoder_output, encoded)
-    weight, image = model.get_input_embeddings().weight.detach().double(), model.config.image_token_id
+    weight = model.get_input_embeddings().weight.detach().double()
     assert close(norms.text_raw, weight[words].norm(dim=-1).tolist())
-    stored = [weight[row].norm().item() for row in range(len(weight)) if row != image and weight[row].any()]
+    stored = [row.norm().item() for id, row in enumerate(weight) if id != IMAGE and row.any()]
     assert close(norms.vocabulary_raw, stored)
     width = model.config.get_text_config().hidden_size
-    scale = {"paligemma": width**0.5, "gemma3": width**0.5, "llava_next_granite": 3.0}.get(family, 1.0)
+    scales = {"paligemma": width**0.5, "gemma3": width**0.5, "llava_next_granite": 3.0}
+    scale = scales.get(family, 1.0)
     assert norms.scale == pytest.approx(scale, rel=1e-5)
     assert close(norms.vocabulary, [scale * norm for norm in stored], rel=1e-5)
     assert norms.ratio == pytest.approx(norms.visual.mean / (scale * moments(stored)[0]), rel=1e-5)
@@ -79,35 +75,38 @@ def test_projector_is_measured_on_both_sides_and_the_norm_before_it():
     norms = probe(model, [batch]).interface
     projector = model.model.multi_modal_projector
     with torch.no_grad():
-        hidden = model.model.vision_tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-2][:, 1:]
+        encoded = model.model.vision_tower(batch["pixel_values"], output_hidden_states=True)
+        hidden = encoded.hidden_states[-2][:, 1:]
         before = projector.linear_2(projector.act(projector.linear_1(hidden)))
         after = projector.norm(before)
-    for moment, rows in ((norms.projector_input, hidden), (norms.norm_input, before), (norms.projector_output, after)):
-        assert close(moment, rows.double().norm(dim=-1).flatten().tolist())
+    stages = {"projector_input": hidden, "norm_input": before, "projector_output": after}
+    for stage, rows in stages.items():
+        assert close(getattr(norms, stage), rows.double().norm(dim=-1).flatten().tolist())
     assert norms.ratio == pytest.approx(1.0, abs=0.02)
 
-    model, batch = vlm_families.make("ovis2")  # a visual vocabulary takes the place of the projector's input
-    interface = probe(model, [batch]).interface
-    norms = model.model.visual_embeddings_table.weight.detach().double().norm(dim=-1).tolist()
-    assert interface.projector_input is None and interface.projector_output.count == interface.visual.count
-    assert close(interface.visual_table, norms[: -len(INDICATORS)])
-    assert close(interface.indicator_table, norms[-len(INDICATORS) :])
+    model, batch = vlm_families.make("ovis2")  # whose projector is a visual vocabulary
+    norms = probe(model, [batch]).interface
+    rows = model.model.visual_embeddings_table.weight.detach().double().norm(dim=-1).tolist()
+    assert norms.projector_input is None and norms.projector_output.count == norms.visual.count
+    assert close(norms.visual_table, rows[: -len(INDICATORS)])
+    assert close(norms.indicator_table, rows[-len(INDICATORS) :])
 
 
 def test_the_model_is_left_as_it_was_found():
     model, batch = vlm_families.make("qwen2_5_vl")
     with torch.no_grad():
         before = model(**batch).logits
-    model.train()
-    model.model.get_decoder().layers[0].eval()
+    decoder = model.train().get_decoder()
+    decoder.layers[0].eval()
     modes = [module.training for module in model.modules()]
     probe(model, [batch])
-    with pytest.raises(ZeroDivisionError), model.model.get_decoder().norm.register_forward_hook(lambda *call: 1 / 0):
+    with pytest.raises(ZeroDivisionError), decoder.norm.register_forward_hook(lambda *call: 1 / 0):
         probe(model, [batch])
     assert [module.training for module in model.modules()] == modes
     assert "get_image_features" not in vars(model.model)
-    hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    assert not [hook for hook in hooks if hook.__module__.startswith("normalign_llava")]  # transformers leaves some
+    for module in model.modules():  # transformers leaves some hooks
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        assert not any(hook.__module__.startswith("normalign_llava") for hook in hooks)
     with torch.no_grad():
         assert torch.equal(model.eval()(**batch).logits, before)
 
@@ -116,16 +115,16 @@ def test_models_in_bfloat16_in_four_bits_offloaded_and_with_adapters(tmp_path):
     model, batch = vlm_families.make("normalign_llava")
     model.save_pretrained(tmp_path)
     plain = probe(model, [batch])
-    quantized = NormAlignLlavaForConditionalGeneration.from_pretrained(
-        tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True), dtype=torch.float32
-    )
-    adapted = get_peft_model(model, LoraConfig(target_modules=r".*language_model.*\.q_proj", init_lora_weights=False))
+    options = dict(quantization_config=BitsAndBytesConfig(load_in_4bit=True), dtype=torch.float32)
+    quantized = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, **options)
+    lora = LoraConfig(target_modules=r".*language_model.*\.q_proj", init_lora_weights=False)
+    adapted = get_peft_model(model, lora)
     half = vlm_families.make("llava")[0].to(torch.bfloat16)
     dtypes = {"4-bit FP4, products in float32": quantized, "float32": adapted, "bfloat16": half}
     for dtype, other in dtypes.items():
         report = probe(other, [batch])
         inner = other.get_base_model() if other is adapted else other
-        tokens = reference(inner, [batch])["visual"]  # measured in float64, whatever the model's precision
+        tokens = reference(inner, [batch])["visual"]  # in float64, whatever the precision
         assert report.dtype == dtype and report.projector == "model.multi_modal_projector"
         rotation = moments([token["rotation"][1] for token in tokens])[0]
         assert report.depth.rotation["visual"].mean[1] == pytest.approx(rotation, rel=1e-6)
@@ -137,12 +136,13 @@ def test_models_in_bfloat16_in_four_bits_offloaded_and_with_adapters(tmp_path):
 
 def test_sequences_without_text_or_without_an_image():
     model, batch = vlm_families.make("llava")
-    alone = {"input_ids": torch.tensor([[1, *[IMAGE] * 4]]), "pixel_values": batch["pixel_values"][:1]}
+    ids, words = torch.tensor([[1, *[IMAGE] * 4]]), {"input_ids": torch.tensor([[1, 5, 6, 7]])}
+    alone = {"input_ids": ids, "pixel_values": batch["pixel_values"][:1]}
     report = probe(model, [alone])
+    norms = report.interface
     assert report.tokens == {"visual": 4, "special": 1}
-    assert report.interface.text is None and report.interface.ratio_data is None and report.depth.asymmetry is None
-    assert report.interface.ratio == pytest.approx(report.interface.visual.mean / report.interface.vocabulary.mean)
-    words = {"input_ids": torch.tensor([[1, 5, 6, 7]])}
+    assert norms.text is norms.ratio_data is report.depth.asymmetry is None
+    assert norms.ratio == pytest.approx(norms.visual.mean / norms.vocabulary.mean)
     assert probe(model, [alone, words]).tokens == {"visual": 4, "text": 3, "special": 2}
 
 
@@ -153,30 +153,32 @@ def test_a_layer_that_changes_nothing():
             model.get_decoder().layers[1].get_submodule(name).weight.zero_()
     depth = probe(model, [batch]).depth
     assert depth.rotation["text"].mean[1] == 0 and depth.cosine["text"].mean[1] == pytest.approx(1)
-    assert math.isnan(depth.update_angle["text"].mean[1]) and not math.isnan(depth.update_angle["text"].mean[2])
+    angles = depth.update_angle["text"].mean
+    assert math.isnan(angles[1]) and not math.isnan(angles[2])
 
 
 def test_rows_that_are_more_than_scaled_have_no_n_text():
     model, batch = vlm_families.make("llava")
-    adapter = LoraConfig(target_modules=["embed_tokens"], r=4, lora_alpha=64, init_lora_weights=False)
-    report = probe(get_peft_model(model, adapter), [batch])
+    lora = LoraConfig(target_modules=["embed_tokens"], r=4, lora_alpha=64, init_lora_weights=False)
+    report = probe(get_peft_model(model, lora), [batch])
     norms = report.interface
-    assert norms.scale is norms.vocabulary is norms.ratio is None and norms.vocabulary_raw is not None
+    assert norms.scale is norms.vocabulary is norms.ratio is None and norms.vocabulary_raw
     assert norms.ratio_data == pytest.approx(norms.visual.mean / norms.text.mean)
     assert "N_text" in report.left_out[0]
 
 
 def test_models_and_batches_that_cannot_be_measured_are_refused():
     model, batch = vlm_families.make("llava")
-    tuned = get_peft_model(tiny.llava(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    prompt = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    tuned = get_peft_model(tiny.llava(), prompt)
     # Llama 3.2 Vision sees images by cross-attention, so no token of the sequence stands for one.
-    sizes = dict(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, vocab_size=tiny.VOCABULARY)
-    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, cross_attention_layers=[1], **sizes)
-    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    text = dict(num_attention_heads=2, num_key_value_heads=1, cross_attention_layers=[1], **sizes)
+    vision = dict(num_global_layers=1, attention_heads=2, **sizes)
     mllama = MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text))
     for refused, inputs, message in (
         (mllama, batch, "cannot be read: .*none with cross-attention"),
-        (LlamaForCausalLM(tiny.text_config()), batch, "cannot be read: no language model alone"),
+        (model.get_decoder(), batch, "cannot be read: no language model alone"),
         (tuned, batch, "Prompt tuning"),
         (model, {**batch, "pixel_values_videos": batch["pixel_values"]}, "pixel_values_videos"),
         (model, {"input_ids": torch.tensor([[1, 5, 6]])}, "visual token.*97"),
@@ -184,7 +186,7 @@ def test_models_and_batches_that_cannot_be_measured_are_refused():
         with pytest.raises(ValueError, match=message):
             probe(refused, [inputs])
     last = model.model.multi_modal_projector.linear_2
-    for bias, message in ((0.0, "visual tokens are zero"), (math.inf, "visual.*NaN or infinite in state 0")):
+    for bias, message in ((0.0, "visual tokens are zero"), (math.inf, "visual.*NaN.*in state 0")):
         with torch.no_grad():
             last.weight.zero_()
             last.bias.fill_(bias)
@@ -194,7 +196,8 @@ def test_models_and_batches_that_cannot_be_measured_are_refused():
 
 def tokenizer():
     """Knows the special tokens that not every family's configuration names."""
-    made = Tokenizer(WordLevel({f"word{number}": number for number in range(tiny.VOCABULARY)}, unk_token="word0"))
+    vocabulary = {f"word{number}": number for number in range(tiny.VOCABULARY)}
+    made = Tokenizer(WordLevel(vocabulary, unk_token="word0"))
     made.add_special_tokens([AddedToken(f"word{number}", special=True) for number in (START, END)])
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
@@ -207,42 +210,41 @@ def moments(values):
 
 def close(measured: Moments, values, rel=1e-6):
     mean, std = moments(values)
-    return (
-        measured.count == len(values)
-        and measured.mean == pytest.approx(mean, rel=rel)
-        and measured.std == pytest.approx(std, rel=rel, abs=1e-7 * mean)
-    )
+    expected = [pytest.approx(mean, rel=rel), pytest.approx(std, rel=rel, abs=1e-7 * mean)]
+    return [measured.mean, measured.std] == expected and measured.count == len(values)
 
 
 def reference(model, batches):
-    """For each kind the tokens, each a dict of lists over layers, from all states kept and plain formulas on each."""
+    """Tokens by kind, as dicts of lists over layers, from all states and plain formulas."""
     tokens, inputs, outputs, finals = {}, [], [], []
     newline = dict(model.base_model.named_parameters(recurse=False)).get("image_newline")
     if newline is not None:
-        newline = newline.detach().double() * getattr(model.config.text_config, "embedding_multiplier", 1)
+        scale = getattr(model.config.text_config, "embedding_multiplier", 1)
+        newline = newline.detach().double() * scale
 
     def keep(module, args, out):
         inputs.append(args[0].double())
         outputs.append((out[0] if isinstance(out, tuple) else out).double())
 
-    handles = [layer.register_forward_hook(keep) for layer in model.get_decoder().layers]
-    norm = model.get_decoder().norm
-    handles.append(norm.register_forward_hook(lambda module, args, out: finals.append(out.double())))
+    decoder = model.get_decoder()
+    for layer in decoder.layers:
+        layer.register_forward_hook(keep)
+    decoder.norm.register_forward_hook(lambda *call: finals.append(call[-1].double()))
     for batch in batches:
         for kept in (inputs, outputs, finals):
             kept.clear()
         with torch.no_grad():
             model(**batch)
         for row, column in (batch["attention_mask"] > 0).nonzero().tolist():
-            before = [state[row, column] for state in inputs]
-            after = [state[row, column] for state in outputs]
-            states, updates = [*before, after[-1]], [b - a for a, b in zip(before, after, strict=True)]
+            before, after = ([state[row, column] for state in kept] for kept in (inputs, outputs))
+            updates = [b - a for a, b in zip(before, after, strict=True)]
+            states = [*before, after[-1]]
             token = {
                 "norm": [state.norm().item() for state in states],
-                "cosine": [cosine(a, b) for a, b in zip(states, states[1:], strict=False)],
-                "rotation": [math.acos(cosine(a, b)) for a, b in zip(before, after, strict=True)],
+                "cosine": cosines(states[:-1], states[1:]),
+                "rotation": list(map(math.acos, cosines(before, after))),
                 "update_norm": [update.norm().item() for update in updates],
-                "update_angle": [math.acos(cosine(a, u)) for a, u in zip(before, updates, strict=True)],
+                "update_angle": list(map(math.acos, cosines(before, updates))),
                 "final_norm": finals[-1][row, column].norm().item(),
             }
             token["log_norm"] = [math.log(norm) for norm in token["norm"]]
@@ -250,12 +252,12 @@ def reference(model, batches):
             number = batch["input_ids"][row, column].item()
             kind = "text" if number in WORDS else "indicator" if number in INDICATORS else "special"
             if number == IMAGE:
-                kind = "newline" if newline is not None and torch.allclose(states[0], newline) else "visual"
+                is_newline = newline is not None and torch.allclose(states[0], newline)
+                kind = "newline" if is_newline else "visual"
             tokens.setdefault(kind, []).append(token)
-    for handle in handles:
-        handle.remove()
     return tokens
 
 
-def cosine(a, b):
-    return max(-1.0, min(1.0, (a @ b / (a.norm() * b.norm())).item()))
+def cosines(first, second):
+    pairs = zip(first, second, strict=True)
+    return [max(-1.0, min(1.0, (a @ b / (a.norm() * b.norm())).item())) for a, b in pairs]

@@ -1,6 +1,5 @@
-"""A whole diagnosis, from checkpoints and images on disk to the folder that it writes; and docs/report.md."""
+"""A whole diagnosis, from checkpoints and images on disk to the folder written; docs/report.md."""
 
-import hashlib
 import json
 import os
 import re
@@ -28,9 +27,6 @@ from normalign_llava.diagnose.run import diagnose, read_dynamics
 pytestmark = pytest.mark.slow
 
 
-DOCS = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """ours/model, none/model, llava (of transformers), and their parts; images with questions."""
@@ -48,7 +44,7 @@ def root(tmp_path_factory):
 
 def images(folder):
     folder.mkdir()
-    rows = [{"file_name": f"{number}.png", "question": f"is it {number * 5 % 7}?"} for number in range(8)]
+    rows = [{"file_name": f"{number}.png", "question": f"is it {number}?"} for number in range(8)]
     for number, row in enumerate(rows):
         (folder / row["file_name"]).write_bytes(training.image(number))
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -56,12 +52,12 @@ def images(folder):
 
 @pytest.fixture(scope="module")
 def compared(root):
-    """Ours, as training leaves it, against the baseline, in the default folder; and the model's files before."""
-    model = root / "ours" / "model"
-    steps = [{"step": step, "visual": [0.5 + step / 100, 0.9], "text": [0.4, 0.8]} for step in (0, 10)]
+    """Ours, as training leaves it, against the baseline; and the model's files before."""
+    model, baseline = root / "ours" / "model", str(root / "none" / "model")
+    steps = [{"step": step, "visual": [step / 20, 0.9], "text": [0.4, 0.8]} for step in (0, 10)]
     (model / "dynamics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     before = hashes(model)
-    return diagnose(str(model), against=str(root / "none" / "model"), data=str(root / "images"), samples=6), before
+    return diagnose(str(model), against=baseline, data=str(root / "images"), samples=6), before
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +67,19 @@ def alone(root):
 
 def hashes(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {str(path.relative_to(folder)): hash(path.read_bytes()) for path in files}
 
 
 def stored(folder):
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    return json.loads((folder / "report.json").read_bytes(), parse_constant=pytest.fail)
 
 
 def listed(content):
     """Names of all files that a report speaks of."""
-    asked = [answer for model in (content["report"], content["against"]) if model for answer in model["attention"]]
-    drawn = (figure["file"] for figure in content["figures"])
-    return {"report.json", "report.html", *(answer["image"] for answer in asked if answer["image"]), *drawn}
+    names = {"report.json", "report.html", *(figure["file"] for figure in content["figures"])}
+    for model in filter(None, (content["report"], content["against"])):
+        names |= {answer["image"] for answer in model["attention"] if answer["image"]}
+    return names
 
 
 def cli(*arguments):
@@ -94,39 +91,39 @@ def cli(*arguments):
 def test_the_report_holds_what_the_api_returned(compared):
     diagnosis, content = compared[0], stored(compared[0].folder)
     assert content["schema_version"] == report.SCHEMA_VERSION == 1
-    finite = json.loads(json.dumps(asdict(diagnosis), default=str), parse_constant=lambda constant: None)
+    finite = json.loads(json.dumps(asdict(diagnosis), default=str), parse_constant=lambda _: None)
     assert finite.pop("folder") == str(diagnosis.folder) and content == {**content, **finite}
-    assert content["provenance"]["first question"] == diagnosis.report.attention[0].question
-    assert content["provenance"]["torch"] == version("torch") and content["provenance"]["samples asked for"] == "6"
+    provenance, ours, none = content["provenance"], diagnosis.report, diagnosis.against
+    assert provenance["first question"] == ours.attention[0].question
+    assert provenance["torch"] == version("torch") and provenance["samples asked for"] == "6"
 
-    ours, none = diagnosis.report, diagnosis.against
     assert (ours.norm, none.norm, ours.samples, none.samples) == ("layer_norm", "none", 6, 6)
-    assert ours.data == none.data == "images" and ours.tokens == none.tokens and ours.tokens["visual"] == 24
+    assert ours.data == none.data == "images"
+    assert ours.tokens == none.tokens and ours.tokens["visual"] == 24
     assert ours.interface.ratio == pytest.approx(1, abs=1e-4) and none.interface.ratio > 10
     assert ours.gain.distance == pytest.approx(0, abs=1e-6) and none.gain is None
     questions = [answer.question for answer in ours.attention]
     assert questions == [answer.question for answer in none.attention] and len(questions) == 6
-    assert [bool(answer.maps and answer.image) for answer in ours.attention] == [True] * 4 + [False] * 2  # drawn
-    assert ours.left_out == none.left_out == []
-    assert [step["visual"] for step in content["report"]["dynamics"]] == [[0.5, 0.9], [0.6, 0.9]]
+    drawn = [bool(answer.maps and answer.image) for answer in ours.attention]
+    assert drawn == [True] * 4 + [False] * 2 and ours.left_out == none.left_out == []
+    assert [step["visual"] for step in content["report"]["dynamics"]] == [[0.0, 0.9], [0.5, 0.9]]
     decode = AutoProcessor.from_pretrained(diagnosis.folder.parent).tokenizer.decode
     assert all(row.text == decode([row.id]) for row in ours.embeddings.top)
 
 
 def test_every_file_is_listed_the_model_as_it_was_and_nobody_named(compared, alone, root):
-    for diagnosis in (compared[0], alone):
-        assert {path.name for path in diagnosis.folder.iterdir()} == listed(stored(diagnosis.folder))
-        for path in diagnosis.folder.iterdir():
-            assert root.name.encode() not in path.read_bytes(), path.name
-        page = re.sub(r"base64,[^\"]*", "", (diagnosis.folder / "report.html").read_text(encoding="utf-8"))
-        for text in (page, (diagnosis.folder / "report.json").read_text(encoding="utf-8")):
-            assert not re.search(r"(^|[\s\"'(=])(/|~/|file:)(tmp|home|root|Users|var|work)\b", text)
     diagnosis, before = compared
-    names = {f"{kind}_{number}.png" for kind in ("attention", "image", "baseline_image") for number in (1, 4)}
-    names |= {f"{name}.png" for name in ("interface", "norms", "cosine", "rotation", "dynamics")}
+    for folder in (diagnosis.folder, alone.folder):
+        assert {path.name for path in folder.iterdir()} == listed(stored(folder))
+        for path in folder.iterdir():
+            assert root.name.encode() not in path.read_bytes(), path.name
+        page = re.sub(r"base64,[^\"]*", "", (folder / "report.html").read_text(encoding="utf-8"))
+        for text in (page, (folder / "report.json").read_text(encoding="utf-8")):
+            assert not re.search(r"(^|[\s\"'(=])(/|~/|file:)(tmp|home|root|Users|var|work)\b", text)
+    names = {"dynamics.png", "attention_4.png", "image_4.png", "baseline_image_4.png"}
     assert names <= listed(stored(diagnosis.folder))
     after = hashes(diagnosis.folder.parent)
-    assert {name: value for name, value in after.items() if not name.startswith("diagnostics/")} == before
+    assert {name: after[name] for name in after if not name.startswith("diagnostics/")} == before
 
 
 COMMAND = """
@@ -139,17 +136,15 @@ print("TRL" if "trl" in sys.modules else "no TRL", "was imported")
 
 def test_the_command_in_another_process_writes_the_same_bytes_without_trl(alone, root, tmp_path):
     """Nothing depends on the process, on the order of a set, or on where the report goes."""
-    arguments = [root / "llava", "--data", root / "images", "--samples", 2, "--output", tmp_path / "a" / "b"]
-    result = subprocess.run(
-        [sys.executable, "-c", COMMAND, "diagnose", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "1000", "PYTHONHASHSEED": "7"},
-    )
+    folder = tmp_path / "a" / "b"
+    arguments = [root / "llava", "--data", root / "images", "--samples", 2, "--output", folder]
+    command = [sys.executable, "-c", COMMAND, "diagnose", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "1000", "PYTHONHASHSEED": "7"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert all(sentence in result.stdout for sentence in alone.verdict)
-    assert result.stdout.endswith(f"Report: {tmp_path / 'a' / 'b' / 'report.html'}\nno TRL was imported\n")
-    assert (tmp_path / "a/b/report.json").read_bytes() == (alone.folder / "report.json").read_bytes()
+    assert result.stdout.endswith(f"Report: {folder / 'report.html'}\nno TRL was imported\n")
+    assert (folder / "report.json").read_bytes() == (alone.folder / "report.json").read_bytes()
     assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", *listed(stored(alone.folder))}
 
 
@@ -161,18 +156,19 @@ def test_another_run_replaces_the_first_whole_and_a_failing_one_leaves_it(alone,
     (bad / "3.png").write_bytes(b"no image")
     failing = cli(root / "llava", "--data", bad, "--output", folder)
     assert failing.exit_code == 1 and "3.png" in failing.output
-    assert hashes(folder) == first and {path.name for path in tmp_path.iterdir()} == {"diagnostics", "bad"}
+    assert hashes(folder) == first and set(tmp_path.iterdir()) == {folder, bad}
 
     result = cli(root / "llava", "--data", root / "images", "--samples", 1, "--output", folder)
     assert result.exit_code == 0, result.output
     content = stored(folder)
-    assert content["report"]["samples"] == 1 and {path.name for path in folder.iterdir()} == listed(content)
-    assert "attention_2.png" in first.keys() - listed(content)
+    assert {path.name for path in folder.iterdir()} == listed(content)
+    assert content["report"]["samples"] == 1 and "attention_2.png" in first.keys() - listed(content)
 
 
 def test_what_cannot_be_diagnosed_is_refused_before_weights_are_read(alone, root, tmp_path):
     model, notes = tmp_path / "model", tmp_path / "notes"
-    shutil.copytree(root / "llava", model, ignore=shutil.ignore_patterns("*.safetensors", "diagnostics"))
+    ignored = shutil.ignore_patterns("*.safetensors", "diagnostics")
+    shutil.copytree(root / "llava", model, ignore=ignored)
     shutil.copytree(alone.folder, notes)
     (notes / "thoughts.txt").write_text("mine")
     before = hashes(tmp_path)
@@ -190,11 +186,12 @@ def test_what_cannot_be_diagnosed_is_refused_before_weights_are_read(alone, root
         read_dynamics(tmp_path / DYNAMICS)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
-def test_products_of_a_float16_that_is_emulated_are_in_bfloat16(root, tmp_path, processor, monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in float16")
+def test_products_of_emulated_float16_are_in_bfloat16(root, tmp_path, processor, monkeypatch):
     processor(0.3, float16=5.0)
     model, options = str(root / "half"), dict(data=str(root / "images"), samples=4)
-    LlavaForConditionalGeneration.from_pretrained(root / "llava", dtype=torch.float16).save_pretrained(model)
+    half = LlavaForConditionalGeneration.from_pretrained(root / "llava", dtype=torch.float16)
+    half.save_pretrained(model)
     AutoProcessor.from_pretrained(root / "llava").save_pretrained(model)
     exact = diagnose(model, output=tmp_path / "exact", dtype="float32", **options).report
     monkeypatch.setattr(precision, "free_memory", lambda: 0)
@@ -204,11 +201,12 @@ def test_products_of_a_float16_that_is_emulated_are_in_bfloat16(root, tmp_path, 
     assert cast.depth.asymmetry == pytest.approx(exact.depth.asymmetry, rel=0.02)
 
 
-def test_the_documentation_names_keys_and_kinds_of_token_and_its_example_runs(compared, root, monkeypatch, capsys):
-    sections = re.split(r"^## ", DOCS, flags=re.MULTILINE)
+def test_docs_name_keys_and_kinds_and_their_example_runs(compared, root, monkeypatch, capsys):
+    docs = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", docs, flags=re.MULTILINE)
     keys, kinds = (re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) for section in sections[1:])
     assert keys == list(stored(compared[0].folder)) and tuple(kinds) == report.KINDS
-    (example,) = re.findall(r"```python\n(.+?)```", DOCS, re.DOTALL)
+    (example,) = re.findall(r"```python\n(.+?)```", docs, re.DOTALL)
     monkeypatch.chdir(root / "ours")
     exec(compile(example, "report.md", "exec"), {})
     ratio, printed = compared[0].against.interface.ratio, capsys.readouterr().out.splitlines()
