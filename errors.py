@@ -66,7 +66,7 @@ def escaped(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with question marks for half surrogate pairs, which JSON may have and UTF-8 may not."""
+    """The text with question marks for half surrogate pairs, which JSON may have, UTF-8 not."""
     return text.encode(errors="replace").decode()
 
 
