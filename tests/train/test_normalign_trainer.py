@@ -8,34 +8,22 @@ from dataclasses import fields
 import pytest
 import stored
 import torch
-import train_data
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from PIL import Image
 from training import SHORT, assert_equal, weights
-from transformers import (
-    AutoProcessor,
-    BitsAndBytesConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    TrainingArguments,
-)
+from transformers import AutoProcessor, BitsAndBytesConfig, LlavaConfig, TrainingArguments
+from transformers.models.llava import LlavaForConditionalGeneration
 from trl import SFTConfig, SFTTrainer
 
-from normalign_llava import (
-    NormAlignConfig,
-    NormAlignLlavaForConditionalGeneration,
-    NormAlignTrainer,
-    half_precision_pays,
-)
+from normalign_llava import NormAlignConfig, NormAlignTrainer, half_precision_pays
+from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import normalign_config
 from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
-
-
 COLOURS = ("red", "green", "blue", "white")
 ALL_LINEAR = LoraConfig(r=2, target_modules="all-linear")
 
@@ -105,11 +93,8 @@ def test_a_path_a_model_a_stream_and_trls_options_train_the_same(tmp_path, check
     path, args = str(checkpoint), options(tmp_path)
     trls = SFTConfig(str(tmp_path), **SHORT, max_length=2048, assistant_only_loss=True)
     sequential = options(tmp_path, train_sampling_strategy="sequential")
-    for first, second in (
-        ((path, args), (model, args)),
-        ((path, args), (path, trls)),
-        ((path, sequential), (path, sequential, stream())),
-    ):
+    pairs = [((path, args), (model, args)), ((path, args), (path, trls))]
+    for first, second in [*pairs, ((path, sequential), (path, sequential, stream()))]:
         assert_equal(*(weights(trained(*given).model) for given in (first, second)))
 
 
@@ -131,16 +116,12 @@ def test_several_gpus_in_one_process_are_refused_before_anything_is_read(tmp_pat
 
 @pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
 def test_the_command_line_and_python_end_with_the_same(tmp_path, checkpoint, use_peft):
-    data = []
-    for number in range(8):
-        colour = COLOURS[number % 4]
-        data.append(train_data.llava(f"<image>\nwhat is {number}?", colour, f"{colour}.png"))
-    train_data.images(tmp_path / "data", "white.png")
-    lora = dict(lora_alpha=8, lora_dropout=0.0)
+    data, lora = tmp_path / "rows.parquet", dict(lora_alpha=8, lora_dropout=0.0)
+    rows().to_parquet(data)
     rates = dict(learning_rate=1e-3, norm_learning_rate=1e-2)
     shared = dict(stage="tune", global_batch_size=4, max_steps=3, seed=3, **rates)
-    words = dict(model_name_or_path=checkpoint, output_dir=tmp_path / "command")
-    words |= dict(dataset_name=train_data.write_json(tmp_path / "data", data), **SHORT) | shared
+    words = dict(model_name_or_path=checkpoint, output_dir=tmp_path / "command", dataset_name=data)
+    words |= {**SHORT, **shared}
     words |= dict(use_peft=True, lora_r=4, **lora) if use_peft else {}
     command, python = main([f"--{name}={words[name]}" for name in words]), tmp_path / "python"
     adapters = LoraConfig(r=4, **lora) if use_peft else None

@@ -20,6 +20,7 @@ from normalign_llava.train.run import remedy
 
 
 pytestmark = pytest.mark.slow
+RATES = {"vision": 2e-6, "projector": 1e-3, "norm": 3e-4, "language": 2e-5}
 
 
 def dry_run(*words):
@@ -42,10 +43,8 @@ def test_a_dry_run_reads_no_weights_writes_nothing_and_finds_faults(tmp_path, pa
     assert status == 1 and "Does not fit" in shown and "Nothing that was tried fits" in shown
     assert sorted(tmp_path.rglob("*")) == before
     (checkpoint / "pytorch_model.bin").write_bytes(b"")
-    for words, message in (
-        (["--global_batch_size", "3"], "3 is not a multiple"),
-        ([], "has no weights in safetensors"),
-    ):
+    faults = {"3 is not a multiple": ["--global_batch_size", "3"], "has no weights in safe": []}
+    for message, words in faults.items():
         status, shown = dry_run(file, *words)
         assert status == 1 and message in shown
 
@@ -129,9 +128,6 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
     assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
     tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
     assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")
-
-
-RATES = {"vision": 2e-6, "projector": 1e-3, "norm": 3e-4, "language": 2e-5}
 
 
 @pytest.fixture(scope="module")

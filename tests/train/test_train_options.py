@@ -17,6 +17,8 @@ from normalign_llava.train.prepare import accumulation_steps
 
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
 UNSEEDED = {"use_seedable_sampler": False}
+FIELDS = dataclasses.fields(TrainingOptions)
+REFUSALS = {one.name: one.default for one in FIELDS if one.metadata["help"].startswith(REFUSED)}
 
 
 def options(tmp_path, *words, **recipe):
@@ -35,7 +37,6 @@ def rates(args, use_peft=False) -> list[float]:
     return [*args.learning_rates(use_peft).values()]
 
 
-# ------------------------------------------------------------------------------- stages and recipes
 def test_the_stages_are_the_papers(tmp_path):
     align, tune = (options(tmp_path, stage=stage) for stage in ("align", "tune"))
     assert (rates(align), rates(tune)) == ([0.0, 1e-3, 1e-3, 0.0], [2e-6, 1e-5, 1e-5, 1e-5])
@@ -84,7 +85,6 @@ def test_recipes_are_read_and_say_nothing_that_is_the_default(name):
         assert read != default or key in ("stage", "use_peft"), f"{key} is the default"
 
 
-# ----------------------------------------------------------------------- what follows from the rest
 def batches(folder, total, rows, accumulation, **options) -> NormAlignConfig:
     options |= dict(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
     return config(folder, global_batch_size=total, **options)
@@ -149,7 +149,6 @@ def test_batches_are_read_by_all_other_cores_and_by_none_on_a_cpu(tmp_path, monk
         assert config(tmp_path, use_cpu=False).dataloader_num_workers == expected
 
 
-# ---------------------------------------------------------------------------------- what is refused
 def test_the_page_has_the_help_and_the_refusals_of_the_fields():
     assert page_from_fields(PAGE.read_text()) == PAGE.read_text(), "run tests/helpers/documented.py"
 
@@ -183,10 +182,6 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
 def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
     with pytest.raises(ValueError, match=message):
         options(tmp_path, **recipe)
-
-
-FIELDS = dataclasses.fields(TrainingOptions)
-REFUSALS = {one.name: one.default for one in FIELDS if one.metadata["help"].startswith(REFUSED)}
 
 
 def test_defaults_of_refused_options_are_those_of_trl():

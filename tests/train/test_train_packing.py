@@ -18,9 +18,12 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train import collator
 
 
-# ------------------------------------------------------------------------------------------ batches
-IMAGES = [1, 0, 2, 1]
-"""Images in each row of the batch."""
+IMAGES = [1, 0, 2, 1]  # in the rows of a batch
+OPTIONS = dict(global_batch_size=6, max_steps=5, probe_steps=[0])
+# AdamW would divide gradients that are 0 but for rounding by their own size.
+OPTIONS |= dict(eval_strategy="steps", eval_steps=5, optim="sgd", learning_rate=0.1)
+BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
+LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
 
 
 def batches(checkpoint, images=IMAGES):
@@ -48,11 +51,9 @@ def loaded(checkpoint, attention="sdpa"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "attention, images", [("sdpa", IMAGES), ("eager", IMAGES), ("sdpa", [0, 0, 0])]
-)
-def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, attention, images):
-    model, sums, gradients = loaded(checkpoint, attention), [], []
+@pytest.mark.parametrize("kind, images", [("sdpa", IMAGES), ("eager", IMAGES), ("sdpa", [0] * 3)])
+def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, kind, images):
+    model, sums, gradients = loaded(checkpoint, kind), [], []
     for batch in batches(checkpoint, images):
         model.zero_grad()
         sums.append(losses(model, batch))
@@ -60,10 +61,9 @@ def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, attentio
         named = model.named_parameters()
         gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
     padded, free = gradients
-    torch.testing.assert_close(sums[1], sums[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
     assert free.keys() == padded.keys()
-    # Of a key's bias it is 0 but for rounding.
-    least = 1e-3 * max(gradient.norm() for gradient in padded.values())
+    least = 1e-3 * max(value.norm() for value in padded.values())  # a key's bias has but rounding
     for name, gradient in padded.items():
         assert (free[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), least), name
 
@@ -78,10 +78,6 @@ def test_flex_attention_keeps_rows_apart(checkpoint):
         mixed = losses(loaded(checkpoint, "flex_attention"), free)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (mixed - expected).abs().max() > 1e-2
-
-
-# ------------------------------------------------------------------------------------------- passes
-LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
 
 
 def sampler(count, rank=0, processes=1, drop_last=False) -> collator.BalancedSampler:
@@ -130,14 +126,6 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, pro
             assert got == expected
 
 
-# ----------------------------------------------------------------------------------------- training
-OPTIONS = dict(global_batch_size=6, max_steps=5, probe_steps=[0])
-OPTIONS |= dict(eval_strategy="steps", eval_steps=5)
-# AdamW would divide gradients that are 0 but for rounding by their own size.
-OPTIONS |= dict(optim="sgd", learning_rate=0.1)
-BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how, options",
@@ -166,7 +154,6 @@ def test_a_run_ends_as_with_padding(tmp_path, checkpoint, how, options):
         assert off <= 1e-5 * weight.double().norm() + 1e-7, name
 
 
-# ----------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     "cls, settings, apart",
     [

@@ -12,8 +12,6 @@ from normalign_llava.hub_cards.card.write import render_card
 
 
 pytestmark = pytest.mark.slow
-
-
 REPO = "ann/tiny-llava"
 HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 MODEL = {

@@ -1,6 +1,5 @@
 """Which rows come in which order: mixtures, held-out rows, resumed streams and length groups."""
 
-from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -15,15 +14,12 @@ from normalign_llava.train.collator import ConversationCollator, SeededLengthGro
 
 
 pytestmark = pytest.mark.usefixtures("cache")
+LENGTHS = np.random.default_rng(0).integers(10, 2000, 1003).tolist()
 
 
 @pytest.fixture(scope="module")
 def processor():
     return train_data.processor()
-
-
-# ------------------------------------------------------------------------------------ length groups
-LENGTHS = np.random.default_rng(0).integers(10, 2000, 1003).tolist()
 
 
 def test_the_order_follows_from_seed_and_epoch():
@@ -40,15 +36,13 @@ def test_the_order_follows_from_seed_and_epoch():
     assert np.ptp(batches, axis=1).mean() < 0.1 * np.ptp(LENGTHS)
 
 
-# ----------------------------------------------------------------------------------------- mixtures
-def sources(folder, counts, **fractions) -> list[dict]:
+def sources(folder, counts, shares=(1, 1, 1)) -> list[dict]:
     """Sources whose answers are `a0`, `a1`, ..., `b0`, ...; those of `a` come with images."""
     listed = []
-    for name, count in counts.items():
+    for (name, count), share in zip(counts.items(), shares, strict=False):
         question, image = ("<image>Q", "red.png") if name == "a" else ("Q", None)
         rows = [llava(question, f"{name}{n}", image) for n in range(count)]
-        path = str(write_json(folder / name, rows))
-        listed.append({"path": path, "fraction": fractions.get(name, 1)})
+        listed.append({"path": str(write_json(folder / name, rows)), "fraction": share})
     return listed
 
 
@@ -57,26 +51,21 @@ def mixture(processor, listed, seed=0, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("fractions", "expected"),
-    [
-        ({"a": 0.5, "b": 0.25, "c": 0.25}, {"a": 40, "b": 20, "c": 20}),
-        ({"a": 2, "b": 1, "c": 1}, {"a": 40, "b": 20, "c": 20}),
-        ({"a": 0.9, "b": 0.05, "c": 0.05}, {"a": 50, "b": 3, "c": 3}),
-    ],
+    "shares, used",
+    [((0.5, 0.25, 0.25), (40, 20, 20)), ((2, 1, 1), (40, 20, 20)), ((0.9, 0.05, 0.05), (50, 3, 3))],
 )
-def test_shares_are_exact_and_rows_of_the_seed_come_once(processor, tmp_path, fractions, expected):
-    counts = {"a": 50, "b": 30, "c": 20}
-    listed = sources(tmp_path, counts, **fractions)
+def test_shares_are_exact_and_rows_of_the_seed_come_once(processor, tmp_path, shares, used):
+    listed = sources(tmp_path, {"a": 50, "b": 30, "c": 20}, shares)
     data, again, other = (mixture(processor, listed, seed) for seed in (0, 0, 1))
     rows = answers(data.train)
     assert rows == answers(again.train) != answers(other.train) and len(set(rows)) == len(rows)
     for mixed in (data, other):
-        assert Counter(answer[0] for answer in answers(mixed.train)) == expected
-    used = [(source.valid, source.used) for source in data.report.sources]
-    assert used == [(count, expected[name]) for name, count in counts.items()]
+        letters = "".join(answer[0] for answer in answers(mixed.train))
+        assert tuple(map(letters.count, "abc")) == used
+    counted = [(source.valid, source.used) for source in data.report.sources]
+    assert counted == list(zip((50, 30, 20), used, strict=True))
 
 
-# ----------------------------------------------------------------------------------------- held out
 def test_held_out_rows(processor, tmp_path):
     ours = sources(tmp_path, {"a": 20, "b": 3})
     path, held = (source["path"] for source in ours)
@@ -107,7 +96,6 @@ def test_held_out_rows(processor, tmp_path):
         mixture(processor, ours, with_eval=True)
 
 
-# ------------------------------------------------------------------------------------------ streams
 def test_a_resumed_stream_continues_with_the_next_batches(processor, tmp_path):
     listed = sources(tmp_path, {"a": 60, "b": 40})
 

@@ -24,10 +24,9 @@ from normalign_llava.train.modules.model import module_of
 
 
 pytestmark = pytest.mark.slow
-
-
 PAGE = (ROOT / "docs" / "trl.md").read_text()
 COLOURS = ("red", "green", "blue", "white")
+MESSAGES, PAIR = ["messages"], ["prompt", "chosen", "rejected"]
 SHORT = {**training.SHORT, "per_device_train_batch_size": 4}
 ON_TINY = {**SHORT, "dtype": "float32", "save_strategy": "steps", "gradient_accumulation_steps": 1}
 
@@ -50,9 +49,6 @@ def rows(*columns: str) -> Dataset:
         row |= {"completion": right, "chosen": right, "rejected": wrong, "label": number % 2 == 0}
         made.append(row)
     return Dataset.from_list(made).select_columns(["images", *columns])
-
-
-MESSAGES, PAIR = ["messages"], ["prompt", "chosen", "rejected"]
 
 
 def length(completions, **kwargs):
