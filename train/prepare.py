@@ -59,7 +59,7 @@ def normalign_config(args: TrainingArguments | None, model, collator=None) -> No
 
 
 def check_options(args: NormAlignConfig, model: Any) -> None:
-    """Raises ValueError for options that are no use here or to this account; sets accumulation."""
+    """Checks that options can be used here and by this account; sets the accumulation."""
     init_kwargs = args.model_init_kwargs or {}
     is_placed = getattr(model, "hf_device_map", None) or "device_map" in init_kwargs
     if args.n_gpu > 1 and not is_placed:  # which TRL refuses after loading
@@ -88,7 +88,7 @@ def check_options(args: NormAlignConfig, model: Any) -> None:
 def open_model(
     model, processor, args: NormAlignConfig, quantization, adapters: PeftConfig | None
 ) -> tuple[Checkpoint | None, NormAlignLlavaConfig, LlavaProcessor, LoraConfig | None]:
-    """The checkpoint of a name, the model's configuration, its processor, that of its adapters."""
+    """The checkpoint, if `model` is a name; configuration, processor; configuration of adapters."""
     checkpoint = None
     if isinstance(model, nn.Module):
         if quantization is not None:
@@ -183,11 +183,12 @@ def read_data(
             raise ValueError("A streamed data set has no length. Set max_steps.")
         if args.packing or args.train_sampling_strategy == "group_by_length":
             raise ValueError("packing and group_by_length need the lengths of rows. Use neither.")
-        args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # of a single shard
+        args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has one shard
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
     if own:
-        readers = args.world_size * max(1, args.dataloader_num_workers or 0)  # which count alone
+        # A reader counts only what it skips itself.
+        readers = args.world_size * max(1, args.dataloader_num_workers or 0)
         skippable = sum(source.skippable for source in report.sources)
         share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
         collator = replace(collator, skippable=skippable // readers, share=share)
@@ -225,7 +226,7 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
         raise ValueError(f"global_batch_size {total} is not a multiple of {product}. Change one.")
     if accumulation not in (1, steps):
         raise ValueError(
-            f"gradient_accumulation_steps is {accumulation}, and derived from global_batch_size is "
-            f"{steps}. Leave gradient_accumulation_steps out."
+            f"gradient_accumulation_steps {accumulation} contradicts global_batch_size {total}. "
+            f"Leave gradient_accumulation_steps out: {steps} would be derived."
         )
     return steps
