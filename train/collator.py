@@ -85,8 +85,8 @@ class ConversationCollator:
             self._remove_labels(labels, example, bad)
             # Threads of torch's repeat_interleave would spin while the next images are decoded.
             is_image = ids.numpy() == self.processor.image_token_id
-            repeated = partial(np.repeat, repeats=np.where(is_image, self._tokens_per_image, 1))
-            rows.append([torch.from_numpy(repeated(row.numpy())) for row in (ids, labels)])
+            counts = np.where(is_image, self._tokens_per_image, 1)
+            rows.append([torch.from_numpy(np.repeat(row.numpy(), counts)) for row in (ids, labels)])
         all_ids, all_labels = zip(*rows, strict=True)
         padded = partial(pad, pad_to_multiple_of=self.pad_to_multiple_of)
         batch = {

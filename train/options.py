@@ -147,9 +147,7 @@ def check_values(args: NormAlignConfig) -> None:
         raise ValueError("Every learning rate is 0: nothing would be trained. Change one.")
     usable = get_available_reporting_integrations()
     if unknown := [name for name in args.report_to or () if name not in usable]:
-        raise ValueError(
-            f"report_to {unknown[0]!r} is not installed. Install it, or use: {usable}."
-        )
+        raise ValueError(f"report_to {unknown[0]!r} is not installed. Install it or use {usable}.")
     if (size := args.device_memory) is not None and not args.dry_run:
         raise ValueError("--device_memory is for a dry run. Add --dry_run, or leave it out.")
     if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
@@ -192,11 +190,9 @@ class ModelArguments(ModelOptions, ModelConfig):
         changed = [name for name in own if own[name] != getattr(kind, name, own[name])]
         lora = [name for name in changed if name.startswith(("lora_", "use_dora", "use_rslora"))]
         if lora and not self.use_peft:
-            raise ValueError(
-                f"{lora[0]}: adapters are trained with use_peft alone. Add --use_peft."
-            )
+            raise ValueError(f"{lora[0]} is for adapters. Add --use_peft.")
         if "bnb_4bit_quant_type" in changed and not self.load_in_4bit:
-            raise ValueError("bnb_4bit_quant_type: nothing is quantized. Add --load_in_4bit.")
+            raise ValueError("bnb_4bit_quant_type is for 4 bits. Add --load_in_4bit.")
 
     @property
     def quantization(self) -> BitsAndBytesConfig | None:

@@ -67,8 +67,7 @@ def train(
         if (lines := render_dropped(dropped)) != shown:  # rows whose images were met in training
             console.print(*lines, sep="\n")
         if args.push_to_hub and (published := trainer.publish()):
-            url, commit = published.repository.url, published.commit.oid
-            console.print(f"Published as {url}, commit {commit}.")
+            console.print(f"Published: {published.repository.url}, commit {published.commit.oid}.")
         trainer.end()  # trackers, and the process group
     return output
 
