@@ -20,15 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import (
-    BitsAndBytesConfig,
-    DataCollator,
-    EvalPrediction,
-    LlavaProcessor,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, LlavaProcessor
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_callback import TrainerCallback
+from transformers.training_args import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint import weights
