@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with TRL's `SFTTrainer`: the paper's two stages, LoRA and QLoRA, on one process or many."""
+"""Training with TRL's `SFTTrainer`: two stages, LoRA and QLoRA, on one process or many."""

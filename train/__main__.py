@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m normalign_llava.train`, and what `accelerate launch -m` starts: the same as `normalign train`."""
+"""`python -m normalign_llava.train`, which `accelerate launch` starts, is `normalign train`."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes batches of parsed rows, with labels on exactly the answers; their order, and packing without padding."""
+"""Batches of parsed rows, with labels on exactly the answers; the order of rows, and packing."""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -40,18 +40,18 @@ _IGNORED = -100
 class ConversationCollator:
     """Opens the images of parsed rows, and labels the answers with their end-of-turn tokens.
 
-    White space after the end-of-turn token is not labelled, nor are answers that are not `learned`. A batch without
-    images has no `pixel_values`. A row that is skipped for a bad image stays in the batch, whose shape the other
-    processes rely on, with a white image and no labels, so that it adds nothing to the loss.
+    White space after the end-of-turn token is not labelled, nor are answers that are not `learned`.
+    A batch without images has no `pixel_values`. A row with a bad image that is skipped stays in
+    the batch, on whose shape other processes rely, with a white image and without labels.
 
-    Otherwise the tensors are those of TRL's `DataCollatorForVisionLanguageModeling`. Image tokens are repeated after
-    the answers are labelled: in the text, hundreds would be tokenized.
+    Otherwise the tensors are those of TRL's `DataCollatorForVisionLanguageModeling`. Image tokens
+    are repeated after the answers are labelled: in the text, hundreds would be tokenized.
 
     Args:
         processor: Its chat template must have generation marks. It is settled, see [`settle`].
-        pad_to_multiple_of, padding_free: As in `SFTConfig`; without padding, see [`without_padding`].
-        bad_rows: `"stop"` raises ValueError at a bad image, `"skip"` records the row in `dropped_rows`; a share, or
-            None for the default, skips as many rows as `skippable`, see [`prepare_rows`].
+        pad_to_multiple_of, padding_free: As in `SFTConfig`, see [`without_padding`].
+        bad_rows: `"stop"` raises ValueError at a bad image, `"skip"` records the row in
+            `dropped_rows`, a share or None skips `skippable` rows, see [`prepare_rows`].
         skippable, share: Rows that a process may skip, and the share of its rows, if that is more.
     """
 
@@ -72,20 +72,21 @@ class ConversationCollator:
             ((_, labels),) = self._encoded([{"messages": _PROBE}])
         if (labels == _IGNORED).all():
             raise ValueError(
-                "The chat template marks no answer with {% generation %}, so nothing would be learned. "
-                "`normalign build` says whether a template has marks, and takes another with --chat-template."
+                "The chat template marks no answer with {% generation %}, so nothing is learned. "
+                "`normalign build` takes another with --chat-template."
             )
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """A batch of rows, padded on the right: ids, mask and labels `(rows, tokens)`, and `pixel_values`."""
+        """Ids, mask and labels `(rows, tokens)`, padded on the right, and `pixel_values`."""
         self._rows += len(examples)
         opened = [self._images(example) for example in examples]
-        rows = []
-        for (ids, labels), example, (_, bad) in zip(self._encoded(examples), examples, opened, strict=True):
+        encoded, rows = self._encoded(examples), []
+        for (ids, labels), example, (_, bad) in zip(encoded, examples, opened, strict=True):
             self._remove_labels(labels, example, bad)
-            # Not torch's repeat_interleave, whose threads go on spinning while the next images are decoded.
-            repeats = np.where(ids.numpy() == self.processor.image_token_id, self._tokens_per_image, 1)
-            rows.append([torch.from_numpy(np.repeat(row.numpy(), repeats)) for row in (ids, labels)])
+            # Threads of torch's repeat_interleave would spin while the next images are decoded.
+            is_image = ids.numpy() == self.processor.image_token_id
+            counts = np.where(is_image, self._tokens_per_image, 1)
+            rows.append([torch.from_numpy(np.repeat(row.numpy(), counts)) for row in (ids, labels)])
         all_ids, all_labels = zip(*rows, strict=True)
         padded = partial(pad, pad_to_multiple_of=self.pad_to_multiple_of)
         batch = {
@@ -106,8 +107,9 @@ class ConversationCollator:
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
         )
-        all_ids, masks = (map(torch.tensor, encoded[name]) for name in ("input_ids", "assistant_masks"))
-        return [(ids, torch.where(mask == 1, ids, _IGNORED)) for ids, mask in zip(all_ids, masks, strict=True)]
+        columns = (map(torch.tensor, encoded[name]) for name in ("input_ids", "assistant_masks"))
+        rows = zip(*columns, strict=True)
+        return [(ids, torch.where(mask == 1, ids, _IGNORED)) for ids, mask in rows]
 
     def _images(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
         """The row's images, white in place of bad ones, and whether there was a bad one."""
@@ -118,9 +120,10 @@ class ConversationCollator:
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 self._skipped.add((dropped.source, dropped.row))
-                if self.bad_rows != "skip" and len(self._skipped) > max(self.skippable, self.share * self._rows):
-                    count = f"This process met {len(self._skipped)} bad row(s)."
-                    raise BadRow(f"{dropped}. {count} Fix it, or skip such rows with --bad_rows skip.") from error
+                skipped, allowed = len(self._skipped), max(self.skippable, self.share * self._rows)
+                if self.bad_rows != "skip" and skipped > allowed:
+                    count = f"This process met {skipped} bad row(s)."
+                    raise BadRow(f"{dropped}. {count} Fix it, or use --bad_rows skip.") from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))
@@ -129,14 +132,15 @@ class ConversationCollator:
 
     def _remove_labels(self, labels: Tensor, example: dict[str, Any], bad: bool) -> None:
         """Removes labels that are not to be learned from one row `(T,)`, in place."""
-        edges = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int().diff().nonzero().flatten().tolist()
+        is_label = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int()
+        edges = is_label.diff().nonzero().flatten().tolist()
         spans, learned = list(zip(edges[::2], edges[1::2], strict=True)), example["learned"]
         if all(learned):
             learned = [True] * len(spans)  # however many a template marks
         elif len(spans) != len(learned):
             raise ValueError(
-                f"{example['source']}, row {example['row']}: the chat template marks {len(spans)} of {len(learned)} "
-                "answers, so those that are not to be learned are unknown. Give rows whose answers are all learned."
+                f"{example['source']}, row {example['row']}: the chat template marks {len(spans)} "
+                f"of {len(learned)} answers, not which to learn. Give rows that are learned whole."
             )
         for (start, stop), is_learned in zip(spans, learned, strict=True):
             keep = stop - start if is_learned and not bad else 0
@@ -146,27 +150,23 @@ class ConversationCollator:
 
 
 def blank_image(processor: LlavaProcessor) -> Tensor:
-    """An image of zeros in the shape that the vision tower reads, `(1, channels, height, width)`."""
+    """Zeros in the shape that the vision tower reads, `(1, channels, height, width)`."""
     image = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
     return torch.zeros_like(image["pixel_values"])
 
 
 def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages, without the empty texts that Arrow gives image parts."""
-    return [
-        {
-            "role": message["role"],
-            "content": [
-                {"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]}
-                for part in message["content"]
-            ],
-        }
-        for message in example["messages"]
-    ]
+    messages = []
+    for message in example["messages"]:
+        parts = message["content"]
+        parts = [{"type": "image"} if part["type"] == "image" else part for part in parts]
+        messages.append({"role": message["role"], "content": parts})
+    return messages
 
 
 def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
-    """The order of rows in memory with `group_by_length` or `packing`; None where the Trainer's own serves."""
+    """The order of rows with `group_by_length` or `packing`; None: the Trainer's, or a stream's."""
     grouped = args.train_sampling_strategy == "group_by_length"
     if not (grouped or args.packing) or "length" not in (rows.column_names or []):
         return None
@@ -184,10 +184,7 @@ def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
 
 
 class SeededLengthGroups(LengthGroupedSampler):
-    """The Trainer's sampler, in an order that depends on seed and epoch alone.
-
-    The Trainer's own depends on the random state of its process, which dropout moves on and a resumed run lacks.
-    """
+    """The Trainer's sampler, in an order of seed and epoch, not of the process's random state."""
 
     def __init__(self, lengths: list[int], batch_size: int, seed: int):
         super().__init__(batch_size, lengths=lengths)
@@ -202,10 +199,10 @@ class SeededLengthGroups(LengthGroupedSampler):
 
 
 def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[list[int]]:
-    """The positions of the rows of each pass: rows go, longest first, to the pass with the fewest tokens so far.
+    """The positions of each pass's rows: the longest first go to the pass with the fewest tokens.
 
-    First comes a pass of every process, then the next of every process, largest first. The order of processes
-    alternates, so that the sums of tokens over a process's passes are close too.
+    First comes a pass of every process, then the next of every process, largest first. The order of
+    processes alternates, so that the sums of tokens over a process's passes are close too.
     """
     open_passes: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(passes)]
     for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
@@ -220,20 +217,19 @@ def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[li
 
 
 class BalancedSampler(BatchRebalanceSampler):
-    """The rows of each forward pass of one process, of nearly equal tokens; a step has those without packing.
+    """The rows of a process's forward passes, of nearly equal tokens; steps are as without packing.
 
-    It extends transformers' sampler, whose batches the Trainer takes as they are, for one process. That one has an
-    order of its own, and balances padded lengths. The order here is that of `sampler`, the same on every process.
-
-    The last step of an epoch has a multiple of `train_batch_size` rows for each process, as accelerate has it: rows
-    from the start of the epoch fill it, or `dataloader_drop_last` drops its rest.
+    It extends transformers' sampler, whose batches the Trainer takes as those of one process. The
+    order is that of `sampler`. The last step of an epoch has a multiple of `train_batch_size` rows
+    for each process, as in accelerate: the epoch's first rows fill it, or its rest is dropped.
     """
 
     def __init__(self, sampler: Sampler[int], lengths: list[int], args: NormAlignConfig):
         self.sampler, self.together = sampler, args.train_batch_size * args.world_size
         rows_per_step = self.together * args.gradient_accumulation_steps
         super().__init__(lengths, rows_per_step, args.world_size, args.gradient_accumulation_steps)
-        self.rank, self.drop_last, self.rows_of_epoch = args.process_index, args.dataloader_drop_last, len(lengths)
+        self.rank, self.drop_last = args.process_index, args.dataloader_drop_last
+        self.rows_of_epoch = len(lengths)
         if self.drop_last:
             self.rows_of_epoch -= len(lengths) % self.together
         elif self.dp_size > 1:
@@ -259,12 +255,12 @@ class BalancedSampler(BatchRebalanceSampler):
 def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
     """A padded batch of B rows as one sequence of their N tokens, kept apart by their position ids.
 
-    transformers builds the mask of such a sequence, for every implementation of attention, from position ids that
-    start again, if no attention mask is given and the cache is off. `input_ids`, `labels` and `position_ids` are
-    `(1, N)`. The first label of each row is masked: the token before it belongs to another row.
+    transformers builds the mask of such a sequence, for every implementation of attention, from
+    position ids that start again, without an attention mask and a cache. `input_ids`, `labels` and
+    `position_ids` are `(1, N)`. A row's first label is masked: the token before is another row's.
     """
     real = batch.pop("attention_mask").bool()
-    batch["labels"][torch.arange(len(real)), real.int().argmax(1)] = -100
+    batch["labels"][torch.arange(len(real)), real.int().argmax(1)] = _IGNORED
     sequence = {name: batch.pop(name)[real][None] for name in ("input_ids", "labels")}
     positions = (real.long().cumsum(1) - 1)[real][None]
     return {**sequence, "position_ids": positions, **batch}
@@ -278,19 +274,21 @@ class PackedAttentionCheck(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Compares a short row alone with the same row behind two others."""
-        rows = torch.tensor([[5, 6, 7, 8, 9, 10], [6, 7, 8, 9, 10, 11], [9, 5, 11, 7, 12, 8]], device=args.device)
-        length = rows.shape[1]
-        positions = torch.arange(length, device=args.device)
+        rows = [[5, 6, 7, 8, 9, 10], [6, 7, 8, 9, 10, 11], [9, 5, 11, 7, 12, 8]]
+        first, second, last = torch.tensor(rows, device=args.device)
+        positions = torch.arange(len(last), device=args.device)
 
         def states(*chosen: Tensor) -> Tensor:
-            batch = {"input_ids": torch.cat(chosen)[None], "position_ids": positions.repeat(len(chosen))[None]}
-            return model(**batch, use_cache=False).logits[0, -length:].float()
+            ids, places = torch.cat(chosen)[None], positions.repeat(len(chosen))[None]
+            logits = model(input_ids=ids, position_ids=places, use_cache=False).logits
+            return logits[0, -len(last) :].float()
 
         with evaluating(model, args):
-            alone, behind, behind_another = states(rows[2]), states(rows[0], rows[2]), states(rows[1], rows[2])
-        # Rounding depends on the shapes of products, and these, in a mixture of experts, on the other rows.
-        by_place, by_others = ((behind - other).norm() / alone.norm() for other in (alone, behind_another))
+            alone, behind, behind_another = states(last), states(first, last), states(second, last)
+        # Rounding depends on shapes of products, and in a mixture of experts those on other rows.
+        by_place = (behind - alone).norm() / alone.norm()
+        by_others = (behind - behind_another).norm() / alone.norm()
         half = args.bf16 or args.fp16
         if by_place > (0.05 if half else 1e-3) or by_others > (0.01 if half else 1e-5):
             kind = model.config.get_text_config().model_type
-            raise ValueError(f"padding_free cannot be used with a {kind}, which mixes rows. Leave it out.")
+            raise ValueError(f"padding_free would mix rows in a {kind}. Leave it out.")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `normalign train` does before TRL is imported: options, help, recipe, checks, several processes.
+"""`normalign train` before TRL is imported: options, help, recipe, checks, several processes.
 
-The field of an option has its help, its choices and why it is refused; --help, checks and docs/options.md are made
-from that.
+An option's field has its help, its choices and why it is refused, for --help, checks and docs.
 """
 
 import argparse
@@ -24,6 +23,14 @@ from ..data.sources.arguments import DataArguments, option
 from ..errors import Terminated, check_installed
 
 
+RECIPES, CONFIGS = (Path(__file__).parent / name for name in ("recipes", "accelerate_configs"))
+USAGE = "normalign train RECIPE [--option value ...]"
+NO_MODEL = "Make it with `normalign build` or the stage before, or change --model_name_or_path."
+
+PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit"), ("bitsandbytes", "qlora"))
+PACKAGES |= {"deepspeed": ("deepspeed", "deepspeed")}
+"""Options that need a package, and the extra that has it."""
+
 REFUSED = "Refused: "
 """How the help of an option begins that would do nothing here, or harm; the reason follows."""
 
@@ -38,11 +45,11 @@ def refused(default: Any, reason: str) -> Any:
     return option(default, f"{REFUSED}{reason}.")
 
 
-PACKING = "packing here divides the rows of each step and cuts none; evaluation has no padding with it"
+PACKING = "packing divides the rows of a step and cuts none; evaluation has no padding with it"
 PRECISION = "it would round the gain, which is float32; evaluation has the precision of training"
-ANSWERS = "ask a checkpoint with `normalign ask`, or evaluate it with `normalign evaluate CHECKPOINT --data DATA`"
+ANSWERS = "use `normalign ask` on a checkpoint, or `normalign evaluate CHECKPOINT --data DATA`"
 LIGER = "Liger has no kernels for this architecture"
-PUSHES = "push_to_hub publishes the result once, at the end; send a checkpoint with `normalign publish CHECKPOINT`"
+PUSHES = "the result is published once, at the end; `normalign publish` sends a checkpoint"
 SUITE = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT`"
 
 
@@ -51,58 +58,64 @@ class TrainingOptions:
     """Options of `NormAlignConfig`, beside TRL's."""
 
     output_dir: str = option(None, "Folder of the result, checkpoints and card.")
-    stage: Literal["align", "tune"] | None = option(None, "Sets defaults: align (projector, norm), tune (everything).")
-    arm: Literal["none", "unit", "aligned", "gwc"] | None = option(None, "Arm to train, if not the checkpoint's.")
-    global_batch_size: int | None = option(None, "Rows in an optimizer step over all processes, by accumulation.")
+    stage: Literal["align", "tune"] | None = option(
+        None, "Sets defaults: align (projector, norm), tune (everything)."
+    )
+    arm: Literal["none", "unit", "aligned", "gwc"] | None = option(None, "Arm, if not the stored.")
+    global_batch_size: int | None = option(None, "Rows in an optimizer step, over all processes.")
     vision_learning_rate: float | None = option(
         None, "Learning rate of the vision tower. Default: the stage's; 0 with use_peft."
     )
     projector_learning_rate: float | None = option(
         None, "Learning rate of the projector's linear layers. Default: learning_rate."
     )
-    norm_learning_rate: float | None = option(None, "Learning rate of gain and bias. Default: learning_rate.")
+    norm_learning_rate: float | None = option(None, "Learning rate of gain and bias.")
     language_learning_rate: float | None = option(
         None, "Learning rate of the language model or its adapters. Default: learning_rate."
     )
-    learning_rate: float = option(None, "Learning rate of modules with no other; 0 freezes. Default: the stage's.")
+    learning_rate: float = option(None, "Learning rate of modules without their own; 0 freezes.")
     per_device_train_batch_size: int = option(None, "Rows in a forward pass.")
     max_steps: int = option(-1, "Steps, in place of epochs.")
     num_train_epochs: float = option(None, "Passes over the data.")
     lr_scheduler_type: str = option(None, "Schedule of the learning rate.")
-    warmup_steps: float = option(None, "Steps of linear warm-up, or their share of all steps if below 1.")
+    warmup_steps: float = option(None, "Steps of linear warm-up, or their share if below 1.")
     weight_decay: float = option(None, "Weight decay; never of gain, biases, norms.")
     seed: int = option(None, "Random seed.")
-    bf16: bool | None = flag("Whether to multiply in bfloat16. Default: as the resumed run, or if it is fast here.")
-    fp16: bool | None = flag(
-        "Whether to multiply in float16. Default: on a GPU without bfloat16, if hidden states are small."
+    bf16: bool | None = flag("Multiply in bfloat16. Default: as the resumed run, or if fast here.")
+    fp16: bool | None = flag("Multiply in float16. Default: on a GPU without bfloat16, if safe.")
+    max_length: int | None = option(
+        2048, "Rows with more tokens, image tokens included, are dropped and counted."
     )
-    max_length: int | None = option(2048, "Rows with more tokens, image tokens included, are dropped and counted.")
     use_cpu: bool | None = flag("Whether to train on the CPU. Default: if there is no accelerator.")
-    dataset_num_proc: int | None = option(None, "Processes that read and check the rows. Default: one for each core.")
-    dataloader_num_workers: int | None = option(None, "Processes that read batches. Default: up to 8, on a CPU none.")
-    dataloader_persistent_workers: bool | None = flag("Whether these processes last until the run ends. Default: yes.")
-    padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")
-    packing: bool = option(False, "Divide a step's rows into passes of nearly equal tokens, without padding.")
-    probe_steps: list[int] | None = option(None, "Steps at which inter-layer cosines are recorded (figure 5).")
-    probe_rows: int = option(4, "Rows in the batch on which cosines are recorded.")
-    bad_steps: Literal["stop", "skip"] = option("stop", "If loss or gradients are not finite: stop, or skip the step.")
-    resume_from_checkpoint: str | None = option(
-        None, "Resume from the newest complete checkpoint, or from the one named.", nargs="?", const="last"
+    dataset_num_proc: int | None = option(None, "Processes that check rows. Default: one per core.")
+    dataloader_num_workers: int | None = option(None, "Batch readers. Default: up to 8; 0 on CPUs.")
+    dataloader_persistent_workers: bool | None = flag(
+        "Whether batch readers last until the run ends. Default: yes."
     )
-    dry_run: bool = option(False, "Check all that training checks, and whether a step fits in memory.")
-    device_memory: str | None = option(None, "With dry_run: a GPU's memory, such as 24GiB. Default: this device's.")
+    padding_free: bool = option(False, "Put the rows of a batch into one sequence without padding.")
+    packing: bool = option(False, "Divide a step's rows into unpadded passes of nearly equal size.")
+    probe_steps: list[int] | None = option(None, "Steps at which to record cosines (figure 5).")
+    probe_rows: int = option(4, "Rows in the batch on which cosines are recorded.")
+    bad_steps: Literal["stop", "skip"] = option(
+        "stop", "If loss or gradients are not finite: stop, or skip the step."
+    )
+    resume_from_checkpoint: str | None = option(
+        None, "Resume from the newest complete checkpoint, or a named one.", nargs="?", const="last"
+    )
+    dry_run: bool = option(False, "Check all that training checks, and the memory of a step.")
+    device_memory: str | None = option(None, "For dry_run: another GPU's memory, such as 24GiB.")
 
-    save_steps: float = option(None, "Steps between checkpoints, or their share of all steps if below 1.")
+    save_steps: float = option(None, "Steps between checkpoints, or their share if below 1.")
     save_total_limit: int | None = option(None, "How many checkpoints are kept, the newest.")
-    eval_strategy: Literal["no", "steps", "epoch"] = option("no", "When held-out rows are evaluated.")
+    eval_strategy: Literal["no", "steps", "epoch"] = option("no", "When to evaluate held-out rows.")
     report_to: None | str | list[str] = option("none", "Trackers such as tensorboard or wandb.")
 
     assistant_only_loss: bool = refused(True, "it must be true, or labels would hold image tokens")
-    auto_find_batch_size: bool = refused(False, "it would change the global batch; lower per_device_train_batch_size")
+    auto_find_batch_size: bool = refused(False, "lower per_device_train_batch_size instead")
     bf16_full_eval: bool = refused(False, PRECISION)
-    chat_template_path: str | None = refused(None, "the checkpoint has one, set by `normalign build --chat-template`")
-    completion_only_loss: bool | None = refused(None, "the loss is on all answers, or on those of the completion")
-    dataset_text_field: str = refused("text", "rows are conversations, whose form is known by their columns")
+    chat_template_path: str | None = refused(None, "set it by `normalign build --chat-template`")
+    completion_only_loss: bool | None = refused(None, "the loss is on the answers alone")
+    dataset_text_field: str = refused("text", "rows are conversations, known by their columns")
     do_predict: bool = refused(False, ANSWERS)
     eval_packing: bool | None = refused(None, PACKING)
     eval_suite: str | None = refused(None, SUITE)
@@ -113,18 +126,18 @@ class TrainingOptions:
     hub_strategy: str = refused("end", PUSHES)
     include_num_input_tokens_seen: str | bool = refused("no", "num_tokens is logged without it")
     label_names: list[str] | None = refused(None, "the labels are always called labels")
-    length_column_name: str = refused("length", "lengths are counted here, in tokens, image tokens included")
+    length_column_name: str = refused("length", "lengths are counted here, with image tokens")
     liger_kernel_config: dict[str, bool] | None = refused(None, LIGER)
-    max_image_pixels: int | None = refused(None, "the limit is Pillow's own; images of more pixels are bad rows")
+    max_image_pixels: int | None = refused(None, "images beyond Pillow's limit are bad rows")
     packing_strategy: str = refused("bfd", PACKING)
     pad_token: str | None = refused(None, "the checkpoint's tokenizer has one")
-    parallelism_config: dict[str, Any] | str | None = refused(None, "shard a model with FSDP2 or ZeRO-3 instead")
+    parallelism_config: dict[str, Any] | str | None = refused(None, "shard with FSDP2 or ZeRO-3")
     remove_unused_columns: bool = refused(False, "the collator needs every column")
     router_aux_loss_coef: float | None = refused(0.0, "LLaVA's outputs have no router logits")
     sample_count: int | None = refused(None, ANSWERS)
     sample_max_new_tokens: int | None = refused(None, ANSWERS)
-    shuffle_dataset: bool = refused(False, "rows are drawn at random without it, streams by shuffle_buffer_size")
-    truncation_mode: str = refused("keep_start", "rows longer than max_length are dropped and counted, never cut")
+    shuffle_dataset: bool = refused(False, "rows are shuffled, streams by shuffle_buffer_size")
+    truncation_mode: str = refused("keep_start", "rows beyond max_length are dropped, never cut")
     trust_remote_code: bool = refused(False, "this package's code is run, never a checkpoint's own")
     use_liger_kernel: bool = refused(False, LIGER)
 
@@ -133,46 +146,41 @@ class TrainingOptions:
 class ModelOptions:
     """Options of `ModelArguments`, beside TRL's."""
 
-    model_name_or_path: str | None = option(None, "Checkpoint: a folder that `normalign build` made, or a Hub id.")
+    model_name_or_path: str | None = option(None, "Folder from `normalign build`, or a Hub id.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "Dtype of what is frozen; what is trained is float32. auto: the checkpoint's, if steps autocast to it."
+        "auto", "Dtype of frozen weights. auto: the checkpoint's, if steps autocast to it."
     )
     use_peft: bool = option(False, "Train LoRA adapters in place of the language model.")
     lora_r: int = option(16, "Rank of the adapters.")
-    load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits: frozen, or under adapters.")
+    load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits, frozen.")
     load_in_8bit: bool = option(False, "Quantize the language model's layers to 8 bits.")
-    use_bnb_nested_quant: bool = option(True, "Whether to quantize the constants of 4-bit quantization too.")
-    bnb_4bit_quant_storage: str | None = refused(None, "it is for FSDP, under which 4 bits are not tested here")
+    use_bnb_nested_quant: bool = option(True, "Quantize the constants of 4-bit quantization too.")
+    bnb_4bit_quant_storage: str | None = refused(None, "for FSDP, where 4 bits are not tested here")
 
 
 def names_in(text: str) -> list[str]:
-    """The names in a text such as "q_proj,v_proj"; none if it is something else, such as a pattern."""
-    return re.split(r"[,\s]+", text.strip()) if re.fullmatch(r"[\w.]+([,\s]+[\w.]+)*", text.strip()) else []
+    """The names in a text such as "q_proj,v_proj"; none in a pattern."""
+    names = re.split(r"[,\s]+", text.strip())
+    return names if all(re.fullmatch(r"[\w.]+", name) for name in names) else []
 
 
 def check_refused(options: Any) -> None:
-    """Raises ValueError with the reason if an option that is refused is neither None nor its default."""
+    """Raises ValueError, with the reason, if a refused option is neither None nor its default."""
     for field in fields(options):
         value, text = getattr(options, field.name), field.metadata.get("help", "")
-        if text.startswith(REFUSED) and value is not None and value != field.default:
-            raise ValueError(f"{field.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")
+        if text.startswith(REFUSED) and value not in (None, field.default):
+            reason = text.removeprefix(REFUSED)
+            raise ValueError(f"{field.name} cannot be used here: {reason} Leave it out.")
 
-
-RECIPES, CONFIGS = (Path(__file__).parent / name for name in ("recipes", "accelerate_configs"))
-USAGE = "normalign train RECIPE [--option value ...]"
-NO_MODEL = "Make it with `normalign build` or the stage before, or name another with --model_name_or_path."
-
-PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit"), ("bitsandbytes", "qlora"))
-PACKAGES |= {"deepspeed": ("deepspeed", "deepspeed")}
-"""Options that need a package, and the extra that has it."""
 
 SHOWN = {
     "Checkpoint": ("model_name_or_path", "output_dir", "stage", "arm"),
-    "Data": ("dataset_name", "image_folder", "columns", "eval_dataset_name", "test_split_size", "bad_rows"),
+    "Data": ("dataset_name", "image_folder", "columns", "bad_rows"),
+    "Held-out data": ("eval_dataset_name", "test_split_size", "eval_strategy"),
     "Rows": ("max_length", "global_batch_size", "per_device_train_batch_size", "packing"),
-    "Learning": ("learning_rate", "vision_learning_rate", "language_learning_rate", "num_train_epochs", "max_steps"),
+    "Learning": ("learning_rate", "vision_learning_rate", "language_learning_rate"),
     "Adapters": ("use_peft", "lora_r", "load_in_4bit"),
-    "While training": ("eval_strategy", "report_to", "resume_from_checkpoint"),
+    "Run": ("num_train_epochs", "max_steps", "report_to", "resume_from_checkpoint"),
     "Memory": ("dry_run", "device_memory"),
     "Several processes": ("accelerate_config", "num_processes"),
 }
@@ -188,7 +196,7 @@ def show_help() -> None:
     console = Console(highlight=False)
     console.print(f"\nUsage: {USAGE}\n", markup=False)
     console.print(
-        "Train a checkpoint. RECIPE is a YAML file of options, or the name of one that comes with the package: "
+        "Train a checkpoint. RECIPE is a YAML file of options, or the name of one of the package: "
         f"{names_of_files(RECIPES)}. It may be left out. Options override it.\n"
     )
     table = Table.grid(padding=(0, 2))
@@ -196,23 +204,11 @@ def show_help() -> None:
         table.add_row(f"[bold]{group}[/]")
         for name in names:
             table.add_row(f"  --{name}", texts[name])
-    console.print(table, "\n`normalign train --help-all` lists every option, those of TRL's SFTConfig included.")
-
-
-def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: bool) -> str:
-    """The command to run next on a checkpoint."""
-    folder = shlex.quote(str(checkpoint))
-    if adapters:
-        return f"normalign merge {folder} --output {shlex.quote(f'{checkpoint}-merged')}"
-    if follows := {"build": "align", "align": "tune"}.get(stage or ""):
-        output = shlex.quote(f"{checkpoint}-{follows}")
-        options = f"--model_name_or_path {folder} --dataset_name DATA --output_dir {output}"
-        return f"normalign train --stage {follows} {options}"
-    return f"normalign diagnose {folder}"
+    console.print(table, "\n`normalign train --help-all` lists all options, TRL's among them.")
 
 
 def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The options of a command line, and those of its recipe: its first word, or the file after --config."""
+    """The options of a command line, and of its recipe: the first word, or the file of --config."""
     words = list(words)
     if words and not words[0].startswith("-"):
         return words[1:], read_recipe(recipe_file(words[0]))
@@ -222,28 +218,13 @@ def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return words, {}
 
 
-def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
-    """Checks, without importing TRL, for a secret, for packages, and for a checkpoint to train."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("model_name_or_path", "hub_token", *PACKAGES):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
-    known, _ = parser.parse_known_args(words)
-    if known.hub_token:
-        raise ValueError("Everybody on this machine can read a command line. Set HF_TOKEN in place of --hub_token.")
-    options = recipe | {name: value for name, value in vars(known).items() if value is not None}
-    for name, (package, extra) in PACKAGES.items():
-        if str(options.get(name)).lower() not in ("none", "false"):
-            check_installed(package, extra, name)
-    if not options.get("model_name_or_path"):
-        raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
-
-
 def recipe_file(recipe: str | os.PathLike, folder: Path = RECIPES) -> Path:
-    """The file of a recipe, or of others in a `folder` of the package: the path itself, or the one of that name."""
+    """The file of a recipe: that path, or the file of that name in a `folder` of the package."""
     for file in (Path(recipe), folder / f"{recipe}.yaml"):
         if file.is_file():
             return file
-    raise ValueError(f"There is no file {recipe}, and none of that name in the package: {names_of_files(folder)}.")
+    known = names_of_files(folder)
+    raise ValueError(f"There is no file {recipe}, and none of that name in the package: {known}.")
 
 
 def names_of_files(folder: Path) -> str:
@@ -258,12 +239,28 @@ def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is no YAML mapping of options to values. Give data with --dataset_name {file}.")
+        raise ValueError(f"{file} is no mapping of options. Give data with --dataset_name {file}.")
     return content
 
 
+def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
+    """Checks, without importing TRL, for a secret, for packages, and for a checkpoint to train."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("model_name_or_path", "hub_token", *PACKAGES):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
+    known, _ = parser.parse_known_args(words)
+    if known.hub_token:
+        raise ValueError("Everybody on this machine can read a command line. Set HF_TOKEN instead.")
+    options = recipe | {name: value for name, value in vars(known).items() if value is not None}
+    for name, (package, extra) in PACKAGES.items():
+        if str(options.get(name)).lower() not in ("none", "false"):
+            check_installed(package, extra, name)
+    if not options.get("model_name_or_path"):
+        raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER.")
+
+
 def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
-    """Runs `accelerate launch --config_file CONFIG [--num_processes N] -m normalign_llava.train ARGUMENTS`."""
+    """Runs `accelerate launch --config_file CONFIG -m normalign_llava.train ARGUMENTS`."""
     file = recipe_file(config, CONFIGS)
     if read_recipe(file).get("distributed_type") == "DEEPSPEED":
         check_installed("deepspeed", "deepspeed", config)
@@ -271,17 +268,30 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    words = ["--quiet", "--config_file", str(file), *([f"--num_processes={processes}"] if processes else [])]
+    words = ["--quiet", "--config_file", str(file)]
+    words += [f"--num_processes={processes}"] if processes else []
     words += ["-m", "normalign_llava.train", *arguments]
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # of ended processes
+    # It would list the processes that it ends.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         launch_command(launch_command_parser().parse_args(words))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:  # the process has said why
             raise SystemExit(failure.exitcode) from None
-        raise ChildProcessError(
-            f"Process {rank} was ended by {failure.signal_name()}. SIGKILL is often for using too much memory."
-        ) from None
+        ended = f"Process {rank} was ended by {failure.signal_name()}."
+        raise ChildProcessError(f"{ended} SIGKILL is often for too much memory.") from None
     except SignalException as error:  # the processes have ended
         raise (KeyboardInterrupt if error.sigval == signal.SIGINT else Terminated) from None
+
+
+def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: bool) -> str:
+    """The command to run next on a checkpoint."""
+    folder = shlex.quote(str(checkpoint))
+    if adapters:
+        return f"normalign merge {folder} --output {shlex.quote(f'{checkpoint}-merged')}"
+    if follows := {"build": "align", "align": "tune"}.get(stage or ""):
+        output = shlex.quote(f"{checkpoint}-{follows}")
+        options = f"--model_name_or_path {folder} --dataset_name DATA --output_dir {output}"
+        return f"normalign train --stage {follows} {options}"
+    return f"normalign diagnose {folder}"

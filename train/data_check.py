@@ -10,15 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.opening import open_checkpoint
-from ..data.rows.checks import (
-    Checks,
-    SourceReport,
-    bad_rows_message,
-    check_images_are_read,
-    not_read,
-    share_of_bad_rows,
-    warn_of_captions,
-)
+from ..data.rows import checks
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
 from ..data.sources.table import RowReader, all_rows, check_rows, rows_on_access
@@ -31,11 +23,11 @@ from .modules.load import check_architecture
 class DataCheck:
     """What is in a data set: counts of its rows, and the reasons why some cannot be trained on.
 
-    `stops` is whether training would stop at them; it skips a few bad rows of large data. With a checkpoint there is
-    an example: the text of a row, in pieces that are learned or not.
+    `stops` is whether training would stop at them; of large data it skips a few. With a checkpoint
+    there is an example: the text of a row, in pieces that are learned or not.
     """
 
-    report: SourceReport
+    report: checks.SourceReport
     faults: list[str]
     stops: bool
     example: list[tuple[str, bool]]
@@ -50,24 +42,25 @@ class DataCheck:
         for form, count in sorted(report.forms.items(), key=lambda form: -form[1]):
             table.add_row(f"of the form {form}", f"{count:,}")
         table.add_row("images in the others", f"{report.images or 0:,}")
-        lengths = "give a checkpoint with --model to count tokens" if report.valid else "none"
+        shown = "give a checkpoint with --model to count tokens" if report.valid else "none"
         if self.example:
-            lengths = f"{report.shortest:,} to {report.longest:,} tokens, median {report.median:,.0f}"
-        table.add_row("lengths", lengths)
-        for title, text in not_read(report.left_out, report.changed).items():
+            shown = f"{report.shortest:,} to {report.longest:,} tokens, median {report.median:,.0f}"
+        table.add_row("lengths", shown)
+        for title, text in checks.not_read(report.left_out, report.changed).items():
             table.add_row(title, text)
         return table
 
     def rendered(self, terminal: bool) -> Text:
-        """The example; what is learned is underlined, or in double brackets if it is not for a terminal."""
-        pieces = ((text if terminal or not learned else f"[[{text}]]", learned) for text, learned in self.example)
-        return Text.assemble(*((text, "bold underline" if learned else "") for text, learned in pieces))
+        """The example; what is learned is underlined, or in double brackets without a terminal."""
+        mark, style = "{}" if terminal else "[[{}]]", "bold underline"
+        pieces = [(mark.format(text), style) if learned else text for text, learned in self.example]
+        return Text.assemble(*pieces)
 
 
-def check_data(source: DataSource, model: str | None = None, check_images: bool = False) -> DataCheck:
+def check_data(source: DataSource, model: str | None = None, check_images=False) -> DataCheck:
     """Checks all rows of a data set as training does, and every image with `check_images`.
 
-    `model` is a checkpoint, of which the processor is read: for lengths, control tokens and the example.
+    The processor of a checkpoint `model` is read for lengths, control tokens and the example.
     """
     collator = None
     if model:
@@ -75,21 +68,23 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
         check_architecture(checkpoint.model_type, checkpoint.name)
         collator = ConversationCollator(checkpoint.processor, bad_rows="skip")
     opened = open_source(source, streaming=False)
-    report, reader = SourceReport(opened.name, "train"), RowReader((opened,))
-    checks = Checks(collator and collator.processor, check_images=check_images)
-    rows = all_rows(opened, 0, checks)
-    valid = check_rows(rows, reader, opened, checks, report)
-    faults, example, share = list[str](), list[tuple[str, bool]](), share_of_bad_rows(None, opened, len(rows))
+    report, reader = checks.SourceReport(opened.name, "train"), RowReader((opened,))
+    options = checks.Checks(collator and collator.processor, check_images=check_images)
+    rows = all_rows(opened, 0, options)
+    valid = check_rows(rows, reader, opened, options, report)
+    faults, example = list[str](), list[tuple[str, bool]]()
+    share = checks.share_of_bad_rows(None, opened, len(rows))
     stops = len(report.dropped) > share * len(rows)
     if report.bad:
-        shown = share if stops else 0.0
-        faults.append(bad_rows_message(opened, report.dropped, len(rows), shown=None, share=shown))
+        share = share if stops else 0.0
+        bad = checks.bad_rows_message(opened, report.dropped, len(rows), shown=None, share=share)
+        faults.append(bad)
     try:
-        check_images_are_read(opened.name, len(valid), report.images or 0, report.unread)
+        checks.check_images_are_read(opened.name, len(valid), report.images or 0, report.unread)
     except ValueError as error:
         faults.append(str(error))
         stops = True
-    warn_of_captions(opened.name, report.forms)
+    checks.warn_of_captions(opened.name, report.forms)
     if collator and len(valid):
         first = next((number for number, count in enumerate(valid["image_count"]) if count), 0)
         example = _pieces(collator, rows_on_access(valid, reader)[first])
@@ -97,12 +92,12 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
 
 
 def _pieces(collator: ConversationCollator, row: dict[str, Any]) -> list[tuple[str, bool]]:
-    """The text of a row in pieces that are learned or not, by the ids and labels that training has."""
-    batch, processor = collator([row]), collator.processor
+    """The text of a row in pieces that are learned or not, by the ids and labels of training."""
+    batch, processor, pieces = collator([row]), collator.processor, []
+    image, decode = processor.image_token_id, processor.tokenizer.decode
     tokens = zip(batch["input_ids"][0].tolist(), (batch["labels"][0] >= 0).tolist(), strict=True)
-    pieces = []
-    for (is_image, learned), group in groupby(tokens, lambda token: (token[0] == processor.image_token_id, token[1])):
+    for (is_image, learned), group in groupby(tokens, lambda token: (token[0] == image, token[1])):
         ids = [token for token, _ in group]
-        text = f"{processor.image_token} x {len(ids)}" if is_image else processor.tokenizer.decode(ids)
+        text = f"{processor.image_token} x {len(ids)}" if is_image else decode(ids)
         pieces.append((text, learned))
     return pieces

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a training step, before it is taken: the trainer's own step, on tensors that have shapes alone."""
+"""The memory of a training step before it is taken: the trainer's own, on shapes alone."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -9,21 +9,21 @@ from typing import Any
 import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from rich.console import Group
 from transformers import DataCollator
-from trl import SFTTrainer
 
 from ..errors import Printed
 from .collator import ConversationCollator, train_sampler
 from .keeping.record import gib, titled_table
 from .modules.model import BATCHES, GRADIENTS, PARTS, memory_shares, static_bytes
 from .options import NormAlignConfig
+from .prepare import Rows
 from .shapes import peak_bytes
 
 
 CONTEXT = 2**30
-"""Bytes of a GPU that are kept free in the verdict: CUDA's context, and blocks that torch cannot fill."""
+"""Bytes of a GPU that the verdict keeps free: CUDA's context, and blocks that torch cannot fill."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MemoryEstimate(Printed):
     Attributes:
         parts: Bytes of each of `PARTS` at that moment.
         batch: The largest forward pass in words: its rows, tokens with padding, images.
-        device: What it was compared with, which has `available` bytes, and `reserved` of them kept free.
+        device: What has `available` bytes, of which `reserved` are kept free.
     """
 
     parts: dict[str, int]
@@ -59,14 +59,15 @@ class MemoryEstimate(Printed):
 
     def renderable(self) -> Group:
         sizes = [[name, gib(size)] for name, size in {**self.parts, "all": self.total}.items()]
-        return Group(titled_table("Memory", [self.batch, "at the peak of a step"], sizes), self.verdict)
+        table = titled_table("Memory", [self.batch, "at the peak of a step"], sizes)
+        return Group(table, self.verdict)
 
 
-def largest_batch(args: NormAlignConfig, rows: Dataset | IterableDataset, collator: DataCollator) -> dict[str, Any]:
+def largest_batch(args: NormAlignConfig, rows: Rows, collator: DataCollator) -> dict[str, Any]:
     """The forward pass of the longest rows, as collated; with packing, the one of most tokens.
 
-    Of a stream, whose lengths are not known, the first row is repeated and filled with tokens that are
-    learned, up to `max_length`.
+    Of a stream, whose lengths are not known, the first row is repeated, and filled with learned
+    tokens up to `max_length`.
     """
     count = args.per_device_train_batch_size
     if isinstance(collator, ConversationCollator):
@@ -75,43 +76,48 @@ def largest_batch(args: NormAlignConfig, rows: Dataset | IterableDataset, collat
         lengths = rows.with_format(None)["length"][:]
         longest = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         passes: Any = train_sampler(args, rows) if args.packing else [(longest * count)[:count]]
-        return collator([rows[row] for row in max(passes, key=lambda batch: sum(lengths[row] for row in batch))])
-    batch = collator(list(islice(rows, 1)) * count)
-    missing = (args.max_length or 0) * (count if args.padding_free else 1) - batch["input_ids"].shape[1]
+        largest = max(passes, key=lambda chosen: sum(lengths[row] for row in chosen))
+        return collator([rows[row] for row in largest])
+    batch = dict(collator(list(islice(rows, 1)) * count))
+    rows_in_one = count if args.padding_free else 1
+    missing = (args.max_length or 0) * rows_in_one - batch["input_ids"].shape[1]
     if missing > 0:
-        more = {name: batch[name][:, -1:].expand(-1, missing) for name in {*batch} & {"input_ids", "attention_mask"}}
+        repeated = {*batch} & {"input_ids", "attention_mask"}
+        more = {name: batch[name][:, -1:].expand(-1, missing) for name in repeated}
         more["labels"] = more["input_ids"]
         if "position_ids" in batch:
             more["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
-        batch = {**batch, **{name: torch.cat([batch[name], filling], 1) for name, filling in more.items()}}
+        batch |= {name: torch.cat([batch[name], filling], 1) for name, filling in more.items()}
     return batch
 
 
-def estimate_memory(trainer: SFTTrainer, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
-    """The memory of a step on the longest rows, without weights; ValueError if it cannot be followed.
+def estimate_memory(trainer, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
+    """The memory of a step on the longest rows, without weights; ValueError if it is not known.
 
-    A forward and a backward pass are run with a shape in place of each weight, and what they allocate is
-    followed storage by storage. Optimizer states are there from the start, and gradients if steps are
-    accumulated; so are the batches of the step. Kernels and autocast are the CPU's, also if a GPU is asked
-    about. What a kernel allocates inside is not seen.
+    A forward and a backward pass run with a shape in place of each weight, and what they allocate
+    is followed storage by storage. Optimizer states are there from the start, and so are the step's
+    batches, and gradients if steps are accumulated. Kernels and autocast are the CPU's, also if a
+    GPU is asked about. What a kernel allocates inside is not seen.
 
-    One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO, what is
-    divided among processes is divided; a layer that is gathered for its turn does not count.
+    One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO,
+    what is divided among processes is divided; a layer gathered for its turn does not count.
     """
     args, passes = trainer.args, trainer.args.gradient_accumulation_steps
     batch = largest_batch(args, trainer.train_dataset, trainer.data_collator)
     try:
         parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
-        raise ValueError(f"The memory of a step cannot be estimated for this model: {error}") from error
-    parts += Counter(static_bytes(trainer.model, args) | {GRADIENTS: 0})  # gradients are those at the peak
+        raise ValueError(f"The memory of a step cannot be estimated here: {error}") from error
+    parts += Counter(static_bytes(trainer.model, args) | {GRADIENTS: 0})  # those at the peak count
     parts[GRADIENTS] = int(parts[GRADIENTS] * memory_shares(args)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
     parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())
     ids, positions = batch["input_ids"], batch.get("position_ids")
     rows = len(ids) if positions is None else int((positions == 0).sum())
-    shape = f"{rows:,} row(s), {ids.numel():,} tokens, {len(batch.get('pixel_values', ())):,} image(s)"
-    return MemoryEstimate({name: parts[name] for name in PARTS if parts[name]}, shape, *_device(args))
+    images = len(batch.get("pixel_values", ()))
+    shape = f"{rows:,} row(s), {ids.numel():,} tokens, {images:,} image(s)"
+    filled = {part: parts[part] for part in PARTS if parts[part]}
+    return MemoryEstimate(filled, shape, *_device(args))
 
 
 def _device(args: NormAlignConfig) -> tuple[str, int, int]:
@@ -119,5 +125,6 @@ def _device(args: NormAlignConfig) -> tuple[str, int, int]:
     if args.device_memory is not None:
         return "device_memory", convert_file_size_to_int(args.device_memory), CONTEXT
     if args.device.type == "cuda":
-        return torch.cuda.get_device_name(args.device), torch.cuda.mem_get_info(args.device)[1], CONTEXT
+        _, total = torch.cuda.mem_get_info(args.device)
+        return torch.cuda.get_device_name(args.device), total, CONTEXT
     return "this machine", psutil.virtual_memory().total, 0

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
+"""The options of a training run, in YAML and on the command line: TRL's, and others."""
 
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -21,35 +21,19 @@ from .keeping.checkpoints import began_in
 
 
 STAGES: dict[str, dict[str, Any]] = {
-    "align": {
-        "learning_rate": 1e-3,
-        "vision_learning_rate": 0.0,
-        "language_learning_rate": 0.0,
-        "global_batch_size": 256,
-        "per_device_train_batch_size": 2,
-    },
-    "tune": {
-        "learning_rate": 1e-5,
-        "vision_learning_rate": 2e-6,
-        "global_batch_size": 128,
-        "per_device_train_batch_size": 1,
-    },
+    "align": dict(learning_rate=1e-3, vision_learning_rate=0.0, language_learning_rate=0.0),
+    "tune": dict(learning_rate=1e-5, vision_learning_rate=2e-6),
 }
+STAGES["align"] |= dict(global_batch_size=256, per_device_train_batch_size=2)
+STAGES["tune"] |= dict(global_batch_size=128, per_device_train_batch_size=1)
 """Defaults of the paper's two stages (appendix E)."""
 
 ADAPTERS = {"learning_rate": 2e-4, "projector_learning_rate": 2e-5, "norm_learning_rate": 2e-5}
 """Learning rates of stage `tune` with adapters: LLaVA-1.5's for LoRA."""
 
-BOTH_STAGES: dict[str, Any] = {
-    "num_train_epochs": 1.0,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.03,  # a ratio, since it is below 1
-    "weight_decay": 0.0,
-    "seed": 42,
-    "save_steps": 0.1,
-    "save_total_limit": 2,
-}
-"""Defaults of both stages."""
+BOTH_STAGES: dict[str, Any] = dict(num_train_epochs=1.0, lr_scheduler_type="cosine", seed=42)
+BOTH_STAGES |= dict(warmup_steps=0.03, weight_decay=0.0, save_steps=0.1, save_total_limit=2)
+"""Defaults of both stages. Steps below 1 are a share of all."""
 
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 """Schedules of transformers that ignore `warmup_steps`."""
@@ -63,20 +47,16 @@ LEAST |= {f"{module}_learning_rate": 0 for module in ("vision", "projector", "no
 class NormAlignConfig(TrainingOptions, SFTConfig):
     """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module and probes.
 
-    Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns alone. Unless `bf16` or
-    `fp16` is given, steps are in bfloat16 where this machine is fast in it ([`half_precision_pays`]), or in float16 on
-    a GPU without bfloat16, if the model's hidden states allow it.
+    Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns alone.
+    Unless `bf16` or `fp16` is set, steps are in bfloat16 where this machine is fast in it
+    ([`half_precision_pays`]), or in float16 on a GPU without bfloat16, if hidden states allow it.
 
     Raises:
-        ValueError: a learning rate is negative, nothing is trained, warm-up is given to a schedule that has none, or
-            an option would put image tokens into the labels.
+        ValueError: A value is wrong, or contradicts another one, or would have no effect.
     """
 
-    fp16_is_tried = False
-    """Whether `fp16` holds only if [`settle_float16`] finds that it can."""
-
-    precision_because = ""
-    """Why the precision is what it is, for the summary, if that was measured."""
+    fp16_is_tried = False  # whether `fp16` holds only if [`settle_float16`] finds that it can
+    precision_because = ""  # why the precision is what it is, if that was measured
 
     def __post_init__(self):
         check_choices(self)
@@ -86,14 +66,16 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             defaults.pop("save_steps", None)  # it must be a multiple of eval_steps
         if self.lr_scheduler_type in WITHOUT_WARMUP:
             defaults["warmup_steps"] = 0
-        for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
+        sizes = ("per_device_train_batch_size", "global_batch_size")
+        for name in ("learning_rate", *sizes, *BOTH_STAGES):
             if getattr(self, name) is None:
                 setattr(self, name, defaults.get(name, getattr(SFTConfig, name, None)))
-        self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
-        if self.dataloader_num_workers is None:  # beside an accelerator, the cores of each process but one
+        if self.use_cpu is None:
+            self.use_cpu = not torch.accelerator.is_available()
+        if self.dataloader_num_workers is None:  # beside an accelerator, all cores but one
             others = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
             self.dataloader_num_workers = 0 if self.use_cpu else max(0, min(8, others))
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of workers, which fork and have a core each
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers have a core each
         if self.dataloader_persistent_workers is None:
             self.dataloader_persistent_workers = self.dataloader_num_workers > 0
         if self.bf16 is None and not self.fp16:
@@ -102,17 +84,17 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         self.report_to = _names(self.report_to or "none")
         super().__post_init__()
         if self.router_aux_loss_coef is None:
-            self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
+            self.router_aux_loss_coef = 0.0  # TRL would take the language model's
         check_refused(self)
         check_values(self)
         self.padding_free = self.padding_free or self.packing
         if self.deepspeed_plugin is not None:
             check_deepspeed(self.deepspeed_plugin, self)
             keep_float32(self.deepspeed_plugin, self)
-            self.deepspeed_plugin.set_deepspeed_weakref()  # under ZeRO-3, models are loaded in its precision
-        # The filter hides steps that are not finite from the log, and waits for the device at every batch.
+            self.deepspeed_plugin.set_deepspeed_weakref()  # ZeRO-3 loads models in its precision
+        # The filter hides bad steps from the log, and waits for the device at every batch.
         self.logging_nan_inf_filter = self.bad_steps == "skip"
-        self.hub_token = (self.hub_token or "").strip() or None  # a block of YAML ends in a line break
+        self.hub_token = (self.hub_token or "").strip() or None  # YAML may add a line break
 
     def _choose_precision(self) -> None:
         configured = os.environ.get("ACCELERATE_MIXED_PRECISION")  # in accelerate's configuration
@@ -125,13 +107,14 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         else:
             measures = not self.use_cpu or os.environ.get("RANK", "0") == "0"
             answer = [measures and half_precision_pays(device="cpu" if self.use_cpu else None)]
-            if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # measured by one, which tells the others
+            if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # one measures for all
                 PartialState(cpu=True)
                 broadcast_object_list(answer)
             (self.bf16,) = answer
             in_accelerate = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & os.environ.keys()
             sharded = self.deepspeed or self.fsdp or in_accelerate
-            if self.fp16 is None and not (self.bf16 or self.use_cpu or sharded) and torch.cuda.is_available():
+            on_gpu = torch.cuda.is_available() and not self.use_cpu
+            if self.fp16 is None and on_gpu and not (self.bf16 or sharded):
                 self.fp16 = self.fp16_is_tried = True
 
     @property
@@ -140,11 +123,13 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         return False if self.dry_run else super().place_model_on_device
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
-        """The peak learning rate of each module; 0 if it is frozen, as by default the vision tower with adapters."""
+        """The peak learning rate of each module; 0 if frozen, as the vision tower with adapters."""
         defaults = STAGES.get(self.stage or "", {})
         if use_peft and self.stage == "tune" and not self.learning_rate_is_given:
             defaults = ADAPTERS
-        rest = self.learning_rate if self.learning_rate_is_given else defaults.get("learning_rate", self.learning_rate)
+        rest = self.learning_rate
+        if not self.learning_rate_is_given:
+            rest = defaults.get("learning_rate", rest)
         rates = {}
         for module in ("vision", "projector", "norm", "language"):
             name = f"{module}_learning_rate"
@@ -159,36 +144,38 @@ def check_values(args: NormAlignConfig) -> None:
         if (value := getattr(args, name)) is not None and not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}.")
     if not any(args.learning_rates(use_peft=False).values()):
-        raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
+        raise ValueError("Every learning rate is 0: nothing would be trained. Change one.")
     usable = get_available_reporting_integrations()
     if unknown := [name for name in args.report_to or () if name not in usable]:
-        raise ValueError(f"report_to {unknown[0]!r} is not installed. Install it, or use one of: {', '.join(usable)}.")
+        raise ValueError(f"report_to {unknown[0]!r} is not installed. Install it or use {usable}.")
     if (size := args.device_memory) is not None and not args.dry_run:
         raise ValueError("--device_memory is for a dry run. Add --dry_run, or leave it out.")
     if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
         raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {size}.")
     if args.lr_scheduler_type in WITHOUT_WARMUP and args.warmup_steps:
-        raise ValueError(f"This lr_scheduler_type has no warm-up. Leave warmup_steps {args.warmup_steps:g} out.")
+        raise ValueError("This lr_scheduler_type has no warm-up. Leave warmup_steps out.")
     if args.max_steps < 1 and args.max_steps != -1:
-        raise ValueError(f"max_steps {args.max_steps} would train for all epochs. Give 1 or more, or leave it out.")
+        raise ValueError(f"max_steps {args.max_steps} would train for all epochs. Leave it out.")
     if args.save_strategy == "steps" and args.save_steps <= 0:
-        raise ValueError(f"save_steps {args.save_steps:g} would save nothing. If that is meant, save_strategy: no.")
+        raise ValueError(f"save_steps {args.save_steps:g} saves nothing. Use save_strategy: no.")
     if args.do_eval and args.eval_strategy == "no":
         raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
+    if not (args.packing or args.padding_free):
+        return
     contradictions = {
-        "neftune_noise_alpha": args.neftune_noise_alpha is not None,  # noise depends on the length of a sequence
-        "pad_to_multiple_of": bool(args.pad_to_multiple_of),
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,  # its noise is by length
+        "pad_to_multiple_of": args.pad_to_multiple_of,
     }
     if args.packing:
         contradictions |= {
-            "train_sampling_strategy batch_rebalance": args.train_sampling_strategy == "batch_rebalance",
+            "batch_rebalance": args.train_sampling_strategy == "batch_rebalance",
             "average_tokens_across_devices false": not args.average_tokens_across_devices,
             "use_seedable_sampler false": not args.accelerator_config.use_seedable_sampler,
         }
-    wrong = [name for name, is_set in contradictions.items() if is_set]
-    if wrong and (args.packing or args.padding_free):
-        name = "packing" if args.packing else "padding_free"
-        raise ValueError(f"{wrong[0]} cannot be used with {name}. Leave one of them out.")
+    for name, is_set in contradictions.items():
+        if is_set:
+            other = "packing" if args.packing else "padding_free"
+            raise ValueError(f"{name} cannot be used with {other}. Leave one of them out.")
 
 
 @dataclass
@@ -199,16 +186,17 @@ class ModelArguments(ModelOptions, ModelConfig):
         super().__post_init__()
         check_refused(self)
         self.lora_modules_to_save = _names(self.lora_modules_to_save) or None
-        changed = [f.name for f in fields(self) if f.default is not MISSING and getattr(self, f.name) != f.default]
-        adapters = [name for name in changed if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
-        if adapters and not self.use_peft:
-            raise ValueError(f"{', '.join(adapters)}: adapters are trained with use_peft alone. Add --use_peft.")
+        own, kind = vars(self), type(self)
+        changed = [name for name in own if own[name] != getattr(kind, name, own[name])]
+        lora = [name for name in changed if name.startswith(("lora_", "use_dora", "use_rslora"))]
+        if lora and not self.use_peft:
+            raise ValueError(f"{lora[0]} is for adapters. Add --use_peft.")
         if "bnb_4bit_quant_type" in changed and not self.load_in_4bit:
-            raise ValueError("bnb_4bit_quant_type: nothing is quantized without load_in_4bit. Add --load_in_4bit.")
+            raise ValueError("bnb_4bit_quant_type is for 4 bits. Add --load_in_4bit.")
 
     @property
     def quantization(self) -> BitsAndBytesConfig | None:
-        """TRL's, but that [`load_model`] sets the precision of products, which TRL takes from `dtype`."""
+        """TRL's; but [`load_model`], not `dtype`, sets the precision of products."""
         return get_quantization_config(replace(self, dtype="float32"))
 
 
@@ -217,20 +205,23 @@ def parse(
 ) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:
     """Parses options: the command line overrides the recipe, which overrides the stage.
 
-    `words` are `RECIPE --option value ...`, or the options alone if [`read_command`] has read the recipe.
+    `words` begin with the recipe, unless [`read_command`] has read it.
     """
     if recipe is None:
         words, recipe = read_command(words)
     parser = option_parser()
     parser.error = _refuse  # type: ignore[method-assign]
-    os.environ |= {name: str(value) for name, value in recipe.get("env", {}).items()}  # as TrlParser has it
-    unknown = parser.set_defaults_with_config(**{name: value for name, value in recipe.items() if name != "env"})
-    data, training, model, rest = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
+    defaults = dict(recipe)
+    for name, value in defaults.pop("env", {}).items():  # as TrlParser has it
+        os.environ[name] = str(value)
+    unknown = parser.set_defaults_with_config(**defaults)
+    parsed = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
+    data, training, model, rest = parsed
     if unknown := [*unknown, *rest]:
         _refuse(f"There is no option {' '.join(unknown)}")
     for name in ("test_split_size", "eval_dataset_name"):
         if getattr(data, name) and training.eval_strategy == "no":
-            raise ValueError(f"{name} needs eval_strategy steps or epoch. Set that, or leave {name} out.")
+            raise ValueError(f"{name} needs eval_strategy. Set steps or epoch, or leave it out.")
     of_model = {"revision": model.model_revision, "dtype": model.dtype}
     of_model["attn_implementation"] = model.attn_implementation
     training.model_init_kwargs = {**of_model, **(training.model_init_kwargs or {})}
@@ -239,12 +230,13 @@ def parse(
 
 def _refuse(message: str) -> NoReturn:
     """In place of argparse's, which each process of a run would print."""
-    raise ValueError(f"{message[:1].upper()}{message[1:]}. `normalign train --help-all` lists the options.")
+    raise ValueError(f"{message}. `normalign train --help-all` lists the options.")
 
 
 def option_parser() -> TrlParser:
     """The parser of all options, TRL's included."""
-    return TrlParser([DataArguments, NormAlignConfig, ModelArguments], usage=USAGE, allow_abbrev=False)
+    kinds = [DataArguments, NormAlignConfig, ModelArguments]
+    return TrlParser(kinds, usage=USAGE, allow_abbrev=False)
 
 
 def autocast_dtype(training: NormAlignConfig) -> Literal["bfloat16", "float16"] | None:
@@ -261,23 +253,24 @@ def _names(texts: str | list[str] | None) -> list[str]:
 def check_deepspeed(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:
     """Checks DeepSpeed's configuration and options that DeepSpeed would not follow."""
     if args.bad_steps == "skip":
-        raise ValueError("bad_steps cannot be 'skip' with DeepSpeed, which takes the steps itself. Leave it out.")
+        raise ValueError("bad_steps cannot be 'skip' with DeepSpeed. Leave it out.")
     if args.fp16:
-        raise ValueError("fp16 would round the gain under DeepSpeed. Use bf16, or train without DeepSpeed.")
-    for section, option in {"optimizer": "optim", "scheduler": "lr_scheduler_type", "torch_autocast": "bf16"}.items():
+        raise ValueError("fp16 would round the gain under DeepSpeed. Use bf16, or no DeepSpeed.")
+    options = {"optimizer": "optim", "scheduler": "lr_scheduler_type", "torch_autocast": "bf16"}
+    for section, option in options.items():
         if section in plugin.deepspeed_config:
-            raise ValueError(f"DeepSpeed's section {section!r} would undo options. Remove it; the option is {option}.")
+            raise ValueError(f"DeepSpeed's {section!r} would undo {option}. Remove it there.")
     for name in ("bf16", "fp16"):
         value, enabled = bool(getattr(args, name)), plugin.get_value(f"{name}.enabled", "auto")
         if enabled not in ("auto", value):
-            raise ValueError(f"{name} is {enabled} in DeepSpeed's configuration. Remove it there: the option decides.")
+            raise ValueError(f"{name} is {enabled} in DeepSpeed's configuration. Remove it there.")
 
 
 def keep_float32(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:
-    """Has DeepSpeed autocast to bfloat16 and keep all weights in float32, as training without DeepSpeed does.
+    """Has DeepSpeed autocast to bfloat16 and keep all weights in float32, as other training does.
 
-    Its section `bf16` would round every weight, the gain too, and save that. With an empty list of modules, weights
-    and gradients are sent in float32: ZeRO-3 saves weights as they are sent.
+    Its section `bf16` would round every weight, the gain too, and save that. With an empty list of
+    modules, weights and gradients are sent in float32: ZeRO-3 saves weights as they are sent.
     """
     if args.bf16:
         plugin.deepspeed_config.pop("bf16", None)

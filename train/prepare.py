@@ -4,7 +4,7 @@
 import copy
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
@@ -31,24 +31,27 @@ from .options import NormAlignConfig
 
 logger = get_logger(__name__)  # logs in one process only
 
+Rows: TypeAlias = Dataset | IterableDataset
+
 DROPPED_ROWS = "dropped_rows.jsonl"
 """File in `output_dir` with the rows that were dropped, and why."""
 
 
-def normalign_config(args: TrainingArguments | None, model: Any, collator: Any = None) -> NormAlignConfig:
+def normalign_config(args: TrainingArguments | None, model, collator=None) -> NormAlignConfig:
     """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it does in TRL, but:
 
-    The loss is on the assistant's turns, or image tokens would be labels, unless another collator makes
-    them. Long rows are dropped, not cut. `packing` keeps the rows of each step. Only the end is pushed.
+    The loss is on the assistant's turns, unless another collator makes the labels. Long rows are
+    dropped, not cut. `packing` keeps the rows of each step. Only the end is pushed.
     """
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
     if isinstance(args, NormAlignConfig):
         return copy.copy(args)
     known = {field.name for field in fields(NormAlignConfig) if field.init}
-    options = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
-    if not options.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
-        logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
+    options = {name: value for name, value in vars(args).items() if name in known}
+    own = collator is None or isinstance(collator, ConversationCollator)
+    if own and not options.get("assistant_only_loss"):
+        logger.warning("The loss is on the assistant's turns. Set assistant_only_loss to True.")
     options |= {"assistant_only_loss": True, "remove_unused_columns": False}
     if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
         options["hub_strategy"] = HubStrategy.END
@@ -56,12 +59,14 @@ def normalign_config(args: TrainingArguments | None, model: Any, collator: Any =
 
 
 def check_options(args: NormAlignConfig, model: Any) -> None:
-    """Raises ValueError if options cannot be used here or with this account; sets the accumulation."""
-    is_placed = getattr(model, "hf_device_map", None) is not None or "device_map" in (args.model_init_kwargs or {})
+    """Checks that options can be used here and by this account; sets the accumulation."""
+    init_kwargs = args.model_init_kwargs or {}
+    is_placed = getattr(model, "hf_device_map", None) or "device_map" in init_kwargs
     if args.n_gpu > 1 and not is_placed:  # which TRL refuses after loading
+        several = f"normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}"
         raise ValueError(
-            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
-            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
+            f"This process sees {args.n_gpu} GPUs and trains on one. Set CUDA_VISIBLE_DEVICES=0, "
+            f"or start a process for each: `{several}`."
         )
     if args.dry_run and is_deepspeed_zero3_enabled():
         raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
@@ -74,19 +79,20 @@ def check_options(args: NormAlignConfig, model: Any) -> None:
             name = args.hub_model_id or Path(args.output_dir).absolute().name
             api = log_in(name, args.hub_token)
             name = name if "/" in name else f"{api.whoami()['name']}/{name}"
-            check_replaceable(find_repository(api, name, branch=args.hub_revision or "main").card, name)
-        for dtype in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):
+            card = find_repository(api, name, branch=args.hub_revision or "main").card
+            check_replaceable(card, name)
+        for dtype in ("bfloat16" if args.bf16 else None, init_kwargs.get("dtype")):
             warn_if_slow(dtype, args.device.type)
 
 
 def open_model(
     model: Any,
-    processor: LlavaProcessor | None,
+    processor: Any,
     args: NormAlignConfig,
     quantization: BitsAndBytesConfig | None,
     adapters: PeftConfig | None,
 ) -> tuple[Checkpoint | None, NormAlignLlavaConfig, LlavaProcessor, LoraConfig | None]:
-    """The checkpoint of a name, the model's configuration and processor, and that of its adapters."""
+    """The checkpoint, if `model` is a name; configuration, processor; configuration of adapters."""
     checkpoint = None
     if isinstance(model, nn.Module):
         if quantization is not None:
@@ -94,29 +100,31 @@ def open_model(
         if isinstance(model, PeftModel):
             raise ValueError("The model has adapters. Give peft_config, or merge them first.")
         if adapters is None and getattr(model.config, "quantization_config", None) is not None:
-            raise ValueError("Give a quantized model without adapters by folder and quantization_config.")
+            raise ValueError("To quantize without adapters, give a folder and quantization_config.")
         check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
         config = model.config
         if args.arm not in (None, arm := arm_of(config)):
-            raise ValueError(f"The model is of arm {arm!r}. To train arm {args.arm!r}, give its path.")
+            raise ValueError(f"The model is of arm {arm!r}. To train {args.arm!r}, give its path.")
     else:
         if quantization is not None and is_deepspeed_zero3_enabled():
-            raise ValueError("load_in_4bit and load_in_8bit do not go with ZeRO-3. Use ddp or zero2.")
-        checkpoint = open_checkpoint(model, (args.model_init_kwargs or {}).get("revision"), remedy=NO_MODEL)
+            raise ValueError("load_in_4bit and load_in_8bit do not go with ZeRO-3. Use zero2.")
+        init_kwargs = dict(args.model_init_kwargs or {})
+        checkpoint = open_checkpoint(model, init_kwargs.get("revision"), remedy=NO_MODEL)
         folder = Path(checkpoint.name)
         if folder.exists() and folder.resolve() == Path(args.output_dir).resolve():
             raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
         check_architecture(checkpoint.model_type, checkpoint.name)
-        if not args.dry_run or any(file.suffix in (".safetensors", *PICKLES) for file in folder.glob("*model*")):
-            checkpoint.weight_bytes  # noqa: B018  (checked as loading does, but before rows are read)
+        suffixes = {file.suffix for file in folder.glob("*model*")}
+        if not args.dry_run or suffixes & {".safetensors", *PICKLES}:
+            checkpoint.weight_bytes  # noqa: B018  (checked as in loading, before rows are read)
         config = config_of_arm(checkpoint, args.arm)
-        args.model_init_kwargs = dict(args.model_init_kwargs or {}, revision=checkpoint.revision)
+        args.model_init_kwargs = {**init_kwargs, "revision": checkpoint.revision}
         args.model_init_kwargs["dtype"] = frozen_dtype(config, args)
     if adapters is not None or quantization is not None:
         from .modules.adapter import check_quantized, language_adapter  # late: few runs have them
     if adapters is not None:
         adapters = language_adapter(adapters, config, args.learning_rates(use_peft=True))
-        adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores the base's name alone
+        adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores a name alone
     if quantization is not None:
         check_quantized(config, quantization, args, adapters)
     if processor is None:
@@ -124,31 +132,32 @@ def open_model(
             raise ValueError("The model names no folder with its processor. Give processing_class.")
         processor = (checkpoint or open_checkpoint(model.name_or_path)).processor
     if not isinstance(processor, LlavaProcessor):
-        raise ValueError(f"processing_class is a {type(processor).__name__}. Give a LlavaProcessor, or none.")
+        kind = type(processor).__name__
+        raise ValueError(f"processing_class is a {kind}. Give a LlavaProcessor, or none.")
     settle(processor)
     return checkpoint, config, processor, adapters
 
 
 def read_data(
-    train: Any,
-    held_out: Any,
+    train: Rows | DataArguments | None,
+    held_out: Rows | dict[str, Rows] | None,
     collator: DataCollator | None,
     processor: LlavaProcessor,
     config: NormAlignLlavaConfig,
     args: NormAlignConfig,
-    *,
     need_images: bool,
-) -> tuple[Dataset | IterableDataset, Any, DataCollator, DataReport]:
-    """Training and held-out rows (one data set or several by name), their collator, and a report."""
+) -> tuple[Rows, Any, DataCollator, DataReport]:
+    """Training rows, held-out rows (or several data sets by name), their collator, and a report."""
     named = train if isinstance(train, DataArguments) else None
     if named and (collator or held_out):
-        raise ValueError("DataArguments name held-out rows too, and have a collator. Leave eval_dataset and that out.")
-    collator = collator or ConversationCollator(processor, args.pad_to_multiple_of, padding_free=args.padding_free)
-    padding_free, own = getattr(collator, "padding_free", False), isinstance(collator, ConversationCollator)
-    if args.padding_free and not (padding_free and (own or not args.packing)):
+        raise ValueError("DataArguments name all rows. Leave eval_dataset and data_collator out.")
+    multiple, free = args.pad_to_multiple_of, args.padding_free
+    collator = collator or ConversationCollator(processor, multiple, padding_free=free)
+    own = isinstance(collator, ConversationCollator)
+    args.padding_free = getattr(collator, "padding_free", False)
+    if free and not (args.padding_free and (own or not args.packing)):
         name = "packing" if args.packing else "padding_free"
-        raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
-    args.padding_free = padding_free
+        raise ValueError(f"{name} needs a ConversationCollator with padding_free, or no collator.")
     if named:
         dropped = None if args.dry_run else DroppedRows(Path(args.output_dir) / DROPPED_ROWS)
         collator = replace(collator, bad_rows=named.bad_rows, dropped_rows=dropped)
@@ -164,11 +173,11 @@ def read_data(
         )
         train, held_out, report = data.train, data.eval, data.report
     else:
-        train, *reports = checked_rows(train, "train_dataset", collator, args, need_images=need_images)
+        train, *reports = checked_rows(train, "train_dataset", collator, args, "train", need_images)
         several = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
         checked = {}
         for name, rows in several.items() if held_out is not None else ():
-            checked[name], counted = checked_rows(rows, name, collator, args, split="eval")
+            checked[name], counted = checked_rows(rows, name, collator, args, "eval")
             reports.append(counted)
         held_out = checked if isinstance(held_out, dict) else checked.get("eval_dataset")
         report = DataReport([source for source in reports if source is not None])
@@ -176,21 +185,20 @@ def read_data(
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or longest
     if longest > positions:
         logger.warning(
-            f"Rows have up to {longest:,} tokens, and the language model has {positions:,} positions. Longer rows are "
-            f"dropped with --max_length {positions}."
+            f"Rows have up to {longest:,} tokens, and the language model has {positions:,} "
+            f"positions. --max_length {positions} drops longer rows."
         )
     if streams := isinstance(train, IterableDataset):
         if args.max_steps <= 0:
             raise ValueError("A streamed data set has no length. Set max_steps.")
         if args.packing or args.train_sampling_strategy == "group_by_length":
-            raise ValueError(
-                "packing and group_by_length need the lengths of rows, and a stream has none. Use neither."
-            )
-        args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has a single shard
+            raise ValueError("packing and group_by_length need the lengths of rows. Use neither.")
+        args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has one shard
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
     if own:
-        readers = args.world_size * max(1, args.dataloader_num_workers or 0)  # each counts what it skips
+        # A reader counts only what it skips itself.
+        readers = args.world_size * max(1, args.dataloader_num_workers or 0)
         skippable = sum(source.skippable for source in report.sources)
         share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
         collator = replace(collator, skippable=skippable // readers, share=share)
@@ -198,42 +206,42 @@ def read_data(
 
 
 def checked_rows(
-    rows: Any,
+    rows: Rows | None,
     name: str,
     collator: DataCollator,
     args: NormAlignConfig,
-    *,
-    split: Literal["train", "eval"] = "train",
+    split: Literal["train", "eval"],
     need_images: bool = False,
-) -> tuple[Dataset | IterableDataset, SourceReport | None]:
-    """Rows in the form that `collator` takes, and a report; for a collator of another kind, rows as they are."""
-    if not isinstance(rows, Dataset | IterableDataset):
-        raise TypeError(f"{name} is a {type(rows).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream.")
+) -> tuple[Rows, SourceReport | None]:
+    """Rows as a [`ConversationCollator`] takes them, and a report; for another, as they are."""
+    if not isinstance(rows, Rows):
+        kind = type(rows).__name__
+        raise TypeError(f"{name} is a {kind}. Give a Dataset (Dataset.from_list) or a stream.")
     if not isinstance(collator, ConversationCollator):
         return rows, None
-    dropped, processes = collator.dropped_rows, args.dataset_num_proc
-    checks = Checks(collator.processor, args.max_length, collator.bad_rows, False, dropped, processes)
+    bad_rows, dropped = collator.bad_rows, collator.dropped_rows
+    processes = args.dataset_num_proc
+    checks = Checks(collator.processor, args.max_length, bad_rows, False, dropped, processes)
     return prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
 
 
 def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
     """Forward passes per optimizer step that give the global batch on any number of processes."""
-    config = args.accelerator_config
-    if config.split_batches or config.dispatch_batches or "num_steps" in (config.gradient_accumulation_kwargs or {}):
-        raise ValueError("accelerator_config's values would change the rows in an optimizer step. Leave it out.")
-    if args.global_batch_size is None:
-        return args.gradient_accumulation_steps
+    config, accumulation = args.accelerator_config, args.gradient_accumulation_steps
+    total, rows = args.global_batch_size, args.per_device_train_batch_size
+    in_config = config.gradient_accumulation_kwargs or {}
+    if config.split_batches or config.dispatch_batches or "num_steps" in in_config:
+        raise ValueError("accelerator_config would change the rows in a step. Leave it out.")
+    if total is None:
+        return accumulation
     world_size = world_size or args.world_size
-    together = args.per_device_train_batch_size * world_size
-    steps, rest = divmod(args.global_batch_size, together)
-    product = f"per_device_train_batch_size {args.per_device_train_batch_size} x {world_size} process(es)"
+    steps, rest = divmod(total, rows * world_size)
     if rest or not steps:
+        product = f"per_device_train_batch_size {rows} x {world_size} process(es)"
+        raise ValueError(f"global_batch_size {total} is not a multiple of {product}. Change one.")
+    if accumulation not in (1, steps):
         raise ValueError(
-            f"global_batch_size {args.global_batch_size} is not a multiple of {product} = {together}. Change one."
-        )
-    if args.gradient_accumulation_steps not in (1, steps):
-        raise ValueError(
-            f"{product} x gradient_accumulation_steps {args.gradient_accumulation_steps} is not global_batch_size "
-            f"{args.global_batch_size}. Leave gradient_accumulation_steps out: it is derived, and would be {steps}."
+            f"gradient_accumulation_steps {accumulation} contradicts global_batch_size {total}. "
+            f"Leave gradient_accumulation_steps out: {steps} would be derived."
         )
     return steps

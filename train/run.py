@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from transformers import TrainerCallback
 from trl import get_peft_config
 
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none
@@ -26,10 +25,10 @@ from .trainer import NormAlignTrainer
 
 
 def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | None:
-    """`normalign train RECIPE.yaml --option value ...`: the folder of the result, or None after a dry run.
+    """`normalign train`: the folder of the result, or None after a dry run.
 
-    `words` are the command line; without the recipe if `recipe` has what [`read_command`] read of it. A run that is
-    stopped has a note that says what is lost and how to resume. A dry run exits with 1 if a step does not fit.
+    `words` are the command line, without its recipe if [`read_command`] has read that. If a run is
+    stopped, a note says how to resume it. A dry run exits with 1 if a step does not fit.
     """
     data, args, model = parse(words, recipe)
     if args.dry_run:
@@ -44,9 +43,9 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
 
 
 def train(
-    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Sequence[TrainerCallback] = ()
+    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Sequence = ()
 ) -> Path:
-    """Trains, with further callbacks, and writes the result to `args.output_dir`; raises what [`main`] raises."""
+    """Trains, with further callbacks, and writes the result; raises what [`main`] raises."""
     output = Path(args.output_dir)
     with only_run(output):
         trainer, resume = make_trainer(data, args, model, callbacks)
@@ -59,23 +58,24 @@ def train(
             with writing_result(output):
                 trainer.save_state()
                 trainer.save_model(_internal_call=True)
-        except BadRow as error:
-            raise BadRow(f"{error} {after_stop(output, args.world_size, trainer.state.global_step)}") from error
-        except (KeyboardInterrupt, Terminated) as error:
-            error.add_note(after_stop(output, args.world_size, trainer.state.global_step))
+        except (BadRow, KeyboardInterrupt, Terminated) as error:
+            advice = after_stop(output, args.world_size, trainer.state.global_step)
+            if isinstance(error, BadRow):
+                raise BadRow(f"{error} {advice}") from error
+            error.add_note(advice)
             raise
         if (lines := render_dropped(dropped)) != shown:  # rows whose images were met in training
             console.print(*lines, sep="\n")
         if args.push_to_hub and (published := trainer.publish()):
-            console.print(f"Published as {published.repository.url}, commit {published.commit.oid}.")
+            console.print(f"Published: {published.repository.url}, commit {published.commit.oid}.")
         trainer.end()  # trackers, and the process group
     return output
 
 
 def make_trainer(
-    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Sequence[TrainerCallback] = ()
+    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Sequence = ()
 ) -> tuple[NormAlignTrainer, Path | None]:
-    """The trainer of a run, and the checkpoint that it resumes from, whose options must be the same."""
+    """The trainer of a run, and the checkpoint from which it resumes, with the same options."""
     output = Path(args.output_dir)
     resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
     if resume is None and args.process_index == 0 and not args.dry_run:
@@ -97,7 +97,7 @@ def make_trainer(
 
 
 def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
-    """Checks all that training checks, prints summary and memory of a step; returns whether it fits."""
+    """Checks what training checks, prints summary and memory of a step; returns whether it fits."""
 
     def make(more: Sequence[str] = ()) -> NormAlignTrainer:
         return make_trainer(*parse([*words, *more], recipe))[0]
@@ -117,8 +117,8 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
 def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrainer]) -> str:
     """The first of some changes, from small to large, with which a step fits that does not.
 
-    They are fewer rows in a pass, halved each time; gradient checkpointing; adapters, or bfloat16 if the
-    language model is frozen; 4 bits; all of that. `make` returns the trainer with further words.
+    They are fewer rows in a pass, halved each time; gradient checkpointing; adapters, or bfloat16
+    if the language model is frozen; 4 bits; all of that. `make` takes further words.
     """
     args = trainer.args
     halves = [args.per_device_train_batch_size // 2**n for n in range(1, 16)]
@@ -128,7 +128,8 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
     in_full = trainer.learning_rates["language"] > 0 and not isinstance(trainer.model, PeftModel)
     adapters = ["--use_peft", "true"] if in_full else half
     in_4_bits = [*(adapters if in_full else []), "--load_in_4bit", "true", *half]
-    if getattr(base_model(trainer.model), "is_loaded_in_4bit", False) or find_spec("bitsandbytes") is None:
+    is_in_4_bits = getattr(base_model(trainer.model), "is_loaded_in_4bit", False)
+    if is_in_4_bits or find_spec("bitsandbytes") is None:
         in_4_bits = []
     every = [*checkpointing, *in_4_bits, *(smaller[-1] if smaller else [])]
     for words in filter(None, (*smaller, checkpointing, adapters, in_4_bits, every)):

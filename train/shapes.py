@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step on tensors that have shapes alone, and the bytes of those that live while it is taken."""
+"""A training step on tensors that have shapes alone, and the bytes of those that live in it."""
 
 import copy
 import math
@@ -26,23 +26,25 @@ from .modules.model import ACTIVATIONS, BATCHES, GRADIENTS, WEIGHTS, base_model,
 def peak_bytes(
     trainer: SFTTrainer, batch: dict[str, Any], checkpointing: bool | None, accumulates: bool
 ) -> Counter[str]:
-    """Bytes by part where their sum is highest in a step of the trainer, besides its weights and optimizer states."""
+    """Bytes by part at the peak of a trainer's step, besides its weights and optimizer states."""
     args, model = trainer.args, trainer.model
     ledger, half = _Ledger(), torch.float16 if args.fp16 else torch.bfloat16
     batch = {name: value.clone() for name, value in batch.items()}
-    tensors = {name: ledger.weight(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = {name: ledger.weight(tensor) for name, tensor in named}
     with warnings.catch_warnings(action="ignore"), ExitStack() as stack:
         _take_as_trained(trainer, checkpointing, stack)
         stack.enter_context(_reparametrize_module(model, tensors, tie_weights=True))
         stack.enter_context(ledger)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda trained: ledger.move(trained.grad, GRADIENTS))
+                add_hook = parameter.register_post_accumulate_grad_hook
+                add_hook(lambda trained: ledger.move(trained.grad, GRADIENTS))
                 if accumulates:
                     parameter.grad = torch.zeros_like(parameter)
                     ledger.move(parameter.grad, GRADIENTS)
-        if "pixel_values" in batch:
-            batch["pixel_values"] = torch.empty(batch["pixel_values"].shape, dtype=batch["pixel_values"].dtype)
+        if (images := batch.get("pixel_values")) is not None:
+            batch["pixel_values"] = torch.empty(images.shape, dtype=images.dtype)
             ledger.move(batch["pixel_values"], BATCHES)
         with torch.autocast("cpu", half, enabled=args.bf16 or args.fp16):
             loss = trainer.compute_loss(model, batch)
@@ -51,27 +53,29 @@ def peak_bytes(
 
 
 def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: ExitStack) -> None:
-    """Has the trainer take steps as in training, on a GPU if one is asked about, until the stack is closed."""
+    """Has the trainer take steps as in training, on the device in question, within the stack."""
     args, model, base = trainer.args, trainer.model, base_model(trainer.model)
     for embeddings in (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings()):
         # Disabling checkpointing leaves its hooks there, with which an input has a gradient.
         stack.enter_context(replaced(embeddings, _forward_hooks=OrderedDict()))
     if args.gradient_checkpointing if checkpointing is None else checkpointing:
-        stack.callback(model.gradient_checkpointing_disable)  # the Trainer enables it when it trains
+        stack.callback(model.gradient_checkpointing_disable)  # training enables it
         options = dict(args.gradient_checkpointing_kwargs or {})
         own = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **own)
     stack.callback(model.train, model.training)
     model.train()
     stack.enter_context(torch.random.fork_rng(devices=[]))
-    stack.enter_context(replaced(trainer.state, num_input_tokens_seen=trainer.state.num_input_tokens_seen))
+    seen = trainer.state.num_input_tokens_seen
+    stack.enter_context(replaced(trainer.state, num_input_tokens_seen=seen))
     stack.enter_context(replaced(trainer, _metrics=copy.deepcopy(trainer._metrics)))
     stack.enter_context(replaced(trainer.accelerator, gather_for_metrics=lambda value: value))
     if args.device.type != "cpu" or args.device_memory is not None:
         stack.enter_context(replaced(base, only_answers=False))
-        # TRL's fused head: Triton writes into the tiles of its products, where torch would allocate.
+        # TRL's fused head: Triton writes into tiles of its products, where torch would allocate.
         stack.enter_context(replaced(utils, _use_triton=lambda device: True))
-        tiles = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), lambda *args, **kwargs: None)
+        kernels = ("_forward_tile", "_backward_tile", "_addmm_fp32")
+        tiles = dict.fromkeys(kernels, lambda *args, **kwargs: None)
         stack.enter_context(replaced(chunked_logprob, _use_triton=lambda device: False, **tiles))
 
 
@@ -83,8 +87,8 @@ class _Shape(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor):
-        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
-        shape = Tensor._make_wrapper_subclass(cls, meta.shape, **layout)
+        place = {"strides": meta.stride(), "storage_offset": meta.storage_offset()}
+        shape = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, **place)
         shape.meta = meta
         return shape
 
@@ -96,8 +100,8 @@ class _Shape(Tensor):
 class _Ledger(TorchDispatchMode):
     """Runs operations on shapes, and counts the bytes of the storages that live, by part.
 
-    Tensors that depend on the ids, labels, masks and positions of the batch alone are real, on the CPU: the control
-    flow of models reads them, and as indices they decide shapes.
+    Tensors that depend on the ids, labels, masks and positions of the batch alone are real, on the
+    CPU: the control flow of models reads them, and as indices they decide shapes.
     """
 
     def __init__(self) -> None:
@@ -131,40 +135,44 @@ class _Ledger(TorchDispatchMode):
         on_meta = any(tensor.is_meta or isinstance(tensor, _Shape) for tensor in tensors)
         if func is aten._local_scalar_dense.default and on_meta:
             return 1.0 if args[0].is_floating_point() else 1  # for the log
-        makes = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
+        makes = not tensors and "device" in {argument.name for argument in func._schema.arguments}
         if makes or "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        real = not on_meta and not (makes and (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point)
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        real = not on_meta and not (makes and dtype.is_floating_point)
         if not real:
             if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
                 args = (args[0], _positions(args[1]), *args[2:])
             shapes = {id(tensor.meta): tensor for tensor in tensors if isinstance(tensor, _Shape)}
-            args, kwargs = tree_map_only(Tensor, lambda tensor: _plain(tensor).to("meta"), (args, kwargs))
+            given = (args, kwargs)
+            args, kwargs = tree_map_only(Tensor, lambda tensor: _plain(tensor).to("meta"), given)
             if "device" in kwargs:
                 kwargs["device"] = torch.device("meta")
         result = func(*args, **kwargs)
         copied = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
         for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._count(value.untyped_storage(), WEIGHTS if copied else ACTIVATIONS)  # autocast's copies
-        # bitsandbytes' product with 4-bit weights dequantizes them inside.
-        inside = args[0].element_size() * math.prod(args[2]) if func.name() == "bitsandbytes::gemm_4bit" else 0
+            if isinstance(value, Tensor):  # a copy of weights is autocast's
+                self._count(value.untyped_storage(), WEIGHTS if copied else ACTIVATIONS)
+        inside = 0
+        if func.name() == "bitsandbytes::gemm_4bit":  # which dequantizes the weights inside
+            inside = args[0].element_size() * math.prod(args[2])
         if (total := sum(self._live.values()) + inside) > self._highest:
             self._highest, self.parts = total, self._live + Counter({ACTIVATIONS: inside})
         if real:
             return result
         # What is changed in place stays the same tensor.
-        return tree_map_only(Tensor, lambda meta: shapes[id(meta)] if id(meta) in shapes else _Shape(meta), result)
+        return tree_map_only(Tensor, lambda meta: shapes.get(id(meta), _Shape(meta)), result)
 
     def _count(self, storage: torch.UntypedStorage, part: str) -> None:
         def free(_: weakref.ref) -> None:
             entry = self._storages.pop(key)
             self._live[entry.part] -= entry.size
 
-        key = storage._cdata
+        key, size = storage._cdata, storage.nbytes()
         if key not in self._storages and key not in self._weights:
-            self._storages[key] = SimpleNamespace(part=part, size=storage.nbytes(), ref=weakref.ref(storage, free))
-            self._live[part] += storage.nbytes()
+            reference = weakref.ref(storage, free)
+            self._storages[key] = SimpleNamespace(part=part, size=size, reference=reference)
+            self._live[part] += size
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -173,8 +181,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices, with masks in the form of positions, whose number is known."""
-    positions: list[Tensor | None] = []
+    places: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, _Shape)
-        positions += index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]
-    return positions
+        places += index.nonzero(as_tuple=True) if is_mask else [index]  # type: ignore[union-attr]
+    return places

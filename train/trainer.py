@@ -6,6 +6,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -13,25 +14,21 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import save_fsdp_optimizer
-from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import (
-    BitsAndBytesConfig,
-    DataCollator,
-    EvalPrediction,
-    LlavaProcessor,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, LlavaProcessor
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_callback import TrainerCallback
+from transformers.training_args import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from ..checkpoint import weights
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
 from ..checkpoint.opening import read_record
-from ..checkpoint.weights import index_folder, no_progress_bar, stored_tensors, unchanged_files, write_weights
 from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.steps import FiniteCheck, Measurements, show_lines
@@ -42,7 +39,7 @@ from .memory import estimate_memory, largest_batch
 from .modules import model as parts
 from .modules.load import load_model, settle_float16
 from .options import keep_float32
-from .prepare import check_options, checked_rows, normalign_config, open_model, read_data
+from .prepare import Rows, check_options, checked_rows, normalign_config, open_model, read_data
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -52,18 +49,18 @@ class NormAlignTrainer(SFTTrainer):
     """[`SFTTrainer`] for NormAlign-LLaVA, with the same arguments in the same order.
 
     Args:
-        model: Folder or Hub id of a checkpoint, or a model without adapters. What is trained is made float32;
-            `args.model_init_kwargs["dtype"]` is that of the rest, by default [`frozen_dtype`].
-        args: `NormAlignConfig`, or an `SFTConfig`, whose `learning_rate` is then every module's. A copy of it is used.
-        data_collator: By default a [`ConversationCollator`]. One of another kind gets the rows as they are.
-        train_dataset: Rows in memory or a stream, in any form that `normalign train` reads, which are checked first.
-            `DataArguments` name rows, held-out ones too, as options do.
+        model: Folder or Hub id of a checkpoint, or a model without adapters. What is trained is
+            made float32; the rest is `args.model_init_kwargs["dtype"]`, or [`frozen_dtype`].
+        args: `NormAlignConfig`, or an `SFTConfig` with a learning rate for all. It is copied.
+        data_collator: By default a [`ConversationCollator`]. Another one gets rows as they are.
+        train_dataset: Rows in memory or a stream, in any form that `normalign train` reads, or
+            `DataArguments`, which name held-out rows too.
         eval_dataset: Held-out rows, or several data sets by name.
         processing_class: The model's processor, by default the one in its folder.
-        optimizer_cls_and_kwargs: As in [`SFTTrainer`]; a learning rate in it replaces `learning_rate`.
+        optimizer_cls_and_kwargs: As in [`SFTTrainer`]; its `lr` replaces `learning_rate`.
         quantization_config: How to quantize a model that is loaded here.
         peft_config: A `LoraConfig`: see [`language_adapter`].
-        formatting_func, optimizers: Refused: they turn rows into text, and have learning rates of their own.
+        formatting_func, optimizers: Refused.
         options: More dataclasses of options, to be kept in `training.json`.
 
     Attributes:
@@ -79,15 +76,15 @@ class NormAlignTrainer(SFTTrainer):
         model: str | os.PathLike | NormAlignLlavaForConditionalGeneration,
         args: SFTConfig | TrainingArguments | None = None,
         data_collator: DataCollator | None = None,
-        train_dataset: Dataset | IterableDataset | DataArguments | None = None,
-        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        train_dataset: Rows | DataArguments | None = None,
+        eval_dataset: Rows | dict[str, Rows] | None = None,
         processing_class: LlavaProcessor | None = None,
         compute_loss_func: Callable | None = None,
         compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: PeftConfig | None = None,
         formatting_func: Callable | None = None,
@@ -95,50 +92,50 @@ class NormAlignTrainer(SFTTrainer):
         options: Sequence[Any] = (),
     ):
         if formatting_func is not None:
-            raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
+            raise ValueError("formatting_func makes text without images. Give rows of messages.")
         if optimizers != (None, None):
-            raise ValueError("optimizers have other learning rates than the modules. Give optimizer_cls_and_kwargs.")
+            raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
         args = normalign_config(args, model, data_collator)
-        if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
-            args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
+        _, of_optimizer = optimizer_cls_and_kwargs or (None, {})
+        if "lr" in of_optimizer:
+            args.learning_rate, args.learning_rate_is_given = of_optimizer["lr"], True
         if compute_metrics is not None and getattr(data_collator or args, "padding_free", False):
-            raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one out.")
+            raise ValueError("compute_metrics needs rows, which padding_free joins. Leave one out.")
         # All is checked, and args are completed, before weights are loaded.
         check_options(args, model)
         self.checkpoint, config, processor, peft_config = open_model(
             model, processing_class, args, quantization_config, peft_config
         )
-        self.learning_rates = rates = args.learning_rates(peft_config is not None)
+        adapted = peft_config is not None
+        self.learning_rates = rates = args.learning_rates(adapted)
         # That of the optimizer's first group, which is logged, and of which min_lr is a share.
-        args.learning_rate = next((rates[module] for module in parts.MODULES if rates[module]), args.learning_rate)
+        trained = [rates[module] for module in parts.MODULES if rates[module]]
+        args.learning_rate = trained[0] if trained else args.learning_rate
+        need_images = args.stage == "align" or not rates["language"]
         train, held_out, collator, report = read_data(
-            train_dataset,
-            eval_dataset,
-            data_collator,
-            processor,
-            config,
-            args,
-            need_images=args.stage == "align" or not rates["language"],
+            train_dataset, eval_dataset, data_collator, processor, config, args, need_images
         )
         loaded: Any = model
+        commit = None
+        self.weights_in = list[Path]()  # folders with files of frozen modules, the newest first
         if self.checkpoint is not None:
-            loaded = load_model(self.checkpoint, args, rates, quantization_config, peft_config is not None)
+            loaded = load_model(self.checkpoint, args, rates, quantization_config, adapted)
+            commit = self.checkpoint.revision
+            self.weights_in = weights.index_folder(loaded.name_or_path, commit)
         if args.fp16_is_tried and not args.dry_run:
             settle_float16(loaded, args, largest_batch(args, train, collator))
-        commit = self.checkpoint.revision if self.checkpoint else None
         self.record = training_record(loaded, commit, args, rates, report, options)
         self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
-        # Where files of frozen modules are, the newest first. A given model may differ from its own.
-        self.weights_in = index_folder(loaded.name_or_path, commit) if self.checkpoint else []
         self.measurements = Measurements(args)
         self.probe: Any = None
-        self.first_loader: DataLoader | None = None  # made for the number of steps, used by the first training
-        # TRL refuses the first two for images (huggingface/trl#4339), and says it ignores the third.
-        for_trl: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
-        if not isinstance(collator, ConversationCollator):  # another one alone knows what its rows must have
-            for_trl |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        self.first_loader: DataLoader | None = None  # tells the number of steps, then trains
+        # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
+        for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
+        if not isinstance(collator, ConversationCollator):  # it alone knows what its rows must have
+            for_trl["assistant_only_loss"] = False
+            for_trl["dataset_kwargs"] = {"skip_prepare_dataset": True}
         if args.dry_run:  # the Trainer would create both
-            for_trl |= {"output_dir": gettempdir(), "push_to_hub": False}
+            for_trl |= dict(output_dir=gettempdir(), push_to_hub=False)
         with parts.replaced(args, **for_trl):
             super().__init__(
                 loaded,
@@ -155,36 +152,31 @@ class NormAlignTrainer(SFTTrainer):
                 peft_config=peft_config,
             )
         self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
-        self._finish_model()
-        self._add_callbacks()
+        self._finish()
         self.first_loader = self.get_train_dataloader()
         steps = self.set_initial_training_values(args, self.first_loader)[-1]
         self.facts = summary(self, report, steps)
         self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
-    def _finish_model(self) -> None:
-        """Freezes modules, makes what is trained float32, and wraps the forward pass. TRL has added the adapters."""
-        model = parts.base_model(self.model)
-        if isinstance(self.model, PeftModel):
-            self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
+    def _finish(self) -> None:
+        """Freezes modules, makes the others float32, wraps the forward pass, adds callbacks."""
+        args, model = self.args, parts.base_model(self.model)
+        if isinstance(self.model, PeftModel):  # whose card would have the base's local path
+            self.model.create_or_update_model_card = lambda folder: None
         parts.freeze(self.model, self.learning_rates)
         parts.train_in_float32(self.model)
-        # On a CPU, TRL's head lacks Triton, and scoring every position is two thirds of a small model's step.
-        model.only_answers = self.args.device.type == "cpu"
+        # On a CPU, TRL's head lacks Triton: scoring all positions takes two thirds of a small step.
+        model.only_answers = args.device.type == "cpu"
         parts.wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
             parts.prepare_sharding(self.accelerator, model)
         if self.is_deepspeed_enabled:
 
-            def pass_over_frozen(model: nn.Module, keys: Any) -> None:  # states have what is trained alone
+            def pass_over_frozen(model: nn.Module, keys: Any) -> None:  # which checkpoints lack
                 keys.missing_keys[:] = parts.trained_parameters(model).keys() & keys.missing_keys
 
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
-
-    def _add_callbacks(self) -> None:
-        """Adds what checks steps, prints lines and records cosines."""
-        args = self.args
         self.finite = FiniteCheck(args)
         self.add_callback(self.finite)
         if args.padding_free:
@@ -202,21 +194,17 @@ class NormAlignTrainer(SFTTrainer):
         if self.is_deepspeed_enabled:
             keep_float32(self.accelerator.state.deepspeed_plugin, self.args)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The Trainer's, with a learning rate for each module (huggingface/transformers#10140)."""
         if self.optimizer is None:
             optimizer = super().create_optimizer(model)
-            modules = {value: parts.module_of(name) for name, value in (model or self.model).named_parameters()}
-            groups = [
-                {
-                    **group,
-                    "params": [p for p in group["params"] if modules[p] == name],
-                    "lr": self.learning_rates[name],
-                }
-                for group in optimizer.param_groups
-                for name in parts.MODULES
-            ]
-            optimizer.param_groups = [group for group in groups if group["params"]]
+            named = (model or self.model).named_parameters()
+            modules = {parameter: parts.module_of(name) for name, parameter in named}
+            groups = []
+            for group, module in product(optimizer.param_groups, parts.MODULES):
+                if own := [value for value in group["params"] if modules[value] == module]:
+                    groups.append({**group, "params": own, "lr": self.learning_rates[module]})
+            optimizer.param_groups = groups
             if self.is_fsdp_enabled:
                 optimizer.register_step_pre_hook(parts.fill_gradients)
         return self.optimizer
@@ -234,23 +222,23 @@ class NormAlignTrainer(SFTTrainer):
         loader, self.first_loader = self.first_loader, None
         return super().get_train_dataloader() if loader is None else loader
 
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
+    def get_eval_dataloader(self, eval_dataset: str | Rows | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
-        if isinstance(eval_dataset, Dataset | IterableDataset):
-            return self.get_test_dataloader(eval_dataset)  # the other keeps a loader, whatever rows are asked for next
+        if isinstance(eval_dataset, Rows):  # the Trainer would keep their loader for other rows
+            return self.get_test_dataloader(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
-    def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
+    def get_test_dataloader(self, test_dataset: Rows) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
-        rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
+        rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, "eval")
         return super().get_test_dataloader(rows)
 
     estimate_memory = estimate_memory
 
     def train(self, *args, **kwargs):
-        """The Trainer's. ValueError if another process writes to `output_dir`, or the disk has no room."""
+        """The Trainer's. ValueError if another run writes to `output_dir`, or the disk is full."""
         if self.args.dry_run:
-            raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
+            raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
         if self.args.should_save:
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
@@ -285,20 +273,20 @@ class NormAlignTrainer(SFTTrainer):
         return loss
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
-        # In several processes, accelerate does not tell the package's samplers the epoch in which a run is resumed.
+        # In several processes, accelerate does not tell our samplers the epoch of a resumed run.
         sampler = getattr(train_dataloader, "batch_sampler", None)
         while sampler is not None:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-        # The Trainer checks for the end of a run only after a step: resumed at the end, it would take one more.
+        # The Trainer looks for the end after a step: resumed at the end, it would take one more.
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(model, epoch, train_dataloader, **kwargs)
         else:
             self.control.should_training_stop = True
 
     def _get_grad_norm(self, model, grad_norm=None):
-        self.measurements.after_clip(grad_norm)  # no callback gets the norm of the gradients before clipping
+        self.measurements.after_clip(grad_norm)  # no callback gets the norm before clipping
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if not self.finite.is_step_finite(self.model, grad_norm, self.accelerator.scaler):
             model.zero_grad()  # the optimizer skips parameters without a gradient
@@ -312,22 +300,24 @@ class NormAlignTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves what the Trainer saves, the records of building and training, and in `output_dir` the card.
+        """Saves what the Trainer does, the records, and in `output_dir` the card.
 
-        With `push_to_hub`, a user's call that saves to `output_dir` publishes it too. Under FSDP and ZeRO-3 all
-        processes must call it, as the Trainer's; otherwise the first one alone may. Raises FloatingPointError if
-        training made weights NaN or infinite.
+        With `push_to_hub`, a user's call that saves to `output_dir` publishes it too. As with the
+        Trainer's, all processes must call it under FSDP and ZeRO-3; otherwise the first one may.
+        Raises FloatingPointError if weights are NaN or infinite.
         """
         self.finite.check_weights(self.model)
         folder = Path(output_dir or self.args.output_dir)
-        if isinstance(self.model, FSDPModule):  # whose class FSDP2 derives; saving writes its name and module
-            sharded, own = type(self.model), type(self.model).__bases__[-1]
-            sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
+        if isinstance(self.model, FSDPModule):  # a class that FSDP2 derives, whose name is saved
+            sharded = type(self.model)
+            for name in ("__name__", "__qualname__", "__module__"):
+                setattr(sharded, name, getattr(sharded.__bases__[-1], name))
         super().save_model(str(folder), _internal_call=True)
         if self.args.should_save:
             if self.is_in_train:
                 self.record["seconds"] = round(time.perf_counter() - self._began, 3)
-            write_json(folder / TRAINING_RECORD, {**self.record, "steps_done": self.state.global_step})
+            record = {**self.record, "steps_done": self.state.global_step}
+            write_json(folder / TRAINING_RECORD, record)
             if self.build is not None:
                 write_json(folder / BUILD_RECORD, self.build)
         if folder == Path(self.args.output_dir):
@@ -336,7 +326,7 @@ class NormAlignTrainer(SFTTrainer):
                 self.publish()
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes our card into `output_dir` once training is done; arguments, of TRL's card, are ignored."""
+        """Writes our card into `output_dir` after training; arguments of TRL's card are ignored."""
         if self.is_world_process_zero() and not self.is_in_train:
             from ..hub_cards.card.write import write_card
 
@@ -345,9 +335,7 @@ class NormAlignTrainer(SFTTrainer):
             except ValueError as error:  # a card by somebody else must not stop what follows
                 logger.warning(f"The card of {self.args.output_dir} was not written: {error}")
 
-    def push_to_hub(
-        self, *args, token: str | None = None, revision: str | None = None, private: bool | None = None, **kwargs
-    ) -> Any:
+    def push_to_hub(self, *args, token=None, revision=None, private=None, **kwargs) -> Any:
         """Saves the model, and [`publish`]es it. Other arguments of the Trainer's are ignored."""
         if self.hub_model_id is None:
             self.init_hf_repo(token=token or self.hub_token, private=private)
@@ -355,46 +343,48 @@ class NormAlignTrainer(SFTTrainer):
         return self.publish(token, revision)
 
     def publish(self, token: str | None = None, revision: str | None = None) -> Any:
-        """Publishes `output_dir`, in the first process; an adapter as one if its base is on the Hub.
+        """Publishes `output_dir`, in the first process; an adapter alone if its base is on the Hub.
 
-        Raises ValueError or OSError if it was not published; the message names the command that does it.
+        If that fails, raises ValueError or OSError, with the command to run later.
         """
         if not self.is_world_process_zero():
             return None
         from ..hub_cards.push.checks import recorded_base
         from ..hub_cards.push.publish import publish
 
-        folder, revision = self.args.output_dir, revision or self.args.hub_revision or "main"
-        as_adapter = recorded_base(Path(folder)) is not None
+        folder, repo_id, token = self.args.output_dir, self.hub_model_id, token or self.hub_token
+        revision = revision or self.args.hub_revision or "main"
+        adapter = recorded_base(Path(folder)) is not None
         try:
-            token = token or self.hub_token
-            return publish(folder, self.hub_model_id, revision=revision, as_adapter=as_adapter, token=token)
+            return publish(folder, repo_id, revision=revision, as_adapter=adapter, token=token)
         except (ValueError, OSError) as error:
-            words = ["normalign", "publish", folder, "--repo-id", self.hub_model_id, "--revision", revision]
-            command = shlex.join([*words, "--adapter"] if as_adapter else words)
-            raise (ValueError if isinstance(error, ValueError) else OSError)(
-                f"{error}\nThe trained model is complete in {folder}. Once that is fixed, publish it: `{command}`."
-            ) from error
+            words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
+            command = shlex.join([*words, "--adapter"] if adapter else words)
+            kind = ValueError if isinstance(error, ValueError) else OSError
+            result = f"The trained model is complete in {folder}."
+            raise kind(f"{error}\n{result} Once that is fixed: `{command}`.") from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        # Adapters are PEFT's to save. An empty state is that of DeepSpeed if it does not gather weights.
+        # PEFT saves adapters. DeepSpeed gives an empty state if it does not gather weights.
         if isinstance(self.model, PeftModel) or state_dict == {} or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        folder, model, frozen = Path(output_dir or self.args.output_dir), self.model, parts.frozen_modules(self.model)
+        folder, model = Path(output_dir or self.args.output_dir), self.model
+        frozen = parts.frozen_modules(model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
             # What is frozen is written as it was read.
             trained = parts.trained_parameters(model)
             model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
             model.load_state_dict(trained, strict=False)
-        with no_progress_bar(), parts.replaced(self, model=model):
+        with weights.no_progress_bar(), parts.replaced(self, model=model):
             super()._save(str(folder), {})
-        layout = stored_tensors(model, state_dict)
-        write_weights(folder, layout, linked=unchanged_files(layout, frozen, self.weights_in))
+        layout = weights.stored_tensors(model, state_dict)
+        linked = weights.unchanged_files(layout, frozen, self.weights_in)
+        weights.write_weights(folder, layout, linked=linked)
         self.weights_in.insert(0, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
+        # PEFT loads an adapter in float32, and makes all of it trainable: both are undone.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
             parts.load_sharded(self.model, Path(resume_from_checkpoint))
@@ -416,8 +406,9 @@ class NormAlignTrainer(SFTTrainer):
         # The Trainer's saves all weights again where they are divided among processes.
         if self.is_deepspeed_enabled:
 
-            def trained(**kwargs: bool) -> dict[str, torch.Tensor]:
-                return {name: value.data for name, value in parts.trained_parameters(self.model).items()}
+            def trained(**kwargs: bool) -> dict[str, Tensor]:
+                parameters = parts.trained_parameters(self.model)
+                return {name: value.data for name, value in parameters.items()}
 
             with parts.replaced(self.model_wrapped, module_state_dict=trained):
                 self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
@@ -433,15 +424,16 @@ class NormAlignTrainer(SFTTrainer):
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         with writing_checkpoint(folder, self.args.world_size):
-            self.accelerator.wait_for_everyone()  # until the first process has removed an earlier folder
+            self.accelerator.wait_for_everyone()  # until an earlier folder is removed
             super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir) -> None:
-        # The first process writes trainer_state.json next, which marks the checkpoint as complete for all.
+        # The first process writes trainer_state.json next: the mark of a complete checkpoint.
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 
 
-private = {name for name in vars(NormAlignTrainer) if re.match("_[a-z]", name)} - {"_finish_model", "_add_callbacks"}
-if renamed := private - {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}:
-    raise ImportError(f"TRL's SFTTrainer has no {', '.join(sorted(renamed))} any more. Install an older transformers.")
+private = {name for name in vars(NormAlignTrainer) if re.match("_[a-z]", name)}
+theirs = {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}
+if renamed := ", ".join(sorted(private - theirs - {"_finish"})):
+    raise ImportError(f"TRL's SFTTrainer has no {renamed} any more. Install an older transformers.")

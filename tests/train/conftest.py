@@ -9,18 +9,22 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory):
-    """A folder with vision/, language/, the checkpoint model/ of both, and data/data.json. Nothing writes to it."""
+    """A folder with vision/, language/, model/ of both, three data sets. Nothing writes to it."""
     folder = tmp_path_factory.mktemp("parts")
     training.checkpoint(folder)
-    files = ("red.png", "green.png", "blue.png")
-    rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", files[i % 3]) for i in range(12)]
-    train_data.write_json(folder / "data", rows)
+    for name, count in {"data": 12, "first": 11, "second": 9}.items():
+        rows = []
+        for i in range(count):
+            image = ("red.png", "green.png", "blue.png")[i % 3]
+            rows.append(train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", image))
+        rows[4] = train_data.llava("and without an image?", "it is words")
+        train_data.write_json(folder / name, rows)
     return folder
 
 
 @pytest.fixture(scope="session")
 def half(checkpoint, tmp_path_factory):
-    """The checkpoint as `build` writes it from parts in bfloat16, but the projector. Nothing writes to it."""
+    """The checkpoint as built of parts in bfloat16, but the projector. Nothing writes to it."""
     folder = tmp_path_factory.mktemp("half") / "model"
     shutil.copytree(checkpoint, folder)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""`normalign data` says before training what training would: counts, every fault, and what of a row is learned."""
+"""`normalign data` says before training: counts, every fault, and what of a row is learned."""
 
 import json
 
@@ -30,14 +30,15 @@ def test_counts_and_lengths_are_those_of_training(tmp_path, checkpoint):
 
 
 def test_the_marked_text_is_what_the_collator_labels(tmp_path, checkpoint):
-    rows = [llava("No image.", "None."), {"image": "red.png", "prompt": "Which?", "completion": "A red one. "}]
-    path = write_json(tmp_path, rows)
+    pair = {"image": "red.png", "prompt": "Which?", "completion": "A red one. "}
+    path = write_json(tmp_path, [llava("No image.", "None."), pair])
     processor = open_checkpoint(checkpoint).processor
     data = read(path, processor).train
     batch = ConversationCollator(processor)([data[1]])
     learned = processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0])
     pieces = check_data(DataSource(str(path)), str(checkpoint)).example
-    assert [text for text, is_learned in pieces if is_learned] == [learned] and "A red one." in learned
+    assert "A red one." in learned
+    assert [text for text, is_learned in pieces if is_learned] == [learned]
     images = int((batch["input_ids"] == processor.image_token_id).sum())
     assert (f"{processor.image_token} x {images}", False) in pieces
     shown = command(path, "--model", checkpoint)
@@ -45,8 +46,9 @@ def test_the_marked_text_is_what_the_collator_labels(tmp_path, checkpoint):
 
 
 def test_every_fault_comes_at_once(tmp_path, checkpoint):
-    rows = [llava("Q", ""), llava("<image>Q", "A"), llava("<image>Q", "A", "none.png"), {"a": 1}, "no row"]
-    rows += [llava("<image>Q", "A", "/etc/passwd"), {"messages": "Q"}, llava("Q", ""), llava("Q", "<|im_end|>")]
+    missing, outside = (llava("<image>Q", "A", path) for path in ("none.png", "/etc/passwd"))
+    rows = [llava("Q", ""), llava("<image>Q", "A"), missing, {"a": 1}, "no row"]
+    rows += [outside, {"messages": "Q"}, llava("Q", ""), llava("Q", "<|im_end|>")]
     rows += [{"question": "Q", "answer": {"a": 5}}, {"question": "Q", "answer": {"a": 6}}]
     path = write_json(tmp_path, rows)
     (tmp_path / "broken.png").write_bytes(image_bytes()[:40])
@@ -54,7 +56,8 @@ def test_every_fault_comes_at_once(tmp_path, checkpoint):
     assert found.exit_code == 1
     assert all(f"data.json, row {number}" in found.output for number in (0, 1, 2, 3, 4, 5, 6, 8, 9))
     assert "got {'a': 5} (2 rows)" in found.output and "is empty (2 rows)" in found.output
-    write_json(tmp_path, [{"a": 1}, llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
+    good, broken = (llava("<image>Q", "A", path) for path in ("red.png", "broken.png"))
+    write_json(tmp_path, [{"a": 1}, good, broken])
     found = command(path)
     assert "row 0: its form" in found.output and "broken.png: " in found.output
 

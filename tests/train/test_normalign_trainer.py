@@ -8,35 +8,24 @@ from dataclasses import fields
 import pytest
 import stored
 import torch
-import train_data
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from PIL import Image
 from training import SHORT, assert_equal, weights
-from transformers import (
-    AutoProcessor,
-    BitsAndBytesConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    TrainingArguments,
-)
+from transformers import AutoProcessor, BitsAndBytesConfig, LlavaConfig, TrainingArguments
+from transformers.models.llava import LlavaForConditionalGeneration
 from trl import SFTConfig, SFTTrainer
 
-from normalign_llava import (
-    NormAlignConfig,
-    NormAlignLlavaForConditionalGeneration,
-    NormAlignTrainer,
-    half_precision_pays,
-)
+from normalign_llava import NormAlignConfig, NormAlignTrainer, half_precision_pays
+from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import normalign_config
 from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
-
-
 COLOURS = ("red", "green", "blue", "white")
+ALL_LINEAR = LoraConfig(r=2, target_modules="all-linear")
 
 
 @pytest.fixture
@@ -44,22 +33,38 @@ def model(checkpoint):
     return NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
 
 
+def turns(question: str, answer: str) -> list[dict]:
+    asked = [{"type": "image"}, {"type": "text", "text": question}]
+    said = [{"type": "text", "text": answer}]
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+
+def chart(number: int) -> dict:
+    """A row of ChartQA."""
+    colour = COLOURS[number % 4]
+    image = Image.new("RGB", (20, 20), colour)
+    return {"image": image, "query": f"what is {number}?", "label": [colour]}
+
+
 def messages(number: int) -> dict:
     """TRL's conversational row with a decoded image."""
-    question = [{"type": "image"}, {"type": "text", "text": f"what is {number}?"}]
-    answer = [{"type": "text", "text": COLOURS[number % 4]}]
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"images": [Image.new("RGB", (20, 20), COLOURS[number % 4])], "messages": turns}
+    row = chart(number)
+    return {"images": [row["image"]], "messages": turns(row["query"], *row["label"])}
 
 
 def prompt(number: int) -> dict:
     """The same as a prompt and its completion, with the image in a column of one."""
-    row = messages(number)
-    return {"image": row["images"][0], "prompt": row["messages"][:1], "completion": row["messages"][1:]}
+    row = chart(number)
+    asked, said = turns(row["query"], *row["label"])
+    return {"image": row["image"], "prompt": [asked], "completion": [said]}
 
 
 def rows(kind=messages, count=8) -> Dataset:
     return Dataset.from_list([kind(number) for number in range(count)])
+
+
+def stream(kind=messages) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: map(kind, range(8)))
 
 
 def options(folder, **kwargs) -> NormAlignConfig:
@@ -77,21 +82,19 @@ def logged(trainer, key="loss") -> list[float]:
 
 
 def test_it_takes_what_sfttrainer_takes_in_the_same_order():
-    theirs, ours = (inspect.signature(cls.__init__).parameters for cls in (SFTTrainer, NormAlignTrainer))
+    theirs = inspect.signature(SFTTrainer.__init__).parameters
+    ours = inspect.signature(NormAlignTrainer.__init__).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
     for name, parameter in theirs.items():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
 
 
-def test_a_path_a_model_and_trls_options_train_to_the_same_weights_and_so_does_a_stream(tmp_path, checkpoint, model):
+def test_a_path_a_model_a_stream_and_trls_options_train_the_same(tmp_path, checkpoint, model):
+    path, args = str(checkpoint), options(tmp_path)
     trls = SFTConfig(str(tmp_path), **SHORT, max_length=2048, assistant_only_loss=True)
     sequential = options(tmp_path, train_sampling_strategy="sequential")
-    stream = IterableDataset.from_generator(lambda: map(messages, range(8)))
-    for first, second in (
-        ((str(checkpoint), options(tmp_path)), (model, options(tmp_path))),
-        ((str(checkpoint), options(tmp_path)), (str(checkpoint), trls)),
-        ((str(checkpoint), sequential), (str(checkpoint), sequential, stream)),
-    ):
+    pairs = [((path, args), (model, args)), ((path, args), (path, trls))]
+    for first, second in [*pairs, ((path, sequential), (path, sequential, stream()))]:
         assert_equal(*(weights(trained(*given).model) for given in (first, second)))
 
 
@@ -99,33 +102,36 @@ def test_without_options_it_trains_on_a_cpu_by_trls_defaults(tmp_path, checkpoin
     monkeypatch.chdir(tmp_path)
     args = NormAlignTrainer(str(checkpoint), train_dataset=rows(count=2)).args
     assert args.use_cpu == (not torch.accelerator.is_available())
-    assert (args.output_dir, args.learning_rate, args.bf16) == ("model-SFT", 2e-5, half_precision_pays())
+    assert (args.output_dir, args.learning_rate) == ("model-SFT", 2e-5)
+    assert args.bf16 == half_precision_pays()
 
 
 def test_several_gpus_in_one_process_are_refused_before_anything_is_read(tmp_path, model):
     args = options(tmp_path)
     args._n_gpu = 2  # where transformers keeps how many this process sees
     for start in (str(tmp_path / "nothing"), model):
-        with pytest.raises(ValueError, match="sees 2 GPUs.*CUDA_VISIBLE_DEVICES=0.*--num_processes 2"):
+        with pytest.raises(ValueError, match="sees 2 GPUs.*VISIBLE_DEVICES=0.*--num_processes 2"):
             NormAlignTrainer(start, args, train_dataset="not rows")
 
 
-@pytest.mark.parametrize("adapters", [None, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0)], ids=["full", "lora"])
-def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_path, checkpoint, adapters):
-    data = [train_data.llava(f"<image>\nwhat is {i}?", COLOURS[i % 4], f"{COLOURS[i % 4]}.png") for i in range(8)]
-    train_data.images(tmp_path / "data", "white.png")
-    shared = dict(stage="tune", global_batch_size=4, max_steps=3, learning_rate=1e-3, norm_learning_rate=1e-2, seed=3)
-    words = {**SHORT, **shared, "model_name_or_path": checkpoint, "output_dir": tmp_path / "command"}
-    words |= dict(dataset_name=train_data.write_json(tmp_path / "data", data))
-    words |= dict(use_peft=True, lora_r=4, lora_alpha=8, lora_dropout=0) if adapters else {}
-    command, python = main([f"--{name}={value}" for name, value in words.items()]), tmp_path / "python"
+@pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
+def test_the_command_line_and_python_end_with_the_same(tmp_path, checkpoint, use_peft):
+    data, lora = tmp_path / "rows.parquet", dict(lora_alpha=8, lora_dropout=0.0)
+    rows().to_parquet(data)
+    rates = dict(learning_rate=1e-3, norm_learning_rate=1e-2)
+    shared = dict(stage="tune", global_batch_size=4, max_steps=3, seed=3, **rates)
+    words = dict(model_name_or_path=checkpoint, output_dir=tmp_path / "command", dataset_name=data)
+    words |= {**SHORT, **shared}
+    words |= dict(use_peft=True, lora_r=4, **lora) if use_peft else {}
+    command, python = main([f"--{name}={words[name]}" for name in words]), tmp_path / "python"
+    adapters = LoraConfig(r=4, **lora) if use_peft else None
     trained(str(checkpoint), options(python, **shared), peft_config=adapters).save_model()
-    for name in {"adapter_model.safetensors"} if adapters else stored.FILES:
+    for name in {"adapter_model.safetensors"} if use_peft else stored.FILES:
         assert (python / name).read_bytes() == (command / name).read_bytes()
     records = [json.loads((folder / "training.json").read_text()) for folder in (command, python)]
-    for record in records:
-        assert record["data"][0]["used"] == 8
-    for key in ("stage", "arm", "learning_rates", "quantization", "config_changes", "steps_done", "run", "before"):
+    assert [record["data"][0]["used"] for record in records] == [8, 8]
+    same = {"stage", "arm", "learning_rates", "quantization", "config_changes", "steps_done"}
+    for key in same | {"run", "before"}:
         assert records[0][key] == records[1][key], key
     assert records[1]["options"]["model_name_or_path"] == "model"
     assert "8 rows" in (python / "README.md").read_text()
@@ -134,10 +140,11 @@ def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_pa
 def test_every_option_of_trl_arrives(tmp_path):
     accelerator = {"split_batches": True, "gradient_accumulation_kwargs": {"num_steps": 1}}
     given = SFTConfig(
-        **dict(use_cpu=True, bf16=False, output_dir=str(tmp_path), hub_token="secret", report_to=["none"], seed=5),
-        **dict(eval_strategy="steps", optim="sgd", accelerator_config=accelerator, warmup_steps=0.25, max_length=77),
-        **dict(fsdp_config={"min_num_params": 3}, gradient_checkpointing_kwargs={"use_reentrant": True}),
-        **dict(model_init_kwargs={"dtype": "bfloat16"}, train_sampling_strategy="sequential", pad_to_multiple_of=8),
+        **dict(use_cpu=True, bf16=False, output_dir=str(tmp_path), hub_token="secret", seed=5),
+        **dict(eval_strategy="steps", optim="sgd", accelerator_config=accelerator, max_length=77),
+        **dict(fsdp_config={"min_num_params": 3}, report_to=["none"], warmup_steps=0.25),
+        **dict(gradient_checkpointing_kwargs={"use_reentrant": True}, pad_to_multiple_of=8),
+        **dict(model_init_kwargs={"dtype": "bfloat16"}, train_sampling_strategy="sequential"),
     )
     decided = dict(assistant_only_loss=True, hub_strategy="end", logging_nan_inf_filter=False)
     decided |= dict(remove_unused_columns=False, router_aux_loss_coef=0.0)
@@ -145,7 +152,7 @@ def test_every_option_of_trl_arrives(tmp_path):
     assert isinstance(ours, NormAlignConfig) and ours is not given
     for name in (field.name for field in fields(SFTConfig) if field.init):
         assert getattr(ours, name) == decided.get(name, getattr(given, name)), name
-    assert ours.learning_rates(use_peft=False) == dict.fromkeys(("vision", "projector", "norm", "language"), 2e-5)
+    assert {*ours.learning_rates(use_peft=False).values()} == {2e-5}
     plain = TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4)
     assert normalign_config(plain, "").learning_rate == 3e-4
 
@@ -155,20 +162,20 @@ def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpo
     data[2]["messages"][0]["content"][1]["text"] = "long " * 100
 
     def make(collator=None, **given):
-        return NormAlignTrainer(str(checkpoint), options(tmp_path, **given), collator, Dataset.from_list(data))
+        args, given_rows = options(tmp_path, **given), Dataset.from_list(data)
+        return NormAlignTrainer(str(checkpoint), args, collator, given_rows)
 
-    assert len(make().train_dataset) == 4 and "tokens, and the language model has 256 positions" in caplog.text
+    assert len(make().train_dataset) == 4
+    assert "tokens, and the language model has 256 positions" in caplog.text
     report = make(max_length=100).record["data"][0]
     assert (report["valid"], report["dropped"]) == (3, [2])
-    assert "train_dataset: 1 of 4 rows dropped" in caplog.text and "more than max_length 100" in caplog.text
+    assert "train_dataset: 1 of 4 rows dropped" in caplog.text
+    assert "more than max_length 100" in caplog.text
     data[1]["messages"] = data[1]["messages"][:1]
     with pytest.raises(ValueError, match="train_dataset, row 1: it has no assistant turn"):
         make()
     skipping = ConversationCollator(AutoProcessor.from_pretrained(checkpoint), bad_rows="skip")
     assert len(make(skipping).train_dataset) == 3
-
-
-ALL_LINEAR = LoraConfig(r=2, target_modules="all-linear")
 
 
 def test_held_out_rows_and_metrics(tmp_path, checkpoint):
@@ -180,22 +187,24 @@ def test_held_out_rows_and_metrics(tmp_path, checkpoint):
     held_out = {"easy": rows(count=4), "hard": rows(prompt, count=3)}
     args = options(tmp_path, eval_strategy="steps", eval_steps=1)
     trainer = trained(str(checkpoint), args, eval_dataset=held_out, compute_metrics=accuracy)
-    assert (logged(trainer, "eval_easy_rows"), logged(trainer, "eval_hard_rows")) == ([4, 4], [3, 3])
+    assert logged(trainer, "eval_easy_rows") == [4, 4]
+    assert logged(trainer, "eval_hard_rows") == [3, 3]
     inputs = trainer.data_collator(list(trainer.eval_dataset["easy"]))
     with torch.no_grad():
         logits = trainer.model.eval()(**inputs).logits[:, :-1]
     labels = inputs["labels"][:, 1:]
     expected = (logits.argmax(-1) == labels)[labels != -100].float().mean().item()
     fresh = trainer.evaluate(rows(count=4))  # rows as a user has them, given later
-    assert fresh["eval_accuracy"] == pytest.approx(expected) == trainer.predict(rows(count=4)).metrics["test_accuracy"]
+    predicted = trainer.predict(rows(count=4)).metrics
+    assert fresh["eval_accuracy"] == pytest.approx(expected) == predicted["test_accuracy"]
     with pytest.raises(ValueError, match="eval_dataset"):
         trainer.evaluate(Dataset.from_list([{"prompt": "what?"}]))
     trainer.compute_metrics = None
     hard, easy = logged(trainer, "eval_hard_loss")[-1], fresh["eval_loss"]
-    assert trainer.evaluate(trainer.eval_dataset["easy"])["eval_loss"] == pytest.approx(easy, rel=1e-5)
+    losses = [trainer.evaluate(trainer.eval_dataset["easy"])["eval_loss"]]
     trainer.args.dataloader_num_workers, trainer.args.dataloader_persistent_workers = 1, True
-    others = [trainer.evaluate(given)["eval_loss"] for given in (rows(prompt, count=3), rows(count=4))]
-    assert others == pytest.approx([hard, easy], rel=1e-5)
+    losses += [trainer.evaluate(given)["eval_loss"] for given in (rows(prompt, 3), rows(count=4))]
+    assert losses == pytest.approx([easy, hard, easy], rel=1e-5)
 
 
 def test_a_loss_of_ones_own_sees_logits_and_labels(tmp_path, checkpoint):
@@ -204,7 +213,8 @@ def test_a_loss_of_ones_own_sees_logits_and_labels(tmp_path, checkpoint):
         summed = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
         return summed / num_items_in_batch
 
-    ours, own = (trained(str(checkpoint), options(tmp_path), compute_loss_func=given) for given in (None, loss))
+    ours = trained(str(checkpoint), options(tmp_path))
+    own = trained(str(checkpoint), options(tmp_path), compute_loss_func=loss)
     assert logged(own) == pytest.approx(logged(ours), rel=1e-4)
 
 
@@ -214,45 +224,39 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     processor = AutoProcessor.from_pretrained(checkpoint)
     unnamed, four_bits = copy.deepcopy(model), BitsAndBytesConfig(load_in_4bit=True)
     unnamed.name_or_path = ""
-    stream = IterableDataset.from_generator(lambda: map(messages, range(8)))
+    adapted, sgd = get_peft_model(copy.deepcopy(model), ALL_LINEAR), torch.optim.SGD
+    by_length, prefix = dict(train_sampling_strategy="group_by_length"), PrefixTuningConfig
     for message, args, given in (
         ("is a 'llava' model. Make a NormAlign-LLaVA of it", {}, dict(model=stock)),
-        ("is of arm 'gwc'. To train arm 'unit', give its path", dict(arm="unit"), {}),
+        ("is of arm 'gwc'. To train 'unit', give its path", dict(arm="unit"), {}),
         ("Give a LlavaProcessor", {}, dict(processing_class=processor.tokenizer)),
         ("The model names no folder with its processor", {}, dict(model=unnamed)),
         ("for a model loaded here", {}, dict(quantization_config=four_bits)),
         ("padding_free needs a Conv", dict(padding_free=True), dict(data_collator=list)),
-        ("train_dataset is a list. Give a Dataset, as Dataset.from_list", {}, dict(train_dataset=[messages(1)])),
-        ("no length. Set max_steps", dict(max_steps=-1), dict(train_dataset=stream)),
-        ("need the lengths of rows", dict(train_sampling_strategy="group_by_length"), dict(train_dataset=stream)),
-        ("PrefixTuningConfig. Give a LoraConfig", {}, dict(peft_config=PrefixTuningConfig(num_virtual_tokens=2))),
-        ("but its learning rate is 0", dict(language_learning_rate=0.0), dict(peft_config=ALL_LINEAR)),
-        ("Give optimizer_cls_and_kwargs", {}, dict(optimizers=(torch.optim.SGD(model.parameters()), None))),
-        ("has adapters. .* merge them first", {}, dict(model=get_peft_model(copy.deepcopy(model), ALL_LINEAR))),
+        ("train_dataset is a list. Give a Dataset", {}, dict(train_dataset=[messages(1)])),
+        ("no length. Set max_steps", dict(max_steps=-1), dict(train_dataset=stream())),
+        ("need the lengths of rows", by_length, dict(train_dataset=stream())),
+        ("Tuning.*. Give a LoraConfig", {}, dict(peft_config=prefix(num_virtual_tokens=2))),
+        ("its learning rate is 0", dict(language_learning_rate=0.0), dict(peft_config=ALL_LINEAR)),
+        ("Give optimizer_cls_and_kwargs", {}, dict(optimizers=(sgd(model.parameters()), None))),
+        ("has adapters. .* merge them first", {}, dict(model=adapted)),
     ):
+        given = {"model": model, "train_dataset": rows(), **given}
         with pytest.raises((ValueError, TypeError), match=message):
-            NormAlignTrainer(**{"model": model, "args": options(tmp_path, **args), "train_dataset": rows(), **given})
+            NormAlignTrainer(args=options(tmp_path, **args), **given)
     trained(unnamed, options(tmp_path), processing_class=processor).save_model()
-    assert NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path).config.model_type == "normalign_llava"
+    saved = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert saved.config.model_type == "normalign_llava"
 
 
-def chart(number: int) -> dict:
-    """A row of ChartQA."""
-    image = Image.new("RGB", (20, 20), COLOURS[number % 4])
-    return {"image": image, "query": f"what is {number}?", "label": [COLOURS[number % 4]]}
-
-
-def test_a_collator_of_ones_own_gets_rows_of_any_columns_as_stock_sfttrainer_trains_them(tmp_path, checkpoint, caplog):
+def test_another_collator_gets_rows_of_any_columns_as_from_sfttrainer(tmp_path, checkpoint, caplog):
     processor = AutoProcessor.from_pretrained(checkpoint)
 
     def collate(examples):
         """That of TRL's tutorials: every token but padding and image tokens is a label."""
         texts = []
         for example in examples:
-            question = [{"type": "image"}, {"type": "text", "text": example["query"]}]
-            answer = [{"type": "text", "text": example["label"][0]}]
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            texts.append(processor.apply_chat_template(turns))
+            texts.append(processor.apply_chat_template(turns(example["query"], *example["label"])))
         images = [[example["image"]] for example in examples]
         batch = processor(text=texts, images=images, return_tensors="pt", padding=True)
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -260,14 +264,14 @@ def test_a_collator_of_ones_own_gets_rows_of_any_columns_as_stock_sfttrainer_tra
 
     shared = dict(eval_strategy="steps", eval_steps=1, train_sampling_strategy="sequential")
     shared |= dict(dataset_kwargs={"skip_prepare_dataset": True})
-    theirs = SFTConfig(str(tmp_path), **SHORT, **shared, remove_unused_columns=False, max_length=None)
+    whole = dict(remove_unused_columns=False, max_length=None)
+    theirs = SFTConfig(str(tmp_path), **SHORT, **shared, **whole)
     ours, charts = options(tmp_path, **shared), rows(chart)
-    stream = IterableDataset.from_generator(lambda: map(chart, range(8)))
     losses = {}
     for name, trainer_class, args, data in (
         ("stock", SFTTrainer, theirs, charts),
         ("memory", NormAlignTrainer, theirs, charts),
-        ("stream", NormAlignTrainer, ours, stream),
+        ("stream", NormAlignTrainer, ours, stream(chart)),
     ):
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
         trainer = trainer_class(model, args, collate, data, data, processing_class=processor)

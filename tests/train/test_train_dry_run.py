@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted before training: parameters, memory, and what a dry run needs, writes and proposes."""
+"""What is counted before training: parameters, memory; what a dry run needs, writes, proposes."""
 
 import shutil
 from functools import partial
@@ -20,6 +20,7 @@ from normalign_llava.train.run import remedy
 
 
 pytestmark = pytest.mark.slow
+RATES = {"vision": 2e-6, "projector": 1e-3, "norm": 3e-4, "language": 2e-5}
 
 
 def dry_run(*words):
@@ -28,7 +29,7 @@ def dry_run(*words):
     return done.exit_code, " ".join(done.output.split())
 
 
-def test_a_dry_run_reads_no_weights_and_writes_nothing_and_finds_what_stops_training(tmp_path, parts):
+def test_a_dry_run_reads_no_weights_writes_nothing_and_finds_faults(tmp_path, parts):
     checkpoint = tmp_path / "without-weights"
     shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors*"))
     file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
@@ -36,37 +37,37 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing_and_finds_what_stops_trai
     status, shown = dry_run(file, "--device_memory", "24GiB")
     assert status == 0 and "Without gradient checkpointing: " in shown and "activations" in shown
     assert "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
-    least = ["--per_device_train_batch_size", "1", "--gradient_checkpointing", "--load_in_4bit", "--dtype", "bfloat16"]
-    status, shown = dry_run(file, "--device_memory", "1GiB", "--stage", "align", *least)
-    assert status == 1 and "Does not fit" in shown
-    assert "Nothing that was tried fits" in shown
+    least = ["--per_device_train_batch_size", "1", "--gradient_checkpointing", "--load_in_4bit"]
+    least += ["--dtype", "bfloat16", "--stage", "align", "--device_memory", "1GiB"]
+    status, shown = dry_run(file, *least)
+    assert status == 1 and "Does not fit" in shown and "Nothing that was tried fits" in shown
     assert sorted(tmp_path.rglob("*")) == before
     (checkpoint / "pytorch_model.bin").write_bytes(b"")
-    for words, message in (
-        (["--global_batch_size", "3"], "3 is not a multiple"),
-        ([], "has no weights in safetensors"),
-    ):
+    faults = {"3 is not a multiple": ["--global_batch_size", "3"], "has no weights in safe": []}
+    for message, words in faults.items():
         status, shown = dry_run(file, *words)
         assert status == 1 and message in shown
 
 
 @pytest.mark.parametrize("options", [{}, dict(use_peft=True, load_in_4bit=True, dtype="bfloat16")])
-def test_shapes_alone_take_what_loaded_weights_take_and_checkpointing_is_asked_about(checkpoint, tmp_path, options):
-    without, checkpointed = (
-        training.trainer(tmp_path, checkpoint, dry_run=True, gradient_checkpointing=value, **options)
-        for value in (False, True)
-    )
-    assert all(parameter.is_meta for name, parameter in without.model.named_parameters() if ".norm." not in name)
+def test_shapes_alone_take_what_weights_take_checkpointed_or_not(checkpoint, tmp_path, options):
+    def dry(**own):
+        return training.trainer(tmp_path, checkpoint, dry_run=True, **options, **own)
+
+    without, checkpointed = dry(), dry(gradient_checkpointing=True)
+    named = without.model.named_parameters()
+    assert all(parameter.is_meta for name, parameter in named if ".norm." not in name)
     more, less = without.estimate_memory(), checkpointed.estimate_memory()
     assert less.total < more.total
     for trainer in (without, checkpointed, without):
         assert trainer.estimate_memory(True) == less
         assert trainer.estimate_memory(False) == more
-    loaded = training.trainer(tmp_path, checkpoint, **options)  # later, so that nothing of the others remains
-    assert without.facts["modules"] == loaded.facts["modules"] and loaded.estimate_memory() == more
+    loaded = training.trainer(tmp_path, checkpoint, **options)
+    assert without.facts["modules"] == loaded.facts["modules"]
+    assert loaded.estimate_memory() == more
     if not options:
-        assert more.parts["weights"] == sum(x.nbytes for x in [*loaded.model.parameters(), *loaded.model.buffers()])
-        frozen = training.trainer(tmp_path, checkpoint, dry_run=True, vision_learning_rate=0.0).estimate_memory(False)
+        assert more.parts["weights"] == stored_bytes(loaded.model)
+        frozen = dry(vision_learning_rate=0.0).estimate_memory(False)
         assert frozen.parts["activations"] < more.parts["activations"]
 
 
@@ -85,8 +86,9 @@ def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
 
 
 def test_the_longest_rows_decide_and_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
-    rows = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda number: 1 + number % 4)
-    options = dict(dry_run=True, vision_learning_rate=0.0, language_learning_rate=0.0, gradient_accumulation_steps=2)
+    rows = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda row: 1 + row % 4)
+    frozen = dict(vision_learning_rate=0.0, language_learning_rate=0.0)
+    options = dict(dry_run=True, gradient_accumulation_steps=2, **frozen)
     trainer = training.trainer(tmp_path, checkpoint, rows, **options)
     batch = largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
     assert batch["input_ids"].shape == (2, max(rows["length"]))
@@ -105,10 +107,10 @@ def test_the_longest_rows_decide_and_the_batches_of_a_step_wait_in_memory(checkp
 
 def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
     def make(words, size=2**30):
-        given = dict(zip(words[::2], words[1::2], strict=True))
-        options = {name.removeprefix("--"): yaml.safe_load(value) for name, value in given.items()}
-        options = {"per_device_train_batch_size": 4, "global_batch_size": 8, **options}
-        memory = f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"  # with what is kept free, rounded up a little
+        options = {"per_device_train_batch_size": 4, "global_batch_size": 8}
+        for name, value in zip(words[::2], words[1::2], strict=True):
+            options[name.removeprefix("--")] = yaml.safe_load(value)
+        memory = f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"  # rounded up, with what is kept free
         return training.trainer(tmp_path, checkpoint, device_memory=memory, dry_run=True, **options)
 
     def answer(size, *words):
@@ -121,61 +123,69 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
     checkpointing, adapters = ["--gradient_checkpointing", "true"], ["--use_peft", "true"]
     for words in (two, one):
         assert answer(total(*words)).startswith(f"Would fit: {' '.join(words)}. Fits")
-    assert answer(total(*one, *checkpointing), *one).startswith("Would fit: --gradient_checkpointing true. Fits")
     less = [*one, *checkpointing]
+    assert answer(total(*less), *one).startswith("Would fit: --gradient_checkpointing true. Fits")
     assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
     tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
     assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")
 
 
-RATES = {"vision": 2e-6, "projector": 1e-3, "norm": 3e-4, "language": 2e-5}
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Wide enough for bitsandbytes to keep states in 8 bits, and for 4-bit layers of several blocks."""
-    return training.checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=192, head_dim=64)
+    """Wide enough for bitsandbytes' states in 8 bits, and for 4-bit layers of several blocks."""
+    sizes = dict(hidden_size=128, intermediate_size=192, head_dim=64)
+    return training.checkpoint(tmp_path_factory.mktemp("wide"), **sizes)
 
 
 def table(model, rates=RATES):
     return {row["module"]: row for row in modules(model, rates)}
 
 
-def elements(model, *pieces: str) -> int:
-    return sum(p.numel() for name, p in model.named_parameters() if any(piece in name for piece in pieces))
+def column(rows, key="parameters") -> list:
+    return [row[key] for row in rows.values()]
+
+
+def elements(model, piece: str) -> int:
+    return sum(value.numel() for name, value in model.named_parameters() if piece in name)
+
+
+def stored_bytes(model) -> int:
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
 
 
 def test_every_parameter_counts_in_its_module_at_its_learning_rate(checkpoint, tmp_path):
     model = training.trainer(tmp_path, checkpoint, vision_learning_rate=0.0).model
     rows = table(model, {**RATES, "vision": 0.0})
     assert rows["vision tower"]["parameters"] == elements(model, "vision_tower")
-    assert rows["projector"]["parameters"] == elements(model, "linear_1", "linear_2") == 16 * 32 + 32 + 32 * 32 + 32
+    assert rows["projector"]["parameters"] == 16 * 32 + 32 + 32 * 32 + 32
     assert rows["norm"]["parameters"] == 2 * 32
-    assert sum(row["parameters"] for row in rows.values()) == model.num_parameters()
-    assert sum(row["trained"] for row in rows.values()) == model.num_parameters(only_trainable=True)
+    assert sum(column(rows)) == model.num_parameters()
+    assert sum(column(rows, "trained")) == model.num_parameters(only_trainable=True)
     assert rows["vision tower"]["trained"] == 0
-    assert [row["learning_rate"] for row in rows.values()] == [0.0, 1e-3, 3e-4, 2e-5]
+    assert column(rows, "learning_rate") == [0.0, 1e-3, 3e-4, 2e-5]
 
     model = training.trainer(tmp_path, checkpoint, use_peft=True).model
     adapted = table(model)
+    assert sum(column(adapted, "trained")) == model.get_nb_trainable_parameters()[0]
     adapters = adapted.pop("adapters")
-    assert [row["parameters"] for row in adapted.values()] == [row["parameters"] for row in rows.values()]
+    assert column(adapted) == column(rows)
     assert adapters["parameters"] == adapters["trained"] == elements(model, "lora_")
     assert adapters["learning_rate"] == 2e-5 and adapted["language model"]["trained"] == 0
-    trained = sum(row["trained"] for row in (*adapted.values(), adapters))
-    assert trained == model.get_nb_trainable_parameters()[0]
 
 
 def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
-    load = partial(NormAlignLlavaForConditionalGeneration.from_pretrained, wide, dtype=torch.bfloat16)
-    nf4 = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    load = partial(NormAlignLlavaForConditionalGeneration.from_pretrained, wide, dtype="bfloat16")
+    nf4 = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    nf4["bnb_4bit_compute_dtype"] = torch.bfloat16
     plain, model = load(), load(quantization_config=BitsAndBytesConfig(load_in_4bit=True, **nf4))
-    found, expected = table(model), table(plain)
-    assert [row["parameters"] for row in found.values()] == [row["parameters"] for row in expected.values()]
-    assert found["language model"]["dtypes"] == ["nf4", "bfloat16"] and found["norm"]["dtypes"] == ["float32"]
+    found = table(model)
+    assert column(found) == column(table(plain))
+    assert found["language model"]["dtypes"] == ["nf4", "bfloat16"]
+    assert found["norm"]["dtypes"] == ["float32"]
     arguments = training.trainer(tmp_path, wide).args
-    linears = [p.numel() for n, p in plain.model.language_model.named_parameters() if n.endswith("_proj.weight")]
-    # Half a byte each; a byte for every 64, whose constants are a float for every 256; two tables of floats.
+    named = plain.model.language_model.named_parameters()
+    linears = [value.numel() for name, value in named if name.endswith("_proj.weight")]
+    # Half a byte, a byte for every 64, of these a float for every 256; two tables of floats.
     quantized = sum(n // 2 + n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 for n in linears)
     expected_bytes = static_bytes(plain, arguments)["weights"] - 2 * sum(linears) + quantized
     assert static_bytes(model, arguments)["weights"] == expected_bytes
@@ -189,13 +199,12 @@ class Bytes(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "use_peft"),
-    [("adamw_torch_fused", False), ("adamw_8bit", False), ("adafactor", False), ("paged_adamw_32bit", True)],
+    "optimizer", ["adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_32bit"]
 )
-def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer, use_peft):
+def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer):
     counted = Bytes()
-    options = dict(optim=optimizer, use_peft=use_peft, max_steps=1, vision_learning_rate=0.0)
-    trainer = training.trainer(tmp_path, wide, **options)
+    options = dict(optim=optimizer, use_peft="paged" in optimizer, max_steps=1)
+    trainer = training.trainer(tmp_path, wide, vision_learning_rate=0.0, **options)
     trainer.add_callback(counted)
     found = static_bytes(trainer.model, trainer.args)
     trainer.train()
@@ -206,6 +215,5 @@ def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, opti
         for name, value in state.items()
         if torch.is_tensor(value) and value.dim() and not name.startswith("qmap")
     )
-    weights = sum(tensor.nbytes for tensor in [*trainer.model.parameters(), *trainer.model.buffers()])
-    assert found["weights"] + found["adapters"] == weights
+    assert found["weights"] + found["adapters"] == stored_bytes(trainer.model)
     assert (found["gradients"], found["optimizer"]) == (counted.gradients, states)

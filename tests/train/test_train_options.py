@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options and recipes: what they stand for, what is refused and why, and the page that is made from them."""
+"""Options and recipes: what they stand for, what is refused and why, and their page."""
 
 import dataclasses
 import importlib.util
@@ -16,6 +16,9 @@ from normalign_llava.train.prepare import accumulation_steps
 
 
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
+UNSEEDED = {"use_seedable_sampler": False}
+FIELDS = dataclasses.fields(TrainingOptions)
+REFUSALS = {one.name: one.default for one in FIELDS if one.metadata["help"].startswith(REFUSED)}
 
 
 def options(tmp_path, *words, **recipe):
@@ -29,22 +32,26 @@ def config(folder, **options) -> NormAlignConfig:
     return NormAlignConfig(**{"output_dir": str(folder), "bf16": False, "use_cpu": True, **options})
 
 
-# -------------------------------------------------------------------------------------------------- stages and recipes
+def rates(args, use_peft=False) -> list[float]:
+    """Those of vision tower, projector, norm and language model."""
+    return [*args.learning_rates(use_peft).values()]
+
+
 def test_the_stages_are_the_papers(tmp_path):
     align, tune = (options(tmp_path, stage=stage) for stage in ("align", "tune"))
-    assert align.learning_rates(use_peft=False) == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
-    assert tune.learning_rates(use_peft=False) == {"vision": 2e-6, "projector": 1e-5, "norm": 1e-5, "language": 1e-5}
+    assert (rates(align), rates(tune)) == ([0.0, 1e-3, 1e-3, 0.0], [2e-6, 1e-5, 1e-5, 1e-5])
     sizes = [(args.global_batch_size, args.per_device_train_batch_size) for args in (align, tune)]
     assert sizes == [(256, 2), (128, 1)]
-    assert (align.lr_scheduler_type, align.warmup_steps, align.weight_decay) == ("cosine", 0.03, 0.0)
-    assert (align.seed, align.num_train_epochs, align.max_length) == (42, 1.0, 2048)
+    assert (align.lr_scheduler_type, align.warmup_steps, align.seed) == ("cosine", 0.03, 42)
+    assert (align.weight_decay, align.num_train_epochs, align.max_length) == (0.0, 1.0, 2048)
     assert (align.save_steps, align.save_total_limit) == (0.1, 2)
     best = dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=100)
     assert config(tmp_path, stage="tune", **best).save_steps == 500  # a multiple of eval_steps
-    python, stock = config(tmp_path, stage="align"), SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
-    assert (python.global_batch_size, python.learning_rates(False)) == (256, align.learning_rates(False))
-    for name in ("learning_rate", "per_device_train_batch_size", "warmup_steps", "seed", "lr_scheduler_type"):
-        assert getattr(config(tmp_path), name) == getattr(stock, name)
+    python = config(tmp_path, stage="align")
+    assert (python.global_batch_size, rates(python)) == (256, rates(align))
+    ours, stock = config(tmp_path), SFTConfig(str(tmp_path), bf16=False, use_cpu=True)
+    names = ("per_device_train_batch_size", "lr_scheduler_type", "learning_rate", "warmup_steps")
+    assert all(getattr(ours, name) == getattr(stock, name) for name in (*names, "seed"))
 
 
 @pytest.mark.parametrize("words", [[], ["--stage", "align"]])
@@ -56,11 +63,12 @@ def test_a_recipe_overrides_the_stage_and_the_command_line_the_recipe(tmp_path, 
 
 
 def test_under_tune_adapters_have_learning_rates_of_their_own(tmp_path):
-    args = options(tmp_path, stage="tune", use_peft=True)
-    assert args.learning_rates(use_peft=True) == {"vision": 0.0, "projector": 2e-5, "norm": 2e-5, "language": 2e-4}
-    args = options(tmp_path, stage="tune", use_peft=True, learning_rate=1e-3, norm_learning_rate=1e-4)
-    assert args.learning_rates(use_peft=True) == {"vision": 0.0, "projector": 1e-3, "norm": 1e-4, "language": 1e-3}
-    assert options(tmp_path, use_peft=True).learning_rates(use_peft=True)["language"] == 2e-5  # TRL's
+    for own, expected in (
+        (dict(stage="tune"), [0.0, 2e-5, 2e-5, 2e-4]),
+        (dict(stage="tune", learning_rate=1e-3, norm_learning_rate=1e-4), [0.0, 1e-3, 1e-4, 1e-3]),
+        ({}, [0.0, 2e-5, 2e-5, 2e-5]),  # TRL's
+    ):
+        assert rates(options(tmp_path, use_peft=True, **own), use_peft=True) == expected
 
 
 @pytest.mark.parametrize("name", sorted(entry.name for entry in RECIPES.iterdir()))
@@ -69,65 +77,71 @@ def test_recipes_are_read_and_say_nothing_that_is_the_default(name):
     recipe = yaml.safe_load(file.read_text())
     complete = [] if "model_name_or_path" in recipe else BASE[:4]
     parsed = parse([str(file), *complete, "--bf16", "false"])
-    stage = parse(["--stage", recipe["stage"], *BASE, *(["--use_peft"] if recipe.get("use_peft") else [])])
+    stage = parse(["--stage", recipe["stage"], "--use_peft", str("use_peft" in recipe), *BASE])
     for key, value in recipe.items():
-        read, default = (next(getattr(part, key) for part in parts if key in vars(part)) for parts in (parsed, stage))
+        place = next(place for place, part in enumerate(parsed) if key in vars(part))
+        read, default = getattr(parsed[place], key), getattr(stage[place], key)
         assert read == pytest.approx(value) if isinstance(value, float) else read == value, key
         assert read != default or key in ("stage", "use_peft"), f"{key} is the default"
 
 
-# ------------------------------------------------------------------------------------------ what follows from the rest
-@pytest.mark.parametrize(
-    ("total", "rows", "world", "accumulation", "expected"),
-    [(256, 2, 64, 1, 2), (128, 1, 32, 1, 4), (256, 2, 1, 1, 128), (16, 8, 1, 2, 2), (None, 8, 2, 3, 3)],
-)
-def test_accumulation_keeps_the_global_batch(tmp_path, total, rows, world, accumulation, expected):
-    sizes = dict(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
-    args = config(tmp_path, global_batch_size=total, **sizes)
-    assert args.world_size == 1 and accumulation_steps(args, world_size=world) == expected
+def batches(folder, total, rows, accumulation, **options) -> NormAlignConfig:
+    options |= dict(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
+    return config(folder, global_batch_size=total, **options)
+
+
+def test_accumulation_keeps_the_global_batch(tmp_path):
+    cases = [(256, 2, 64, 1, 2), (128, 1, 32, 1, 4), (256, 2, 1, 1, 128), (16, 8, 1, 2, 2)]
+    for total, rows, world, accumulation, expected in [*cases, (None, 8, 2, 3, 3)]:
+        args = batches(tmp_path, total, rows, accumulation)
+        assert args.world_size == 1 and accumulation_steps(args, world_size=world) == expected
 
 
 def test_a_global_batch_that_does_not_divide_is_refused(tmp_path):
-    args = config(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, global_batch_size=16)
-    with pytest.raises(ValueError, match=r"16 is not a multiple of .* 2 x 3 process\(es\) = 6"):
+    args = batches(tmp_path, 16, 2, accumulation=4)
+    with pytest.raises(ValueError, match=r"16 is not a multiple of .* 2 x 3 process\(es\)"):
         accumulation_steps(args, world_size=3)
-    with pytest.raises(ValueError, match="Leave gradient_accumulation_steps out: it is derived, and would be 8"):
+    with pytest.raises(ValueError, match="4 contradicts .* 16. Leave gradient_.* out: 8 would"):
         accumulation_steps(args)
     num_steps = {"gradient_accumulation_kwargs": {"num_steps": 2}}
     for change in ({"split_batches": True}, {"dispatch_batches": True}, num_steps):
-        with pytest.raises(ValueError, match="accelerator_config's .* would change the rows in an optimizer step"):
-            accumulation_steps(config(tmp_path, global_batch_size=8, accelerator_config=change))
+        with pytest.raises(ValueError, match="accelerator_config would change the rows in a step"):
+            accumulation_steps(batches(tmp_path, 8, 2, 1, accelerator_config=change))
 
 
 @pytest.mark.parametrize(("ratio", "pays"), [(0.3, True), (5.0, False)])
-def test_precision_follows_the_machine_unless_it_is_given(tmp_path, monkeypatch, processor, ratio, pays):
+def test_precision_follows_the_machine_or_an_option(tmp_path, monkeypatch, processor, ratio, pays):
     processor(ratio)
     words = [*BASE[:4], "--output_dir", str(tmp_path), "--use_cpu"]
-    args = parse(words)[1]
-    assert (args.bf16, args.fp16, args.mixed_precision) == (pays, False, "bf16" if pays else "no")
+
+    def parsed(*more) -> tuple:
+        args = parse([*words, *more])[1]
+        return args.bf16, args.fp16, args.mixed_precision
+
+    assert parsed() == (pays, False, "bf16" if pays else "no")
     for bf16 in (True, False):
-        assert parse([*words, "--bf16", str(bf16)])[1].bf16 is config(tmp_path, bf16=bf16).bf16 is bf16
+        assert parsed("--bf16", str(bf16))[0] is config(tmp_path, bf16=bf16).bf16 is bf16
     assert not config(tmp_path, bf16=None, fp16=True).bf16
     for name in ("bf16", "fp16"):  # in a configuration of accelerate
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
-        args = parse(words)[1]
-        assert (args.bf16, args.fp16, args.mixed_precision) == (name == "bf16", name == "fp16", name)
+        assert parsed() == (name == "bf16", name == "fp16", name)
 
 
 @pytest.mark.parametrize("schedule", WITHOUT_WARMUP)
 def test_a_schedule_without_warm_up_has_none(tmp_path, schedule):
-    more = {"eval_strategy": "steps", "eval_steps": 5}  # for those that follow the loss on held-out rows
-    assert config(tmp_path, stage="tune", lr_scheduler_type=schedule, **more).get_warmup_steps(120) == 0
-    with pytest.raises(ValueError, match="lr_scheduler_type has no warm-up. Leave warmup_steps 4 out"):
-        config(tmp_path, lr_scheduler_type=schedule, warmup_steps=4, **more)
-    assert config(tmp_path, stage="tune", lr_scheduler_type="constant_with_warmup").get_warmup_steps(120) == 4
+    held_out = dict(eval_strategy="steps", eval_steps=5)  # which some schedules follow
+    for name, steps in ((schedule, 0), ("constant_with_warmup", 4)):
+        args = config(tmp_path, stage="tune", lr_scheduler_type=name, **held_out)
+        assert args.get_warmup_steps(120) == steps
+    with pytest.raises(ValueError, match="scheduler_type has no warm-up. Leave warmup_steps out"):
+        config(tmp_path, lr_scheduler_type=schedule, warmup_steps=4, **held_out)
 
 
-def test_batches_are_read_by_a_process_for_each_other_core_and_by_none_on_a_cpu(tmp_path, monkeypatch):
+def test_batches_are_read_by_all_other_cores_and_by_none_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    for own, number in (({}, 0), ({"dataloader_num_workers": 2}, 2)):
+    for own, expected in (({}, (0, False)), ({"dataloader_num_workers": 2}, (2, True))):
         args = config(tmp_path, **own)
-        assert (args.dataloader_num_workers, args.dataloader_persistent_workers) == (number, number > 0)
+        assert (args.dataloader_num_workers, args.dataloader_persistent_workers) == expected
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"  # threads of their tokenizers
     for cores, processes, expected in ((1, 1, 0), (2, 1, 1), (64, 1, 8), (64, 16, 3)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
@@ -135,7 +149,6 @@ def test_batches_are_read_by_a_process_for_each_other_core_and_by_none_on_a_cpu(
         assert config(tmp_path, use_cpu=False).dataloader_num_workers == expected
 
 
-# --------------------------------------------------------------------------------------------------- what is refused
 def test_the_page_has_the_help_and_the_refusals_of_the_fields():
     assert page_from_fields(PAGE.read_text()) == PAGE.read_text(), "run tests/helpers/documented.py"
 
@@ -148,22 +161,22 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
         (dict(norm_learning_rate=-1), "norm_learning_rate must be at least 0, got -1"),
         (dict(learning_rate=float("nan")), "learning_rate must be at least 0, got nan"),
         (dict(global_batch_size=0), "global_batch_size must be at least 1, got 0"),
-        (dict(save_steps=0), "save_steps 0 would save nothing. .* save_strategy: no"),
-        (dict(max_steps=0), "max_steps 0 would train for all epochs. Give 1 or more, or leave it out"),
+        (dict(save_steps=0), "save_steps 0 saves nothing. Use save_strategy: no"),
+        (dict(max_steps=0), "max_steps 0 would train for all epochs. Leave it out"),
         (dict(report_to="nothing"), "report_to 'nothing' is not installed"),
         (dict(test_split_size=2), "between 0 and 1, got 2"),
-        (dict(test_split_size=0.1), "test_split_size needs eval_strategy steps or epoch. Set that, or leave"),
+        (dict(test_split_size=0.1), "test_split_size needs eval_strategy. Set steps or epoch, or"),
         (dict(do_eval=True), "do_eval alone evaluates nothing. Set eval_strategy"),
-        (dict(padding_free=True, neftune_noise_alpha=5.0), "neftune_noise_alpha cannot be used with padding_free"),
-        (dict(packing=True, pad_to_multiple_of=8), "pad_to_multiple_of cannot be used with packing"),
-        (dict(packing=True, train_sampling_strategy="batch_rebalance"), "batch_rebalance cannot be used with packing"),
-        (dict(packing=True, average_tokens_across_devices=False), "average_tokens_across_devices false cannot"),
-        (dict(packing=True, accelerator_config={"use_seedable_sampler": False}), "use_seedable_sampler false cannot"),
-        (dict(lora_r=4), "lora_r: adapters are trained with use_peft alone"),
-        (dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type: nothing is quantized without load_in_4bit"),
-        (dict(bnb_4bit_quant_storage="uint8"), "bnb_4bit_quant_storage cannot be used here: .*FSDP"),
+        (dict(padding_free=True, neftune_noise_alpha=5.0), "_alpha cannot .* with padding_free"),
+        (dict(packing=True, pad_to_multiple_of=8), "pad_to_multiple_of cannot be .* with packing"),
+        (dict(packing=True, train_sampling_strategy="batch_rebalance"), "batch_rebalance cannot"),
+        (dict(packing=True, average_tokens_across_devices=False), "_across_devices false cannot"),
+        (dict(packing=True, accelerator_config=UNSEEDED), "use_seedable_sampler false cannot"),
+        (dict(lora_r=4), "lora_r is for adapters. Add --use_peft"),
+        (dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is for 4 bits. Add --load_in_4bit"),
+        (dict(bnb_4bit_quant_storage="uint8"), "_quant_storage cannot be used here: .*FSDP"),
         (dict(datasets=[{"path": "a"}]), "Give dataset_name .* or datasets .*, not both"),
-        (dict(learing_rate=1), "no option --learing_rate 1. `normalign train --help-all` lists the options"),
+        (dict(learing_rate=1), "no option --learing_rate 1. `normalign train --help-all` lists"),
     ],
 )
 def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
@@ -171,19 +184,16 @@ def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
         options(tmp_path, **recipe)
 
 
-FIELDS = {field.name: field for field in dataclasses.fields(TrainingOptions)}
-REFUSALS = {name: field for name, field in FIELDS.items() if field.metadata["help"].startswith(REFUSED)}
-
-
 def test_defaults_of_refused_options_are_those_of_trl():
     theirs = {field.name: field.default for field in dataclasses.fields(SFTConfig)}
-    changed = {"assistant_only_loss", "hub_strategy", "remove_unused_columns", "router_aux_loss_coef"}
-    assert {name for name, field in REFUSALS.items() if field.default != theirs.get(name)} == changed
+    changed = {name for name, default in REFUSALS.items() if default != theirs.get(name)}
+    ours = {"assistant_only_loss", "remove_unused_columns"}
+    assert changed == ours | {"hub_strategy", "router_aux_loss_coef"}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
-    default = FIELDS[name].default
+    default = REFUSALS[name]
     others = {"completion_only_loss": (True, False), "include_num_input_tokens_seen": (True, "all")}
     others["hub_strategy"] = ("every_save", "checkpoint", "all_checkpoints")
     for other in others.get(name, ({"a": 1}, "other") if default is None else (not default,)):
@@ -195,15 +205,15 @@ def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("section", "own", "error"),
     [
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {}, "'optimizer' .*; the option is optim"),
-        ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler' .*; the option is lr_scheduler_type"),
-        ({"torch_autocast": {"enabled": True}}, {}, "'torch_autocast' .*; the option is bf16"),
+        ({"optimizer": {"type": "AdamW"}}, {}, "'optimizer' would undo optim"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler' would undo lr_scheduler_type"),
+        ({"torch_autocast": {"enabled": True}}, {}, "'torch_autocast' would undo bf16"),
         ({"bf16": {"enabled": True}}, {}, "bf16 is True in DeepSpeed's configuration. Remove it"),
         ({}, {"fp16": True}, "fp16 would round the gain under DeepSpeed. Use bf16"),
         ({}, {"bad_steps": "skip"}, "bad_steps cannot be 'skip' with DeepSpeed"),
     ],
 )
-def test_a_deepspeed_configuration_that_contradicts_options_is_refused(tmp_path, section, own, error):
+def test_a_deepspeed_configuration_that_undoes_options_is_refused(tmp_path, section, own, error):
     zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", **section}
     with pytest.raises(ValueError, match=error):
         config(tmp_path, deepspeed=zero, **own)

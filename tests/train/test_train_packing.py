@@ -1,7 +1,8 @@
-"""Batches without padding: the same losses and gradients, and passes of nearly equal numbers of tokens."""
+"""Batches without padding: the same losses and gradients, and passes of nearly equal size."""
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,51 +15,55 @@ from torch.utils.data import BatchSampler
 from transformers import AutoProcessor, Gemma2Config, Lfm2Config, OPTConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.collator import BalancedSampler, ConversationCollator, PackedAttentionCheck, balanced
+from normalign_llava.train import collator
 
 
-# ------------------------------------------------------------------------------------------------------------- batches
-IMAGES = [1, 0, 2, 1]
-"""Images in each row of the batch."""
+IMAGES = [1, 0, 2, 1]  # in the rows of a batch
+OPTIONS = dict(global_batch_size=6, max_steps=5, probe_steps=[0])
+# AdamW would divide gradients that are 0 but for rounding by their own size.
+OPTIONS |= dict(eval_strategy="steps", eval_steps=5, optim="sgd", learning_rate=0.1)
+BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
+LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
 
 
 def batches(checkpoint, images=IMAGES):
     """The same rows padded, and without padding."""
-    processor, rows = AutoProcessor.from_pretrained(checkpoint), training.rows(len(images), images.__getitem__)
-    return [ConversationCollator(processor, padding_free=free)(list(rows)) for free in (False, True)]
+    padded = collator.ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
+    rows = list(training.rows(len(images), images.__getitem__))
+    return [collate(rows) for collate in (padded, replace(padded, padding_free=True))]
 
 
 def losses(model, batch):
     """The sum of the loss over each row, `(rows,)`."""
     labels, positions = batch.pop("labels"), batch.get("position_ids")
-    logits = model(**batch, use_cache=False).logits
-    each = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+    values = functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="none")
     if positions is None:
-        return each.view(len(labels), -1).sum(1)
-    rows = (positions[0] == 0).cumsum(0) - 1  # of each token
-    return torch.zeros(rows[-1] + 1).index_add(0, rows, functional.pad(each, (1, 0)))
+        return values.view(len(labels), -1).sum(1)
+    rows = (positions[0] == 0).cumsum(0) - 1  # of every token
+    return torch.zeros(rows[-1] + 1).index_add(0, rows, functional.pad(values, (1, 0)))
 
 
 def loaded(checkpoint, attention="sdpa"):
     torch.manual_seed(0)
-    return NormAlignLlavaForConditionalGeneration.from_pretrained(
-        checkpoint, attn_implementation={"text_config": attention}
-    )
+    how = {"attn_implementation": {"text_config": attention}}
+    return NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, **how)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention, images", [("sdpa", IMAGES), ("eager", IMAGES), ("sdpa", [0, 0, 0])])
-def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, attention, images):
-    model, sums, gradients = loaded(checkpoint, attention), [], []
+@pytest.mark.parametrize("kind, images", [("sdpa", IMAGES), ("eager", IMAGES), ("sdpa", [0] * 3)])
+def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, kind, images):
+    model, sums, gradients = loaded(checkpoint, kind), [], []
     for batch in batches(checkpoint, images):
         model.zero_grad()
         sums.append(losses(model, batch))
         sums[-1].sum().backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        named = model.named_parameters()
+        gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
     padded, free = gradients
-    torch.testing.assert_close(sums[1], sums[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
     assert free.keys() == padded.keys()
-    least = 1e-3 * max(gradient.norm() for gradient in padded.values())  # of a key's bias it is 0 but for rounding
+    least = 1e-3 * max(value.norm() for value in padded.values())  # a key's bias has but rounding
     for name, gradient in padded.items():
         assert (free[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), least), name
 
@@ -75,28 +80,26 @@ def test_flex_attention_keeps_rows_apart(checkpoint):
     assert (mixed - expected).abs().max() > 1e-2
 
 
-# -------------------------------------------------------------------------------------------------------------- passes
-LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
-
-
-def sampler(count, rank=0, processes=1, drop_last=False) -> BalancedSampler:
+def sampler(count, rank=0, processes=1, drop_last=False) -> collator.BalancedSampler:
     """Two passes of two rows without packing."""
-    args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=2, dataloader_drop_last=drop_last)
-    args.world_size, args.process_index = processes, rank
-    return BalancedSampler(SeedableRandomSampler(range(count), data_seed=5), LENGTHS[:count], args)
+    args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=2)
+    args.dataloader_drop_last, args.world_size, args.process_index = drop_last, processes, rank
+    order = SeedableRandomSampler(range(count), data_seed=5)
+    return collator.BalancedSampler(order, LENGTHS[:count], args)
 
 
 def test_rows_go_longest_first_to_the_pass_with_the_fewest_tokens():
-    # By hand: 9, 7, 5 and 4 open a pass each; 3 joins 4, and 1 joins 5. Sums, largest first: 9, 7, 4 + 3, 5 + 1.
-    assert balanced([4, 9, 1, 7, 5, 3], passes=4) == [[1], [3], [0, 5], [4, 2]]
+    # By hand: 9, 7, 5 and 4 open passes; 3 joins 4, and 1 joins 5: 9, 7, 4 + 3, 5 + 1.
+    assert collator.balanced([4, 9, 1, 7, 5, 3], passes=4) == [[1], [3], [0, 5], [4, 2]]
 
 
 @pytest.mark.parametrize("passes", [1, 3, 8, 43])
 def test_passes_differ_by_no_more_than_the_longest_row(passes):
-    found = balanced(LENGTHS, passes)
+    found = collator.balanced(LENGTHS, passes)
     assert sorted(position for rows in found for position in rows) == list(range(43))
     tokens = [sum(LENGTHS[position] for position in rows) for rows in found]
-    assert tokens == sorted(tokens, reverse=True) and tokens[0] - tokens[-1] <= max(LENGTHS) and tokens[-1] > 0
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[-1] > 0 and tokens[0] - tokens[-1] <= max(LENGTHS)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -109,7 +112,8 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, pro
             order = SeedableRandomSampler(range(count), data_seed=5)
             order.set_epoch(epoch)
             batches = BatchSampler(order, 2, drop_last)
-            padded.append(list(BatchSamplerShard(batches, processes, rank) if processes > 1 else batches))
+            shard = BatchSamplerShard(batches, processes, rank) if processes > 1 else batches
+            padded.append(list(shard))
             passes = sampler(count, rank, processes, drop_last)
             passes.set_epoch(epoch)
             packed.append(list(passes))
@@ -122,39 +126,34 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, pro
             assert got == expected
 
 
-# ------------------------------------------------------------------------------------------------------------ training
-OPTIONS = dict(global_batch_size=6, max_steps=5, eval_strategy="steps", eval_steps=5, probe_steps=[0])
-# AdamW would divide gradients that are 0 but for rounding by their own size.
-OPTIONS |= dict(optim="sgd", learning_rate=0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how, options",
     [
-        ("padding_free", dict(gradient_checkpointing=True, train_sampling_strategy="group_by_length")),
+        ("padding_free", {"gradient_checkpointing": True, **BY_LENGTH}),
         ("padding_free", dict(use_peft=True, lora_r=2, lora_dropout=0.0, load_in_4bit=True)),
-        ("packing", dict(train_sampling_strategy="group_by_length")),
+        ("packing", BY_LENGTH),
     ],
 )
 def test_a_run_ends_as_with_padding(tmp_path, checkpoint, how, options):
     rows = training.rows(20, images=lambda number: number % 3, turns=lambda number: 1 + number % 4)
     rows = rows.select_columns(["images", "messages"])  # of which the trainer counts the tokens
-    held_out, losses, weights = training.rows(5, images=lambda number: number % 2), [], []
+    options = {**OPTIONS, **options, "held_out": training.rows(5, images=lambda number: number % 2)}
+    losses, weights = [], []
     for own in ({}, {how: True}):
         torch.manual_seed(0)  # for adapters
-        folder = tmp_path / str(len(losses))
-        trainer = training.trainer(folder, checkpoint, rows, held_out=held_out, **OPTIONS, **options, **own)
+        trainer = training.trainer(tmp_path / f"{own}", checkpoint, rows, **options, **own)
         trainer.train()
-        losses.append([line[key] for line in trainer.state.log_history for key in line if key.endswith("loss")])
+        log = trainer.state.log_history
+        losses.append([line[key] for line in log for key in line if key.endswith("loss")])
         weights.append(training.weights(trainer.model))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 7  # of steps, held out, the mean
+    assert len(losses[0]) == 7  # of steps, held out, the mean
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     for name, weight in weights[0].items():
         off = (weights[1][name].double() - weight.double()).norm()  # of 4-bit layers, bytes
         assert off <= 1e-5 * weight.double().norm() + 1e-7, name
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
 @pytest.mark.parametrize(
     "cls, settings, apart",
     [
@@ -164,6 +163,8 @@ def test_a_run_ends_as_with_padding(tmp_path, checkpoint, how, options):
     ],
 )
 def test_a_language_model_that_mixes_rows_is_refused_by_its_name(tmp_path, cls, settings, apart):
-    model, args = tiny.model(text=tiny.text_config(cls=cls, **settings)), training.arguments(tmp_path)
-    with nullcontext() if apart else pytest.raises(ValueError, match=rf"padding_free .* {cls.model_type}, "):
-        PackedAttentionCheck().on_train_begin(args, None, None, model=model)
+    model = tiny.model(text=tiny.text_config(cls=cls, **settings))
+    refused = pytest.raises(ValueError, match=rf"padding_free .* {cls.model_type}\. Leave it out")
+    with nullcontext() if apart else refused:
+        check, args = collator.PackedAttentionCheck(), training.arguments(tmp_path)
+        check.on_train_begin(args, None, None, model=model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`push_to_hub`: real runs, in processes of their own, that publish their result on the tests' hub."""
+"""`push_to_hub`: real runs, in their own processes, that publish their result on a local hub."""
 
 from pathlib import Path
 
@@ -12,14 +12,12 @@ from normalign_llava.hub_cards.card.write import render_card
 
 
 pytestmark = pytest.mark.slow
-
-
 REPO = "ann/tiny-llava"
 HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 MODEL = {
-    *(".gitattributes", "README.md", "build.json", "chat_template.jinja", "config.json", "generation_config.json"),
-    *("configuration_normalign_llava.py", "modeling_normalign_llava.py", "training.json"),
-    *stored.FILES,
+    *(".gitattributes", "README.md", "build.json", "training.json", "chat_template.jinja"),
+    *("configuration_normalign_llava.py", "modeling_normalign_llava.py", *stored.FILES),
+    *("config.json", "generation_config.json"),
     *("processor_config.json", "tokenizer.json", "tokenizer_config.json"),
 }
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
@@ -31,8 +29,8 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hub.url)  # of clean processes
 
     def run(token, **options):
-        published = dict(push_to_hub=True, hub_model_id=REPO, save_strategy="steps", save_steps=1, use_cpu=True)
-        file = training.recipe(tmp_path, parts, **{"learning_rate": 1e-2, **published, **options})
+        options |= dict(push_to_hub=True, hub_model_id=REPO, learning_rate=1e-2, use_cpu=True)
+        file = training.recipe(tmp_path, parts, save_strategy="steps", save_steps=1, **options)
         return prepared.run(["-c", RUN, file, "--hub_token", token])
 
     return run
@@ -78,9 +76,9 @@ def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tm
         ("ann", "write", b"# By hand", "not written by this package"),
     ],
 )
-def test_a_run_that_could_not_publish_is_refused_before_rows_are_read(hub, run, tmp_path, account, role, card, reason):
+def test_a_run_that_could_not_publish_stops_at_once(hub, run, account, role, card, reason):
     if card:
         hub.create(REPO, files={"README.md": card})
-    done = run(token := hub.token(account, role), dataset_name=str(tmp_path / "none.json"))
+    done = run(token := hub.token(account, role), dataset_name="none.json")
     assert done.returncode == 1 and reason in " ".join(done.stderr.split())
     assert token not in done.stdout + done.stderr and len(hub.repositories) == bool(card)

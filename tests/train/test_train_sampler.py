@@ -1,6 +1,5 @@
-"""Which rows come in which order: mixtures, held-out rows, streams and length groups, also after a resumption."""
+"""Which rows come in which order: mixtures, held-out rows, resumed streams and length groups."""
 
-from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -15,15 +14,12 @@ from normalign_llava.train.collator import ConversationCollator, SeededLengthGro
 
 
 pytestmark = pytest.mark.usefixtures("cache")
+LENGTHS = np.random.default_rng(0).integers(10, 2000, 1003).tolist()
 
 
 @pytest.fixture(scope="module")
 def processor():
     return train_data.processor()
-
-
-# ------------------------------------------------------------------------------------------------------ length groups
-LENGTHS = np.random.default_rng(0).integers(10, 2000, 1003).tolist()
 
 
 def test_the_order_follows_from_seed_and_epoch():
@@ -33,20 +29,21 @@ def test_the_order_follows_from_seed_and_epoch():
         orders.append(list(one))
         torch.rand(1)  # as dropout does
     first, second, again = orders
-    assert first == again == list(one) != second and list(SeededLengthGroups(LENGTHS, 8, seed=5)) not in orders
+    assert first == again == list(one) != second
+    assert list(SeededLengthGroups(LENGTHS, 8, seed=5)) not in orders
     assert sorted(first) == sorted(second) == list(range(1003))
-    spread = np.mean([np.ptp(np.take(LENGTHS, first[start : start + 8])) for start in range(0, 1000, 8)])
-    assert spread < 0.1 * np.ptp(LENGTHS)
+    batches = np.take(LENGTHS, first[:1000]).reshape(-1, 8)
+    assert np.ptp(batches, axis=1).mean() < 0.1 * np.ptp(LENGTHS)
 
 
-# ----------------------------------------------------------------------------------------------------------- mixtures
-def sources(folder, counts, **fractions) -> list[dict]:
+def sources(folder, counts, shares=(1, 1, 1)) -> list[dict]:
     """Sources whose answers are `a0`, `a1`, ..., `b0`, ...; those of `a` come with images."""
-    rows = {name: [llava("Q", f"{name}{n}") for n in range(count)] for name, count in counts.items()}
-    rows["a"] = [llava("<image>Q", f"a{n}", "red.png") for n in range(counts["a"])]
-    return [
-        {"path": str(write_json(folder / name, rows[name])), "fraction": fractions.get(name, 1)} for name in counts
-    ]
+    listed = []
+    for (name, count), share in zip(counts.items(), shares, strict=False):
+        question, image = ("<image>Q", "red.png") if name == "a" else ("Q", None)
+        rows = [llava(question, f"{name}{n}", image) for n in range(count)]
+        listed.append({"path": str(write_json(folder / name, rows)), "fraction": share})
+    return listed
 
 
 def mixture(processor, listed, seed=0, **kwargs):
@@ -54,26 +51,21 @@ def mixture(processor, listed, seed=0, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("fractions", "expected"),
-    [
-        ({"a": 0.5, "b": 0.25, "c": 0.25}, {"a": 40, "b": 20, "c": 20}),
-        ({"a": 2, "b": 1, "c": 1}, {"a": 40, "b": 20, "c": 20}),
-        ({"a": 0.9, "b": 0.05, "c": 0.05}, {"a": 50, "b": 3, "c": 3}),
-    ],
+    "shares, used",
+    [((0.5, 0.25, 0.25), (40, 20, 20)), ((2, 1, 1), (40, 20, 20)), ((0.9, 0.05, 0.05), (50, 3, 3))],
 )
-def test_shares_are_exact_and_rows_follow_from_the_seed_and_come_once(processor, tmp_path, fractions, expected):
-    counts = {"a": 50, "b": 30, "c": 20}
-    listed = sources(tmp_path, counts, **fractions)
+def test_shares_are_exact_and_rows_of_the_seed_come_once(processor, tmp_path, shares, used):
+    listed = sources(tmp_path, {"a": 50, "b": 30, "c": 20}, shares)
     data, again, other = (mixture(processor, listed, seed) for seed in (0, 0, 1))
     rows = answers(data.train)
     assert rows == answers(again.train) != answers(other.train) and len(set(rows)) == len(rows)
     for mixed in (data, other):
-        assert Counter(answer[0] for answer in answers(mixed.train)) == expected
-    used = [(source.valid, source.used) for source in data.report.sources]
-    assert used == [(count, expected[name]) for name, count in counts.items()]
+        letters = "".join(answer[0] for answer in answers(mixed.train))
+        assert tuple(map(letters.count, "abc")) == used
+    counted = [(source.valid, source.used) for source in data.report.sources]
+    assert counted == list(zip((50, 30, 20), used, strict=True))
 
 
-# ----------------------------------------------------------------------------------------------------------- held out
 def test_held_out_rows(processor, tmp_path):
     ours = sources(tmp_path, {"a": 20, "b": 3})
     path, held = (source["path"] for source in ours)
@@ -84,16 +76,19 @@ def test_held_out_rows(processor, tmp_path):
     assert load(with_eval=False).eval is None
     parted, again, other = (load(test_split_size=0.2, seed=seed) for seed in (0, 0, 1))
     assert len(parted.train) == 16 and len(parted.eval) == 4
-    assert sorted(answers(parted.train) + answers(parted.eval)) == sorted(f"a{n}" for n in range(20))
+    assert {*answers(parted.train), *answers(parted.eval)} == {f"a{n}" for n in range(20)}
     assert answers(parted.eval) == answers(again.eval) != answers(other.eval)
     for options in ({}, {"dataset_streaming": True}, {"test_split_size": 0.2}):
         given = load(eval_dataset_name=held, **options)
-        assert answers(given.eval) == ["b0", "b1", "b2"] and len(list(islice(given.train, 20))) == 20
-        assert [(source.source, source.split) for source in given.report.sources] == [(path, "train"), (held, "eval")]
+        assert answers(given.eval) == ["b0", "b1", "b2"]
+        assert len(list(islice(given.train, 20))) == 20
+        read_from = [(source.source, source.split) for source in given.report.sources]
+        assert read_from == [(path, "train"), (held, "eval")]
+    streamed = {"test_split_size": 0.2, "dataset_streaming": True}
     remedy = "eval_dataset_name or test_split_size, or leave eval_strategy at 'no'"
     for options, message in (
         ({}, f"no held-out data. .*a/data.json is one file, and has no split 'test'.*{remedy}"),
-        ({"test_split_size": 0.2, "dataset_streaming": True}, "test_split_size needs data in memory.* Give eval_da"),
+        (streamed, "test_split_size needs data in memory.* Give eval_da"),
     ):
         with pytest.raises(ValueError, match=message):
             load(**options)
@@ -101,17 +96,18 @@ def test_held_out_rows(processor, tmp_path):
         mixture(processor, ours, with_eval=True)
 
 
-# ------------------------------------------------------------------------------------------------------------ streams
 def test_a_resumed_stream_continues_with_the_next_batches(processor, tmp_path):
     listed = sources(tmp_path, {"a": 60, "b": 40})
 
     def prepared(workers=0):
         rows = mixture(processor, listed, dataset_streaming=True, shuffle_buffer_size=16).train
-        loader = DataLoader(rows, 4, num_workers=workers, collate_fn=ConversationCollator(processor))
+        collate = ConversationCollator(processor)
+        loader = DataLoader(rows, 4, num_workers=workers, collate_fn=collate)
         return Accelerator(cpu=True).prepare(loader)
 
     def first(loader, count) -> list:
-        return [{name: value.tolist() for name, value in batch.items()} for batch in islice(loader, count)]
+        batches = islice(loader, count)
+        return [{name: value.tolist() for name, value in batch.items()} for batch in batches]
 
     whole = first(prepared(), 40)  # both sources begin again on the way
     assert first(skip_first_batches(prepared(), 33), 7) == whole[33:]
