@@ -1,10 +1,9 @@
-# Copyright 2026 The NormAlign-LLaVA authors. Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-# From the Python package normalign-llava 0.1.0. This file and modeling_normalign_llava.py are all the code that a
-# checkpoint has; `normalign publish` sends these two, byte for byte the package's, and no others. If you review remote
-# code before you trust it: both import torch, transformers (DeepSpeed if ZeRO-3 already runs) and such parts of the
-# standard library as only hold or copy things. They open no file and no connection, start no process, read no
-# environment variable and evaluate no text. On import they register names with transformers; the rest is the model's
-# settings, initial values, forward and backward pass.
+# Copyright 2026 The NormAlign-LLaVA authors. SPDX-License-Identifier: Apache-2.0
+# From the package normalign-llava 0.1.0. A checkpoint has no code but this and the modeling file;
+# `normalign publish` sends the package's, byte for byte. If you review it: both import torch,
+# transformers (DeepSpeed if ZeRO-3 already runs), and of the standard library what only holds or
+# copies things. They open no file or connection, start no process, read no environment variable
+# and evaluate no text. On import they register names with transformers; the rest is the model.
 """Configuration of NormAlign-LLaVA: LLaVA's, plus the norm that follows the projector."""
 
 from typing import ClassVar, Literal, get_args
@@ -17,17 +16,17 @@ from transformers.models.auto.modeling_auto import (
 
 
 class NormAlignLlavaConfig(LlavaConfig):
-    """[`LlavaConfig`] with a gain-aligned norm after the projector (https://huggingface.co/papers/2512.08374).
+    """[`LlavaConfig`] with a norm after the projector (https://huggingface.co/papers/2512.08374).
 
     Args:
         projector_norm: kind of norm after the projector; `"none"` is the plain LLaVA projector.
-        projector_gain_init: start of the gain. `"text_norm"` gives visual tokens the mean norm of the text embeddings,
-            N_text / sqrt(d) (eq. 11); `"one"` is the paper's ablation.
-        gradient_compensation: `"global"` divides the gradient at the normalised tokens by the gain's mean magnitude
-            (Global Weight Compensation, eq. 12); `"none"` is a plain norm.
+        projector_gain_init: start of the gain. `"text_norm"` gives visual tokens the mean norm of
+            text embeddings: N_text / sqrt(d) (eq. 11); `"one"` is the paper's ablation.
+        gradient_compensation: `"global"` divides the gradient at the normalised tokens by the mean
+            |gain| (Global Weight Compensation, eq. 12); `"none"` is a plain norm.
         gain_floor: smallest mean |gain| that the compensation divides by.
         projector_norm_eps: epsilon of the norm.
-        text_embedding_norm: N_text, the mean L2 norm with which text enters the decoder; `None` until measured.
+        text_embedding_norm: N_text, mean norm of text entering the decoder; `None` until measured.
 
     The other arguments are [`LlavaConfig`]'s. Raises ValueError on a value that is not allowed.
     """
@@ -37,8 +36,10 @@ class NormAlignLlavaConfig(LlavaConfig):
     auto_map_entries: ClassVar[dict[str, str]] = {
         "AutoConfig": "configuration_normalign_llava.NormAlignLlavaConfig",
         "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
-        "AutoModelForImageTextToText": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
-        "AutoModelForMultimodalLM": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
+        **dict.fromkeys(
+            ("AutoModelForImageTextToText", "AutoModelForMultimodalLM"),
+            "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
+        ),
     }
     _auto_class = "AutoConfig"  # save_pretrained copies the code beside the weights
 
@@ -50,41 +51,40 @@ class NormAlignLlavaConfig(LlavaConfig):
     text_embedding_norm: float | None = None
 
     def __post_init__(self, **kwargs):
-        # A LLaVA folder's model_type is "llava"; if it were saved again, loading would drop the norm.
+        # A LLaVA folder's model_type, "llava", would make the next loading drop the norm.
         kwargs.pop("model_type", None)
         kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
         self.auto_map = dict(self.auto_map_entries)
-
         for name in ("projector_norm", "projector_gain_init", "gradient_compensation"):
-            value, allowed = getattr(self, name), get_args(NormAlignLlavaConfig.__annotations__[name])
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+            allowed = get_args(NormAlignLlavaConfig.__annotations__[name])
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
         for name in ("gain_floor", "projector_norm_eps", "text_embedding_norm"):
             value = getattr(self, name)
-            unmeasured = value is None and name == "text_embedding_norm"
-            if not unmeasured and not (isinstance(value, int | float) and 0.0 < value < float("inf")):
+            positive = isinstance(value, int | float) and 0.0 < value < float("inf")
+            if not positive and (value is not None or name != "text_embedding_norm"):
                 raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
 
 
 def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
-    """The factors on embeddings on their way into the decoder of the language model of `config`: `(text, all)`.
+    """The factors `(text, all)` on embeddings on their way into the decoder of a language model.
 
-    `text` applies where tokens are looked up, so to text tokens alone; `all` to every input embedding, visual tokens
-    included. The norm that enters the decoder is the row norm times both.
+    `text` applies where tokens are looked up, so to text alone (MiniCPM3); `all` to every input
+    embedding, visual tokens too (HRM). The norm that enters the decoder is the row's times both.
     """
     root, kind = config.hidden_size**0.5, config.model_type
-    if kind.startswith(("gemma", "vaultgemma")) or getattr(config, "scale_embedding", False):  # BioGPT, XGLM
-        return root, 1.0
+    if kind.startswith(("gemma", "vaultgemma")) or getattr(config, "scale_embedding", False):
+        return root, 1.0  # BioGPT and XGLM have `scale_embedding`
     if kind == "falcon_h1":
         return float(config.embedding_multiplier), 1.0
     if kind.startswith("granite") or kind == "hyperclovax":
         return 1.0, float(config.embedding_multiplier)
     if kind == "recurrent_gemma" or (kind == "afmoe" and config.mup_enabled):
         return 1.0, root
-    return float(getattr(config, "scale_emb", 1.0)), float(getattr(config, "embedding_scale", 1.0))  # MiniCPM3, HRM
+    return float(getattr(config, "scale_emb", 1.0)), float(getattr(config, "embedding_scale", 1.0))
 
 
-# `transformers serve` and pipelines look models up in these tables once the configuration is loaded, TRL in the first.
+# `transformers serve` and pipelines look a loaded configuration up in both, TRL in one.
 for _names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
     _names[NormAlignLlavaConfig.model_type] = "NormAlignLlavaForConditionalGeneration"

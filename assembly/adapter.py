@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlavaProcessor
 
-from ..checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD, check_adapter
+from ..checkpoint.files import ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD, check_adapter
 from ..checkpoint.opening import Checkpoint, open_checkpoint, read_record
 from ..checkpoint.precision import NF4, dtype_to_load
 from ..checkpoint.untrusted import check_files, json_object, loading
@@ -25,7 +25,7 @@ from .processing import ARM_FIELDS, settle
 
 
 IN_PRECISION = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
-"""Modules whose linear layers bitsandbytes does not quantize, unless `llm_int8_skip_modules` is set."""
+"""Modules that bitsandbytes does not quantize, unless `llm_int8_skip_modules` is set."""
 
 BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -33,15 +33,12 @@ BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
     "nf4-double": NF4,
     "int8": {"load_in_8bit": True},
 }
-"""bitsandbytes' settings by the names of `--base-quantization`; `double`: its constants are quantized too."""
+"""bitsandbytes' settings by names of `--base-quantization`; `double` quantizes constants too."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's folder, and its base with the `config` and quantization that it had in training.
-
-    A quantized base was read in `dtype` before; None if that is not known.
-    """
+    """An adapter and its base as in training: `dtype`, if known, is that before quantization."""
 
     folder: Path
     peft_config: LoraConfig
@@ -63,49 +60,54 @@ class Adapter:
         return adapted
 
     def load(self) -> PeftModel:
-        """The base as in training, on a GPU if there is one, with the adapter on it, in eval mode."""
-        settings, config, base = self.quantization, self.config, self.base
-        dtype = self.dtype or dtype_to_load("auto", config, base.weight_bytes)
+        """The base as in training and the adapter on it, on a GPU if there is one, in eval mode."""
+        how = {"config": self.config, "quantization_config": self.quantization}
+        dtype = self.dtype or dtype_to_load("auto", self.config, self.base.weight_bytes)
         device = "auto" if torch.cuda.is_available() else None
-        model = base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
+        model = self.base.load(dtype=dtype, device_map=device, **how)
         if self.realigned:
             model.align_projector_norm()  # as the run that changed it did
+        device = str(model.device)
         with loading(f"The adapter {self.folder}"):
-            return PeftModel.from_pretrained(model, self.folder, torch_device=str(model.device)).eval()
+            return PeftModel.from_pretrained(model, self.folder, torch_device=device).eval()
 
 
-def open_adapter(adapter: Path, base: str | None = None, base_quantization: str | None = None) -> Adapter:
-    """Finds an adapter's base and checks that they fit; nothing is loaded. Arguments and errors: [`merge_adapter`]."""
+def open_adapter(
+    adapter: Path, base: str | None = None, base_quantization: str | None = None
+) -> Adapter:
+    """Finds an adapter's base and checks that both fit; loads nothing. See [`merge_adapter`]."""
     check_adapter(adapter)
     check_files(adapter)
-    with loading(f"{adapter / ADAPTER_CONFIG}"):
+    with loading(f"The configuration of {adapter}"):
         peft_config = PeftConfig.from_pretrained(adapter)
-    if peft_config.peft_type != PeftType.LORA:
-        raise ValueError(f"{adapter} is a {peft_config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged.")
-    if str(peft_config.init_lora_weights).startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
-        raise ValueError(
-            f"{adapter} was trained with init_lora_weights {peft_config.init_lora_weights!r}, which changes the base: "
-            "it does not fit it. Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
-        )
+    if (kind := peft_config.peft_type) != PeftType.LORA:
+        raise ValueError(f"{adapter} is a {kind} adapter. Only LoRA, DoRA and rsLoRA are merged.")
+    start = str(peft_config.init_lora_weights)
+    if start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+        remedy = "Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
+        raise ValueError(f"{adapter}: init_lora_weights {start!r} changed the base. {remedy}")
     quantization, dtype, changes = _training_settings(adapter, base_quantization)
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
     named = peft_config.base_model_name_or_path
     if not (base := base or named):
-        raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
+        raise ValueError(f"The adapter {adapter} does not name its base. Give it with --base.")
     revision = peft_config.revision if base == named else None
-    opened = open_checkpoint(base, revision, remedy=f"It is the base of {adapter}: if it has moved, give --base.")
-    if opened.model_type not in (NormAlignLlavaConfig.model_type, "llava"):
-        raise ValueError(f"The base {base} is a {opened.model_type!r} model. Give a NormAlign-LLaVA with --base.")
-    builds = read_record(str(adapter), BUILD_RECORD), read_record(opened.name, BUILD_RECORD, opened.revision)
-    if all(builds) and builds[0] != builds[1]:
-        raise ValueError(f"{adapter} does not fit the base {base}: {BUILD_RECORD} differs. Give the right --base.")
+    remedy = f"It is the base of {adapter}: if it has moved, give --base."
+    opened = open_checkpoint(base, revision, remedy=remedy)
+    if (kind := opened.model_type) not in (NormAlignLlavaConfig.model_type, "llava"):
+        raise ValueError(f"The base {base} is a {kind!r} model. Give the right one with --base.")
+    build = read_record(str(adapter), BUILD_RECORD)
+    if build and build != (read_record(opened.name, BUILD_RECORD, opened.revision) or build):
+        misfit = f"{adapter} does not fit the base {base}: {BUILD_RECORD} differs"
+        raise ValueError(f"{misfit}. Give the right --base.")
     config = opened.read_config(NormAlignLlavaConfig)
     before = (config.projector_norm, config.projector_gain_init)
     for name, value in changes.items():
         setattr(config, name, value)
     _check_tensors(adapter, peft_config, config, opened.name)
-    realigned = before != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none"
+    changed = before != (config.projector_norm, config.projector_gain_init)
+    realigned = changed and config.projector_norm != "none"
     trained = (adapter / "processor_config.json").exists()
     processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
     settle(processor)
@@ -119,45 +121,49 @@ def on_meta(config: NormAlignLlavaConfig) -> NormAlignLlavaForConditionalGenerat
 
 
 def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfig) -> PeftModel:
-    """A model on meta with an adapter on it: names and shapes alone, without values that are computed from weights."""
+    """A model on meta with an adapter on it, without values that are computed from weights."""
     config = copy.deepcopy(config)
     config.init_lora_weights = False
-    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # which PEFT repeats where it counts
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # PEFT repeats them
         return PeftModel(model, config)
 
 
-def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
-    """Raises ValueError if names or shapes in the file do not fit the base: PEFT only warns, or ignores them."""
+def _check_tensors(
+    adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str
+) -> None:
+    """Of names or shapes that do not fit the base, PEFT only warns, or ignores them."""
     with loading(f"The model {base}"):
         model = on_meta(config)
     with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
         adapted = put_on_meta(model, peft_config)
-    with loading(f"{adapter / ADAPTER_WEIGHTS}"), safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
+    weights = adapter / ADAPTER_WEIGHTS
+    with loading(f"{weights}"), safe_open(weights, "pt") as file:
         stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     shapes = {name: [*tensor.shape] for name, tensor in adapted.state_dict().items()}
     expected = {name: shapes[place] for name, place in _saved_tensors(adapted, stored).items()}
     if odd := sorted(name for name in expected | stored if stored.get(name) != expected.get(name)):
-        raise ValueError(
-            f"The adapter {adapter} does not fit the base {base} in {len(odd)} tensors: {odd[0]} has shape "
-            f"{stored.get(odd[0])}, on the base {expected.get(odd[0])}. Give the right --base."
-        )
+        shape = f"{odd[0]} has shape {stored.get(odd[0])}, on the base {expected.get(odd[0])}"
+        raise ValueError(f"{adapter} does not fit the base {base}: {shape}. Give the right --base.")
 
 
 def _saved_tensors(adapted: PeftModel, stored: Collection[str]) -> dict[str, str]:
     """The names under which PEFT saves an adapter's tensors, and those in its model.
 
-    Embeddings with an adapter may be saved whole besides; they are in the result if they are `stored`.
+    Embeddings with an adapter may be saved whole besides: they are here if they are `stored`.
     """
     tensors, saved = adapted.state_dict(), dict[str, str]()
     names = {id(tensor): name for name, tensor in tensors.items()}
-    for tables in (True, False):
-        places = get_peft_model_state_dict(adapted, tensors, save_embedding_layers=tables)
-        saved |= {name: names[id(tensor)] for name, tensor in places.items() if name in stored or not tables}
+    for whole in (True, False):
+        places = get_peft_model_state_dict(adapted, tensors, save_embedding_layers=whole)
+        kept = [name for name in places if name in stored or not whole]
+        saved |= {name: names[id(places[name])] for name in kept}
     return saved
 
 
-def _training_settings(adapter: Path, base_quantization: str | None) -> tuple[dict | None, str | None, dict]:
-    """The base's quantization in training, the dtype before it, and changes of its configuration."""
+def _training_settings(
+    adapter: Path, base_quantization: str | None
+) -> tuple[dict | None, str | None, dict]:
+    """The base's quantization in training, its dtype before, and changes of its configuration."""
     file = adapter / TRAINING_RECORD
     record = json_object(file.read_bytes(), str(file)) if file.is_file() else {}
     quantization, stored = record.get("quantization"), record.get("config_changes", {})
@@ -165,12 +171,9 @@ def _training_settings(adapter: Path, base_quantization: str | None) -> tuple[di
     if base_quantization in BASE_QUANTIZATIONS:
         quantization = BASE_QUANTIZATIONS[base_quantization]
     elif base_quantization or "quantization" not in record:
-        raise ValueError(
-            f"How the base of {adapter} was quantized in training is not known, and the merged model depends on it. "
-            f"Give it: `normalign merge {adapter} --output DIR --base-quantization {'|'.join(BASE_QUANTIZATIONS)}`."
-        )
-    dtype = (quantization or {}).get("bnb_4bit_compute_dtype")  # in which TRL loads
-    loaded = record.get("options", {}).get("dtype")
-    if quantization and loaded in ("bfloat16", "float16", "float32"):
-        dtype = loaded
+        unknown = f"How the base of {adapter} was quantized in training is not known"
+        raise ValueError(f"{unknown}. Give --base-quantization {'|'.join(BASE_QUANTIZATIONS)}.")
+    dtype = record.get("options", {}).get("dtype")
+    if not quantization or dtype not in ("bfloat16", "float16", "float32"):
+        dtype = (quantization or {}).get("bnb_4bit_compute_dtype")  # in which TRL loads
     return quantization, dtype, changes

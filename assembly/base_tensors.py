@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of an adapter's base, read one at a time, as they were in training: quantized and dequantized."""
+"""The tensors of an adapter's base as in training: read one at a time, quantized, dequantized."""
 
 from typing import Any
 
@@ -36,15 +36,16 @@ class BaseTensors:
                     name, _ = renaming.rename_source_key(name)
                 self._files[name] = file, stored
         self._tie(model)
-        self._quantized: dict[str, Any] = {}  # bitsandbytes' layers on meta by the names of their weights
+        self._quantized: dict[str, Any] = {}  # bitsandbytes' layers on meta by names of weights
         if adapter.quantization:
-            quantized, settings = on_meta(config), BitsAndBytesConfig.from_dict(adapter.quantization)
+            settings = BitsAndBytesConfig.from_dict(adapter.quantization)
             settings.llm_int8_skip_modules = settings.llm_int8_skip_modules or IN_PRECISION
             quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
+            quantized = on_meta(config)
             quantizer.preprocess_model(model=quantized, device_map={"": "cpu"})
-            layers = {f"{name}.weight": module for name, module in quantized.named_modules()}
-            kinds = ("Linear4bit", "Linear8bitLt")
-            self._quantized = {name: layer for name, layer in layers.items() if type(layer).__name__ in kinds}
+            for name, layer in quantized.named_modules():
+                if type(layer).__name__ in ("Linear4bit", "Linear8bitLt"):
+                    self._quantized[f"{name}.weight"] = layer
         self._check(model)
         # The weights were quantized from the dtype that training loaded.
         dtype = adapter.dtype or config.dtype or self._stored(next(iter(self._files))).dtype
@@ -53,13 +54,14 @@ class BaseTensors:
         self._norm = {name: None for name in self._parameters if name.startswith(NORM)}
         if self._norm and (adapter.realigned or not self._norm.keys() <= self._files.keys()):
             embeddings, norm = model.get_input_embeddings(), model.model.multi_modal_projector.norm
-            embeddings.weight = nn.Parameter(self[model._tied_weights_keys["lm_head.weight"]], requires_grad=False)
+            weight = self[model._tied_weights_keys["lm_head.weight"]]
+            embeddings.weight = nn.Parameter(weight, requires_grad=False)
             norm.to_empty(device="cpu")
             model.align_projector_norm()  # as loading does, or the run that changed the arm
             self._norm = {f"{NORM}{name}": value for name, value in norm.state_dict().items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor in `dtype`; what was quantized, the norm and buffers in float32 or as they are stored."""
+        """A tensor in `dtype`; what was quantized, the norm and buffers in float32 or as stored."""
         if self._norm.get(name) is not None:
             return self._norm[name]
         value = self._stored(name)
@@ -73,7 +75,7 @@ class BaseTensors:
         settings = {**vars(layer.weight), "requires_grad": False}
         if isinstance(layer, bnb.nn.Linear4bit):
             weight = bnb.nn.Params4bit(value, **settings | {"module": None}).to("cpu")
-            weight.quant_state.dtype = torch.float32  # dequantizes without rounding to the loading dtype
+            weight.quant_state.dtype = torch.float32  # or it would be rounded to the loading dtype
             value = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
         else:
             weight = bnb.nn.Int8Params(value, **settings).to("cpu")
@@ -90,8 +92,9 @@ class BaseTensors:
             stored = [name for name in pair if name in self._files]
             if len(stored) == 1:
                 self._files |= dict.fromkeys(pair, self._files[stored[0]])
-            elif stored and not torch.equal(*map(self._stored, stored)):  # transformers does not tie these either
-                model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+            elif stored and not torch.equal(*map(self._stored, stored)):  # nor tied by transformers
+                for config in (model.config, model.config.text_config):
+                    config.tie_word_embeddings = False
 
     def _check(self, model: NormAlignLlavaForConditionalGeneration) -> None:
         """Raises ValueError if tensors are missing or of other shapes."""
@@ -99,7 +102,8 @@ class BaseTensors:
         for name, expected in model.state_dict().items():
             file, stored = self._files.get(name, (None, name))
             shape = file.get_slice(stored).get_shape() if file else None
-            if shape != [*expected.shape] and (file or not name.startswith(NORM)):  # which may be new
+            is_new = file is None and name.startswith(NORM)
+            if shape != [*expected.shape] and not is_new:
                 faults.append(f"{name} has shape {shape}, not {[*expected.shape]}")
         if faults:
-            raise ValueError(f"{len(faults)} tensors of {self._base} are not config.json's: {faults[0]}. {AGAIN}")
+            raise ValueError(f"{self._base} has {len(faults)} wrong tensors: {faults[0]}. {AGAIN}")

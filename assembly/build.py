@@ -8,25 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import MODEL_MAPPING, AutoImageProcessor, AutoProcessor, AutoTokenizer, LlavaProcessor
+from transformers import MODEL_MAPPING, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..checkpoint.files import BUILD_RECORD, finished_folder, write_json
-from ..checkpoint.opening import Checkpoint, check_processor, licence_of, open_checkpoint
+from ..checkpoint.opening import check_processor, licence_of, open_checkpoint
+from ..checkpoint.precision import HALVES
 from ..checkpoint.untrusted import loading
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from . import parts
 from .chat_template import has_generation_marks
-from .parts import (
-    add_image_token,
-    assemble,
-    check_language_model,
-    load_language_model,
-    set_chat_template,
-    text_logits,
-    vision_config,
-)
 from .processing import ARMS, check_feature_layer, make_processor
 
 
@@ -79,20 +72,18 @@ def build_checkpoint(
     """Joins a vision encoder and a language model into an untrained NormAlign-LLaVA checkpoint.
 
     Args:
-        vision: CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 (with or without registers) or ViT; folder or Hub id.
-        language: Causal language model of transformers; folder or Hub id.
+        vision: Folder or Hub id: CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 or ViT.
+        language: Folder or Hub id of a causal language model of transformers.
         output: Folder to create, which `build.json` with the report is in.
-        arm: One of the paper's arms, see `ARMS`.
-        norm: `"layer_norm"` or `"rms_norm"`.
-        feature_layer: Hidden state(s) of the encoder that the projector reads; -1 is the last layer's output.
-        select_strategy: `"default"` drops the class token, `"full"` keeps every token. By default the first if the
-            encoder has a class token, the second for SigLIP, which has none.
+        arm, norm: One of the paper's arms, see `ARMS`; `"layer_norm"` or `"rms_norm"`.
+        feature_layer: Hidden state(s) of the encoder to project; -1 is the last layer's output.
+        select_strategy: `"default"` drops the class token, `"full"` keeps every token. None is the
+            second for SigLIP, which has no class token, and the first for others.
         chat_template: File with a Jinja template to use in place of the language model's own.
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the language model's. The norm is always float32.
-        seed: Seed of the projector's random weights; by default torch's generator is used as it is.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the language model's.
+        seed: Seed of the projector's random weights; None uses torch's generator as it is.
 
-    Raises:
-        ValueError: A part or an option does not fit; nothing is written.
+    Raises ValueError, with nothing written, if a part or an option does not fit.
     """
     arguments, dtype = _norm_arguments(arm, norm), torch_dtype(dtype)
     if seed is not None:
@@ -100,19 +91,19 @@ def build_checkpoint(
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
     with finished_folder(output) as folder:
         vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
-        encoder = vision_config(vision_part)
-        check_language_model(language_part)
+        encoder = parts.vision_config(vision_part)
+        parts.check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
-        marks = set_chat_template(tokenizer, chat_template)
+        marks = parts.set_chat_template(tokenizer, chat_template)
         image_processor = vision_part.preprocessor(AutoImageProcessor)
         with loading(f"The image processor of {vision}"):
             processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
             tokens_per_image = check_processor(processor)
-        language_model = load_language_model(language_part, dtype)
+        language_model = parts.load_language_model(language_part, dtype)
         tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
-        add_image_token(language_model, tokenizer)
-        logits = text_logits(language_model)
+        parts.add_image_token(language_model, tokenizer)
+        logits = parts.text_logits(language_model)
         config = NormAlignLlavaConfig(
             vision_config=tower.config,
             text_config=language_model.config,
@@ -123,22 +114,25 @@ def build_checkpoint(
             tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
             **arguments,
         )
-        model = assemble(config, tower, language_model, logits)
+        model = parts.assemble(config, tower, language_model, logits)
         return _finish(model, processor, folder, output, vision_part, language_part, arm, marks)
 
 
 def retrofit_checkpoint(
-    llava: str, output: str | os.PathLike, *, arm: str = "gwc", norm: str = "layer_norm", dtype: str = "auto"
+    llava: str,
+    output: str | os.PathLike,
+    *,
+    arm: str = "gwc",
+    norm: str = "layer_norm",
+    dtype: str = "auto",
 ) -> BuildReport:
-    """Adds the aligned norm to a LLaVA, whose tensors all stay as they are; see [`build_checkpoint`]."""
+    """Adds the aligned norm to a LLaVA, whose tensors all stay; see [`build_checkpoint`]."""
     arguments, dtype = _norm_arguments(arm, norm), torch_dtype(dtype)
     with finished_folder(output) as folder:
         opened = open_checkpoint(llava)
         if opened.model_type != "llava":
-            raise ValueError(
-                f"{llava} is a {opened.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
-            )
-        encoder, stock = vision_config(opened), opened.preprocessor(AutoProcessor)
+            raise ValueError(f"{llava} is {opened.model_type!r}. --from-llava takes a 'llava'.")
+        encoder, stock = parts.vision_config(opened), opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
         strategy = opened.config.vision_feature_select_strategy
         processor = make_processor(stock.image_processor, stock.tokenizer, encoder, strategy)
@@ -150,27 +144,25 @@ def retrofit_checkpoint(
 
 def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
     if arm not in ARMS or norm not in ("layer_norm", "rms_norm"):
-        raise ValueError(f"arm is one of {', '.join(ARMS)}, and norm layer_norm or rms_norm, got {arm!r}, {norm!r}.")
+        allowed = f"{', '.join(ARMS)}, and norm layer_norm or rms_norm"
+        raise ValueError(f"arm is one of {allowed}, got {arm!r}, {norm!r}.")
     return {"projector_norm": norm, **ARMS[arm]}
 
 
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     """The dtype of this name; `"auto"` and dtypes stay. Raises ValueError on another name."""
-    allowed = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    allowed = {"auto": "auto", "float32": torch.float32, **HALVES}
     if dtype not in (*allowed, *allowed.values()):
         raise ValueError(f"dtype must be one of {', '.join(allowed)}, got {dtype!r}.")
     return allowed.get(dtype, dtype)
 
 
-def _finish(
-    model, processor: LlavaProcessor, folder: Path, output, vision: Checkpoint, language: Checkpoint, arm, marks: bool
-) -> BuildReport:
+def _finish(model, processor, folder, output, vision, language, arm, marks) -> BuildReport:
     if not marks:
         logger.warning(
-            "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on "
-            "assistant turns needs them: pass a template that has them with --chat-template."
+            "No {% generation %} marks in the chat template: to train, see --chat-template."
         )
-    has_norm = model.config.projector_norm != "none"
+    has_norm, projector = model.config.projector_norm != "none", model.model.multi_modal_projector
     n_text = model.align_projector_norm() if has_norm else model.measure_text_embedding_norm()
     report = BuildReport(
         output=str(output),
@@ -178,10 +170,10 @@ def _finish(
         language=_public_name(language.name),
         arm=arm,
         vision_parameters=model.model.vision_tower.num_parameters(),
-        projector_parameters=sum(p.numel() for p in model.model.multi_modal_projector.parameters()),
+        projector_parameters=sum(parameter.numel() for parameter in projector.parameters()),
         language_parameters=model.model.language_model.num_parameters(),
         n_text=n_text,
-        gain=model.model.multi_modal_projector.norm.weight[0].item() if has_norm else None,
+        gain=projector.norm.weight[0].item() if has_norm else None,
         tokens_per_image=check_processor(processor, model),
         generation_marks=marks,
         vision_revision=vision.revision,
@@ -192,16 +184,18 @@ def _finish(
         },
         from_llava=vision is language,
     )
-    # Prompt lookup repeats tokens of the prompt, and for a second image token there are no features.
+    # Prompt lookup would repeat an image token of the prompt, for which there are no features.
     suppressed = {*(model.generation_config.suppress_tokens or ()), model.config.image_token_id}
     model.generation_config.suppress_tokens = sorted(suppressed)
     for part in (model.config.text_config, model.config.vision_config):
         part._name_or_path = _public_name(part._name_or_path)
     save_model(model, folder)
     processor.save_pretrained(folder)
-    write_json(folder / BUILD_RECORD, {key: value for key, value in asdict(report).items() if key != "output"})
+    record = asdict(report)
+    del record["output"]
+    write_json(folder / BUILD_RECORD, record)
     return report
 
 
 def _public_name(name: str) -> str:
-    return Path(name).name if Path(name).exists() else name  # no local path is written into a checkpoint
+    return Path(name).name if Path(name).exists() else name  # no local path in a checkpoint

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates that read images: a language model's own after a preamble, or Vicuna's if it has none.
+"""Chat templates that read images: a language model's own after a preamble, or else Vicuna's.
 
-A language model's template concatenates strings and fails on a message of image and text parts. The preamble turns
-such messages into strings first, so that the template stays as it is, and text-only conversations render as before.
-Assistant-only losses also need `{% generation %}` marks around what the model has to generate. They come from edits
-for known families or from TRL, and are kept only if rendering proves them right.
+A language model's template concatenates strings and fails on messages of image and text parts. The
+preamble makes strings of them, so the template stays, and conversations of text render as before.
+Assistant-only losses also need `{% generation %}` marks around what the model has to generate. They
+come from edits for known families or from TRL, and are kept only if rendering proves them right.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial, reduce
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -21,51 +21,53 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 
+Tokens = dict[str, Any]
+Messages = list[dict[str, Any]]
+Renderer = Callable[..., str]  # (messages, tools=None, add_generation_prompt=False) -> text
+
 _TEMPLATES = files(__package__) / "templates"
 _PREAMBLE = (_TEMPLATES / "multimodal_preamble.jinja").read_text(encoding="utf-8")
 _VICUNA = (_TEMPLATES / "vicuna.jinja").read_text(encoding="utf-8")
 _EDITS = yaml.safe_load((_TEMPLATES / "generation_marks.yaml").read_text(encoding="utf-8"))
-_CONVERSATIONS = yaml.safe_load((_TEMPLATES / "check_conversations.yaml").read_text(encoding="utf-8"))
-_STAND_INS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+_CONVERSATIONS = yaml.safe_load((_TEMPLATES / "check_conversations.yaml").read_text("utf-8"))
+_STAND_INS: Tokens = {"bos_token": "<s>", "eos_token": "</s>"}
 _QUESTION = {"role": "user", "content": "What is this?"}
 _IMAGE = {"type": "image"}
 
-Messages = list[dict[str, Any]]
-Renderer = Callable[..., str]  # (messages, tools=None, add_generation_prompt=False) -> text
-
 
 def multimodal_chat_template(
-    template: str | None, *, image_token: str = "<image>", special_tokens: dict[str, Any] = _STAND_INS
+    template: str | None, *, image_token: str = "<image>", special_tokens: Tokens = _STAND_INS
 ) -> tuple[str, bool]:
     """A chat template that reads images, and whether it marks what the model has to generate.
 
-    Text-only conversations render exactly as before. Image parts become the image token; parts keep their order, with
-    nothing between them. Marks count only if each marked span is, up to white space around it, what follows the
-    generation prompt, through the end-of-turn token.
+    Text-only conversations render exactly as before. Image parts become the image token; parts keep
+    their order, with nothing between them. Marks count only if every marked span is, up to white
+    space around it, what follows the generation prompt, through the end-of-turn token.
 
-    `template` is the language model's own; None gives Vicuna v1.1's. One that prints `image_token` for image parts
-    gets no preamble. Raises ValueError if it is not valid Jinja, or renders text differently with the preamble.
+    `template` is the language model's own; None gives Vicuna v1.1's. One that prints `image_token`
+    for image parts gets no preamble. Raises ValueError if it is not valid Jinja, or renders text
+    differently with the preamble.
     """
     preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
     if template is None:
-        return preamble + _VICUNA, _marks_hold(preamble + _VICUNA, special_tokens)  # not without an end-of-turn token
+        template = preamble + _VICUNA
+        return template, _marks_hold(template, special_tokens)  # not without an end-of-turn token
     original = partial(_render, template, special_tokens)
     text = _outcome(original, [_QUESTION])
     if text.startswith("TemplateSyntaxError"):
-        raise ValueError(f"The chat template is not valid Jinja: {text} Correct it, or give another.")
+        raise ValueError(f"The chat template is not valid Jinja: {text} Correct or replace it.")
     text = _outcome(original, _as_parts([_QUESTION], _IMAGE))
     reads_images = text.count(image_token) == 1 and "What is this?" in text
     preamble = "" if reads_images else preamble
-    for marked in _candidates(template):
-        render = partial(_render, preamble + marked, special_tokens)
-        if not _difference(render, original, reads_images) and _marks_hold(preamble + marked, special_tokens):
-            return preamble + marked, True
+    for candidate in _candidates(template):
+        marked = preamble + candidate
+        render = partial(_render, marked, special_tokens)
+        if not _difference(render, original, reads_images) and _marks_hold(marked, special_tokens):
+            return marked, True
     render = partial(_render, preamble + template, special_tokens)
     if difference := _difference(render, original, reads_images):
-        raise ValueError(
-            f"With the image preamble the chat template renders the text-only conversation {difference!r} "
-            "differently. Give another with `--chat-template`."
-        )
+        changed = f"With the image preamble the chat template renders {difference!r} differently"
+        raise ValueError(f"{changed}. Give another with `--chat-template`.")
     return preamble + template, False
 
 
@@ -73,12 +75,13 @@ def printing_first(template: str, text: str, image_token: str) -> str:
     """The template with `text` before all that it prints, whose white space stays as it is."""
     preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
     preamble = preamble if template.startswith(preamble) else ""
-    # A block, since jinja strips the line break after it, and white space before a block that begins a line.
-    return f"{preamble}{{% if messages %}}{{{{ {text!r} }}}}{{% endif %}}\n{template.removeprefix(preamble)}"
+    # A block, since jinja strips the line break after it, and white space before one in a new line.
+    block = f"{{% if messages %}}{{{{ {text!r} }}}}{{% endif %}}\n"
+    return preamble + block + template.removeprefix(preamble)
 
 
-def check_texts(template: str, special_tokens: dict[str, Any]) -> list[str]:
-    """The conversations of the check, each with an image and with and without generation prompt, as it prints them."""
+def check_texts(template: str, special_tokens: Tokens) -> list[str]:
+    """The check's conversations as printed: with an image, with and without generation prompt."""
     texts = []
     for chat in _CONVERSATIONS.values():
         for prompt in (False, True):
@@ -94,7 +97,7 @@ def has_generation_marks(template: str) -> bool:
 
 
 def _render(
-    template: str, special_tokens: dict[str, Any], messages: Messages, tools: list | None = None, prompt: bool = False
+    template: str, special_tokens: Tokens, messages: Messages, tools=None, prompt: bool = False
 ) -> str:
     how: Any = {"chat_template": template, "add_generation_prompt": prompt, **special_tokens}
     return render_jinja_template([messages], tools=tools, **how)[0][0]
@@ -109,8 +112,10 @@ def _outcome(render: Renderer, *args: Any) -> str:
 
 
 def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
-    """The messages with lists of parts as content; images come at the start of the first user turn."""
-    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    """The messages with lists of parts as content; images begin the first user turn."""
+    parts = []
+    for message in messages:
+        parts.append({**message, "content": [{"type": "text", "text": message["content"]}]})
     first_user = next(message for message in parts if message["role"] == "user")
     first_user["content"] = [*images, *first_user["content"]]
     return parts
@@ -119,7 +124,8 @@ def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
 def _difference(render: Renderer, expect: Renderer, lists: bool) -> str | None:
     """The first text-only conversation that renders differently, in `lists` of parts too."""
     for name, chat in _CONVERSATIONS.items():
-        for messages in [chat["messages"], *([_as_parts(chat["messages"])] if lists else [])]:
+        forms = [chat["messages"], _as_parts(chat["messages"])]
+        for messages in forms if lists else forms[:1]:
             for prompt in (False, True):
                 arguments = messages, chat.get("tools"), prompt
                 if _outcome(render, *arguments) != _outcome(expect, *arguments):
@@ -133,38 +139,43 @@ def _candidates(template: str) -> Iterator[str]:
         yield template
     for edits in _EDITS.values():
         for line_break in ("\n", r"\n"):
-            pairs = [[edit[side].replace("NL", line_break) for side in ("find", "replace")] for edit in edits]
-            if all(find in template for find, _ in pairs):
-                yield reduce(lambda text, pair: text.replace(*pair), pairs, template)
-    from trl.chat_template_utils import get_training_chat_template  # takes seconds, and few templates need it
+            marked = template
+            for edit in edits:
+                find, replace = (edit[key].replace("NL", line_break) for key in ("find", "replace"))
+                if find not in template:
+                    break
+                marked = marked.replace(find, replace)
+            else:
+                yield marked
+    from trl.chat_template_utils import get_training_chat_template  # takes seconds, and few need it
 
     # TRL needs a tokenizer, but uses only its template and special tokens.
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), chat_template=template, **_STAND_INS)
-    with suppress(Exception):  # TRL does not know the template, or the template refuses TRL's conversation
-        if marked := get_training_chat_template(tokenizer):
+    how = {"tokenizer_object": Tokenizer(BPE()), "chat_template": template, **_STAND_INS}
+    with suppress(Exception):  # TRL does not know the template, or it refuses TRL's conversation
+        if marked := get_training_chat_template(PreTrainedTokenizerFast(**how)):
             yield marked
 
 
-def _marks_hold(template: str, special_tokens: dict[str, Any]) -> bool:
-    """Whether the marks are what the model has to generate, up to white space, wherever all answers are printed."""
+def _marks_hold(template: str, special_tokens: Tokens) -> bool:
+    """Whether the marks are what the model has to generate, wherever all answers are printed."""
     render, checked = partial(_render, template, special_tokens), False
     exchange = _as_parts([_QUESTION, {"role": "assistant", "content": "A red kite."}])
     end_of_turn = "".join(_outcome(render, exchange).rpartition("A red kite.")[2].split()[:1])
     for chat in _CONVERSATIONS.values():
-        answers = [message["content"].strip() for message in chat["messages"] if message["role"] == "assistant"]
         messages, tools = _as_parts(chat["messages"], _IMAGE), chat.get("tools")
         text = _outcome(render, messages, tools)
-        if not answers or not all(answer in text for answer in answers):
+        turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns or not all(chat["messages"][at]["content"].strip() in text for at in turns):
             continue
-        how: Any = {"chat_template": template, "return_assistant_tokens_mask": True, **special_tokens}
-        spans = render_jinja_template([messages], tools=tools, **how)[1][0]
-        starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        prompts = [render(messages[:index], tools, True) for index in starts]
-        stops = [text.find(end_of_turn, len(prompt)) + len(end_of_turn) for prompt in prompts]
-        wanted = [text[len(prompt) : stop].strip() for prompt, stop in zip(prompts, stops, strict=True)]
-        if not end_of_turn or not all(wanted) or not all(map(text.startswith, prompts)):  # "": it has no end
-            return False
-        if [text[start:stop].strip() for start, stop in spans] != wanted:
+        how: Any = {"chat_template": template, "return_assistant_tokens_mask": True}
+        spans = render_jinja_template([messages], tools=tools, **how, **special_tokens)[1][0]
+        prompts, wanted = [render(messages[:at], tools, True) for at in turns], []
+        for prompt in prompts:
+            stop = text.find(end_of_turn, len(prompt)) + len(end_of_turn)
+            wanted.append(text[len(prompt) : stop].strip())
+        marked = [text[start:stop].strip() for start, stop in spans]
+        whole = all(wanted) and all(map(text.startswith, prompts))  # "" has no end
+        if not end_of_turn or not whole or marked != wanted:
             return False
         checked = True
     return checked

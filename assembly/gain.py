@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.console import RenderableType
@@ -24,7 +25,7 @@ _TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in
 
 @dataclass(frozen=True)
 class TopToken:
-    """A row of an embedding matrix: its id, its text (None without a tokenizer), its L2 norm as stored."""
+    """A row of an embedding matrix; `text` is None without a tokenizer, `norm` as stored."""
 
     id: int
     text: str | None
@@ -33,22 +34,21 @@ class TopToken:
 
 @dataclass(frozen=True)
 class EmbeddingStatistics(Printed):
-    """Norms of a token-embedding matrix `(V, d)`, and the gain that follows from them (tables 6 to 8).
+    """Norms of a token-embedding matrix `(V, hidden_size)`, and the gain that follows (tables 6-8).
 
-    Rows that are all zero, the image token's row and vocabulary padding that repeats it do not count.
+    Rows that are all zero, the image token's row and padding that repeats it do not count.
 
     Attributes:
         mean, std: Mean and standard deviation of the L2 norms of the rows as stored.
         rows: Number of rows that count.
         top: The rows of largest norm, largest first.
         tensor: Name of the embedding tensor; empty for a model in memory.
-        model_type: The language model's; None without a configuration that transformers knows (`scale` is then 1).
+        model_type: The language model's; None if transformers does not know it (`scale` is then 1).
         n_text: N_text, the mean norm with which text embeddings enter the decoder (eq. 11).
-        gain: The start of the projector's gain: N_text / sqrt(d), without a factor that the language model applies to
-            visual tokens too (Granite).
+        gain: The start of the projector's gain: N_text / sqrt(hidden_size), without a factor that
+            the language model applies to visual tokens too (Granite).
         scale: The factor on text embeddings on their way into the decoder: `n_text = scale * mean`.
         zero_rows, excluded_rows: Number of rows that are all zero, and of those of the image token.
-        hidden_size: d.
     """
 
     model: str
@@ -66,35 +66,37 @@ class EmbeddingStatistics(Printed):
     hidden_size: int
 
     def tables(self) -> list[RenderableType]:
-        """Tables for the terminal: the numbers, and the tokens with the largest norms if `top` has any."""
+        """Tables for the terminal: the numbers, and the tokens of largest norm if `top` has any."""
         tokens = Table("id", "token", "norm", title="Tokens of largest norm")
         for token in self.top:
-            tokens.add_row(str(token.id), "" if token.text is None else repr(token.text), f"{token.norm:.3f}")
+            text = "" if token.text is None else repr(token.text)
+            tokens.add_row(str(token.id), text, f"{token.norm:.3f}")
         return [self.renderable(), tokens] if self.top else [self.renderable()]
 
 
-def embedding_statistics(model: str, *, top: int = 10, revision: str | None = None) -> EmbeddingStatistics:
-    """Measures the token embeddings of a language model, a LLaVA or a NormAlign-LLaVA; reads no other tensor.
+def embedding_statistics(
+    model: str, *, top: int = 10, revision: str | None = None
+) -> EmbeddingStatistics:
+    """Measures the token embeddings of a language model or (NormAlign-)LLaVA; reads nothing else.
 
     Args:
-        model: Folder with safetensors, sharded or not, or a Hub repository, of whose weights the file with the
-            embeddings is fetched into the Hub's cache.
+        model: Folder with safetensors, or Hub id, of which the file with the embeddings is fetched.
         top: Number of tokens of largest norm to name.
         revision: Branch, tag or commit of the Hub repository.
 
-    Raises:
-        ValueError: `model` does not exist or has no weights that can be read; no tensor, or more than one, may be its
-            token embedding; the tensor is quantized; rows that count have NaN or infinite values; no row counts.
+    Raises ValueError if `model` has no weights that can be read, not one token embedding, or one
+    that is quantized, is not finite, or has no row that counts.
     """
     opened, tokenizer = open_checkpoint(model, revision), None
-    (file,) = check_weights(opened.name, opened.revision, holding=lambda names: _embedding_name(model, names))
+    (file,) = check_weights(opened.name, opened.revision, partial(_embedding_name, model))
     with suppress(Exception):  # only the texts of tokens depend on it
         tokenizer = opened.preprocessor(AutoTokenizer)
     config = opened.config if opened.model_type in CONFIG_MAPPING else None
     with loading(str(file)), safe_open(file, "pt") as tensors:
         name = _embedding_name(model, tensors.keys())
         weight = tensors.get_tensor(name)  # mapped, not read yet
-        return statistics_of(model, name, embedding_row_norms(weight), weight.shape[1], config, tokenizer, top)
+        norms, hidden_size = embedding_row_norms(weight), weight.shape[1]
+        return statistics_of(model, name, norms, hidden_size, config, tokenizer, top)
 
 
 def statistics_of(
@@ -134,19 +136,18 @@ def statistics_of(
 
 
 def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
-    """A mask `(V,)` of the rows that count, from their norms; padding repeats the image token's to the last bit."""
+    """A mask `(V,)` of the rows that count, by their norms; padding repeats the image token's."""
     added = norms[:0] if image_token is None else norms[image_token : image_token + 1]
     return (norms != 0) & ~torch.isin(norms, added)
 
 
 def _embedding_name(model: str, names: Iterable[str]) -> str:
-    tables = [name for name in names if name.split(".")[-2:] in [[table, "weight"] for table in _TABLES]]
+    endings = tuple(f".{table}.weight" for table in _TABLES)
     # Layers that predict further tokens repeat the table (DeepSeek-V3).
-    tables = [name for name in tables if ".layers." not in name]
+    tables = [name for name in names if f".{name}".endswith(endings) and ".layers." not in name]
     tables = [name for name in tables if "language_model." in name] or tables
     if len(tables) != 1:
-        raise ValueError(
-            f"{model} has {len(tables)} tensors called {' or '.join(_TABLES)} (.weight), of which one would be its "
-            f"embedding: {', '.join(tables) or 'none'}. Name a language model alone; for an adapter, its base model."
-        )
+        listed = ", ".join(tables) or f"none called {' or '.join(_TABLES)}"
+        fault = f"{model} has {len(tables)} tensors that may be its token embedding: {listed}"
+        raise ValueError(f"{fault}. Name a language model alone; for an adapter, its base model.")
     return tables[0]

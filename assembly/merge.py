@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges an adapter and the base it was trained on into one checkpoint, tensor by tensor: no model is loaded."""
+"""Merges an adapter and its base into one checkpoint, tensor by tensor: no model is loaded."""
 
 import ctypes
 import os
@@ -20,20 +20,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import cached_file
 
-from ..checkpoint.files import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, TRAINING_RECORD, finished_folder
+from ..checkpoint import weights
+from ..checkpoint.files import ADAPTER_WEIGHTS, CARD, DYNAMICS, RECORDS, finished_folder
 from ..checkpoint.precision import quantization_name
-from ..checkpoint.untrusted import loading
-from ..checkpoint.weights import (
-    check_space,
-    index_folder,
-    module_of_file,
-    save_model,
-    size_of,
-    stored_tensors,
-    unchanged_files,
-)
+from ..checkpoint.untrusted import files_of, loading
 from ..errors import Printed
 from .adapter import Adapter, on_meta, open_adapter, put_on_meta
 from .base_tensors import BaseTensors
@@ -47,9 +38,8 @@ class MergeReport(Printed):
     Attributes:
         quantization: The base's in training, in words.
         dtype: Of all weights but the norm's, which is float32.
-        difference: Largest difference between the outputs of a layer with its adapter and of the merged layer, of all
-            linear layers and embeddings, for random inputs, in float32 before casting to `dtype`; as a share of the
-            layer's largest output.
+        difference: Largest difference between the outputs of a layer with its adapter and merged,
+            for random inputs in float32, as a share of the layer's largest output.
     """
 
     output: str
@@ -68,64 +58,61 @@ def merge_adapter(
     base_quantization: str | None = None,
     dtype: str | torch.dtype = "auto",
 ) -> MergeReport:
-    """Merges an adapter into the base it was trained on, in float32, and writes a checkpoint that needs no PEFT.
+    """Merges an adapter into its base, in float32, and writes a checkpoint that needs no PEFT.
 
-    An adapter of a quantized base (QLoRA) was trained on the quantized weights. So the base is quantized as the
-    adapter's `training.json` says and dequantized in float32 before merging: the result is the model that was trained.
-
-    Tensors are read, merged by PEFT and written one at a time: this takes a few times the memory of the largest tensor
-    with an adapter in float32.
+    An adapter of a quantized base (QLoRA) was trained on the quantized weights. So the base is
+    quantized as the adapter's `training.json` says and dequantized in float32 before merging: the
+    result is the model that was trained. Tensors are read, merged by PEFT and written one at a
+    time: this takes a few times the memory of the largest tensor with an adapter in float32.
 
     Args:
-        adapter: Folder with adapter configuration and weights that training wrote; a trainer's `checkpoint-N` will do.
-        output: Folder to create; it must not exist or be empty. It is written as a whole or not at all.
-        base: Checkpoint folder or Hub id, if the one in the adapter's configuration does not exist any more.
-        base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, in place of what
-            `training.json` says, which TRL alone does not write. The base's weights are quantized in their own dtype.
+        adapter: Folder that training wrote, or a trainer's `checkpoint-N`.
+        output: Folder to create, or an empty one. It is written as a whole or not at all.
+        base: Checkpoint folder or Hub id, if the one that the adapter names is gone.
+        base_quantization: One of `BASE_QUANTIZATIONS`, from the base's own dtype, in place of
+            `training.json`, which TRL alone does not write.
         dtype: The dtype of the written weights; `"auto"` is the base's. The norm is always float32.
 
-    Raises:
-        ValueError: The folder has no LoRA adapter; the base does not exist, has another architecture or was built of
-            other parts (as `build.json` says); a tensor of the adapter does not fit it; or its quantization in
-            training is not known. Nothing is written.
+    Raises ValueError, with nothing written, if there is no LoRA adapter, or no base that it fits,
+    or if the base's quantization in training is not known.
     """
     adapter, dtype = Path(adapter), torch_dtype(dtype)
     with finished_folder(output) as folder:
         opened = open_adapter(adapter, base, base_quantization)
-        base_name, revision = opened.base.name, opened.base.revision
+        base, revision = opened.base.name, opened.base.revision
         if opened.base.stored.get("quantization_config"):
-            raise ValueError(f"{base_name} is stored quantized. Give what it was made from, and --base-quantization.")
+            raise ValueError(f"{base} is stored quantized. Give what it was made from.")
         tensors = BaseTensors(opened)
         dtype = (opened.config.dtype or tensors.dtype) if dtype == "auto" else dtype
         with loading(f"The adapter {adapter}"):
             merged = put_on_meta(on_meta(opened.config), opened.peft_config).merge_and_unload()
         for parameter in merged.parameters():
             parameter.data = parameter.data.to(dtype)
-        layout = stored_tensors(merged)
-        check_space(Path(output), size_of(layout), "Make room, or write elsewhere.")
+        layout = weights.stored_tensors(merged)
+        weights.check_space(Path(output), weights.size_of(layout), "Make room, or write elsewhere.")
         with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
-            adapted = {module_of_file(name) for name in file.keys()}  # noqa: SIM118
+            adapted = {weights.module_of_file(name) for name in file.keys()}  # noqa: SIM118
         frozen = {"vision_tower"} - adapted if dtype == tensors.dtype else ()
-        linked = unchanged_files(layout, frozen, index_folder(base_name, revision))
-        with suppress(OSError), loading(f"The generation configuration of {base_name}"):  # it may have none
-            merged.generation_config = GenerationConfig.from_pretrained(base_name, revision=revision)
+        linked = weights.unchanged_files(layout, frozen, weights.index_folder(base, revision))
+        with suppress(OSError), loading(f"The generation configuration of {base}"):  # if any
+            merged.generation_config = GenerationConfig.from_pretrained(base, revision=revision)
         differences = [0.0]
         values = _finite(_merged_tensors(opened, tensors, layout, differences), layout)
         shown = track(values, "Merging", len(layout), console=Console(stderr=True), transient=True)
-        save_model(merged, folder, layout, values=shown, linked=linked)
+        weights.save_model(merged, folder, layout, values=shown, linked=linked)
         opened.processor.save_pretrained(folder)
-        for name in (CARD, TRAINING_RECORD, BUILD_RECORD, DYNAMICS):
-            own, theirs = adapter / name, None
-            if name != DYNAMICS:  # which are of the base's own run
-                theirs = cached_file(base_name, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-            if name == CARD and own.is_file() and "# Model Card for Model ID" in own.read_text("utf-8", "replace"):
-                continue  # PEFT's, which has local paths
-            if file := own if own.is_file() else theirs:
+        for name in (CARD, *RECORDS):
+            if (own := adapter / name).is_file():
+                text = own.read_text("utf-8", "replace") if name == CARD else ""
+                files = [] if "# Model Card for Model ID" in text else [own]  # PEFT's: local paths
+            else:  # DYNAMICS of the base are of its own run
+                files = files_of(base, [name], revision) if name != DYNAMICS else []
+            for file in files:
                 shutil.copyfile(file, folder / name)
     return MergeReport(
         output=str(output),
         adapter=str(adapter),
-        base=base_name,
+        base=base,
         quantization=quantization_name(opened.quantization),
         dtype=str(dtype).removeprefix("torch."),
         difference=max(differences),
@@ -135,7 +122,7 @@ def merge_adapter(
 def _merged_tensors(
     adapter: Adapter, base: BaseTensors, layout: dict[str, Tensor], differences: list[float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of `layout`; `differences` gets those that [`MergeReport`] tells the largest of."""
+    """Names and values of `layout`; `differences` gets what [`MergeReport`] has the largest of."""
     rest, adapted = set(layout), adapter.on_meta().get_base_model()
     wrapped: list[str] = []
     for path, module in adapted.named_modules():
@@ -146,7 +133,7 @@ def _merged_tensors(
         with loading(f"The adapter {adapter.folder}"):
             values, difference = _merged_layer(path, module, base)
         if not difference <= 1e-3:  # nor NaN; of the largest output
-            raise ValueError(f"Merging {adapter.folder} changed {path} by {difference:.3g}. Nothing was written.")
+            raise ValueError(f"Merging changed {path} by {difference:.3g}. Nothing was written.")
         differences.append(difference)
         for name, value in values.items():
             if (name := f"{path}.{name}") in rest:  # no tied one
@@ -154,43 +141,51 @@ def _merged_tensors(
                 yield name, value
         del values
         module.to("meta")
-        if sys.platform == "linux":  # what glibc keeps of tensors below 32 MiB adds up to more than a gigabyte
+        if sys.platform == "linux":  # glibc would keep more than a gigabyte of small tensors
             with suppress(OSError, AttributeError):  # another C library
                 ctypes.CDLL("libc.so.6").malloc_trim(0)
     yield from ((name, base[name]) for name in layout if name in rest)
 
 
-def _merged_layer(path: str, module: nn.Module, base: BaseTensors) -> tuple[dict[str, Tensor], float]:
-    """The tensors of a layer with an adapter after PEFT merged it, and how much that changed what it computes."""
+def _merged_layer(
+    path: str, module: nn.Module, base: BaseTensors
+) -> tuple[dict[str, Tensor], float]:
+    """A layer's tensors after PEFT merged its adapter, and how much that changed its outputs."""
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save["default"].state_dict(), 0.0
-    layer = (module.token_adapter if isinstance(module, TrainableTokensWrapper) else module).get_base_layer()
-    absent = {name: base[f"{path}.{name}"].float() for name, tensor in layer.state_dict().items() if tensor.is_meta}
-    layer.load_state_dict(absent, strict=False, assign=True)
+    adapter = module.token_adapter if isinstance(module, TrainableTokensWrapper) else module
+    layer = adapter.get_base_layer()
+    absent = [name for name, tensor in layer.state_dict().items() if tensor.is_meta]
+    read = {name: base[f"{path}.{name}"].float() for name in absent}
+    layer.load_state_dict(read, strict=False, assign=True)
     for name, buffer in layer.named_buffers():
         if buffer.is_meta:  # computed from the configuration, such as Gemma's scale
             setattr(layer, name, torch.ones_like(buffer, device="cpu"))
     module.float().eval()
     random = torch.Generator().manual_seed(0)
     if isinstance(layer, nn.Embedding):
-        trained = module.token_adapter.token_indices["default"] if isinstance(module, TrainableTokensWrapper) else []
-        inputs = torch.tensor([*trained, *torch.randint(layer.num_embeddings, (16,), generator=random)])
+        inputs = torch.randint(layer.num_embeddings, (16,), generator=random)
+        if adapter is not module:
+            inputs = torch.tensor([*adapter.token_indices["default"], *inputs])
     else:
         inputs = torch.randn(4, module.in_features, generator=random)
     with torch.no_grad():
-        known = isinstance(layer, nn.Linear | Conv1D | nn.Embedding)  # not the experts of target_parameters
+        known = isinstance(layer, nn.Linear | Conv1D | nn.Embedding)  # no experts
         expected = module(inputs) if known else torch.ones(())
         if isinstance(module, ParamWrapper | TrainableTokensWrapper):
-            module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+            module.unload_and_optionally_merge_module(True, safe_merge=True, adapter_names=None)
         else:
             module.merge(safe_merge=True)
         difference = (layer(inputs) if known else expected) - expected
     return layer.state_dict(), (difference.abs().max() / expected.abs().max()).item()
 
 
-def _finite(values: Iterable[tuple[str, Tensor]], layout: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _finite(
+    values: Iterable[tuple[str, Tensor]], layout: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     for name, value in values:
         value = value.to(layout[name].dtype)
-        if value.is_floating_point() and value.numel() and not all(limit.isfinite() for limit in value.aminmax()):
-            raise ValueError(f"{name} would be NaN or infinite in {value.dtype} after merging. Nothing was written.")
+        limits = value.aminmax() if value.is_floating_point() and value.numel() else ()
+        if not all(limit.isfinite() for limit in limits):
+            raise ValueError(f"{name} would be NaN or infinite in {value.dtype} after merging.")
         yield name, value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two parts of a model: which vision encoders and language models fit, and how they are loaded and prepared."""
+"""The two parts of a model: which vision encoders and language models fit, and preparing them."""
 
 import inspect
 import logging
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
@@ -19,54 +20,54 @@ from transformers import (
 
 from ..checkpoint.opening import Checkpoint
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
+from ..modeling_normalign_llava import (
+    NormAlignLlavaForConditionalGeneration,
+    NormAlignLlavaMultiModalProjector,
+)
 from .chat_template import multimodal_chat_template
 from .processing import VISION_ENCODERS
 
 
 logger = logging.getLogger(__name__)
 
-
 IMAGE_TOKEN = "<image>"
 
 
 def vision_config(vision: Checkpoint) -> PreTrainedConfig:
-    """Configuration of the vision encoder alone. Raises ValueError if the encoder is not supported."""
+    """Configuration of the vision encoder alone. Raises ValueError if it is not supported."""
     config = getattr(vision.config, "vision_config", vision.config)
     if config.model_type not in VISION_ENCODERS:
-        raise ValueError(
-            f"The vision encoder of {vision.name} is a {config.model_type!r} model. Those that can be built in give "
-            f"every image as many patches: {', '.join(VISION_ENCODERS)}."
-        )
+        kinds = f"a {config.model_type!r} model, not one of {', '.join(VISION_ENCODERS)}"
+        raise ValueError(f"The vision encoder of {vision.name} is {kinds}.")
     if config.model_type == "siglip_vision_model":
         config.vision_use_head = False  # the pooling head is not read
     return config
 
 
 def check_language_model(language: Checkpoint) -> None:
-    """Raises ValueError if `language` is not a causal language model of transformers that takes LLaVA's inputs."""
+    """Raises ValueError unless this is a causal language model that takes LLaVA's inputs."""
     config = language.config
     fits = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config
     taken = inspect.signature(MODEL_MAPPING[type(config)].forward).parameters if fits else {}
-    if not taken.keys() & {"cache", "past_key_values"}:  # its name from transformers 5.24 on, and before
-        raise ValueError(
-            f"{language.name} is a {config.model_type!r} model, not a causal language model with a cache."
-        )
+    if not taken.keys() & {"cache", "past_key_values"}:  # from transformers 5.24 on, and before
+        kind = f"a {config.model_type!r} model"
+        raise ValueError(f"{language.name} is {kind}, not a causal language model with a cache.")
     if config.model_type in ("bloom", "nanochat"):
-        logger.warning(f"{language.name} normalises its embeddings, visual tokens too: the gain has no effect on it.")
+        logger.warning(f"{language.name} normalises its inputs, so the gain has no effect on it.")
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> bool:
-    """Adds the image token and a chat template that reads images, its own or a file's; tells whether it has marks."""
+    """Adds the image token and a template, a file's if there is one; tells whether it has marks."""
     original = tokenizer.chat_template
-    if isinstance(original, dict):  # of several named templates, apply_chat_template uses this one
+    if isinstance(original, dict):  # of several, apply_chat_template uses this one
         original = original.get("default")
     if path:
         original = Path(path).read_text(encoding="utf-8")
-    special = tokenizer.special_tokens_map
-    template, marks = multimodal_chat_template(original, image_token=IMAGE_TOKEN, special_tokens=special)
+    tokens = {"image_token": IMAGE_TOKEN, "special_tokens": tokenizer.special_tokens_map}
+    template, marks = multimodal_chat_template(original, **tokens)
     if IMAGE_TOKEN not in tokenizer.get_vocab():
-        tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
+        token = AddedToken(IMAGE_TOKEN, special=True, normalized=False)
+        tokenizer.add_tokens(token, special_tokens=True)
     tokenizer.chat_template = template
     return marks
 
@@ -79,16 +80,17 @@ def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTr
     fits &= embeddings.embedding_dim == model.config.hidden_size
     if not fits or type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
         raise ValueError(
-            f"LLaVA cannot hold {language.name}: its head has a bias, its embeddings are not as wide as its hidden "
-            "states, or transformers' AutoModel does not know its base model. Use another language model."
+            f"LLaVA cannot hold {language.name}: its head has a bias, its embeddings are not as "
+            "wide as its hidden states, or AutoModel does not know its base model. Use another."
         )
-    model.config.tie_word_embeddings = head.weight is embeddings.weight  # or resizing would tie what a file has apart
+    # Or resizing would tie what a file has apart.
+    model.config.tie_word_embeddings = head.weight is embeddings.weight
     return model
 
 
 @torch.no_grad()
 def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Grows the vocabulary if the image token does not fit. New rows are the mean row: its logit is never largest."""
+    """Grows the vocabulary if needed. New rows are the mean row: its logit is never the largest."""
     old = model.get_input_embeddings().num_embeddings
     if len(tokenizer) <= old:
         return
@@ -99,32 +101,34 @@ def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def assemble(
-    config: NormAlignLlavaConfig, tower: PreTrainedModel, language_model: PreTrainedModel, logits: torch.Tensor
+    config: NormAlignLlavaConfig, tower: PreTrainedModel, language: PreTrainedModel, logits: Tensor
 ) -> NormAlignLlavaForConditionalGeneration:
     """The model of two loaded parts, and a projector with random weights.
 
-    Raises ValueError if it has other [`text_logits`] than the language model had by itself, or those are not finite.
+    Raises ValueError if its [`text_logits`] are not those of the language model by itself, or are
+    not finite.
     """
     if not logits.isfinite().all():
-        raise ValueError("The language model computes NaN or infinite values on text. Its weights are damaged.")
+        raise ValueError("The language model's logits are NaN or infinite. Use another.")
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(config)
     model.model.vision_tower = tower
-    model.model.language_model = language_model.base_model
-    model.lm_head = language_model.get_output_embeddings()
+    model.model.language_model = language.base_model
+    model.lm_head = language.get_output_embeddings()
     projector = NormAlignLlavaMultiModalProjector(config)
     projector.apply(model.model._init_weights)
     for linear in (projector.linear_1, projector.linear_2):
-        linear.to(language_model.dtype)
+        linear.to(language.dtype)
     model.model.multi_modal_projector = projector
-    model.generation_config = language_model.generation_config
-    if not torch.allclose(text_logits(model), logits, rtol=1e-2, atol=1e-2 * logits.abs().max().item()):
-        raise ValueError("Inside LLaVA, the language model computes other logits than by itself. Use another.")
+    model.generation_config = language.generation_config
+    atol = 1e-2 * logits.abs().max().item()
+    if not torch.allclose(text_logits(model), logits, rtol=1e-2, atol=atol):
+        raise ValueError("Inside LLaVA, the language model's logits are not its own. Use another.")
     return model
 
 
 @torch.no_grad()
-def text_logits(model: PreTrainedModel) -> torch.Tensor:
+def text_logits(model: PreTrainedModel) -> Tensor:
     """Logits `(1, 8, V)`, float32, of a fixed text."""
     ids = torch.arange(3, 3 + 8).remainder(model.get_input_embeddings().num_embeddings)[None]
     return model.eval()(input_ids=ids, use_cache=False).logits.float()

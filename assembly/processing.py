@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stock LlavaProcessor that writes as many image tokens as the vision encoder gives features.
+"""The paper's arms; a stock LlavaProcessor with as many image tokens as the encoder has features.
 
-Its tokenizer adds no tokens of its own: `processor(text)` would have them, and training, TRL, vLLM and
-`tokenizer.apply_chat_template` would not. What it put first the chat template prints, as those of Llama 2 and 3, Gemma
-and Mistral do; those of TinyLlama, Zephyr and LLaVA 1.5 get it. What it put last would end a prompt.
+Its tokenizer adds no tokens: `processor(text)` would have them, and training, TRL, vLLM and
+`tokenizer.apply_chat_template` would not. What it put first the chat template prints, as those of
+Llama 2 and 3, Gemma and Mistral do, and now those of TinyLlama, Zephyr and LLaVA 1.5.
 """
 
 import copy
@@ -24,16 +24,21 @@ from ..configuration_normalign_llava import NormAlignLlavaConfig
 from .chat_template import check_texts, printing_first
 
 
+logger = logging.getLogger(__name__)
+
+VISION_ENCODERS = dict.fromkeys(("clip_vision_model", "dinov2", "dinov2_with_registers", "vit"), 1)
+VISION_ENCODERS["siglip_vision_model"] = 0
+"""Vision encoders by `model_type`, with the number of class tokens before the patches."""
+
 ARMS = {
     "none": {"projector_norm": "none"},
     "unit": {"projector_gain_init": "one", "gradient_compensation": "none"},
     "aligned": {"gradient_compensation": "none"},
     "gwc": {},
 }
-"""The paper's four arms as configuration: no norm; gain 1; aligned without compensation; aligned with it (default)."""
+"""Arms as configuration: no norm; gain 1; aligned without compensation; with it (the default)."""
 
-ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
-"""The fields of the configuration that an arm sets."""
+ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")  # all of an arm
 
 
 def arm_of(config: NormAlignLlavaConfig) -> str:
@@ -45,47 +50,32 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
     return "gwc" if config.gradient_compensation == "global" else "aligned"
 
 
-logger = logging.getLogger(__name__)
-
-VISION_ENCODERS = {
-    "clip_vision_model": 1,
-    "siglip_vision_model": 0,
-    "dinov2": 1,
-    "dinov2_with_registers": 1,
-    "vit": 1,
-}
-"""Vision encoders by `model_type`, with the number of class tokens before the patches."""
-
-
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
     """Raises ValueError if the encoder has no such hidden state; -1 is the last layer's output."""
     states = config.num_hidden_layers + 1
     if feature_layer == 0:
-        raise ValueError(f"LLaVA reads feature_layer 0 as none at all. The embeddings are {-states}.")
+        raise ValueError(f"LLaVA reads feature_layer 0 as none. The embeddings are {-states}.")
     for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
         if not -states <= layer < states:
-            raise ValueError(f"feature_layer {layer} does not exist: the encoder has {states} hidden states.")
+            raise ValueError(f"feature_layer {layer} is none of {states} hidden states.")
 
 
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Sets the padding side to left, also in what is saved: generating from a batch needs it."""
-    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # the attribute alone is not saved
+    """Sets the padding side to left, as generating from a batch needs it, also in what is saved."""
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
 
 
 def settle(processor: LlavaProcessor) -> None:
-    """Makes the tokenizer pad on the left and add no tokens, and the chat template print those that it put first.
+    """Makes the tokenizer pad left and add no tokens; the chat template prints what it put first.
 
-    A processor without a chat template only pads on the left; one that is settled does not change. What was put first
-    is kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`]. Raises ValueError if the tokens of a
-    conversation would differ from those that the tokenizer gave before, or it drops letters without a token.
+    Without a chat template it only pads; once settled nothing changes. What was put first is kept
+    as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`]. Raises ValueError if a
+    conversation's tokens would differ from those before, or letters without a token are dropped.
     """
     tokenizer = processor.tokenizer
     pad_left(tokenizer)
     if tokenizer(["a\ua66eb"]).char_to_token(0, 1) is None:  # a letter of one manuscript
-        raise ValueError(
-            "The tokenizer drops letters that it does not know, so answers could not be told from other turns. Give "
-            "it an unk_token, or use another."
-        )
+        raise ValueError("The tokenizer drops letters that it does not know. Give it an unk_token.")
     start, end = _added(processor)
     template, added = processor.chat_template, "".join(start)
     if not template or not start + end:
@@ -101,26 +91,29 @@ def settle(processor: LlavaProcessor) -> None:
         first = next((first for first in tokens if tokens[first] == expected), None)
         if first is None or True in printed:
             raise ValueError(
-                f"The tokenizer puts {added!r} before a text, and the chat template prints it before some only, or "
-                "the text would then have other tokens. Give one that prints it before all with --chat-template."
+                f"The tokenizer puts {added!r} before a text, the template before some only, or "
+                "with other tokens. Give one that prints it before all with --chat-template."
             )
-        processor.chat_template = tokenizer.chat_template = printing_first(template, first, processor.image_token)
+        template = printing_first(template, first, processor.image_token)
+        processor.chat_template = tokenizer.chat_template = template
         if os.environ.get("RANK", "0") == "0":
             logger.warning(
-                f"The chat template now prints {added!r}, which the tokenizer put before a text, so that all ways to "
-                "tokenize a conversation agree. If this checkpoint is trained already, it was trained without it."
+                f"The chat template now prints {added!r}, as the tokenizer did before a text. If "
+                "this checkpoint is trained already, it was trained without it."
             )
     tokenizer.add_bos_token = tokenizer.add_eos_token = False
     tokenizer.init_kwargs["text_start"] = start
     if any(_added(processor)):
-        raise ValueError(f"The tokenizer adds {start + end} to every text, and cannot be set not to. Use another.")
+        raise ValueError(f"The tokenizer cannot but add {start + end} to every text. Use another.")
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer for text without a chat template, which starts as the language model's own tokenizer had it."""
+    """For text without a chat template, which starts as the language model's tokenizer had it."""
     if start := tokenizer.init_kwargs.get("text_start"):
-        tokenizer, tokens = copy.deepcopy(tokenizer), zip(start, tokenizer.convert_tokens_to_ids(start), strict=True)
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing([*start, "$A"], special_tokens=[*tokens])
+        tokenizer = copy.deepcopy(tokenizer)
+        tokens = [*zip(start, tokenizer.convert_tokens_to_ids(start), strict=True)]
+        processor = TemplateProcessing([*start, "$A"], special_tokens=tokens)
+        tokenizer.backend_tokenizer.post_processor = processor
     return tokenizer
 
 
@@ -139,27 +132,25 @@ def make_processor(
     vision_config: PreTrainedConfig,
     select_strategy: str | None = None,
 ) -> LlavaProcessor:
-    """A [`LlavaProcessor`] for this encoder and tokenizer, [settled][`settle`]; the tokenizer gets a pad token.
+    """A [`LlavaProcessor`] for this encoder and tokenizer, [settled][`settle`], with a pad token.
 
-    An image processor without `crop_size` gets one: LlavaProcessor computes the number of image tokens from it for
-    serving engines. `select_strategy` is `"default"`, `"full"`, or None for the one that fits the encoder.
+    An image processor without `crop_size` gets one, from which serving engines compute the number
+    of image tokens. `select_strategy` is `"default"`, `"full"`, or None for what fits the encoder.
     """
     class_tokens = VISION_ENCODERS[vision_config.model_type]
     strategy = select_strategy or ("default" if class_tokens else "full")
     if strategy == "default" and not class_tokens:
-        raise ValueError(
-            f"select_strategy 'default' drops the first token, and {vision_config.model_type} has no class token: a "
-            "patch of the image would be lost. Use 'full'."
-        )
+        kind = vision_config.model_type
+        raise ValueError(f"select_strategy 'default' drops a patch of {kind}. Use 'full'.")
     if not image_processor.crop_size:
         size = image_processor.size
         if not size.get("height") or not size.get("width"):
-            raise ValueError(f"The image processor's size {dict(size)} gives no fixed height and width.")
+            raise ValueError(f"The image processor's size {dict(size)} is no height and width.")
         image_processor.crop_size = {"height": size["height"], "width": size["width"]}
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        # Other classes make their tokenizer anew when loaded, and transformers does not save all that it depends on:
+        # Other classes make their tokenizer anew when loaded, and not all that this takes is saved:
         # Zephyr's `legacy` space before a text would be lost.
         with TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of checkpoints: their names, finding them, writing them whole or not at all, one lock for a folder.
-
-Does not import torch, so errors come quickly.
-"""
+"""Files of checkpoints: names, finding, atomic writing, locks. No torch: errors come quickly."""
 
 import glob
 import json
@@ -30,19 +27,22 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CARD = "README.md"
 BUILD_RECORD = "build.json"  # what `normalign build` built
-TRAINING_RECORD = "training.json"  # how a checkpoint was trained: the resolved recipe, data, hardware, versions
-DYNAMICS = "dynamics.jsonl"  # inter-layer cosines during training, one line per measured step (figure 5)
+TRAINING_RECORD = "training.json"  # how a checkpoint was trained: recipe, data, hardware, versions
+DYNAMICS = "dynamics.jsonl"  # inter-layer cosines in training, a line per measured step (figure 5)
+RECORDS = (TRAINING_RECORD, BUILD_RECORD, DYNAMICS)
 STATE = "trainer_state.json"  # the Trainer's state, with the log
+LOCK, OLD = ".normalign.lock", ".replaced"  # the latter in the temporary folder of what replaces it
+_held: set[Path] = set()  # folders whose lock this process has
 
 
 def find_model(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
-    """The path or Hub id for `from_pretrained`, once it is known to exist, and the commit to read all its files at.
+    """The path or Hub id of a model that exists, and the commit to read all its files at.
 
-    The Hub is asked once, and only about a valid Hub id. A branch may move while a model is checked and loaded: all
-    that is read must be read at this commit. It is None for a path, and comes from the cache if the Hub cannot be
-    reached. Raises ValueError, with the `remedy`, if neither a folder, the Hub nor the cache has it.
+    The Hub is asked once, and only about a valid Hub id. All must be read at this commit, since a
+    branch may move meanwhile. It is None for a path, and the cache's if the Hub cannot be reached.
+    Raises ValueError, with the `remedy`, if neither a folder, the Hub nor the cache has the model.
     """
     path = Path(os.path.expanduser(model))  # which leaves an unknown user as it is
     if path.exists():
@@ -54,7 +54,7 @@ def find_model(
         return name, HfApi().resolve_revision(name, revision=revision).resolved
     except (HTTPError, OSError, RevisionResolutionError) as error:
         raise ValueError(
-            f"{absent}, and the Hub ({constants.ENDPOINT}) has none that you may see, or cannot be asked "
+            f"{absent}. {constants.ENDPOINT} has none that you may see, or cannot be asked "
             f"({str(error).partition(chr(10))[0]}). {remedy} A private model needs `hf auth login`."
         ) from error
 
@@ -62,25 +62,27 @@ def find_model(
 def find_checkpoint(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
-    """[`find_model`] for a whole model: also raises ValueError for a folder without `config.json`, as an adapter's."""
+    """[`find_model`], which also raises ValueError for a folder without `config.json`."""
     source, commit = find_model(model, revision, remedy=remedy)
-    if (Path(source) / ADAPTER_CONFIG).is_file() and not (Path(source) / "config.json").exists():
-        raise ValueError(f"{model} is an adapter. Merge it first: `normalign merge {model} --output DIR`.")
-    if Path(source).exists():
-        _check_holds(source, "config.json", remedy=f"It is no model of transformers. {remedy}")
+    folder = Path(source)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
+        merge = f"normalign merge {model} --output DIR"
+        raise ValueError(f"{model} is an adapter. Merge it first: `{merge}`.")
+    if folder.exists():
+        _check_holds(folder, "config.json", f"It is no model of transformers. {remedy}")
     return source, commit
 
 
 def check_folder(folder: str | os.PathLike) -> None:
     """Raises ValueError unless `folder` is that of a checkpoint or an adapter."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file():
-        _check_holds(folder, "config.json", remedy=f"It is no checkpoint, and without {ADAPTER_CONFIG} no adapter.")
+        _check_holds(folder, "config.json", f"Without {ADAPTER_CONFIG} it is no adapter either.")
 
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        _check_holds(adapter, name, remedy="Give the folder of an adapter, which training with use_peft wrote.")
+        _check_holds(adapter, name, "Give an adapter's folder, which training with use_peft wrote.")
 
 
 def _check_holds(folder: str | os.PathLike, name: str, remedy: str) -> None:
@@ -94,7 +96,7 @@ def check_repo_id(repo_id: str) -> None:
     """Raises ValueError unless `repo_id` is `"namespace/name"` as the Hub allows it."""
     validate_repo_id(repo_id)
     if "/" not in repo_id:
-        raise ValueError(f"The repository {repo_id!r} lacks its owner. Give user/name or organisation/name.")
+        raise ValueError(f"{repo_id!r} lacks the repository's owner. Give user/name.")
 
 
 def is_hub_id(name: str) -> bool:
@@ -106,12 +108,8 @@ def is_hub_id(name: str) -> bool:
     return "/" in name
 
 
-LOCK, OLD = ".normalign.lock", ".replaced"  # the latter in the temporary folder of what replaces it
-_held: set[Path] = set()
-
-
 def cache_dir() -> Path:
-    """The cache folder: `$NORMALIGN_CACHE`, or `normalign-llava` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """`$NORMALIGN_CACHE`, or `normalign-llava` in `$XDG_CACHE_HOME` or `~/.cache`."""
     if override := os.environ.get("NORMALIGN_CACHE"):
         return Path(override).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normalign-llava"
@@ -119,9 +117,9 @@ def cache_dir() -> Path:
 
 @contextmanager
 def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
-    """Yields the path of a temporary file that becomes `target` when the block ends without an error.
+    """Yields the path of a temporary file that becomes `target` when the block ends without error.
 
-    It lies in a folder of its own, whose name nobody can foresee, and so has the mode of any new file.
+    It has the mode of any new file, since nobody can foresee the name of the folder that it is in.
     """
     target = Path(target)
     remove_unfinished(target)
@@ -134,21 +132,20 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
 def finished_folder(
     target: str | os.PathLike, written: Callable[[Path], Collection[str]] | None = None
 ) -> Iterator[Path]:
-    """Yields a temporary folder that becomes `target` when the block ends without an error, and is removed otherwise.
+    """Yields a temporary folder that becomes `target` if the block ends without error, or goes.
 
-    With `written`, `target` lies in a checkpoint, and its earlier version is replaced as a whole, of which `written`
-    gives the names: a folder with anything else is not. If that is interrupted, the next run makes the second step.
+    With `written`, `target` lies in a checkpoint, and an earlier one with no names but those that
+    `written` gives is replaced as a whole; if interrupted, the next run takes the second step.
 
-    Raises:
-        ValueError: Another process is making `target`, or it holds something else.
-        FileExistsError: `target` was filled meanwhile. What was made is kept in a folder that the message names.
+    Raises ValueError if another process is making `target`, or it holds something else, and
+    FileExistsError if it was filled meanwhile: the message says where the new one is kept.
     """
     target = Path(target).resolve()
 
     def foreign() -> str:
         names = {path.name for path in target.iterdir()} if target.exists() else set()
         others = sorted(names - set(written(target) if written else ()))
-        return f"{target} holds {others[0]}, which is not this command's to replace." if others else ""
+        return f"{target} holds {others[0]}, which is not to be replaced." if others else ""
 
     if written:
         check_free(target.parent)
@@ -183,9 +180,9 @@ def _temporary(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(target: Path) -> list[Path]:
-    """Removes the temporary folders that killed processes left for `target`; returns the locks of those in use.
+    """Removes killed processes' temporary folders for `target`; returns the locks of those in use.
 
-    They are known by their names, with eight letters of `tempfile`'s, and by what alone is in them.
+    Their names end in eight letters of `tempfile`'s, and nothing else is in them.
     """
     locks = []
     for unfinished in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
@@ -195,16 +192,20 @@ def remove_unfinished(target: Path) -> list[Path]:
             names = {path.name for path in unfinished.iterdir()}
         except OSError:  # another user's, or removed by now
             continue
-        if names - {LOCK} and names <= {target.name, OLD, LOCK}:  # a process may be about to take a lone lock
-            if is_held(unfinished):
+        if names - {LOCK} and names <= {target.name, OLD, LOCK}:  # a lone lock may soon be taken
+            lock = FileLock(unfinished / LOCK, thread_local=False)
+            try:
+                lock.acquire(timeout=0)
+            except OSError:  # a process has it, or another user
                 locks.append(unfinished / LOCK)
-            else:
-                _clear(unfinished, target)
+                continue
+            lock.release()
+            _clear(unfinished, target)
     return locks
 
 
 def _clear(temporary: Path, target: Path) -> None:
-    """Takes the second step of a replacement whose first one was taken, and removes what is left."""
+    """Takes the second step of a replacement that was begun, and removes what is left."""
     if (temporary / OLD).exists() and not target.exists():
         os.replace(temporary / target.name, target)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -221,16 +222,16 @@ def json_or_none(path: Path) -> Any:
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path` atomically."""
     with atomic_write(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 @contextmanager
 def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]:
-    """Keeps other processes from writing to a folder, which is created, and removed again if it stays empty.
+    """Keeps other processes from writing to a folder, which is created, and removed if still empty.
 
-    A process that has the lock may ask for it again. The operating system releases it when the process ends, even if
-    it is killed. Raises ValueError, which names the process, if another has the lock for longer than `wait` seconds:
-    results are written in less, training takes longer.
+    A process that has the lock may ask for it again; the operating system releases it when it ends,
+    even if killed. Raises ValueError, which names the process, if another has the lock for longer
+    than `wait` seconds: results are written in less, training takes longer.
     """
     folder = Path(folder).resolve()
     if folder in _held:
@@ -246,7 +247,8 @@ def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]
             raise ValueError(busy(folder, file)) from error
     _held.add(folder)
     try:
-        command = shorten(shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]), 120, placeholder=" ...")
+        command = shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]])
+        command = shorten(command, 120, placeholder=" ...")
         file.write_text(f"`{command}`, process {os.getpid()}", "utf-8")
         yield
     finally:
@@ -258,27 +260,16 @@ def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]
                 folder.rmdir()
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a process has a folder's lock, or it is another user's."""
-    lock = FileLock(folder / LOCK, thread_local=False)
-    try:
-        lock.acquire(timeout=0)
-    except OSError:
-        return True
-    lock.release()
-    return False
-
-
 def check_free(folder: Path) -> None:
-    """Raises ValueError if another process has a folder's lock, and keeps it. The folder may be read-only."""
+    """Raises ValueError if another process has a folder's lock; a read-only folder is free."""
     if (folder / LOCK).exists() and os.access(folder, os.W_OK):
         with only_writer(folder):
             pass
 
 
 def busy(folder: Path, lock: Path) -> str:
-    """That the process which has the lock in the file `lock` writes to a folder, for an error."""
-    writer = ""
+    """An error's text: the process which has the lock in the file `lock` writes to a folder."""
+    writer = "another process"
     with suppress(OSError, ValueError):
-        writer = lock.read_text("utf-8")
-    return f"{folder} is being written to by {writer or 'another process'}. Wait for its end, or use another folder."
+        writer = lock.read_text("utf-8") or writer
+    return f"{folder} is being written to by {writer}. Wait for its end, or use another folder."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens checkpoints: found, checked, then loaded, and of a Hub id all at one commit; and reads their records."""
+"""Finds, checks and loads checkpoints, all their files at one commit; reads cards and records."""
 
 import copy
 import os
@@ -17,21 +17,19 @@ from huggingface_hub.repocard import metadata_load
 from PIL import Image
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoProcessor,
-    AutoTokenizer,
     LlavaProcessor,
     PreTrainedConfig,
     PreTrainedModel,
     ProcessorMixin,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .files import CARD, find_checkpoint, json_or_none
-from .untrusted import AGAIN, check_files, check_weights, loading
+from .untrusted import AGAIN, check_files, check_weights, files_of, loading
 
 
 logger = logging.get_logger(__name__)
@@ -43,10 +41,7 @@ _MAY_BE_ABSENT = ("pooler.", "model.multi_modal_projector.norm.")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's folder or Hub id, at a commit, whose files were checked: see [`open_checkpoint`].
-
-    `stored` is the content of `config.json`.
-    """
+    """A model's folder or Hub id, whose files were checked; `stored` is its `config.json`."""
 
     name: str
     revision: str | None
@@ -55,18 +50,19 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str | None:
-        """The model type that `config.json` names."""
         return self.stored.get("model_type")
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """Its configuration."""
         return self.read_config(AutoConfig)
 
     def read_config(self, cls: Any) -> Any:
-        """Its configuration, as one of the class `cls`."""
         with loading(f"The configuration of {self.name}"):
-            return cls.from_pretrained(self.name, revision=self.revision, trust_remote_code=self.trust_remote_code)
+            return cls.from_pretrained(self.name, **self._read_at)
+
+    @property
+    def _read_at(self) -> dict[str, Any]:
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     @cached_property
     def processor(self) -> LlavaProcessor:
@@ -80,18 +76,18 @@ class Checkpoint:
 
     def check_image_token(self, processor: LlavaProcessor) -> None:
         """Raises ValueError if a processor has another image token than the configuration."""
-        if processor.image_token_id != self.config.image_token_id:
-            raise ValueError(
-                f"The image token of {self.name} is {self.config.image_token_id} in config.json and "
-                f"{processor.image_token_id} in its tokenizer. {_SAVE}."
-            )
+        stored, own = self.config.image_token_id, processor.image_token_id
+        if own != stored:
+            tokens = f"{stored} in config.json and {own} in its tokenizer"
+            raise ValueError(f"The image token of {self.name} is {tokens}. {_SAVE}.")
 
     def preprocessor(self, cls: Any) -> Any:
         """A tokenizer, an image processor or a processor."""
-        kind = {AutoTokenizer: "tokenizer", AutoImageProcessor: "image processor"}.get(cls, "processor")
+        kinds = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}
+        kind = kinds.get(cls.__name__, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         with loading(f"The {kind} of {self.name}", remedy=remedy):
-            loaded = cls.from_pretrained(self.name, revision=self.revision, trust_remote_code=self.trust_remote_code)
+            loaded = cls.from_pretrained(self.name, **self._read_at)
         if kind == "processor" and not isinstance(loaded, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
         return loaded
@@ -109,30 +105,29 @@ class Checkpoint:
         config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Its model, by `cls.from_pretrained`; a `config` is that of a part, used in place of its own."""
+        """Its model, by `cls.from_pretrained`; `config`, a part's, is used in place of its own."""
         size = self.weight_bytes
-        if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
+        # ZeRO-3 would shard the model on meta.
+        if not self.trust_remote_code and not is_deepspeed_zero3_enabled():
             parameters = self.without_weights(cls, config).num_parameters()
             if parameters > 4 * size + 2**24:  # those of 2 bits, and those of the norm
-                raise ValueError(
-                    f"config.json of {self.name} has {parameters:,} parameters, its weights {size:,} bytes. {AGAIN}"
-                )
-        kwargs |= {"config": config, "revision": self.revision, "trust_remote_code": self.trust_remote_code}
+                has = f"has {parameters:,} parameters, its weights {size:,} bytes"
+                raise ValueError(f"config.json of {self.name} {has}. {AGAIN}")
+        kwargs |= {"config": config, "dtype": dtype, "output_loading_info": True, **self._read_at}
         verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # or a report would list what may be absent, and of a part what is not read
+        logging.set_verbosity_error()  # a report would list what may be absent, or is not read
         try:
             with loading(f"The model {self.name}"):
-                model, info = cls.from_pretrained(self.name, dtype=dtype, output_loading_info=True, **kwargs)
+                model, info = cls.from_pretrained(self.name, **kwargs)
         finally:
             logging.set_verbosity(verbosity)
-        missing, others = (
-            sorted(key for key in info[kind] if not key.startswith(_MAY_BE_ABSENT))
-            for kind in ("missing_keys", "unexpected_keys")
-        )
-        if others and config is None:
-            logger.warning(f"{len(others)} tensors of {self.name} are not {cls.__name__}'s: {', '.join(others[:10])}.")
-        if missing:
-            raise ValueError(f"{self.name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
+        for kind in ("unexpected_keys", "missing_keys"):
+            names = sorted(key for key in info[kind] if not key.startswith(_MAY_BE_ABSENT))
+            shown = f"{cls.__name__}: {', '.join(names[:10])}"
+            if names and kind == "missing_keys":
+                raise ValueError(f"{self.name} lacks {len(names)} tensors of {shown}.")
+            if names and config is None:
+                logger.warning(f"{self.name} has {len(names)} tensors that are not of {shown}.")
         return model
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:
@@ -140,21 +135,22 @@ class Checkpoint:
         remote = {"trust_remote_code": True} if self.trust_remote_code else {}
         with loading(f"The configuration of {self.name}"), torch.device("meta"):
             expected = copy.deepcopy(config or self.config)
-            make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)  # of a LLaVA
-            make = cls._from_config if type(expected) is getattr(cls, "config_class", None) else make
+            if type(expected) is getattr(cls, "config_class", None):
+                return cls._from_config(expected, **remote)
+            make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)  # a LLaVA's
             return make(expected, **remote)
 
 
 def open_checkpoint(
     name: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> Checkpoint:
-    """Finds a checkpoint and checks all its files but the weights; loads nothing, and never runs its code."""
+    """Finds a checkpoint and checks its files but the weights; loads nothing, runs no code."""
     source, commit = find_checkpoint(name, revision, remedy=remedy)
     return Checkpoint(source, commit, check_files(source, commit))
 
 
 def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
-    """The number of image tokens per image, compared with the features that `model` computes for an image."""
+    """The number of image tokens per image, compared with the features that `model` computes."""
     image = Image.new("RGB", (97, 61), "white")
     inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
     tokens = int((inputs["input_ids"] == processor.image_token_id).sum())
@@ -165,59 +161,61 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
             counts.append(sum(map(len, model.get_image_features(pixels).pooler_output)))
     if len(set(counts)) > 1:
         raise ValueError(
-            f"The number of image tokens differs: {tokens} in the prompt, {' and '.join(map(str, counts[1:]))} by "
-            "processor and model. The image processor must give all images one size, a multiple of the patch."
+            f"An image has {tokens} image tokens in the prompt, {counts[1:]} by processor, model. "
+            "The image processor must give all images one size, a multiple of the patch."
         )
     return tokens
 
 
-FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)  # of the Hub client, and of reading a card
+FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)  # of the Hub client, and of cards
 
 
 def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] | None:
-    """The licence in the card of a model: `license`, `license_name` and `license_link`, as in its metadata.
+    """The licence in a model's card: `license`, `license_name` and `license_link` of its metadata.
 
-    Several licences become "other", with all of them in `license_name`. A relative link becomes absolute, or None.
+    Several become "other", all of them `license_name`. A relative link becomes absolute, or None.
     """
     card, _ = _card(name, revision, "model")
     licence, called, link = (card.get(key) for key in ("license", "license_name", "license_link"))
     if isinstance(licence, list) and licence:
-        licence, called = (licence[0], called) if len(licence) == 1 else ("other", ", ".join(map(str, licence)))
+        names = ", ".join(map(str, licence))
+        licence, called = (licence[0], called) if len(licence) == 1 else ("other", names)
     if link and "://" not in str(link):
-        link = None if os.path.isdir(name) else f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
+        blob = f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
+        link = None if os.path.isdir(name) else blob
     terms = {"license": licence, "license_name": called, "license_link": link}
     return {key: str(value) if value else None for key, value in terms.items()} if licence else None
 
 
 def hub_dataset(name: str) -> dict[str, Any]:
-    """A Hub data set as it is now: `id`, `revision` (the commit), `license` and `language` of its card."""
+    """A Hub data set now: `id`, `revision` (the commit), `license` and `language` of its card."""
     card, commit = _card(name, None, "dataset")
     if commit is None:
         with suppress(*FAILURES):
             commit = HfApi().dataset_info(name).sha
     licence, language = card.get("license"), card.get("language")
-    return {
-        "id": name,
-        "revision": commit,
-        "license": ", ".join(map(str, licence)) if isinstance(licence, list) else licence,
-        "language": [language] if isinstance(language, str) else language,
-    }
+    if isinstance(licence, list):
+        licence = ", ".join(map(str, licence))
+    if isinstance(language, str):
+        language = [language]
+    return {"id": name, "revision": commit, "license": licence, "language": language}
 
 
 def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
     """The JSON object in the file `name` of a checkpoint folder or Hub repository, or None."""
     with suppress(*FAILURES):
-        file = cached_file(checkpoint, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-        content = json_or_none(Path(file)) if file else None
-        return content if isinstance(content, dict) else None
+        for file in files_of(checkpoint, [name], revision):
+            content = json_or_none(file)
+            return content if isinstance(content, dict) else None
     return None
 
 
 def _card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:
     """The metadata of a card, and its commit if it is on the Hub."""
     try:
-        local = kind == "model" and os.path.isdir(name)
-        file = Path(name, CARD) if local else Path(hf_hub_download(name, CARD, revision=revision, repo_type=kind))
-        return metadata_load(file) or {}, None if local else file.parent.name
+        if kind == "model" and os.path.isdir(name):
+            return metadata_load(Path(name, CARD)) or {}, None
+        file = Path(hf_hub_download(name, CARD, revision=revision, repo_type=kind))
+        return metadata_load(file) or {}, file.parent.name
     except FAILURES:
         return {}, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this machine is fast in half precision: measured once, not guessed from a processor's name."""
+"""The precision to load and run a model in: whether half precision is fast here is measured."""
 
 import timeit
 from contextlib import suppress
@@ -26,17 +26,15 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_
 
 
 def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> bool:
-    """Whether a device multiplies matrices of half precision at least 1.5 times as fast as float32 ones.
+    """Whether a device multiplies bfloat16 or float16 matrices 1.5 times as fast as float32 ones.
 
-    A CPU is measured once in a process, since many only emulate bfloat16. GPUs are asked; one that only emulates
-    bfloat16, such as a T4, counts as slow.
-
-    Args:
-        dtype: `torch.bfloat16` or `torch.float16`.
-        device: Type of the device, such as `"cpu"`; by default the accelerator's, or the CPU.
+    A CPU is measured once in a process, since many only emulate bfloat16. GPUs are asked; one that
+    only emulates bfloat16, such as a T4, counts as slow. `device` is a type, by default the
+    accelerator's, or else "cpu".
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = device or (accelerator.type if accelerator else "cpu")
+    if device is None:
+        accelerator = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+        device = accelerator.type if accelerator else "cpu"
     if device == "cuda":
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
     if device != "cpu":
@@ -46,7 +44,7 @@ def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None 
 
 
 def compute_dtype() -> torch.dtype:
-    """What products with 4-bit weights are computed in: bfloat16, or else float16 on a GPU and float32 on a CPU."""
+    """For products with 4-bit weights: bfloat16, or else float16 on a GPU and float32 on a CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if half_precision_pays(torch.bfloat16, device):
         return torch.bfloat16
@@ -54,19 +52,20 @@ def compute_dtype() -> torch.dtype:
 
 
 def four_bits(model: PreTrainedModel, dtype: str | torch.dtype = "auto") -> BitsAndBytesConfig:
-    """How a model, which may lie on meta, is loaded in 4 bits: the layers of its decoder alone, as in training.
+    """How to load a model, which may lie on meta, in 4 bits: its decoder's layers, as in training.
 
     `dtype` is of products, and to load the rest in; "auto" is [`compute_dtype`].
     """
     dtype = compute_dtype() if dtype == "auto" else dtype
     path = next(name for name, module in model.named_modules() if module is model.get_decoder())
-    # The modules beside the decoder and beside what holds it, such as `lm_head` and `model.vision_tower`.
+    # Beside the decoder and beside what holds it, such as `lm_head` and `model.vision_tower`.
     outside, holder = [], ""
     for part in path.split(".") if path else ():
         beside = (name for name, _ in model.get_submodule(holder).named_children() if name != part)
         outside += [f"{holder}.{name}".lstrip(".") for name in beside]
         holder = f"{holder}.{part}".lstrip(".")
-    return BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=outside or None)
+    settings = {**NF4, "bnb_4bit_compute_dtype": dtype}
+    return BitsAndBytesConfig(**settings, llm_int8_skip_modules=outside or None)
 
 
 def quantization_name(settings: dict[str, Any] | None, *, products: bool = True) -> str:
@@ -77,23 +76,24 @@ def quantization_name(settings: dict[str, Any] | None, *, products: bool = True)
         return "8-bit"
     nested = ", double quantization" if settings.get("bnb_4bit_use_double_quant") else ""
     dtype = str(settings.get("bnb_4bit_compute_dtype", torch.float32)).removeprefix("torch.")
-    return f"4-bit {settings.get('bnb_4bit_quant_type', 'fp4').upper()}{nested}{f', products in {dtype}' * products}"
+    kind = settings.get("bnb_4bit_quant_type", "fp4").upper()
+    return f"4-bit {kind}{nested}{f', products in {dtype}' * products}"
 
 
 def warn_if_slow(dtype: str | torch.dtype | None, device: str | None = None) -> None:
     """Warns in one line if a precision that was asked for is slow on this device."""
     name = str(dtype).removeprefix("torch.")
     if name in HALVES and not half_precision_pays(HALVES[name], device):
-        logger.warning_once(
-            f"{name} was asked for, but this machine only emulates it. float32 is faster, in more memory."
-        )
+        logger.warning_once(f"This machine only emulates {name}. float32 is faster, but larger.")
 
 
-def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, size: int) -> str | torch.dtype:
-    """The dtype to load a model in to run it: what "auto" means on this machine, for weights of `size` bytes.
+def dtype_to_load(
+    dtype: str | torch.dtype, config: PreTrainedConfig | None, size: int
+) -> str | torch.dtype:
+    """What a `dtype` of "auto" means on this machine, to run a model of `size` bytes.
 
-    A CPU that only emulates the checkpoint's precision runs it in float32 if that fits into free memory, or else in
-    bfloat16 if it is fast in that. Otherwise the checkpoint's own is run, not copied but mapped from its files.
+    A CPU that only emulates the checkpoint's precision runs float32 if that fits into free memory,
+    else bfloat16 if it is fast in that, else the checkpoint's own, mapped from files, not copied.
     """
     if torch.cuda.is_available() or config is None:
         return dtype
@@ -107,37 +107,40 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, siz
             dtype = "float32"
         elif size <= room and half_precision_pays(torch.bfloat16, "cpu"):
             dtype = "bfloat16"
-        logger.warning_once(
-            f"Loading in {name if dtype == 'auto' else dtype}: this processor only emulates the checkpoint's {name}. "
-            f"float32 takes {2 * size / 2**30:,.0f} of {room / 2**30:,.0f} GiB. See --dtype and --load-in-4bit."
-        )
+        loaded = f"Loading in {name if dtype == 'auto' else dtype}: this CPU only emulates {name}"
+        sizes = f"float32 takes {2 * size / 2**30:,.0f} of {room / 2**30:,.0f} GiB"
+        logger.warning_once(f"{loaded}. {sizes}. See --dtype and --load-in-4bit.")
     return dtype
 
 
 def emulates_float16(model: PreTrainedModel) -> bool:
     """Whether a model is in float16 on a CPU that only emulates it, but is fast in bfloat16."""
-    on_cpu = (model.device.type, model.dtype) == ("cpu", torch.float16)
-    return on_cpu and half_precision_pays(torch.bfloat16, "cpu") and not half_precision_pays(torch.float16, "cpu")
+    if (model.device.type, model.dtype) != ("cpu", torch.float16):
+        return False
+    return half_precision_pays(device="cpu") and not half_precision_pays(torch.float16, "cpu")
 
 
 class ProductsInBfloat16(TorchFunctionMode):
-    """In this context products of float16 tensors are computed in bfloat16, and their results are float16 again.
+    """A context in which float16 products are computed in bfloat16, with float16 results.
 
     Weights are cast in each product: that pays for passes of many tokens, not for generation.
     """
 
-    PRODUCTS = (F.linear, F.conv2d, F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+    _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+    PRODUCTS = (F.linear, F.conv2d, F.scaled_dot_product_attention, *_MATMULS)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func not in self.PRODUCTS or args[0].dtype != torch.float16:
             return func(*args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, lambda t: t.bfloat16() if t.dtype == torch.float16 else t, (args, kwargs))
+        args, kwargs = tree_map_only(
+            Tensor, lambda t: t.bfloat16() if t.dtype == torch.float16 else t, (args, kwargs)
+        )
         return func(*args, **kwargs).half()
 
 
 def free_memory() -> int:
-    """Bytes that this process can take, of the machine and of its container (cgroup); pages of files count as free."""
+    """Bytes free for this process in machine and container (cgroup); pages of files count."""
     free = [psutil.virtual_memory().available]
     for folder, limit, used in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -145,18 +148,19 @@ def free_memory() -> int:
     ):
         with suppress(OSError, ValueError):  # there is none, or no limit: "max"
             most, taken = (int(Path(folder, name).read_text()) for name in (limit, used))
-            counted = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            lines = Path(folder, "memory.stat").read_text().splitlines()
+            counted = dict(line.split() for line in lines)
             free.append(most - taken + int(counted["active_file"]) + int(counted["inactive_file"]))
     return max(0, min(free))
 
 
 @cache
 def _seconds() -> dict[str, float]:
-    """The shortest time of a product of matrices whose sizes are common in training, by precision."""
+    """The shortest time of a product of matrices of sizes common in training, by precision."""
     seconds: dict[str, float] = {}
     for _ in range(5):  # in turn, since what else the machine does may change
         for name, dtype in {"float32": torch.float32, **HALVES}.items():
             x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
-            taken = timeit.timeit(partial(torch.nn.functional.linear, x, weight), number=1)
+            taken = timeit.timeit(partial(F.linear, x, weight), number=1)
             seconds[name] = min(taken, seconds.get(name, taken))
     return seconds

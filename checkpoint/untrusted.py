@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of checkpoints from other people: none of their code runs, and no file outside their folder is read.
+"""Checks of checkpoints from other people: no code runs, no file outside their folder is read.
 
-Commands call [`check_files`] before transformers reads a checkpoint and [`check_weights`] before its model is built,
-and let transformers read it inside [`loading`]. `docs/security.md` lists what each command opens.
+Commands call [`check_files`] before transformers reads a checkpoint, [`check_weights`] before its
+model is built, and read inside [`loading`]. `docs/security.md` lists what each command opens.
 """
 
 import json
@@ -19,56 +19,55 @@ from transformers.utils.hub import cached_files
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import device_error, first_cause, is_panic
-from .files import ADAPTER_CONFIG, INDEX, PICKLES, WEIGHTS
+from .files import ADAPTER_CONFIG, INDEX, WEIGHTS
 
 
+# The remedy for a checkpoint that is broken, or made to look so.
 AGAIN = "Save or fetch the checkpoint again, or use another."
-"""The remedy for a checkpoint that is broken, or made to look so."""
 
-_SETTINGS = (
-    *("config.json", "generation_config.json", ADAPTER_CONFIG, INDEX, "tokenizer_config.json", "tokenizer.json"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.json", "processor_config.json"),
-    *("preprocessor_config.json", "video_preprocessor_config.json"),
-)
+_SETTINGS = [
+    *("config.json", "generation_config.json", ADAPTER_CONFIG, INDEX, "tokenizer_config.json"),
+    *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+]
+_OTHER_FILES = {"configuration_files", "transformers_weights", "fast_tokenizer_files"}
 
 
 def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Checks all files but the weights, before transformers reads them; returns `config.json`, of an adapter `{}`.
+    """Checks all files but weights, before transformers reads them; returns `config.json`, or `{}`.
 
-    Raises ValueError if a file is not valid JSON, is a link out of the folder, or names code or another file to read,
-    or if there is a model and an adapter.
+    Raises ValueError if a file is not valid JSON, is a link out of the folder, or names code or
+    another file to read, or if there is a model and an adapter.
     """
     # Records are copied and results written, so all files count.
     for parent, folders, names in os.walk(str(checkpoint)):
         for name in (*folders, *names):
             check_inside(Path(parent, name), Path(checkpoint))
         folders[:] = [name for name in folders if not name.startswith(".")]  # .git, .venv
-    files = {file.name: file for file in _files(checkpoint, list(_SETTINGS), revision)}
+    files = {file.name: file for file in files_of(checkpoint, _SETTINGS, revision)}
     settings = {name: json_object(file.read_bytes(), str(file)) for name, file in files.items()}
     config, adapter = settings.get("config.json", {}), settings.get(ADAPTER_CONFIG, {})
     if {"config.json", ADAPTER_CONFIG} <= settings.keys():
-        raise ValueError(
-            f"{checkpoint} has both config.json and {ADAPTER_CONFIG}: transformers would put the adapter on the model "
-            "unasked. In a copy, remove the second to use the model, or the first to use the adapter."
-        )
+        both = f"{checkpoint} has both config.json and {ADAPTER_CONFIG}"
+        raise ValueError(f"{both}. In a copy, remove the one that you do not want to use.")
     code = [f"megatron_core in {ADAPTER_CONFIG}"] if adapter.get("megatron_config") else []
     if config.get("model_type") == NormAlignLlavaConfig.model_type or adapter:
-        # Everything but the model is transformers' own, so nothing needs code. Of other models, none is run.
-        others = sorted(settings.keys() - {"config.json"})
-        code += [f"auto_map in {name}" for name in others if "auto_map" in dict(_items(settings[name]))]
+        # All but the model is transformers' own and needs no code. Of other models, none is run.
+        for name in sorted(settings.keys() - {"config.json"}):
+            code += [f"auto_map in {name}"] if "auto_map" in dict(_items(settings[name])) else []
         code += ["custom_generate"] if Path(checkpoint, "custom_generate").exists() else []
     for name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
         for key, value in _items(settings.get(name)):
-            if "_implementation" in key and "/" in str(value):  # the package `kernels` would fetch this from the Hub
+            # The package `kernels` would fetch this from the Hub.
+            if "_implementation" in key and "/" in str(value):
                 code.append(f"{key} {value} in {name}")
     if code:
-        raise ValueError(
-            f"{checkpoint} names code that this package has no use for: {', '.join(code)}. None of it was run. "
-            "Remove that, if you trust the rest, or use another checkpoint."
-        )
+        named = f"{checkpoint} names code that this package has no use for: {', '.join(code)}"
+        raise ValueError(f"{named}. None of it was run. Remove that, or use another checkpoint.")
     for name, content in settings.items():
-        if named := content.keys() & {"configuration_files", "transformers_weights", "fast_tokenizer_files"}:
-            raise ValueError(f"{files[name]}: {min(named)} names files to read in place of others. Remove it.")
+        if others := content.keys() & _OTHER_FILES:
+            other = min(others)
+            raise ValueError(f"{files[name]}: {other} names files to read for others. Remove it.")
     return config
 
 
@@ -77,27 +76,25 @@ def check_weights(
     revision: str | None = None,
     holding: Callable[[Iterable[str]], str] | None = None,
 ) -> list[Path]:
-    """The files of weights, those of a Hub id fetched, after a check that they are whole and inside the folder.
+    """The files of weights, of a Hub id fetched, once they are known to be whole and in the folder.
 
-    If there is an index, only the file of the tensor that `holding` chooses of its names is fetched and checked.
-
-    Raises ValueError if there are no weights in safetensors, or they lie elsewhere or cannot be read.
+    With an index, only the file of the tensor that `holding` chooses of its names is fetched.
+    Raises ValueError if there are no weights in safetensors, or they lie elsewhere or are damaged.
     """
-    weights = _files(checkpoint, [WEIGHTS], revision)
-    for index in _files(checkpoint, [INDEX], revision) if not weights else ():
+    weights = files_of(checkpoint, [WEIGHTS], revision)
+    for index in files_of(checkpoint, [INDEX], revision) if not weights else ():
         weight_map: Any = json_object(index.read_bytes(), str(index)).get("weight_map")
         names = [*weight_map.values()] if isinstance(weight_map, dict) else []
         if not names or not all(re.fullmatch(r"[^/\\]+\.safetensors", str(name)) for name in names):
             raise ValueError(f"{index} is not an index of safetensors files in its folder. {AGAIN}")
         names = sorted({*names}) if holding is None else [weight_map[holding(weight_map)]]
-        weights = _files(checkpoint, names, revision)
+        weights = files_of(checkpoint, names, revision)
         if absent := sorted({*names} - {file.name for file in weights}):
-            raise ValueError(f"{index} names {', '.join(absent)}, which {checkpoint} lacks. {AGAIN}")
+            raise ValueError(f"{index} names {', '.join(absent)}, but there is none. {AGAIN}")
     if not weights:
         raise ValueError(
-            f"{checkpoint} has no weights in safetensors: neither {WEIGHTS} nor {INDEX} with its shards. Pickled "
-            f"weights (*{', *'.join(PICKLES[:4])}) are not opened, since they can run code. Load the model where you "
-            "trust it, save it again, and use that."
+            f"{checkpoint} has no weights in safetensors: neither {WEIGHTS} nor {INDEX}. Pickles "
+            "can run code: load the model where you trust it, and save it again."
         )
     for file in weights:
         check_inside(file)
@@ -107,18 +104,16 @@ def check_weights(
 
 
 def check_inside(file: Path, folder: Path | None = None) -> None:
-    """Raises ValueError if `file` is a pipe or a device, or a link out of `folder` (by default its own)."""
+    """Raises ValueError if `file` is a pipe or a device, or a link out of `folder` or its own."""
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise ValueError(f"{file} is a pipe or a device, not a file. Remove it.")
     if not is_inside(file, (folder or file.parent).resolve()):
-        raise ValueError(
-            f"{file} is a link out of its folder, to {os.path.realpath(file)}. Remove it, or replace it by a copy if "
-            "you trust it: `cp -rL` copies a folder without links."
-        )
+        linked = f"{file} is a link out of its folder, to {os.path.realpath(file)}"
+        raise ValueError(f"{linked}. Remove it, or copy the folder without links: `cp -rL`.")
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether `path` lies in `folder`, links resolved; the blobs that the Hub's cache links to count as inside."""
+    """Whether `path` lies in `folder`, or in the blobs that it links to in the Hub's cache."""
     real = Path(os.path.realpath(path))  # which has no error for a link to itself
     cached = folder.parent.name == "snapshots" and real.parent == folder.parents[1] / "blobs"
     return cached or real.is_relative_to(folder)
@@ -126,7 +121,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 @contextmanager
 def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
-    """Guards a call that reads other people's files: what it raises becomes a ValueError whose subject is `what`.
+    """Errors of reading other people's files become ValueErrors whose subject is `what`.
 
     OSError and ImportError stay, as do errors of a device, of a library of kernels, and of memory.
     """
@@ -146,13 +141,14 @@ def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
             raise
         reason = " ".join(first_cause(error)[0].split())
         if "trust_remote_code" in reason:
-            raise ValueError(f"{what} needs code that comes with it, which this command does not run.") from error
+            raise ValueError(f"{what} needs code that comes with it: none is run.") from error
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{what} cannot be loaded: {kind}{reason[:600].rstrip('.')}. {remedy}") from error
+        reason = reason[:600].rstrip(".")
+        raise ValueError(f"{what} cannot be loaded: {kind}{reason}. {remedy}") from error
 
 
 def json_object(content: bytes, where: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError, naming the file as `where`, if it holds anything else."""
+    """The object in a JSON file called `where`. Raises ValueError if it holds anything else."""
     try:
         value = json.loads(content)
     except ValueError as error:
@@ -162,14 +158,16 @@ def json_object(content: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _files(checkpoint: str | os.PathLike, names: list[str], revision: str | None) -> list[Path]:
+def files_of(checkpoint: str | os.PathLike, names: list[str], revision: str | None) -> list[Path]:
     """The files of these names that exist; those of a Hub id are fetched."""
-    files = cached_files(str(checkpoint), names, revision=revision, _raise_exceptions_for_missing_entries=False)
+    files = cached_files(
+        str(checkpoint), names, revision=revision, _raise_exceptions_for_missing_entries=False
+    )
     return [Path(file) for file in files or []]
 
 
 def _items(content: Any) -> list[tuple[str, Any]]:
-    """Every key in a JSON value, with its value."""
-    parts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
-    inner = [item for part in parts for item in _items(part)]
-    return [*content.items(), *inner] if isinstance(content, dict) else inner
+    """All keys in a JSON value, with their values."""
+    items = [*content.items()] if isinstance(content, dict) else []
+    parts = content if isinstance(content, list) else [value for _, value in items]
+    return items + [item for part in parts for item in _items(part)]

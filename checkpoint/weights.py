@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on disk: files of their own for language model, vision tower and projector, with the usual index.
+"""Weights on disk: language model, vision tower and projector in files of their own, and an index.
 
-Tensors are written one at a time, so that a model need not be in memory to be saved; `safetensors` writes whole files.
+Tensors are written one at a time, so no model need be in memory; `safetensors` writes whole files.
 """
 
 import json
@@ -15,14 +15,14 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .files import INDEX, WEIGHTS, atomic_write, write_json
+from .untrusted import files_of
 
 
-SHARD_BYTES = 5 * 10**9
-"""Most bytes of one file, unless one tensor has more."""
+SHARD_BYTES = 5 * 10**9  # most bytes of one file, unless one tensor has more
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
@@ -42,9 +42,9 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def save_model(
-    model: NormAlignLlavaForConditionalGeneration, folder: Path, layout: Mapping[str, Tensor] | None = None, **how: Any
+    model: NormAlignLlavaForConditionalGeneration, folder: Path, layout=None, **how: Any
 ) -> None:
-    """`save_pretrained`, with its weights, or those of `layout`, as [`write_weights`] writes them."""
+    """`save_pretrained`, with weights, or those of `layout`, as [`write_weights`] writes them."""
     with no_progress_bar():
         model.save_pretrained(folder, state_dict={})
     write_weights(folder, layout or stored_tensors(model), **how)
@@ -53,7 +53,7 @@ def save_model(
 def stored_tensors(
     model: NormAlignLlavaForConditionalGeneration, state_dict: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors that `save_pretrained` stores of a model or its state: gain and bias in float32, tied ones once."""
+    """The tensors that `save_pretrained` stores: gain and bias in float32, tied ones once."""
     tensors = dict(model.state_dict() if state_dict is None else state_dict)
     tensors |= {name: value.float() for name, value in tensors.items() if "projector.norm." in name}
     if model.lm_head.weight is model.get_input_embeddings().weight:
@@ -69,12 +69,12 @@ def write_weights(
 ) -> None:
     """Writes tensors and the index into a folder, in place of its earlier weights.
 
-    A file that exists is replaced by another, never written into: it may be linked from other checkpoints.
+    Existing files are replaced, never written into: they may be linked from other checkpoints.
 
     Args:
-        layout: All tensors by name, for shapes and dtypes; on meta they may be.
-        values: Name and value of each, in any order; by default those of `layout`. They are cast to its dtypes.
-        linked: Files that are not written but linked, or copied where links cannot be: see [`unchanged_files`].
+        layout: All tensors by name, for shapes and dtypes; they may be on meta.
+        values: All names and values, in any order, to cast to those dtypes; by default `layout`'s.
+        linked: Files to link, not to write, or to copy where links cannot be: [`unchanged_files`].
     """
     files, places, linked = shards_of(layout), dict[str, tuple[BinaryIO, int]](), linked or {}
     with ExitStack() as opened:
@@ -86,7 +86,7 @@ def write_weights(
                 except OSError:  # the file system has no hard links, or it is another one
                     shutil.copy2(linked[file_name], partial)
                 continue
-            # The format wants tensors one after the other; by size of their numbers, each begins at a multiple of it.
+            # Tensors have no gaps. By size of their numbers, all begin at a multiple of it.
             names = sorted(names, key=lambda name: (-layout[name].itemsize, name))
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
@@ -107,18 +107,22 @@ def write_weights(
                 file.write(value.view(torch.uint8).numpy())
         if places:
             raise ValueError(f"{len(places)} tensors have no value, among them {min(places)}.")
-    sizes = {"total_parameters": sum(tensor.numel() for tensor in layout.values()), "total_size": size_of(layout)}
+    parameters = sum(tensor.numel() for tensor in layout.values())
+    sizes = {"total_parameters": parameters, "total_size": size_of(layout)}
     weight_map = {name: file_name for file_name, names in files.items() for name in names}
     write_json(folder / INDEX, {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))})
-    for earlier in {*folder.glob("model-*.safetensors"), folder / WEIGHTS} - {folder / name for name in files}:
-        earlier.unlink(missing_ok=True)
+    for earlier in (folder / WEIGHTS, *folder.glob("model-*.safetensors")):
+        if earlier.name not in files:
+            earlier.unlink(missing_ok=True)
 
 
-def unchanged_files(layout: Mapping[str, Tensor], frozen: Collection[str], folders: Sequence[Path]) -> dict[str, Path]:
+def unchanged_files(
+    layout: Mapping[str, Tensor], frozen: Collection[str], folders: Sequence[Path]
+) -> dict[str, Path]:
     """Files of weights that need not be written, since a checkpoint among `folders` has them.
 
-    They are those of modules in `frozen` whose tensors have the same names, shapes and dtypes there and, unless
-    `layout` is on meta, the same first rows.
+    They are those of modules in `frozen` whose tensors have the same names, shapes and dtypes there
+    and, unless `layout` is on meta, the same first rows.
     """
     unchanged = dict[str, Path]()
     for file_name, names in shards_of(layout).items():
@@ -131,17 +135,17 @@ def unchanged_files(layout: Mapping[str, Tensor], frozen: Collection[str], folde
 
 
 def index_folder(name: str, revision: str | None) -> list[Path]:
-    """The folder of a checkpoint's index, of a Hub id in the cache; none if its weights are in one file."""
-    index = cached_file(name, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return [Path(index).parent] if index else []
+    """The folder of a checkpoint's index; none if its weights are in one file."""
+    return [index.parent for index in files_of(name, [INDEX], revision)]
 
 
 def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """The names of the tensors in each file: those of one module, in the model's order, up to `SHARD_BYTES`."""
+    """Files and their tensors: those of one module, in the model's order, up to `SHARD_BYTES`."""
     modules: dict[str, list[list[str]]] = {}
     for name, tensor in layout.items():
         shards = modules.setdefault(module_of_file(name), [[]])
-        if shards[-1] and sum(layout[other].nbytes for other in shards[-1]) + tensor.nbytes > SHARD_BYTES:
+        before = sum(layout[other].nbytes for other in shards[-1])
+        if shards[-1] and before + tensor.nbytes > SHARD_BYTES:
             shards.append([])
         shards[-1].append(name)
     return {
@@ -153,22 +157,21 @@ def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def size_of(layout: Mapping[str, Tensor]) -> int:
-    """Bytes of tensors."""
     return sum(tensor.nbytes for tensor in layout.values())
 
 
 def free_space(folder: Path) -> int:
     """Bytes that are free on the file system of a folder, which need not exist."""
-    parents = folder.resolve().parents
-    return shutil.disk_usage(next(path for path in (folder.resolve(), *parents) if path.exists())).free
+    while not (folder := folder.resolve()).exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def check_space(folder: Path, size: int, remedy: str) -> None:
     """Raises ValueError if there is less space for a folder than `size` bytes."""
     if (free := free_space(folder)) < size:
-        raise ValueError(
-            f"{size / 1e9:,.1f} GB are to be written to {folder}, where {free / 1e9:,.1f} GB are free. {remedy}"
-        )
+        needed, left = f"{size / 1e9:,.1f} GB", f"{free / 1e9:,.1f} GB"
+        raise ValueError(f"{needed} are to be written to {folder}, where {left} are free. {remedy}")
 
 
 def module_of_file(tensor: str) -> str:
@@ -184,8 +187,11 @@ def _described(tensor: Tensor) -> dict[str, Any]:
 def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
     with safe_open(path, "pt") as file:
         stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        described = {name: {"dtype": x.get_dtype(), "shape": x.get_shape()} for name, x in stored.items()}
+        described = {
+            name: {"dtype": kept.get_dtype(), "shape": kept.get_shape()}
+            for name, kept in stored.items()
+        }
         if described != {name: _described(tensor) for name, tensor in tensors.items()}:
             return False
-        known = {name: tensor for name, tensor in tensors.items() if tensor.ndim and not tensor.is_meta}
-        return all(torch.equal(stored[name][:1], tensor[:1].detach().cpu()) for name, tensor in known.items())
+        known = [name for name, tensor in tensors.items() if tensor.ndim and not tensor.is_meta]
+        return all(torch.equal(stored[name][:1], tensors[name][:1].cpu()) for name in known)

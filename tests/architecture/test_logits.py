@@ -1,4 +1,4 @@
-"""Logits that a language model scales or caps after its head: served as trained, and as by itself."""
+"""Logits that a language model scales or caps after its head: served as trained and by itself."""
 
 import copy
 
@@ -6,38 +6,26 @@ import pytest
 import tiny
 import tiny_parts as parts
 import torch
+import transformers
 from datasets import Dataset
 from PIL import Image
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    Cohere2Config,
-    CohereConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GraniteConfig,
-    HyperCLOVAXConfig,
-    LlamaConfig,
-    MiniCPM3Config,
-    NanoChatConfig,
-)
 from trl import SFTConfig, SFTTrainer
 
 from normalign_llava.assembly.build import build_checkpoint
 
 
-LATENT = dict(num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8)
+LATENT = dict(num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16)
+LATENT |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8)
 FAMILIES = {
-    "llama": (LlamaConfig, {}),
-    "cohere": (CohereConfig, dict(logit_scale=0.25)),
-    "cohere2": (Cohere2Config, dict(logit_scale=0.25)),
-    "gemma2": (Gemma2Config, dict(final_logit_softcapping=0.5)),
-    "gemma3": (Gemma3TextConfig, dict(final_logit_softcapping=0.5)),
-    "granite": (GraniteConfig, dict(logits_scaling=6.0, embedding_multiplier=12.0)),
-    "hyperclovax": (HyperCLOVAXConfig, dict(logits_scaling=3.0)),
-    "minicpm3": (MiniCPM3Config, dict(dim_model_base=8, **LATENT)),
-    "nanochat": (NanoChatConfig, dict(final_logit_softcapping=0.5)),
+    "llama": (transformers.LlamaConfig, {}),
+    "cohere": (transformers.CohereConfig, dict(logit_scale=0.25)),
+    "cohere2": (transformers.Cohere2Config, dict(logit_scale=0.25)),
+    "gemma2": (transformers.Gemma2Config, dict(final_logit_softcapping=0.5)),
+    "gemma3": (transformers.Gemma3TextConfig, dict(final_logit_softcapping=0.5)),
+    "granite": (transformers.GraniteConfig, dict(logits_scaling=6.0, embedding_multiplier=12.0)),
+    "hyperclovax": (transformers.HyperCLOVAXConfig, dict(logits_scaling=3.0)),
+    "minicpm3": (transformers.MiniCPM3Config, dict(dim_model_base=8, **LATENT)),
+    "nanochat": (transformers.NanoChatConfig, dict(final_logit_softcapping=0.5)),
 }
 
 
@@ -57,8 +45,8 @@ IMAGE = Image.linear_gradient("L").convert("RGB")
 
 def test_logits_and_loss_on_text_are_the_language_models(family):
     language, checkpoint = family
-    theirs = AutoModelForCausalLM.from_pretrained(language)
-    ours = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(language)
+    ours = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint)
     rows = theirs.get_input_embeddings().num_embeddings
     with torch.no_grad():
         expected, got = theirs(input_ids=IDS, labels=IDS), ours(input_ids=IDS, labels=IDS)
@@ -72,16 +60,14 @@ def test_logits_and_loss_on_text_are_the_language_models(family):
 @pytest.mark.parametrize("family", ["gemma2", "granite"], indirect=True)
 def test_trls_loss_in_training_is_that_of_the_served_model(family, tmp_path):
     _, checkpoint = family
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    processor = transformers.AutoProcessor.from_pretrained(checkpoint)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint)
     served = copy.deepcopy(model).eval()
-    arguments = SFTConfig(
-        output_dir=str(tmp_path), max_length=None, per_device_train_batch_size=2, report_to="none", use_cpu=True,
-        bf16=False, gradient_checkpointing=False,
-    )  # fmt: skip
+    how = dict(per_device_train_batch_size=2, report_to="none", gradient_checkpointing=False)
+    arguments = SFTConfig(str(tmp_path), max_length=None, use_cpu=True, bf16=False, **how)
     turns = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a kite"}]
     data = Dataset.from_list([{"images": [IMAGE], "messages": turns}] * 2)
-    trainer = SFTTrainer(model.eval(), args=arguments, train_dataset=data, processing_class=processor)
+    trainer = SFTTrainer(model.eval(), arguments, train_dataset=data, processing_class=processor)
     batch = next(iter(trainer.get_train_dataloader()))
     with torch.no_grad():
         trained = trainer.compute_loss(trainer.model, dict(batch))
@@ -90,7 +76,7 @@ def test_trls_loss_in_training_is_that_of_the_served_model(family, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot compile the text part of Gemma 2 here")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch cannot compile Gemma 2")
 def test_the_whole_model_compiles_into_one_graph():
     cls, extra = FAMILIES["gemma2"]
     model, batch = tiny.model(text=tiny.text_config(cls=cls, **extra)), tiny.inputs()

@@ -5,28 +5,12 @@ import math
 import pytest
 import tiny
 import torch
-from transformers import (
-    AfmoeConfig,
-    AutoModelForCausalLM,
-    FalconH1Config,
-    Gemma2Config,
-    GraniteConfig,
-    HrmTextConfig,
-    HyperCLOVAXConfig,
-    MiniCPM3Config,
-    RecurrentGemmaConfig,
-)
+import transformers
 
-from normalign_llava import NormAlignLlavaConfig
-from normalign_llava.modeling_normalign_llava import (
-    GlobalWeightCompensatedLayerNorm,
-    GlobalWeightCompensatedRMSNorm,
-    embedding_scales,
-    mean_embedding_norm,
-)
+from normalign_llava import NormAlignLlavaConfig, modeling_normalign_llava as modeling
+from normalign_llava.modeling_normalign_llava import mean_embedding_norm
 
 
-# ------------------------------------------------------------------------------------------------------ the measure
 def test_mean_embedding_norm_is_the_float64_mean_over_rows_that_count():
     torch.manual_seed(0)
     weight = torch.randn(5000, 2)
@@ -34,17 +18,21 @@ def test_mean_embedding_norm_is_the_float64_mean_over_rows_that_count():
     expected = tiny.reference_n_text(weight, excluded=(3, 9))
     assert mean_embedding_norm(weight, exclude_rows=(3, 9)) == pytest.approx(expected, rel=1e-14)
     half = weight.bfloat16()
-    assert mean_embedding_norm(half) == pytest.approx(tiny.reference_n_text(half, excluded=()), rel=1e-14)
+    expected = tiny.reference_n_text(half, excluded=())
+    assert mean_embedding_norm(half) == pytest.approx(expected, rel=1e-14)
+
+
+ODD = torch.tensor([[1.0], [math.nan], [math.inf]])
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: mean_embedding_norm(torch.zeros(4, 3)), "None of 4 embedding rows counts"),
-        (lambda: mean_embedding_norm(torch.tensor([[1.0], [math.nan], [math.inf]])), r"2 embedding rows .*\[1, 2\]"),
+        (lambda: mean_embedding_norm(torch.zeros(4, 3)), "All 4 embedding rows are zero"),
+        (lambda: mean_embedding_norm(ODD), r"2 embedding rows .*\[1, 2\]"),
         (lambda: mean_embedding_norm(torch.ones(4, 3, device="meta")), "on meta"),
         (lambda: mean_embedding_norm(torch.ones(4, 3, dtype=torch.uint8)), "quantized .*uint8"),
-        (lambda: NormAlignLlavaConfig(projector_norm="batch_norm"), "layer_norm.*rms_norm.*none.*batch_norm"),
+        (lambda: NormAlignLlavaConfig(projector_norm="batch"), "layer_norm.*rms_norm.*none.*batch"),
         (lambda: NormAlignLlavaConfig(text_embedding_norm=math.nan), "text_embedding_norm .*nan"),
     ],
 )
@@ -53,18 +41,16 @@ def test_wrong_values_are_refused_by_name(call, message):
         call()
 
 
-# --------------------------------------------------------------------------------------------------------- alignment
 @pytest.mark.parametrize("vision, tied", [("clip", True), ("siglip", False)])
-@pytest.mark.parametrize(
-    "norm, cls", [("layer_norm", GlobalWeightCompensatedLayerNorm), ("rms_norm", GlobalWeightCompensatedRMSNorm)]
-)
-def test_a_model_made_from_a_config_is_aligned(vision, tied, norm, cls):
+@pytest.mark.parametrize("norm, kind", [("layer_norm", "LayerNorm"), ("rms_norm", "RMSNorm")])
+def test_a_model_made_from_a_config_is_aligned(vision, tied, norm, kind):
     model = tiny.model(vision=vision, tied=tied, projector_norm=norm)
     n_text = tiny.reference_n_text(model.get_input_embeddings().weight)
     layer = model.model.multi_modal_projector.norm
-    assert isinstance(layer, cls)
+    assert isinstance(layer, getattr(modeling, f"GlobalWeightCompensated{kind}"))
     assert model.config.text_embedding_norm == pytest.approx(n_text, rel=1e-12)
-    torch.testing.assert_close(layer.weight, torch.full_like(layer.weight, n_text / tiny.WIDTH**0.5))
+    expected = torch.full_like(layer.weight, n_text / tiny.WIDTH**0.5)
+    torch.testing.assert_close(layer.weight, expected)
     features = model.get_image_features(tiny.inputs()["pixel_values"]).pooler_output[0]
     norms = features.norm(dim=-1)
     torch.testing.assert_close(norms, torch.full_like(norms, n_text), rtol=2e-3, atol=0.0)
@@ -83,41 +69,47 @@ def test_align_projector_norm_measures_again_and_leaves_padding_out():
     expected = tiny.reference_n_text(weight, excluded=(tiny.IMAGE, 98))
     assert model.align_projector_norm() == pytest.approx(expected, rel=1e-12)
     assert model.config.text_embedding_norm == pytest.approx(expected, rel=1e-12)
-    torch.testing.assert_close(norm.weight, torch.full_like(norm.weight, expected / tiny.WIDTH**0.5))
+    gain = torch.full_like(norm.weight, expected / tiny.WIDTH**0.5)
+    torch.testing.assert_close(norm.weight, gain)
     assert not norm.bias.any()
     assert model.model.align_projector_norm() == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_papers_arms():
     unit = tiny.model(projector_gain_init="one")
-    assert unit.model.multi_modal_projector.norm.weight.eq(1).all() and unit.config.text_embedding_norm > 0
-    assert unit.align_projector_norm() > 0 and unit.model.multi_modal_projector.norm.weight.eq(1).all()
+    gain = unit.model.multi_modal_projector.norm.weight
+    assert gain.eq(1).all() and unit.config.text_embedding_norm > 0
+    assert unit.align_projector_norm() > 0 and gain.eq(1).all()
     plain = tiny.model(projector_norm="none")
     assert not [name for name, _ in plain.named_parameters() if "projector.norm" in name]
     with pytest.raises(ValueError, match='projector_norm="none"'):
         plain.align_projector_norm()
-    assert tiny.model(gradient_compensation="none").model.multi_modal_projector.norm.compensate is False
+    norm = tiny.model(gradient_compensation="none").model.multi_modal_projector.norm
+    assert norm.compensate is False
     floored = tiny.model(gain_floor=0.5, projector_norm_eps=1e-3).model.multi_modal_projector.norm
     assert floored.compensate and floored.gain_floor == 0.5 and floored.eps == 1e-3
 
 
 MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
-LATENT = dict(num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8)
+LATENT = dict(num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16)
+LATENT |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8)
+EXPERTS = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16)
 SCALING = {
-    "afmoe": (AfmoeConfig, dict(mup_enabled=True, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16)),
-    "falcon_h1": (FalconH1Config, dict(embedding_multiplier=5.65, **MAMBA)),
-    "gemma2": (Gemma2Config, {}),
-    "granite": (GraniteConfig, dict(embedding_multiplier=12.0)),
-    "hrm_text": (HrmTextConfig, dict(embedding_scale=7.0)),
-    "hyperclovax": (HyperCLOVAXConfig, dict(embedding_multiplier=10.0)),
-    "minicpm3": (MiniCPM3Config, dict(scale_emb=3, **LATENT)),
-    "recurrent_gemma": (RecurrentGemmaConfig, {}),
+    "afmoe": (transformers.AfmoeConfig, dict(mup_enabled=True, **EXPERTS)),
+    "falcon_h1": (transformers.FalconH1Config, dict(embedding_multiplier=5.65, **MAMBA)),
+    "gemma2": (transformers.Gemma2Config, {}),
+    "granite": (transformers.GraniteConfig, dict(embedding_multiplier=12.0)),
+    "hrm_text": (transformers.HrmTextConfig, dict(embedding_scale=7.0)),
+    "hyperclovax": (transformers.HyperCLOVAXConfig, dict(embedding_multiplier=10.0)),
+    "minicpm3": (transformers.MiniCPM3Config, dict(scale_emb=3, **LATENT)),
+    "recurrent_gemma": (transformers.RecurrentGemmaConfig, {}),
 }
 
 
 def entering(model) -> list[torch.Tensor]:
     """What the first layer of a decoder receives in each forward pass from now on."""
-    states, layers = [], next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    states = []
+    layers = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
 
     def keep(module, args, kwargs):
         states.append(args[0] if args else kwargs["hidden_states"])
@@ -145,7 +137,7 @@ def test_scales_are_what_the_language_model_does_to_embeddings(family):
     cls, extra = SCALING[family]
     config = tiny.text_config(cls=cls, **extra)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval().base_model
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().base_model
     states, ids = entering(model), torch.arange(3, 90)[None]
     rows = model.get_input_embeddings().weight[ids].detach()
     with torch.no_grad():
@@ -153,12 +145,12 @@ def test_scales_are_what_the_language_model_does_to_embeddings(family):
         of_text = states[0]
         states.clear()
         model(inputs_embeds=rows.clone(), use_cache=False)
-    text, both = embedding_scales(config)
+    text, both = modeling.embedding_scales(config)
     for state, scale in ((of_text, text * both), (states[0], both)):
-        torch.testing.assert_close(state.norm(dim=-1), rows.norm(dim=-1) * scale, rtol=1e-3, atol=0.0)
+        expected = rows.norm(dim=-1) * scale
+        torch.testing.assert_close(state.norm(dim=-1), expected, rtol=1e-3, atol=0.0)
 
 
-# ------------------------------------------------------------------------------------------------------ inside a model
 def test_only_the_gradient_behind_the_norm_differs_between_the_arms():
     arms = {name: tiny.model(gradient_compensation=name).train() for name in ("global", "none")}
     batch = tiny.inputs()
@@ -175,7 +167,8 @@ def test_only_the_gradient_behind_the_norm_differs_between_the_arms():
             assert ours[name].grad is None
             continue
         behind = "vision_tower" in name or "projector.linear" in name
-        torch.testing.assert_close(ours[name].grad, parameter.grad * (factor if behind else 1.0), rtol=1e-3, atol=1e-6)
+        expected = parameter.grad * (factor if behind else 1.0)
+        torch.testing.assert_close(ours[name].grad, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_everything_cast_to_bfloat16_still_runs_right():

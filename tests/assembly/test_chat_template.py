@@ -1,36 +1,21 @@
-"""Chat templates: text-only conversations as before, images and generation marks where they belong."""
+"""Chat templates: text as before, images and generation marks where they belong."""
 
 import io
 from itertools import product
 
+import chat_families as families
 import numpy as np
 import pytest
 import tiny
 import tiny_parts
 import train_data
-from chat_families import (
-    ADDING,
-    CONVERSATIONS,
-    END_OF_TURN,
-    LLAVA_15,
-    SHIPPED,
-    SMOLLM2,
-    TEMPLATES,
-    TOOL_CALL,
-    TRIMS,
-    WEATHER,
-    adding_tokenizer,
-    chat,
-    marked,
-    outcome,
-    parts,
-    render,
-)
+from chat_families import END_OF_TURN, SMOLLM2, TEMPLATES, chat, marked, parts, render
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, AutoProcessor
 
-from normalign_llava.assembly.chat_template import has_generation_marks, multimodal_chat_template, printing_first
+from normalign_llava.assembly import chat_template
+from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.parts import set_chat_template
 from normalign_llava.assembly.processing import make_processor, text_tokenizer
 from normalign_llava.data.rows.checks import token_lengths
@@ -42,11 +27,11 @@ from normalign_llava.train.collator import ConversationCollator
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_only_conversations_render_as_under_the_models_own_template(name):
     template = multimodal_chat_template(TEMPLATES[name])[0]
-    for messages in CONVERSATIONS:
-        for add_generation_prompt in (False, True):
-            for kwargs in ({}, {"tools": [WEATHER]}, {"enable_thinking": False}):
-                kwargs["add_generation_prompt"] = add_generation_prompt
-                assert outcome(template, messages, **kwargs) == outcome(TEMPLATES[name], messages, **kwargs), messages
+    options = ({}, {"tools": [families.WEATHER]}, {"enable_thinking": False})
+    for messages, prompt, how in product(families.CONVERSATIONS, (False, True), options):
+        how = {**how, "add_generation_prompt": prompt}
+        expected = families.outcome(TEMPLATES[name], messages, **how)
+        assert families.outcome(template, messages, **how) == expected, messages
 
 
 @pytest.mark.parametrize(
@@ -57,10 +42,13 @@ def test_white_space_before_the_first_statement_is_kept(head):
     new = multimodal_chat_template(template)[0]
     assert render(new, chat("Hi")) == render(template, chat("Hi"))
     for text in (new, template):
-        assert render(printing_first(text, "<s> ", "<image>"), chat("Hi")) == "<s> " + render(template, chat("Hi"))
+        printed = render(chat_template.printing_first(text, "<s> ", "<image>"), chat("Hi"))
+        assert printed == "<s> " + render(template, chat("Hi"))
 
 
-@pytest.mark.parametrize("name", [*END_OF_TURN, "cohere", "lfm2", "glm4moe", "deepseekv3", "gptoss", "gemma4"])
+@pytest.mark.parametrize(
+    "name", [*END_OF_TURN, "cohere", "lfm2", "glm4moe", "deepseekv3", "gptoss", "gemma4"]
+)
 def test_image_parts_become_the_image_token_in_every_family(name):
     template = multimodal_chat_template(TEMPLATES[name], image_token="<|image's|>")[0]
     images = {"type": "image"}, {"type": "image", "image": np.zeros((2, 2, 3))}
@@ -73,64 +61,64 @@ def built(folder, tokenizer, template):
     """The processor that `build` writes, loaded again."""
     tokenizer.chat_template = template
     set_chat_template(tokenizer, None)
-    make_processor(tiny_parts.image_processor("clip"), tokenizer, tiny.vision_config("clip")).save_pretrained(folder)
+    image_processor, vision = tiny_parts.image_processor("clip"), tiny.vision_config("clip")
+    make_processor(image_processor, tokenizer, vision).save_pretrained(folder)
     return AutoProcessor.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    "name, adds",
-    [
-        *((name, "first and last") for name in TEMPLATES),
-        *product(["smollm2", "llama2", "gemma3", "llava_1_5"], [adds for adds in ADDING if adds != "first and last"]),
-    ],
-)
+FOUR = ("smollm2", "llama2", "gemma3", "llava_1_5")
+WAYS = dict.fromkeys([*product(TEMPLATES, ["first and last"]), *product(FOUR, families.ADDING)])
+
+
+@pytest.mark.parametrize("name, adds", WAYS)
 def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
-    """Those of users, `transformers serve`, TRL, training, `ask` and `evaluate`, and the language model's own."""
-    make, start, end = ADDING[adds]
+    """Of users, `transformers serve`, TRL, training, `ask`, `evaluate`, and the language model."""
+    make, start, end = families.ADDING[adds]
     own, processor = make(), built(tmp_path, make(), TEMPLATES[name])
     own.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
     image = {"path": None, "bytes": train_data.image_bytes()}
     shown = {"type": "image", "image": Image.open(io.BytesIO(image["bytes"]))}
     template = multimodal_chat_template(TEMPLATES[name], special_tokens=own.special_tokens_map)[0]
-    for messages, images in ((chat("Hello"), []), (chat("Why?"), [shown]), (chat("Why?", "So."), [shown])):
-        messages, prompt = parts(messages, *images), {"add_generation_prompt": len(messages) == 1}
-        text = render(template, messages, **prompt, **own.special_tokens_map).replace("<image>", "<image>" * 4)
+    for turns, images in ((["Hello"], []), (["Why?"], [shown]), (["Why?", "So."], [shown])):
+        messages, prompt = parts(chat(*turns), *images), {"add_generation_prompt": len(turns) == 1}
+        text = render(template, messages, **prompt, **own.special_tokens_map)
+        text = text.replace("<image>", "<image>" * 4)
         expected = own.encode(text, add_special_tokens=False)
         if not text.startswith("".join(start)):
             expected = own.encode(text)
             assert own.convert_ids_to_tokens(expected)[: len(start)] == start
             expected = expected[: len(expected) - len(end)]
         rendered = processor.apply_chat_template(messages, **prompt)
+        tokenizer, pictures = processor.tokenizer, [part["image"] for part in images] or None
+        as_tokens, repeated = dict(tokenize=True, return_dict=True), "<image>" * 4
         ways = {
-            "processor(text)": processor(text=rendered, images=[part["image"] for part in images] or None),
-            "the processor's template": processor.apply_chat_template(
-                messages, tokenize=True, return_dict=True, **prompt
-            ),
-            "TRL": processor.tokenizer(text=[rendered.replace("<image>", "<image>" * 4)], add_special_tokens=False),
+            "processor(text)": processor(text=rendered, images=pictures),
+            "its template": processor.apply_chat_template(messages, **as_tokens, **prompt),
+            "TRL": tokenizer([rendered.replace("<image>", repeated)], add_special_tokens=False),
         }
         if not images:
-            ways["the tokenizer's template"] = processor.tokenizer.apply_chat_template([messages], **prompt)
+            ways["the tokenizer's template"] = tokenizer.apply_chat_template([messages], **prompt)
         elif len(messages) == 1:
             ways["ask"] = next(batches(processor, [Sample("", "Why?", image)], 1))
-        elif has_generation_marks(processor.chat_template):
+        elif chat_template.has_generation_marks(processor.chat_template):
             row = parse_row(train_data.llava("<image>Why?", "So.", image))
             ways["training"] = ConversationCollator(processor)([row])
             assert token_lengths(processor, [row]) == [len(expected)]
         for way, encoded in ways.items():
             assert [*map(int, encoded["input_ids"][0])] == expected, way
     plain = own.encode("Plain text.")
-    assert text_tokenizer(processor.tokenizer).encode("Plain text.") == plain[: len(plain) - len(end)]
-    assert processor.tokenizer.encode("Plain text.") == own.encode("Plain text.", add_special_tokens=False)
+    assert text_tokenizer(tokenizer).encode("Plain text.") == plain[: len(plain) - len(end)]
+    assert tokenizer.encode("Plain text.") == own.encode("Plain text.", add_special_tokens=False)
 
 
 def test_templates_and_tokenizers_that_cannot_agree_are_refused(tmp_path):
     some = "{% if messages[0]['role'] == 'system' %}{{ bos_token }}{% endif %}" + SMOLLM2
     with pytest.raises(ValueError, match="'<s>' before a text.* before some only.*--chat-template"):
-        built(tmp_path, adding_tokenizer(["<s>"]), some)
+        built(tmp_path, families.adding_tokenizer(["<s>"]), some)
     tokenizer = tiny_parts.tokenizer(extra=("<bos>",))  # which is no token of its own in a text
     adds = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 3)])
     tokenizer.backend_tokenizer.post_processor = adds
-    with pytest.raises(ValueError, match="puts '<bos>' before a text.* other tokens.*--chat-template"):
+    with pytest.raises(ValueError, match="puts '<bos>' before a text.* other tokens"):
         built(tmp_path, tokenizer, SMOLLM2)
 
 
@@ -138,12 +126,11 @@ def test_templates_and_tokenizers_that_cannot_agree_are_refused(tmp_path):
 def test_marks_hold_each_answer_and_its_end_of_turn_and_nothing_else(name):
     new, has_marks = multimodal_chat_template(TEMPLATES[name])
     assert has_marks
-    end = END_OF_TURN[name]
-    answers = ["A kite.", "  Two\nlines "] if name not in TRIMS else ["A kite.", "Two\nlines"]
-    expected = [answer + end for answer in answers]
-    if name == "llama2":  # sets its answers apart with spaces, and ends its generation prompt before the first
+    second = "Two\nlines" if name in families.TRIMS else "  Two\nlines "
+    expected = [answer + END_OF_TURN[name] for answer in ("A kite.", second)]
+    if name == "llama2":  # sets answers apart with spaces; its generation prompt ends before one
         expected = [" A kite. </s>", " Two\nlines </s>"]
-    if name == "qwen3":  # its template opens the last answer with an empty thought, which the model has to generate
+    if name == "qwen3":  # opens the last answer with an empty thought, which is to be generated
         expected[1] = "<think>\n\n</think>\n\n" + expected[1]
     messages = chat("What?", "A kite.", "And?", "  Two\nlines ")
     for conversation in (messages, parts(messages, {"type": "image"})):
@@ -151,19 +138,22 @@ def test_marks_hold_each_answer_and_its_end_of_turn_and_nothing_else(name):
     assert marked(new, messages[:1], add_generation_prompt=True) == []
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"]
+)
 def test_marks_hold_tool_calls_but_not_what_tools_say(name):
     new, _ = multimodal_chat_template(TEMPLATES[name])
     call = '<tool_call>\n{"name": "tide", "arguments": {"port": "Brest"}}\n</tool_call><|im_end|>'
     if name.startswith("llama"):
         call = '{"name": "tide", "parameters": {"port": "Brest"}}<|eot_id|>'
     answer = "<think>\n\n</think>\n\nLow tide." if name == "qwen3" else "Low tide."
-    assert marked(new, TOOL_CALL, tools=[WEATHER]) == [call, answer + END_OF_TURN[name]]
+    expected = [call, answer + END_OF_TURN[name]]
+    assert marked(new, families.TOOL_CALL, tools=[families.WEATHER]) == expected
 
 
 @pytest.mark.parametrize("name", ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"])
 def test_marks_from_trl_are_used_where_we_have_no_edit(name):
-    new, has_marks = multimodal_chat_template(SHIPPED[name])
+    new, has_marks = multimodal_chat_template(families.SHIPPED[name])
     assert has_marks
     first, second = marked(new, parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image"}))
     assert "A kite." in first and first.rstrip().endswith(">") and "What?" not in first
@@ -172,7 +162,7 @@ def test_marks_from_trl_are_used_where_we_have_no_edit(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "deepseek_r1_distill", "deepseekv3", "gptoss"])
 def test_marks_that_would_change_the_text_are_not_used(name):
-    new, has_marks = multimodal_chat_template(SHIPPED[name])
+    new, has_marks = multimodal_chat_template(families.SHIPPED[name])
     assert not has_marks and "generation %}" not in new
 
 
@@ -195,15 +185,13 @@ def test_wrong_marks_of_a_template_itself_are_not_claimed(old, new):
 
 
 def test_marks_need_an_end_of_turn():
-    assert not multimodal_chat_template(LLAVA_15)[1]
+    assert not multimodal_chat_template(families.LLAVA_15)[1]
     assert not multimodal_chat_template(None, special_tokens={"bos_token": "<s>"})[1]
 
 
 def test_vicuna_written_out():
-    system = (
-        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-        "detailed, and polite answers to the user's questions. "
-    )
+    system = "A chat between a curious user and an artificial intelligence assistant. "
+    system += "The assistant gives helpful, detailed, and polite answers to the user's questions. "
     new, has_marks = multimodal_chat_template(None)
     assert has_marks
     messages = parts(chat("What?", "A kite.", "And?"), {"type": "image"})
@@ -214,4 +202,4 @@ def test_vicuna_written_out():
     assert render(new, chat(("system", ""), "What?")) == "<s>USER: What? "
     assert marked(new, chat("What?", "A kite.", "And?", "Two.")) == [" A kite.</s>", " Two.</s>"]
     with pytest.raises(Exception, match="'tool'"):
-        render(new, TOOL_CALL)
+        render(new, families.TOOL_CALL)

@@ -1,4 +1,4 @@
-"""`normalign gain`: N_text from the embedding tensor alone, against numpy, wherever the tensor lies."""
+"""`normalign gain`: N_text from the embedding tensor alone, against numpy, wherever it lies."""
 
 import json
 from dataclasses import asdict
@@ -8,13 +8,12 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPTNeoXConfig, GraniteConfig, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from normalign_llava.assembly.gain import embedding_statistics
 
 
 pytestmark = pytest.mark.slow
-
 
 NAME = "model.embed_tokens.weight"
 
@@ -22,7 +21,8 @@ NAME = "model.embed_tokens.weight"
 def table(rows=5000, width=24, seed=0) -> torch.Tensor:
     """An embedding matrix with rows of very different norms, two of them zero."""
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, width, generator=generator) * torch.rand(rows, 1, generator=generator) * 3
+    weight = torch.randn(rows, width, generator=generator)
+    weight *= torch.rand(rows, 1, generator=generator) * 3
     weight[[3, rows - 1]] = 0
     return weight
 
@@ -56,22 +56,23 @@ def assert_measures(statistics, weight, *, scale=1.0, exclude=()):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_the_language_model_s_table_in_every_dtype(tmp_path, dtype):
     weight, name = table().to(dtype), "model.language_model.embed_tokens.weight"
-    others = ("model.vision.word_embeddings.weight", "model.layers.61.embed_tokens.weight")
-    folder = store(tmp_path, **{name: weight, **dict(zip(others, (table(seed=1), table(seed=2)), strict=True))})
-    statistics = embedding_statistics(folder, top=7)
+    tensors = {name: weight, "model.vision.word_embeddings.weight": table(seed=1)}
+    tensors["model.layers.61.embed_tokens.weight"] = table(seed=2)
+    statistics = embedding_statistics(store(tmp_path, **tensors), top=7)
     assert_measures(statistics, weight)
     assert statistics.tensor == name and len(statistics.top) == 7
     assert statistics.gain == pytest.approx(statistics.n_text / 24**0.5, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    "cls, name", [(LlamaConfig, "embed_tokens"), (GPT2Config, "wte"), (GPTNeoXConfig, "embed_in")]
+    "kind, name", [("llama", "embed_tokens"), ("gpt2", "wte"), ("gpt_neox", "embed_in")]
 )
-def test_language_models_as_transformers_saves_them(tmp_path, cls, name):
-    model = AutoModelForCausalLM.from_config(tiny.text_config(cls=cls, n_embd=32, n_layer=1, n_head=2))
+def test_language_models_as_transformers_saves_them(tmp_path, kind, name):
+    config = tiny.text_config(cls=CONFIG_MAPPING[kind], n_embd=32, n_layer=1, n_head=2)
+    model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     statistics = embedding_statistics(str(tmp_path))
-    assert statistics.tensor.endswith(f".{name}.weight") and statistics.model_type == cls.model_type
+    assert statistics.tensor.endswith(f".{name}.weight") and statistics.model_type == kind
     assert_measures(statistics, model.get_input_embeddings().weight.detach())
 
 
@@ -83,15 +84,16 @@ def test_vision_language_checkpoints_leave_out_the_image_token(tmp_path, make, l
         weight[tiny.IMAGE + 1] = weight[tiny.IMAGE]  # vocabulary padding, as the build makes it
         weight[:5] = 0
     model.save_pretrained(tmp_path, save_original_format=legacy)
-    assert_measures(embedding_statistics(str(tmp_path)), weight.detach(), exclude=(tiny.IMAGE, tiny.IMAGE + 1))
+    excluded = (tiny.IMAGE, tiny.IMAGE + 1)
+    assert_measures(embedding_statistics(str(tmp_path)), weight.detach(), exclude=excluded)
 
 
 @pytest.mark.parametrize(
     "text, scale",
     [
         (tiny.text_config(), 1.0),
-        (tiny.text_config(cls=Gemma2Config), tiny.WIDTH**0.5),
-        (tiny.text_config(cls=GraniteConfig, embedding_multiplier=12.0), 12.0),
+        (tiny.text_config(cls=CONFIG_MAPPING["gemma2"]), tiny.WIDTH**0.5),
+        (tiny.text_config(cls=CONFIG_MAPPING["granite"], embedding_multiplier=12.0), 12.0),
     ],
 )
 def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, text, scale):
@@ -99,16 +101,19 @@ def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, text, sc
     n_text = model.align_projector_norm()
     model.save_pretrained(tmp_path)
     statistics = embedding_statistics(str(tmp_path))
-    assert_measures(statistics, model.get_input_embeddings().weight.detach(), scale=scale, exclude=(tiny.IMAGE,))
+    weight = model.get_input_embeddings().weight.detach()
+    assert_measures(statistics, weight, scale=scale, exclude=(tiny.IMAGE,))
     assert statistics.n_text == pytest.approx(n_text, rel=1e-12)
-    torch.testing.assert_close(model.model.multi_modal_projector.norm.weight[0].item(), statistics.gain)
+    gain = model.model.multi_modal_projector.norm.weight
+    torch.testing.assert_close(gain[0].item(), statistics.gain)
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path):
+    two = {f"{part}.embed_tokens.weight": table() for part in ("encoder", "decoder")}
     for tensors, message in (
-        ({f"{part}.embed_tokens.weight": table() for part in ("encoder", "decoder")}, "2 tensors.*Name a language"),
-        ({"vision_model.embeddings.patch_embedding.weight": table()}, "0 tensors called.*Name a language model"),
-        ({NAME: torch.ones(8, 8, dtype=torch.uint8)}, "quantized .*uint8.*Load it in full precision"),
+        (two, "2 tensors.*Name a language"),
+        ({"vision_model.patch_embedding.weight": table()}, "0 tensors .*none called.*Name a lang"),
+        ({NAME: torch.ones(8, 8, dtype=torch.uint8)}, "quantized .*uint8.*Load it in full prec"),
     ):
         with pytest.raises(ValueError, match=message):
             embedding_statistics(store(tmp_path, **tensors))
@@ -139,5 +144,6 @@ def test_of_the_hub_s_weights_the_file_with_the_embeddings_is_fetched(hub, prepa
     local = json.loads(json.dumps(asdict(embedding_statistics(str(tmp_path / "model"), top=3))))
     assert json.loads(client.stdout) == {**local, "model": "acme/model.v1"}
     weights = {path for path in repository.files() if path.endswith(".safetensors")}
-    holder = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"][NAME]
-    assert {path.removeprefix("acme/model.v1/") for path in hub.sent} & weights == {holder} < weights
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    sent = {path.removeprefix("acme/model.v1/") for path in hub.sent}
+    assert sent & weights == {index["weight_map"][NAME]} < weights

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Whether half precision pays is measured on the processor, once in a process."""
 
 import os
@@ -27,14 +26,14 @@ def test_of_several_processes_the_first_one_s_measurement_holds(prepared, tmp_pa
         port = str(free.getsockname()[1])
     together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = [
-        prepared.start(["-c", ASK, each, tmp_path], RANK=str(rank), LOCAL_RANK=str(rank), **together)
-        for rank, each in enumerate(seconds)
+        prepared.start(["-c", ASK, pace, tmp_path], RANK=rank, LOCAL_RANK=rank, **together)
+        for rank, pace in zip("01", seconds, strict=True)
     ]
     for process in started:
         assert f"bf16 {seconds[0] < 1}" in process.wait().stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs a checkpoint's own precision")
 @pytest.mark.parametrize(
     "stored, fast, share, expected",
     [
@@ -44,17 +43,18 @@ def test_of_several_processes_the_first_one_s_measurement_holds(prepared, tmp_pa
         (torch.bfloat16, False, 0.7, "auto"),
     ],
 )
-def test_what_is_only_run_takes_the_fastest_precision_that_fits(processor, caplog, stored, fast, share, expected):
+def test_the_fastest_precision_that_fits_is_run(processor, caplog, stored, fast, share, expected):
     processor(0.3 if fast else 5.0, float16=5.0)
     config, size = LlavaConfig(text_config=LlamaConfig(), dtype=stored), int(share * free_memory())
-    name = str(stored).removeprefix("torch.")
+    name = str(stored).removeprefix("torch.") if expected == "auto" else expected
     assert dtype_to_load("auto", config, size) == dtype_to_load("auto", config, size) == expected
     (line,) = caplog.messages
-    assert f"Loading in {name if expected == 'auto' else expected}" in line and "only emulates" in line
-    assert dtype_to_load(stored, config, size) == stored and "only emulates it" in caplog.messages[1]
+    assert f"Loading in {name}" in line and "only emulates" in line
+    assert dtype_to_load(stored, config, size) == stored and "only emulates" in caplog.messages[1]
     processor(0.3)  # in which both are fast
     for kept in (stored, torch.float32):
-        assert dtype_to_load("auto", LlavaConfig(text_config=LlamaConfig(), dtype=kept), 0) == "auto"
+        config.dtype = kept
+        assert dtype_to_load("auto", config, 0) == "auto"
     assert len(caplog.messages) == 2
 
 

@@ -1,4 +1,4 @@
-"""Malicious and broken checkpoints: no code runs, nothing outside is read, and each command ends with one sentence.
+"""Malicious and broken checkpoints: no code runs, nothing outside is read, errors are sentences.
 
 Code in them writes the file `marker` beside the folder when it runs.
 """
@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,13 @@ from normalign_llava.cli import app
 pytestmark = pytest.mark.slow
 
 
-# -------------------------------------------------------------------------------- functions that spoil a good folder
 def edit(file: Path, **changes) -> None:
     """Sets keys of a JSON file; a mapping is laid over the one that is there."""
     content = json.loads(file.read_text()) if file.exists() else {}
     for name, value in changes.items():
         old = content.get(name)
-        content[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        mappings = isinstance(old, dict) and isinstance(value, dict)
+        content[name] = {**old, **value} if mappings else value
     file.write_text(json.dumps(content))
 
 
@@ -42,8 +43,8 @@ def foreign(file: str, auto: str, **changes):
     reference = [None, "evil.Evil"] if auto == "AutoTokenizer" else "evil.Evil"
 
     def spoil(folder: Path) -> None:
-        marker = folder.parent / "marker"
-        (folder / "evil.py").write_text(f"open({str(marker)!r}, 'a').write('run')\nclass Evil: pass\n")
+        code = f"open({str(folder.parent / 'marker')!r}, 'a').write('run')\nclass Evil: pass\n"
+        (folder / "evil.py").write_text(code)
         edit(folder / file, auto_map={auto: reference}, **changes)
 
     return spoil
@@ -57,7 +58,7 @@ def image_processor(folder: Path) -> None:
 
 def custom_generate(folder: Path) -> None:
     (folder / "custom_generate").mkdir()
-    (folder / "custom_generate" / "generate.py").write_text("def generate(model, *args, **kwargs): pass\n")
+    (folder / "custom_generate" / "generate.py").write_text("def generate(*args): pass\n")
 
 
 def pickled(folder: Path) -> None:
@@ -82,14 +83,20 @@ def weights_elsewhere(how: str):
             edit(folder / "config.json", transformers_weights=f"../private/{WEIGHTS}")
         else:
             names = dict.fromkeys(load_file(other / WEIGHTS), f"../private/{WEIGHTS}")
-            (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
+            index = {"metadata": {"total_size": 1}, "weight_map": names}
+            (folder / INDEX).write_text(json.dumps(index))
 
     return spoil
 
 
 def linked(name: str):
     """A link to a name elsewhere that is read or written."""
-    return lambda folder: [(folder / name).unlink(missing_ok=True), (folder / name).symlink_to(folder.parent / "new")]
+
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(folder.parent / "new")
+
+    return spoil
 
 
 def lacking(name: str):
@@ -101,6 +108,7 @@ def settings(file: str, **changes):
 
 
 config = partial(settings, "config.json")
+adapter_config = partial(settings, "adapter_config.json")
 CODE = {
     "tokenizer": foreign("tokenizer_config.json", "AutoTokenizer", tokenizer_class="Evil"),
     "processor": foreign("processor_config.json", "AutoProcessor"),
@@ -113,13 +121,13 @@ CODE = {
 ELSEWHERE = {
     **{f"weights, by {how}": weights_elsewhere(how) for how in ("link", "index", "setting")},
     "training.json": linked("training.json"),
-    "trainer_state.json": lambda folder: os.mkfifo(folder / "trainer_state.json"),  # a pipe that nobody writes to
+    "trainer_state.json": lambda folder: os.mkfifo(folder / "trainer_state.json"),  # a pipe
     ".README.md-1": linked(".README.md-1"),
 }
 BROKEN = {
     "hidden size 10^9": config(text_config={"hidden_size": 10**9}),
     "no weights": lacking(WEIGHTS),
-    "list for text_config": config(text_config=[1, 2]),
+    "text_config: list": config(text_config=[1, 2]),
     "feature layer that does not exist": config(vision_feature_layer=99),
     "no tokenizer": lacking("tokenizer.json"),
     "no processor": lacking("processor_config.json"),
@@ -136,7 +144,7 @@ def good(tmp_path_factory):
     train_data.write_json(root / "data", rows)
     training.recipe(root, root, max_steps=1)
     train_data.images(root / "images", "red.png")
-    (root / "images" / "metadata.jsonl").write_text('{"file_name": "red.png", "question": "What is this?"}\n')
+    (root / "images" / "metadata.jsonl").write_text('{"file_name": "red.png", "question": "?"}\n')
     trainer = training.trainer(root / "adapter", root / "model", max_steps=1, use_peft=True)
     trainer.train()
     trainer.save_model()
@@ -145,7 +153,7 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def refused(good, tmp_path):
-    """Runs a command on a spoiled copy of the checkpoint; it must end in a sentence, and run no foreign code."""
+    """Runs a command on a spoiled copy of the checkpoint: it ends in a sentence, runs no code."""
     model, output = shutil.copytree(good / "model", tmp_path / "model"), tmp_path / "output"
 
     def run(command: str, spoil) -> str:
@@ -165,20 +173,16 @@ def refused(good, tmp_path):
 
 
 def stopped(*words) -> str:
-    """Runs a command that must be refused, and answers "y" to every question; returns what it printed of the error."""
+    """Runs a command that must be refused, with "y" for every question; its error as printed."""
     done = CliRunner().invoke(app, [str(word) for word in words], input="y\n" * 50)
-    assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception or done.output
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 1, (done, done.output)
     assert "Do you wish" not in done.output and "trust_remote_code=True" not in done.output
     return done.stderr[done.stderr.index("Error: ") :]
 
 
-# -------------------------------------------------------------------------------------------------------------- code
 @pytest.mark.parametrize(
     "command, kind",
-    [
-        *((command, "tokenizer") for command in ("merge", "diagnose", "publish", "build")),
-        *(("train", kind) for kind in CODE),
-    ],
+    [*product(["train"], CODE), *product(["merge", "diagnose", "publish", "build"], ["tokenizer"])],
 )
 def test_no_command_runs_code_that_comes_with_a_checkpoint(refused, command, kind):
     error = refused(command, KINDS[kind])
@@ -189,12 +193,9 @@ def test_no_command_runs_code_that_comes_with_a_checkpoint(refused, command, kin
     "spoil, said",
     [
         (foreign("processor_config.json", "AutoProcessor"), "auto_map in processor_config.json"),
-        (settings("adapter_config.json", megatron_config={"a": 1}), "megatron_core in adapter_config.json"),
-        (
-            settings("adapter_config.json", rest=[{"attn_implementation": "evil/it"}]),
-            "attn_implementation evil/it in ad",
-        ),
-        (settings("adapter_config.json", init_lora_weights="pissa_niter_4"), "which changes the base"),
+        (adapter_config(megatron_config={"a": 1}), "megatron_core in adapter_config.json"),
+        (adapter_config(rest=[{"attn_implementation": "evil/it"}]), "attn_implementation evil/it"),
+        (adapter_config(init_lora_weights="pissa_niter_4"), "changed the base"),
     ],
 )
 def test_an_adapter_that_brings_code_or_changed_its_base_is_not_merged(good, tmp_path, spoil, said):
@@ -213,13 +214,13 @@ def test_a_model_with_an_adapter_in_its_folder_is_refused(good, refused, command
 
 
 def test_a_part_that_needs_code_is_not_built_in(tmp_path):
-    foreign("config.json", "AutoConfig", model_type="evil")(language := Path(parts.language(tmp_path / "language")))
-    words = ["--vision", parts.vision(tmp_path / "vision"), "--language", language, "--output", tmp_path / "out"]
-    assert "needs code that comes with it, which this command does not run" in stopped("build", *words)
+    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    foreign("config.json", "AutoConfig", model_type="evil")(Path(language))
+    words = ["--vision", vision, "--language", language, "--output", tmp_path / "out"]
+    assert "needs code that comes with it: none is run" in stopped("build", *words)
     assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
 
 
-# ------------------------------------------------------------------------------------------------------------- files
 @pytest.mark.parametrize(
     "command, kind",
     [
@@ -230,11 +231,13 @@ def test_a_part_that_needs_code_is_not_built_in(tmp_path):
 )
 def test_nothing_outside_the_folder_is_read_or_copied(refused, command, kind):
     error = refused(command, KINDS[kind])
-    assert re.search("safetensors|transformers_weights" if kind.startswith("weights") else re.escape(kind), error)
+    of_weights = kind.startswith("weights")
+    assert re.search("safetensors|transformers_weights" if of_weights else re.escape(kind), error)
 
 
 def test_the_hub_caches_own_links_are_followed(good, tmp_path):
-    blobs, snapshot = tmp_path / "models--me--x" / "blobs", tmp_path / "models--me--x" / "snapshots" / "abc"
+    blobs = tmp_path / "models--me--x" / "blobs"
+    snapshot = tmp_path / "models--me--x" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for file in (good / "model").iterdir():
@@ -248,13 +251,9 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
         check_files(snapshot)
 
 
-# ------------------------------------------------------------------------------------------------------------ errors
 @pytest.mark.parametrize(
     "command, kind",
-    [
-        *(("train", kind) for kind in BROKEN),
-        *((each, "list for text_config") for each in ("gain", "merge", "diagnose")),
-    ],
+    [*product(["train"], BROKEN), *product(["gain", "merge", "diagnose"], ["text_config: list"])],
 )
 def test_a_broken_checkpoint_ends_in_a_sentence(refused, tmp_path, command, kind):
     error = refused(command, KINDS[kind])

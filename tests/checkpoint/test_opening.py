@@ -1,5 +1,4 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of where it comes from: parts, code, machine, time, and the stages before."""
+"""What a checkpoint says of where it comes from: parts, code, machine, time, earlier stages."""
 
 import json
 import subprocess
@@ -23,16 +22,17 @@ from normalign_llava.train.run import main
 
 pytestmark = pytest.mark.slow
 
-
 BUILD = "import sys; from normalign_llava import build_checkpoint; build_checkpoint(*sys.argv[1:])"
 
 
 def git(folder, *words):
-    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True).stdout.strip()
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_path):
-    vision, language = tiny_parts.vision(tmp_path / "vision"), tiny_parts.language(tmp_path / "language")
+    vision = tiny_parts.vision(tmp_path / "vision")
+    language = tiny_parts.language(tmp_path / "language")
     terms = "license: other\nlicense_name: llama3.2\nlicense_link: LICENSE.txt"
     (tmp_path / "language" / "README.md").write_text(f"---\n{terms}\n---\n")
     hub.serve("user/vit", Path(vision))
@@ -64,23 +64,23 @@ def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_
     first, second, merged = (tmp_path / name for name in ("first", "second", "merged"))
     for folder, options in ((first, {"stage": "align"}), (second, {"use_peft": True})):
         folder.mkdir()
-        start = built if folder == first else first / "out"
-        main([training.recipe(folder, tmp_path / "parts", model_name_or_path=str(start), use_cpu=True, **options)])
+        options["model_name_or_path"] = str(built if folder == first else first / "out")
+        main([training.recipe(folder, tmp_path / "parts", use_cpu=True, **options)])
     first, second = first / "out", second / "out"
     merge_adapter(second, merged)
     refresh_card(merged)
-
-    records = [json.loads((folder / "training.json").read_text()) for folder in (first, second, merged)]
+    folders = (first, second, merged)
+    records = [json.loads((folder / "training.json").read_text()) for folder in folders]
     assert records[0]["before"] is None and records[0]["stage"] == "align"
     assert records[1]["before"] == records[0] and records[2] == records[1]
     assert records[1]["seconds"] > 0 and records[1]["model_revision"] is None
-    assert records[1]["versions"].keys() >= {"torch", "transformers", "trl", "peft", "normalign_llava"}
+    assert {"torch", "transformers", "trl", "peft", "normalign_llava"} <= {*records[1]["versions"]}
     if head := git(ROOT, "rev-parse", "HEAD"):  # in a checkout
         assert records[1]["commit"] in (head, f"{head}-dirty")
     assert records[1]["hardware"] == hardware(torch.device("cpu"))
-    for folder in (first, second, merged):
+    for folder in folders:
         assert (folder / "build.json").read_text() == (built / "build.json").read_text()
         card = (folder / "README.md").read_text()
         assert is_ours(card) and str(tmp_path) not in (folder / "training.json").read_text() + card
-        library = "peft" if folder == second else "transformers"  # the merged model's card is not the adapter's
+        library = "peft" if folder == second else "transformers"  # merged
         assert ModelCard(card).data.library_name == library
