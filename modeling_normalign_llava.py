@@ -79,7 +79,9 @@ class _CompensatedRMSNorm(torch.autograd.Function):
 
 
 class _CompensatedNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps=1e-5, gain_floor=1e-3, compensate=True):
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True
+    ):
         super().__init__(hidden_size, eps=eps, dtype=torch.float32)
         self.gain_floor, self.compensate = gain_floor, compensate
 
@@ -96,11 +98,10 @@ class _CompensatedNorm(nn.Module):
 class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
     """LayerNorm whose backward does not shrink with its gain (Global Weight Compensation).
 
-    Forward: `gain * (x - mean) / sqrt(var + eps) + bias`, `torch.nn.functional.layer_norm` bit for
-    bit. Backward (eqs. 12, 24-26): the gradient at the normalised `x`, no other, is divided by
-    `max(mean |gain|, gain_floor)`, unless `compensate=False`. Gain and bias are float32, since a
-    gain of 0.0134 in bfloat16 moves in steps of 6e-5; half precision is widened to normalise it.
-    """
+    Forward of `x` `(..., d)`: `gain * (x - mean) / sqrt(var + eps) + bias`, bit for bit torch's.
+    Backward (eqs. 12, 24-26): the gradient at the normalised `x`, no other, is divided by
+    `max(mean |gain|, gain_floor)`, unless `compensate=False`. Gain and bias are float32, as 0.0134
+    in bfloat16 moves in steps of 6e-5; half precision is normalised in float32, and returned."""
 
     def forward(self, x: Tensor) -> Tensor:
         gain, bias = self.weight, self.bias
