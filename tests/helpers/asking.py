@@ -19,18 +19,17 @@ def request(text, *images):
 
 
 def generate(checkpoint, text, *images, tokens=8):
-    """What `generate` says greedily: the text, the length of the prompt, the ids, and their log-probabilities."""
+    """A greedy answer: its text, the length of the prompt, its ids and their log-probabilities."""
     processor = AutoProcessor.from_pretrained(checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     shown = [{"type": "image", "image": image} for image in images]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}],
-        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-    )  # fmt: skip
+    messages = [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
+    as_tensors = dict(tokenize=True, return_dict=True, return_tensors="pt")
+    inputs = processor.apply_chat_template(messages, add_generation_prompt=True, **as_tensors)
     length = inputs["input_ids"].shape[1]
-    made = model.generate(
-        **inputs, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True, output_logits=True
-    )
-    ids = made.sequences[0, length:].tolist()
-    logprobs = [logits[0].log_softmax(-1)[token].item() for logits, token in zip(made.logits, ids, strict=True)]
+    greedy = dict(max_new_tokens=tokens, do_sample=False)
+    answer = model.generate(**inputs, **greedy, return_dict_in_generate=True, output_logits=True)
+    ids = answer.sequences[0, length:].tolist()
+    steps = zip(answer.logits, ids, strict=True)
+    logprobs = [logits[0].log_softmax(-1)[token].item() for logits, token in steps]
     return processor.decode(ids, skip_special_tokens=True), length, ids, logprobs
