@@ -53,9 +53,10 @@ GRANITE_30 = r"""{%- for message in messages %}
     {{- '<|start_of_role|>assistant<|end_of_role|>' }}
     {%- endif %}
 {%- endfor %}"""
-GRANITE_31 = r"""{%- for message in messages %}
-    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content']
-        + '<|end_of_text|>\n' }}
+GRANITE_31 = """{%- for message in messages %}
+    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] \
++ '<|end_of_text|>
+' }}
     {%- if loop.last and add_generation_prompt %}
         {{- '<|start_of_role|>assistant' }}
             {%- if controls %}
