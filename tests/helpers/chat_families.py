@@ -79,16 +79,8 @@ SHIPPED = {
     for path in (files("trl") / "chat_templates").iterdir()
     if path.name.endswith(".jinja") and not path.name.endswith("_training.jinja")
 }
-TEMPLATES = {
-    **SHIPPED,
-    "smollm2": SMOLLM2,
-    "zephyr": ZEPHYR,
-    "llama2": LLAMA_2,
-    "mistral": MISTRAL,
-    "granite3_0": GRANITE_30,
-    "granite3_1": GRANITE_31,
-    "llava_1_5": LLAVA_15,
-}
+TEMPLATES = {**SHIPPED, "smollm2": SMOLLM2, "zephyr": ZEPHYR, "llama2": LLAMA_2, "mistral": MISTRAL}
+TEMPLATES |= {"granite3_0": GRANITE_30, "granite3_1": GRANITE_31, "llava_1_5": LLAVA_15}
 END_OF_TURN = {
     **dict.fromkeys(("smollm2", "qwen2_5", "qwen3", "qwen3_instruct_2507"), "<|im_end|>"),
     **dict.fromkeys(("llama3", "llama3_1", "llama3_2"), "<|eot_id|>"),
@@ -98,14 +90,9 @@ END_OF_TURN = {
     **dict.fromkeys(("granite3_0", "granite3_1"), "<|end_of_text|>"),
 }
 TRIMS = ("llama3", "llama3_1", "llama3_2", "gemma", "gemma3")
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "tide",
-        "description": "High or low?",
-        "parameters": {"type": "object", "properties": {"port": {"type": "string"}}},
-    },
-}
+PORT = {"type": "object", "properties": {"port": {"type": "string"}}}
+TIDE = {"name": "tide", "description": "High or low?", "parameters": PORT}
+WEATHER = {"type": "function", "function": TIDE}
 
 
 def chat(*turns):

@@ -30,14 +30,10 @@ def diagnosed(ratio=37.0, norm="none", model="llava-baseline", layers=30, **chan
     for step in (0, 100, 1000):
         cosines = [0.91 + step / 1e5 + layer / 1000 for layer in range(layers)]
         dynamics.append(report.DynamicsStep(step, cosines, [0.7] * layers))
+    about = dict(model=model, model_type="normalign_llava", dtype="bfloat16", hidden_size=576)
+    about |= dict(projector="model.multi_modal_projector", data="easy-VQA, held out", samples=64)
     values = dict(
-        model=model,
-        model_type="normalign_llava",
-        dtype="bfloat16",
-        hidden_size=576,
-        projector="model.multi_modal_projector",
-        data="easy-VQA, held out",
-        samples=64,
+        **about,
         tokens={"visual": 1024, "text": 713, "special": 192},
         interface=report.Interface(
             encoder_output=report.Moments(71.78, 13.95, 1088),

@@ -29,16 +29,10 @@ def text_config(tied: bool = True, cls=LlamaConfig, **kwargs):
 
 
 def config(cls=NormAlignLlavaConfig, vision="clip", tied=True, text=None, **kwargs):
-    full = "full" if vision == "siglip" else "default"
-    return cls(
-        vision_config=vision_config(vision),
-        text_config=text or text_config(tied),
-        image_token_index=IMAGE,
-        vision_feature_select_strategy=full,
-        vision_feature_layer=-2,
-        tie_word_embeddings=tied,
-        **kwargs,
-    )
+    strategy = "full" if vision == "siglip" else "default"
+    parts = dict(vision_config=vision_config(vision), text_config=text or text_config(tied))
+    features = dict(vision_feature_select_strategy=strategy, vision_feature_layer=-2)
+    return cls(**parts, **features, image_token_index=IMAGE, tie_word_embeddings=tied, **kwargs)
 
 
 def model(seed=0, **kwargs) -> NormAlignLlavaForConditionalGeneration:

@@ -22,14 +22,11 @@ def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
     tokenizer = tokenizer or tiny_parts.tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
-    return LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=multimodal_chat_template(template)[0],
-    )
+    square = {"height": 16, "width": 16}
+    clip = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square)
+    features = dict(vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    template, _ = multimodal_chat_template(template)
+    return LlavaProcessor(clip, tokenizer, patch_size=8, chat_template=template, **features)
 
 
 def arguments(path, **kwargs) -> DataArguments:
