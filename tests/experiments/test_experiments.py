@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Experiments: the plan, runs on tiny parts, and the statistics of the report."""
 
 import importlib.util

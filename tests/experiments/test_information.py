@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Visual information, against a computation by hand on a tiny model."""
 
 import math

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Plans of commands: the run, its price and its report, against computations by hand."""
 
 import json

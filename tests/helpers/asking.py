@@ -6,15 +6,14 @@ import io
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
-def data_url(image):
-    png = io.BytesIO()
-    image.save(png, "PNG")
-    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
-
-
 def request(text, *images):
     """A conversation as OpenAI's API has it."""
-    shown = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+    shown = []
+    for image in images:
+        png = io.BytesIO()
+        image.save(png, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+        shown.append({"type": "image_url", "image_url": {"url": url}})
     return [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
 
 

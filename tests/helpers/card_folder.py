@@ -60,11 +60,8 @@ def licensed(folder: Path, of_vision: str | None, of_language: str | None, **cha
 
 def trained(folder: Path, dataset: dict | None = None, **changes) -> None:
     """Two stages of training: `training.json` records the second, and in it the first."""
-    rates = {"vision tower": 0.0, "projector": 1e-3, "norm": 2e-3, "language model": 0.0}
-    modules = [
-        {"module": name, "trained": bool(rate), "learning_rate": rate}
-        for name, rate in rates.items()
-    ]
+    rates = [("vision tower", 0.0), ("projector", 1e-3), ("norm", 2e-3), ("language model", 0.0)]
+    modules = [dict(module=name, trained=bool(rate), learning_rate=rate) for name, rate in rates]
     batch = {"rows": 16, "per_device": 4, "processes": 2, "accumulation": 2}
     record = {
         "stage": "align",

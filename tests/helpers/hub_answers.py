@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the hub of the tests stores (a commit is a snapshot of paths and blobs), and its answers."""
 
 import base64

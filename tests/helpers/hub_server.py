@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A real HTTP hub on the loopback interface, faults included: the real client pushes and pulls.
 
 `HF_ENDPOINT` is read when huggingface_hub is imported, so a client of this server runs in a process

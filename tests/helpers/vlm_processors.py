@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Folders as published: the tiny models of `vlm_families` with the files of real processors."""
 
 import json
@@ -57,8 +56,8 @@ NAMED = {
 }
 SHOWN = {"ovis2": "<image>", "gemma3": "<start_of_image>"}
 SHOWN["glm4v"] = "<|begin_of_image|><|image|><|end_of_image|>"
-for _name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-    SHOWN[_name] = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+SHOWN |= dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QWEN_IMAGE)
 
 
 def save(name: str, folder: Path) -> str:
