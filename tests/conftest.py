@@ -33,7 +33,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch):
-    """`datasets` puts a copy for `os.environ` when it starts processes, which rich does not see."""
+    """`datasets` replaces `os.environ` when it starts processes, and rich keeps the old one."""
     monkeypatch.setattr(os, "environ", os.environ)
 
 
@@ -102,7 +102,7 @@ def hub(server, prepared):
 
 @pytest.fixture
 def processor(monkeypatch):
-    """Sets the time of half precision, float32's being 1; float16's is bfloat16's by default."""
+    """Sets the time of half precision, in that of float32; float16's is by default bfloat16's."""
     from normalign_llava.checkpoint import precision
 
     def measured(bfloat16: float, float16: float | None = None) -> None:

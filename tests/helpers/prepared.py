@@ -24,7 +24,7 @@ from pathlib import Path
 MODULES = [
     *(f"normalign_llava.{name}" for name in ("cli", "train.run", "diagnose.run", "assembly.merge")),
     *(f"normalign_llava.hub_cards.{name}" for name in ("push.publish", "card.write")),
-    *(f"transformers.models.{m}.modeling_{m}" for m in ("llava", "llama", "clip", "siglip")),
+    *(f"transformers.models.{key}.modeling_{key}" for key in ("llava", "llama", "clip", "siglip")),
     *("transformers.models.llava.processing_llava", "transformers.tokenization_utils_tokenizers"),
     *("trl.trainer.sft_trainer", "matplotlib.pyplot", "bitsandbytes"),
 ]

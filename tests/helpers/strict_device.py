@@ -34,7 +34,7 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 
 def _on(kind: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory on the other device: a DLPack begins with an address and a kind of device."""
+    """The same memory on the other device: a DLPack tensor begins with its address and device."""
     capsule = torch._C._to_dlpack(tensor)
     kind_of_device = _pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
     ctypes.c_int32.from_address(kind_of_device).value = kind
