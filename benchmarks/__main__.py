@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the scripts of this folder one after another, and writes what they found as a table into docs/method.md.
+"""Runs the scripts of this folder in turn, and writes their figures as a table into docs/method.md.
 
     python benchmarks [norm step ...] [--output results.json]
 
-The table is written only if all scripts have run. A script that fails is named, in the file too, and the others run.
+The table is written only if all scripts have run. A script that fails is named, in the file too,
+and the others run.
 """
 
 import argparse
@@ -45,12 +46,14 @@ def run(script: str, options: list[str], folder: Path) -> dict[str, Any] | None:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The rows of all scripts as Markdown, below the machine that they ran on."""
-    (machine,) = {json.dumps(result["machine"]): result["machine"] for result in results.values()}.values()
+    machine, *others = [result["machine"] for result in results.values()]
+    assert all(other == machine for other in others), "the scripts ran on different machines"
     device = f"{machine['cores']} cores of {machine['processor']}"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "trl"))
     minutes = sum(result["minutes"] for result in results.values())
     lines = [
-        f"{device}; {versions}; {date.today()}, {minutes:.0f} minutes. Medians, in brackets the outer quartiles.",
+        f"{device}; {versions}; {date.today()}, {minutes:.0f} minutes. "
+        "Medians, in brackets the outer quartiles.",
         "",
         "| | measured | figure |",
         "|---|---|---|",
@@ -67,12 +70,14 @@ def write_table(text: str, page: Path) -> None:
 
 def main() -> None:
     """Runs the scripts, then writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scripts", nargs="*", metavar="script", help=f"of {', '.join(OPTIONS)}; all by default")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    names = ", ".join(OPTIONS)
+    parser.add_argument("scripts", nargs="*", metavar="script", help=f"of {names}; all by default")
     parser.add_argument("--output", type=Path, help="also write all figures to this JSON file")
     options = parser.parse_args()
     if unknown := sorted(set(options.scripts) - set(OPTIONS)):
-        parser.error(f"there is no script {', '.join(unknown)}, but {', '.join(OPTIONS)}")
+        parser.error(f"there is no script {', '.join(unknown)}, but {names}")
     console, scripts = Console(), options.scripts or list(OPTIONS)
     results: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
@@ -82,7 +87,7 @@ def main() -> None:
                 results[script] = result
             else:
                 failed.append(script)
-            if options.output:  # each time, so that figures are kept if a later script takes the machine down
+            if options.output:  # each time: a later script may take the machine down
                 content = json.dumps({"failed": failed, **results}, indent=2)
                 options.output.write_text(content + "\n", encoding="utf-8")
     for script, result in results.items():

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GPU changes, checked without a network in less than nine minutes: `make check-gpu`.
 
-    python benchmarks/check_gpu.py [--device cuda] [--minutes 9] [--only PATTERN] [--output check-gpu.json]
+    python benchmarks/check_gpu.py [--device cuda] [--minutes 9] [--only PATTERN]
+                                   [--output check-gpu.json]
 
-The norm against float64; two steps with the options of each recipe, and with others, on a model of 135M in size; a
-resumed run against an uninterrupted one; the merged adapter; answers in 4 bits; predicted against measured memory at
-1B, and at 7B of what fits on 24 GB; then the tests in which a GPU is used. Weights are random and made here: 45 GB of
-disk, in the folder for temporary files.
+The norm against float64; two steps with the options of each recipe, and with others, on a model of
+135M in size; a resumed run against an uninterrupted one; the merged adapter; answers in 4 bits;
+predicted against measured memory at 1B, and at 7B of what fits on 24 GB; then the tests in which a
+GPU is used. Weights are random and made here: 45 GB of disk, in the folder for temporary files.
 
-It needs torch for CUDA and this package with its extra `dev`, for some rows a C compiler and flash-attn: carry wheels
-(`pip wheel -w wheels '.[dev]'`) for `pip install --no-index --find-links wheels`. What a machine lacks is a row that
-says so. An error is one too, and then the exit status is 1. Without a GPU a tiny model is tried on the CPU.
+It needs torch for CUDA and this package with its extra `dev`, for some rows a C compiler and
+flash-attn: carry wheels (`pip wheel -w wheels '.[dev]'`) for `pip install --no-index --find-links
+wheels`. What a machine lacks is a row that says so. An error is one too, and then the exit status
+is 1. Without a GPU a tiny model is tried on the CPU.
 """
 
 import argparse
@@ -38,7 +40,8 @@ from shapes import SHAPES
 from step import random_checkpoint, write_rows
 
 
-TESTS = ["architecture", "checkpoint/test_precision.py", "diagnose/test_diagnose_load.py", "test_cli.py"]
+TESTS = ["architecture", "checkpoint/test_precision.py", "diagnose/test_diagnose_load.py"]
+TESTS += ["test_cli.py"]
 TESTS += [f"evaluate/test_{name}.py" for name in ("ask", "evaluate_batches", "evaluate_run")]
 
 ALIGN, TUNE = (["--stage", stage] for stage in ("align", "tune"))
@@ -80,8 +83,10 @@ def check_norm(device: str) -> str:
     torch.manual_seed(0)
     width, all_tensors = 3584, []
     x, upstream = torch.randn(2, 64, width).bfloat16()
-    forms = [(GlobalWeightCompensatedLayerNorm(width), device, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    for norm, place, dtype in [(HookLayerNorm(width, 0.0134), "cpu", torch.float64), *forms]:
+    forms = [(HookLayerNorm(width, 0.0134), "cpu", torch.float64)]
+    for dtype in (torch.float32, torch.bfloat16):
+        forms.append((GlobalWeightCompensatedLayerNorm(width), device, dtype))
+    for norm, place, dtype in forms:
         torch.nn.init.constant_(norm.weight, 0.0134)
         norm.to(place, None if dtype == torch.bfloat16 else dtype)  # the gain stays float32
         tokens = x.to(place, dtype).requires_grad_()
@@ -89,10 +94,14 @@ def check_norm(device: str) -> str:
         tensors = [norm(tokens).detach(), tokens.grad, norm.weight.grad, norm.bias.grad]
         all_tensors.append([tensor.double().cpu() for tensor in tensors])
     exact, *ours = all_tensors
-    errors = [max(float((a - b).norm() / b.norm()) for a, b in zip(tensors, exact, strict=True)) for tensors in ours]
+    errors = []
+    for tensors in ours:
+        pairs = zip(tensors, exact, strict=True)
+        errors.append(max(float((tensor - other).norm() / other.norm()) for tensor, other in pairs))
     timed = argparse.Namespace(device=device, bf16=True, tokens=8192, rounds=4, compile=False)
     ratio = measured_ratios(width, timed)["LayerNorm, compensated: time / torch's LayerNorm"][1]
-    text = f"errors {errors[0]:.0e} in float32, {errors[1]:.0e} in bfloat16; time / torch's LayerNorm {ratio:.2f}"
+    text = f"errors {errors[0]:.0e} in float32, {errors[1]:.0e} in bfloat16"
+    text += f"; time / torch's LayerNorm {ratio:.2f}"
     if not (errors[0] < 1e-5 and errors[1] < 2e-2):
         raise ValueError(text)
     return text
@@ -108,11 +117,8 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     output = folder / ("adapter" if words == ["qlora"] else "run")  # only the former is saved
-    own = dict(
-        model_name_or_path=folder / "checkpoint", dataset_name=folder / "data", output_dir=output, max_steps=2,
-        global_batch_size=4, per_device_train_batch_size=2, warmup_steps=0, logging_steps=1, save_strategy="no",
-        disable_tqdm=True, use_cpu=device == "cpu",
-    )  # fmt: skip
+    own = shared_options(folder, device)
+    own |= dict(output_dir=output, max_steps=2, warmup_steps=0, save_strategy="no")
     marks: list[tuple[float, int]] = []
 
     class Times(TrainerCallback):
@@ -127,7 +133,8 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     (before, seen), (after, all_seen) = marks
-    text = f"losses {losses[0]:.2f}, {losses[1]:.2f}; {(all_seen - seen) / (after - before):,.0f} tokens/s"
+    speed = (all_seen - seen) / (after - before)
+    text = f"losses {losses[0]:.2f}, {losses[1]:.2f}; {speed:,.0f} tokens/s"
     measured, ratio = torch.cuda.max_memory_allocated(), 1.0
     text += f"; {measured / 2**30:.2f} GiB" if measured else ""
     if predicts:
@@ -140,6 +147,19 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
     return text
 
 
+def shared_options(folder: Path, device: str) -> dict[str, Any]:
+    """Options of all runs."""
+    return dict(
+        model_name_or_path=folder / "checkpoint",
+        dataset_name=folder / "data",
+        global_batch_size=4,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=device == "cpu",
+    )
+
+
 def as_words(options: dict[str, Any], device: str) -> list[str]:
     """Options as a command line."""
     options |= {"optim": "adamw_torch"} if device == "cpu" else {}  # the paged one is CUDA's
@@ -147,7 +167,7 @@ def as_words(options: dict[str, Any], device: str) -> list[str]:
 
 
 def resume(folder: Path, words: list[str], device: str) -> str:
-    """Trains twelve steps at once, and again from the checkpoint of the sixth: how far losses and weights differ."""
+    """Trains twelve steps at once, and again from the sixth: how far losses and weights differ."""
     from transformers import logging
 
     from normalign_llava.train.options import parse
@@ -156,22 +176,19 @@ def resume(folder: Path, words: list[str], device: str) -> str:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     whole, rest = folder / "whole", folder / "rest"
-    own = dict(
-        model_name_or_path=folder / "checkpoint", dataset_name=folder / "data", max_steps=12, save_steps=6,
-        global_batch_size=4, per_device_train_batch_size=2, logging_steps=1, disable_tqdm=True,
-        use_cpu=device == "cpu",
-    )  # fmt: skip
+    own = shared_options(folder, device) | dict(max_steps=12, save_steps=6)
     for output, more in ((whole, {}), (rest, {"resume_from_checkpoint": whole / "checkpoint-6"})):
         run(*parse([*words, *as_words({**own, "output_dir": output, **more}, device)]))
-    logs = [json.loads((output / "trainer_state.json").read_text())["log_history"] for output in (whole, rest)]
-    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in logs]
-    weights = [load_file(output / "adapter_model.safetensors") for output in (whole, rest)]
+    losses = []
+    for output in (whole, rest):
+        log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+        losses.append([entry["loss"] for entry in log if "loss" in entry])
+    expected, weights = (load_file(path / "adapter_model.safetensors") for path in (whole, rest))
     loss = max(abs(a - b) for a, b in zip(*losses, strict=True))
-    apart = max(float((weights[1][name] - value).abs().max()) for name, value in weights[0].items())
-    moved = max(float(value.abs().max()) for name, value in weights[0].items() if "lora_B" in name)
-    text = (
-        f"{len(losses[0])} losses differ by {loss:.1g} at most, weights by {apart:.1g} (LoRA's B reaches {moved:.1g})"
-    )
+    apart = max(float((weights[name] - value).abs().max()) for name, value in expected.items())
+    moved = max(float(value.abs().max()) for name, value in expected.items() if "lora_B" in name)
+    text = f"{len(losses[0])} losses differ by {loss:.1g} at most, weights by {apart:.1g}"
+    text += f" (LoRA's B reaches {moved:.1g})"
     if len(losses[1]) != 12 or not loss < 1e-2 or not apart < 0.1 * moved:
         raise ValueError(text)
     return text
@@ -191,20 +208,25 @@ def answer(folder: Path) -> str:
 
     from normalign_llava.evaluate.ask import ask
 
-    Image.new("RGB", (64, 64)).save(folder / "image.png")
-    ask(str(folder / "checkpoint"), folder / "image.png", "What is it?", max_new_tokens=4, load_in_4bit=True)
+    checkpoint, image = str(folder / "checkpoint"), folder / "image.png"
+    Image.new("RGB", (64, 64)).save(image)
+    ask(checkpoint, image, "What is it?", max_new_tokens=4, load_in_4bit=True)
     return "answered"
 
 
 def run_tests(seconds: float, log: Path) -> str:
-    """Runs `TESTS` for at most so many seconds, writes what pytest says to `log`, and gives the last line."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in TESTS)]
-    command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"] if find_spec("xdist") else []
-    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=seconds)
+    """Runs `TESTS` for so many seconds at most: the last line of pytest's output, kept in `log`."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"tests/{test}" for test in TESTS]
+    if find_spec("xdist"):
+        command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"]
+    root = Path(__file__).parents[1]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=seconds)
     log.write_text(run.stdout + run.stderr, encoding="utf-8")
     last = (run.stderr + run.stdout).strip().splitlines()[-1].strip("= ")
     if run.returncode:
-        raise ValueError(", ".join([last, *re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.M)]))
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+        raise ValueError(", ".join([last, *failed]))
     return last
 
 
@@ -220,13 +242,16 @@ def made(folder: Path, shape: str, device: str) -> str:
 
 def main() -> None:
     """Runs the checks, prints the table, and exits with 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=9.0, help="what has not begun by then is left out")
-    parser.add_argument("--only", default="", help="pattern of the checks to run; weights are made for all")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--minutes", type=float, default=9.0, help="later checks are left out")
+    parser.add_argument("--only", default="", help="pattern of checks; weights are made for all")
     parser.add_argument("--output", type=Path, default=Path("check-gpu.json"))
     options = parser.parse_args()
-    FORKS.set_forkserver_preload(["torch", "transformers.modeling_utils", "datasets"])  # bitsandbytes begins with CUDA
+    # Without bitsandbytes, which begins with CUDA.
+    FORKS.set_forkserver_preload(["torch", "transformers.modeling_utils", "datasets"])
     wanted = ("bitsandbytes", "triton", "flash_attn", "pytest", "cc")
     lacking = {name for name in wanted if find_spec(name) is None and shutil.which(name) is None}
     lacking |= {"cuda"} - {device := options.device}
@@ -239,15 +264,18 @@ def main() -> None:
             return False
         began = time.monotonic()
         absent = ", ".join(sorted(lacking & {*needs}))
-        status, text = "left out", f"needs {absent}" if absent else f"{options.minutes:g} minutes are over"
+        text = f"needs {absent}" if absent else f"{options.minutes:g} minutes are over"
+        status = "left out"
         if not absent and end - began > 5:
             try:
                 status, text = "ok", in_process(function, *arguments, seconds=end - began)
             except RuntimeError as error:
                 status, text = "failed", str(error)
-        rows.append({"check": name, "status": status, "found": text, "seconds": round(time.monotonic() - began, 1)})
+        seconds = round(time.monotonic() - began, 1)
+        rows.append({"check": name, "status": status, "found": text, "seconds": seconds})
         console.print(*rows[-1].values(), sep=" | ", markup=False, soft_wrap=True)
-        options.output.write_text(json.dumps({"machine": here, "checks": rows}, indent=2) + "\n", encoding="utf-8")
+        content = json.dumps({"machine": here, "checks": rows}, indent=2) + "\n"
+        options.output.write_text(content, encoding="utf-8")
         return status == "ok"
 
     check("norm", [], check_norm, device)
@@ -263,12 +291,15 @@ def main() -> None:
             check("ask in 4 bits", ["bitsandbytes"], answer, small)
         for run, (size, words, needs) in MEMORY.items():
             folder, line = Path(name, size), f"memory: {run}"
-            wanted_here = re.search(options.only, line) and not lacking & {*needs} and not folder.exists()
-            if wanted_here and not check(f"random weights, {size}", needs, made, folder, size, device):
+            runs = re.search(options.only, line) and not lacking & {*needs}
+            weights = (f"random weights, {size}", needs, made, folder, size, device)
+            if runs and not folder.exists() and not check(*weights):
                 continue
             check(line, needs, train, folder, words, device, True)
-    check("tests", ["pytest"], run_tests, end - time.monotonic() - 5, options.output.with_suffix(".log"))
-    table = Table("", "", "found", "s", title=here["accelerator"] or "No GPU: on the CPU, without what needs CUDA")
+    log = options.output.with_suffix(".log")
+    check("tests", ["pytest"], run_tests, end - time.monotonic() - 5, log)
+    title = here["accelerator"] or "No GPU: on the CPU, without what needs CUDA"
+    table = Table("", "", "found", "s", title=title)
     for row in rows:
         table.add_row(*map(str, row.values()))
     console.print(table, f"Written to {options.output}.", sep="\n")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gradient compensation does to gradients and to steps, on the quickstart's parts: the tables of docs/theory.md.
+"""What gradient compensation does to gradients and to steps: the tables of docs/theory.md.
 
     python benchmarks/compensation.py
 
-First the gradient of one batch at the projector, against the gain of the norm. Then a few steps with and without the
-factor 1 / s, from the same start, with several optimizers: how far projector and adapters moved.
+On the quickstart's parts: first the gradient of one batch at the projector, against the gain of the
+norm. Then a few steps with and without the factor 1 / s, from the same start, with several
+optimizers: how far projector and adapters moved.
 """
 
 import tempfile
@@ -38,7 +39,9 @@ OPTIMIZERS = {
 
 def load_model(checkpoint: Path, compensation: str) -> NormAlignLlavaForConditionalGeneration:
     """The model in float32, with or without compensation."""
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, gradient_compensation=compensation)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        checkpoint, gradient_compensation=compensation
+    )
     return model.requires_grad_(False)
 
 
@@ -57,7 +60,8 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
 
 def gradients(checkpoint: Path, batch: dict[str, torch.Tensor]) -> None:
     """Prints the gradient's norm at the visual tokens and at the projector, against the gain."""
-    print("\n| gain, in N_text / sqrt(d) | gradient at the visual tokens | at the projector | the same, with GWC |")
+    print("\n| gain, in N_text / sqrt(d) | gradient at the visual tokens ", end="")
+    print("| at the projector | the same, with GWC |")
     print("|---|---|---|---|")
     for gain in GAINS:
         gradient = {}
@@ -70,27 +74,28 @@ def gradients(checkpoint: Path, batch: dict[str, torch.Tensor]) -> None:
             with torch.no_grad():
                 projector.norm.weight.mul_(gain)
             tokens: list[torch.Tensor] = []
-            projector.register_forward_hook(lambda module, inputs, output, kept=tokens: kept.append(output))
+            projector.register_forward_hook(lambda *args, kept=tokens: kept.append(args[-1]))
             loss = model(**batch).loss
             gradient[compensation] = torch.autograd.grad(loss, [*tokens, *linears])
         at_tokens, *at_linears = gradient["none"]
         compensated = norm_of(list(gradient["global"][1:]))
-        print(f"| {gain:g} | {at_tokens.norm():.3g} | {norm_of(at_linears):.3g} | {compensated:.3g} |", flush=True)
+        norms = f"{at_tokens.norm():.3g} | {norm_of(at_linears):.3g} | {compensated:.3g}"
+        print(f"| {gain:g} | {norms} |", flush=True)
 
 
 def steps(checkpoint: Path, of_steps: list[dict[str, torch.Tensor]]) -> None:
     """Prints how far projector and adapters move, with and without compensation."""
     print("\n| | projector moved | with GWC | adapters moved | with GWC |\n|---|---|---|---|---|")
-    for name, (optimizer_class, arguments, clip) in OPTIMIZERS.items():
+    for name, settings in OPTIMIZERS.items():
         moved = {
-            compensation: _moved(checkpoint, of_steps, compensation, optimizer_class, arguments, clip)
+            compensation: _moved(checkpoint, of_steps, compensation, *settings)
             for compensation in ("none", "global")
         }
         cells = [f"{moved[which][part]:.3g}" for part in (0, 1) for which in ("none", "global")]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-def _moved(checkpoint, of_steps, compensation, optimizer_class, arguments, clip) -> tuple[float, float]:
+def _moved(checkpoint, of_steps, compensation, optimizer_class, arguments, clip):
     model = load_model(checkpoint, compensation)
     torch.manual_seed(0)
     config = LoraConfig(r=8, target_modules=r".*\.language_model\..*\.(q|v)_proj")
@@ -117,7 +122,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"
         torch.manual_seed(0)
-        build_checkpoint(str(convert_vision(56)), str(convert_language()), checkpoint, arm="gwc", feature_layer=-4)
+        vision, language = str(convert_vision(56)), str(convert_language())
+        build_checkpoint(vision, language, checkpoint, arm="gwc", feature_layer=-4)
         of_steps = batches(checkpoint, STEPS)
         gradients(checkpoint, of_steps[0])
         steps(checkpoint, of_steps)

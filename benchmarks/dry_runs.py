@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `normalign train --dry_run` says of each recipe at true size, with checkpoints whose weights take no disk.
+"""What `normalign train --dry_run` says of each recipe at true size: the table of docs/train.md.
 
-    python benchmarks/dry_runs.py [--device_memory 24GiB] [--recipes align-qwen2.5-7b ...] [OPTIONS OF normalign train]
+    python benchmarks/dry_runs.py [--device_memory 24GiB] [--recipes align-qwen2.5-7b ...]
+                                  [OPTIONS OF normalign train]
 
-Rows have one image and 2,037 tokens. This is the table of docs/train.md.
+The checkpoints' weights take no disk. Rows have one image and 2,037 tokens.
 """
 
 import argparse
@@ -30,7 +31,7 @@ SHAPES = {
 
 
 def sparse_checkpoint(folder: Path, shape: str) -> None:
-    """Writes `folder/checkpoint` as `build` does, but each file of weights is a true header and a hole of its size."""
+    """Writes `folder/checkpoint` as `build` does, but weights are a true header and then a hole."""
     from transformers import AutoProcessor
 
     random_checkpoint(folder, "tiny")  # for its tokenizer
@@ -52,7 +53,8 @@ def sparse_checkpoint(folder: Path, shape: str) -> None:
         with open(path, "r+b") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-            file.truncate(8 + length + max(entry.get("data_offsets", [0, 0])[1] for entry in header.values()))
+            ends = [entry.get("data_offsets", [0, 0])[1] for entry in header.values()]
+            file.truncate(8 + length + max(ends))
 
 
 def main() -> None:
@@ -60,7 +62,8 @@ def main() -> None:
     from normalign_llava.train.command import read_command
     from normalign_llava.train.run import dry_run
 
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     arguments.add_argument("--device_memory", default="24GiB")
     arguments.add_argument("--recipes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     options, words = arguments.parse_known_args()
@@ -71,12 +74,16 @@ def main() -> None:
         for recipe in options.recipes:
             folder = Path(name, SHAPES[recipe])
             own = {
-                "model_name_or_path": folder / "checkpoint", "dataset_name": folder / "data", "image_folder": "",
-                "output_dir": Path(name, "run"), "dry_run": True, "device_memory": options.device_memory,
-            }  # fmt: skip
+                "model_name_or_path": folder / "checkpoint",
+                "dataset_name": folder / "data",
+                "image_folder": "",
+                "output_dir": Path(name, "run"),
+                "dry_run": True,
+                "device_memory": options.device_memory,
+            }
             print(f"\n== {' '.join([recipe, *words])}", flush=True)
-            given = [word for key, value in own.items() for word in (f"--{key}", str(value))]
-            dry_run(*read_command([recipe, *given, *words]))
+            own_words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
+            dry_run(*read_command([recipe, *own_words, *words]))
 
 
 if __name__ == "__main__":

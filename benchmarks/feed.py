@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast training gets its data: batches, and the checks before the first step.
 
-    python benchmarks/feed.py [--images 128] [--rows 20000 200000] [--rounds 4] [--output results.json]
+    python benchmarks/feed.py [--images 128] [--rows 20000 200000] [--rounds 4]
+                              [--output results.json]
 
-Batches are of 8 rows with an image each, JPEGs of 640 x 480 pixels that become 384 x 384, 729 tokens. Bare is opening
-and decoding the same files, and the image processor. All three take turns in one process, and their CPU time counts.
+Batches are of 8 rows with an image each, JPEGs of 640 x 480 pixels that become 384 x 384, 729
+tokens. Bare is opening and decoding the same files, and the image processor. All three take turns
+in one process, and their CPU time counts.
 
-Rows are checked as before training, each number of rows in a process of its own, twice: cold, and warm with the cache
-of the first. Images are hard links to few files. Bytes a row are the difference of the peaks of both numbers of rows.
+Rows are checked as before training, each number of rows in a process of its own, twice: cold, and
+warm with the cache of the first. Images are hard links to few files. Bytes a row are the difference
+of the peaks of both numbers of rows.
 """
 
 import json
@@ -26,12 +29,13 @@ from shapes import TINY
 
 
 BATCH, LINKS = 8, 10_000
-WORDS = ["a", "the", "of", "on", "with", "red", "blue", "dog", "cat", "street", "sign", "photo", "people", "white"]
+WORDS = ["a", "the", "of", "on", "with", "red", "blue", "dog", "cat", "street", "sign", "photo"]
+WORDS += ["people", "white"]
 QUESTION = "Provide a brief description of the given image."
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A checkpoint of SmolLM2's tokenizer and a tiny vision encoder with 729 patches, in `folder/checkpoint`."""
+    """`folder/checkpoint`, of SmolLM2's tokenizer and a tiny vision encoder with 729 patches."""
     from transformers import AutoModel, SiglipImageProcessor, SiglipVisionConfig
 
     from normalign_llava import build_checkpoint
@@ -55,7 +59,8 @@ def write_rows(folder: Path, count: int) -> None:
                 write_image(source, number)
             os.link(source, folder / image)
         answer = " ".join(rng.choices(WORDS, k=12))
-        turns = [{"from": "human", "value": f"{QUESTION}\n<image>"}, {"from": "gpt", "value": answer}]
+        question = {"from": "human", "value": f"{QUESTION}\n<image>"}
+        turns = [question, {"from": "gpt", "value": answer}]
         rows.append({"id": f"{number:09}", "image": str(image), "conversations": turns})
     (folder / f"{count}.json").write_text(json.dumps(rows))
 
@@ -78,7 +83,8 @@ def loaded(folder: Path, count: int):
 
     processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
     arguments = DataArguments(dataset_name=str(folder / f"{count}.json"))
-    return processor, load_data(arguments, processor, max_length=2048, seed=0, with_eval=False).train
+    data = load_data(arguments, processor, max_length=2048, seed=0, with_eval=False)
+    return processor, data.train
 
 
 def cpu_seconds() -> float:
@@ -89,7 +95,8 @@ def cpu_seconds() -> float:
 
 def peak() -> int:
     """Bytes of this process's peak, without its parent's, which `getrusage` has."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
@@ -110,13 +117,14 @@ def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
     from normalign_llava.train.collator import ConversationCollator
 
     processor, rows = loaded(folder, images)
-    listed = list(rows)
+    listed = [{"images": row["images"], "messages": row["messages"]} for row in rows]
     files = [row["images"][0]["path"] for row in listed]
-    stock = Dataset.from_list([{"images": row["images"], "messages": row["messages"]} for row in listed])
+    stock = Dataset.from_list(listed)
     stock = stock.cast_column("images", List(ImageFeature()))
 
     def bare(paths: list[str]) -> object:
-        return processor.image_processor([Image.open(path).convert("RGB") for path in paths], return_tensors="pt")
+        images = [Image.open(path).convert("RGB") for path in paths]
+        return processor.image_processor(images, return_tensors="pt")
 
     def trl(batch: list[dict]) -> object:
         collator = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True)
@@ -126,13 +134,18 @@ def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
         return lambda: [None for _ in DataLoader(rows, BATCH, collate_fn=collate)]
 
     ours = ConversationCollator(processor)
-    return {"bare": reader(files, bare), "this package": reader(rows, ours), "TRL": reader(stock, trl)}
+    readers = {"bare": reader(files, bare), "this package": reader(rows, ours)}
+    return readers | {"TRL": reader(stock, trl)}
 
 
 def plain(messages: list[dict]) -> list[dict]:
     """Messages without the empty texts that Arrow gives image parts."""
-    keep = [[{k: v for k, v in part.items() if v is not None} for part in message["content"]] for message in messages]
-    return [{"role": message["role"], "content": content} for message, content in zip(messages, keep, strict=True)]
+    kept = []
+    for message in messages:
+        parts = message["content"]
+        content = [{k: v for k, v in part.items() if v is not None} for part in parts]
+        kept.append({"role": message["role"], "content": content})
+    return kept
 
 
 def cpu_time(function: Callable[[], object]) -> float:
@@ -146,9 +159,8 @@ def main() -> None:
     """Runs all of it and prints it."""
     arguments = parser(__doc__)
     arguments.add_argument("--images", type=int, default=128)
-    arguments.add_argument(
-        "--rows", type=int, nargs=2, default=[20_000, 200_000], help="a smaller and a larger number"
-    )
+    numbers = "a smaller and a larger number"
+    arguments.add_argument("--rows", type=int, nargs=2, default=[20_000, 200_000], help=numbers)
     arguments.add_argument("--rounds", type=int, default=4)
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What frozen weights in bfloat16 save: the time of a step of stage 1, against the same with them in float32.
+"""What frozen weights in bfloat16 save: the time of a step of stage 1, against them in float32.
 
     python benchmarks/frozen.py [--output results.json]
 
-Both multiply in bfloat16 autocast, on the quickstart's parts and rows, and train projector and norm in float32. They
-take turns step by step, as in step.py.
+Both multiply in bfloat16 autocast, on the quickstart's parts and rows, and train projector and norm
+in float32. They take turns step by step, as in step.py.
 """
 
 import argparse
@@ -38,22 +38,25 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         report_to="none",
         disable_tqdm=True,
     )
-    return NormAlignTrainer(str(folder / "checkpoint"), config, train_dataset=load_from_disk(str(folder / "data")))
+    rows = load_from_disk(str(folder / "data"))
+    return NormAlignTrainer(str(folder / "checkpoint"), config, train_dataset=rows)
 
 
 def main() -> None:
     """Runs the comparison and prints it."""
     arguments = parser(__doc__)
     arguments.add_argument("--batch", type=int, default=8)
-    arguments.add_argument("--steps", type=int, default=30, help="steps that count, of each variant")
+    arguments.add_argument("--steps", type=int, default=30, help="steps of a variant that count")
     options = arguments.parse_args()
+    steps = WARM_UP + options.steps
     with tempfile.TemporaryDirectory() as name:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
-        real_parts(Path(name), options.batch * (WARM_UP + options.steps + 2))
+        real_parts(Path(name), options.batch * (steps + 2))
         variants = ["float32", "bfloat16"]
-        seconds, losses = run(Path(name), variants, options, WARM_UP + options.steps, make_trainer)
+        seconds, losses = run(Path(name), variants, options, steps, make_trainer)
     half, full = (seconds[variant][WARM_UP:] for variant in reversed(variants))
-    rows = [("step of stage 1, frozen bfloat16", "time / frozen float32", spread(quartiles(half, full)))]
+    ratio = spread(quartiles(half, full))
+    rows = [("step of stage 1, frozen bfloat16", "time / frozen float32", ratio)]
     title = f"A step of stage 1, batch {options.batch}, {options.device}"
     report(title, rows, options, seconds=seconds, losses=losses)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts of this folder share: options, measuring in turns, and the rows of the table of results."""
+"""What the scripts of this folder share: options, measuring in turns, and rows of the table."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import random
+import re
 import statistics
 import time
 import traceback
@@ -30,9 +31,10 @@ FORKS = multiprocessing.get_context("forkserver")
 
 def parser(doc: str | None, bf16: bool = False) -> argparse.ArgumentParser:
     """A parser with the options of every script: `--device`, `--bf16` and `--output`."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter, on_or_off = argparse.RawDescriptionHelpFormatter, argparse.BooleanOptionalAction
+    made = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    made.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=bf16, help="instead of float32")
+    made.add_argument("--bf16", action=on_or_off, default=bf16, help="instead of float32")
     made.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     return made
 
@@ -49,9 +51,11 @@ def seconds(function: Callable[[], object], device: str) -> float:
 
 
 def in_turns(
-    functions: dict[str, Callable[[], object]], rounds: int, measure: Callable[[Callable[[], object]], Value]
+    functions: dict[str, Callable[[], object]],
+    rounds: int,
+    measure: Callable[[Callable[[], object]], Value],
 ) -> dict[str, list[Value]]:
-    """What `measure` finds of each function in each round, after one round that warms up.
+    """What `measure` says of each function in each round, after one round that warms up.
 
     The order within a round is random, since the first finds the memory in another state.
     """
@@ -66,9 +70,8 @@ def in_turns(
 
 def quartiles(values: Sequence[float], references: Sequence[float]) -> list[float]:
     """Median and outer quartiles of the ratios of values of the same round, in rising order."""
-    return statistics.quantiles(
-        [value / of for value, of in zip(values, references, strict=True)], n=4, method="inclusive"
-    )
+    ratios = [value / reference for value, reference in zip(values, references, strict=True)]
+    return statistics.quantiles(ratios, n=4, method="inclusive")
 
 
 def spread(ratios: Sequence[float]) -> str:
@@ -77,7 +80,7 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
-def in_process(function: Callable[..., Value], *arguments: Any, seconds: float | None = None) -> Value:
+def in_process(function: Callable[..., Value], *arguments, seconds: float | None = None) -> Value:
     """What a function returns in a process of its own, which is ended after some seconds.
 
     Raises RuntimeError, in a sentence, if it fails or does not end.
@@ -103,7 +106,7 @@ def in_process(function: Callable[..., Value], *arguments: Any, seconds: float |
 def _send(pipe, function: Callable[..., object], arguments: tuple) -> None:
     from normalign_llava.errors import device_error
 
-    multiprocessing.set_start_method("fork", force=True)  # of a loader's workers, as in a process of one's own
+    multiprocessing.set_start_method("fork", force=True)  # of a loader's workers, as by default
     try:
         pipe.send((function(*arguments), None))
     except Exception as error:  # of any library
@@ -115,9 +118,9 @@ def _send(pipe, function: Callable[..., object], arguments: tuple) -> None:
 def machine(device: str) -> dict[str, Any]:
     """What the figures depend on: processor, cores, GPU, versions."""
     about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.split(":")[1].strip() for line in about.splitlines() if line.startswith("model name")]
+    name = re.search(r"^model name\s*: (.*)", about, re.MULTILINE)
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": name[1].strip() if name else platform.processor(),
         "cores": os.cpu_count(),
         "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
         **{name: version(name) for name in ("torch", "transformers", "trl")},
@@ -131,5 +134,6 @@ def report(title: str, rows: list[Row], options: argparse.Namespace, **figures: 
         table.add_row(*row)
     Console().print(table)
     if options.output:
-        content = {"machine": machine(options.device), "options": vars(options), "rows": rows, **figures}
-        Path(options.output).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        content = {"machine": machine(options.device), "options": vars(options), "rows": rows}
+        text = json.dumps({**content, **figures}, indent=2, default=str) + "\n"
+        Path(options.output).write_text(text, encoding="utf-8")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a training step: what `normalign train --dry_run` predicts, and what steps take.
 
-    python benchmarks/memory.py [--device cuda] [--bf16] [--shapes tiny 135m] [--output results.json]
+    python benchmarks/memory.py [--device cuda] [--bf16] [--shapes tiny 135m]
+                                [--output results.json]
 
-Weights are random. Each shape, with rows of its own, trains in full, with LoRA and with QLoRA, with gradient
-checkpointing and without, two steps each in a process of its own.
+Weights are random. Each shape, with rows of its own, trains in full, with LoRA and with QLoRA, with
+gradient checkpointing and without, two steps each in a process of its own.
 
-What torch has allocated counts, where it is highest: on a GPU by its caching allocator, on a CPU the weights and
-what the profiler sees allocated and freed after loading. Not measured: memory that libraries take without torch, the
-interpreter, and on a GPU CUDA's context.
+What torch has allocated counts, where it is highest: on a GPU by its caching allocator, on a CPU
+the weights and what the profiler sees allocated and freed after loading. Not measured: memory that
+libraries take without torch, the interpreter, and on a GPU CUDA's context.
 """
 
 import argparse
@@ -41,9 +42,11 @@ METHODS = {
 
 def allocated(function) -> int:
     """The peak of what torch allocates on the CPU while `function` runs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiled:
         function()
-    changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = profiled.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
     highest = now = 0
     for event in sorted(changes, key=lambda change: change.start_ns()):
         now += event.nbytes()
@@ -51,7 +54,7 @@ def allocated(function) -> int:
     return highest
 
 
-def measure(folder: Path, shape: str, words: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def measure(folder: Path, shape: str, words: list[str], options: argparse.Namespace) -> dict:
     """Trains two steps in this process: predicted and measured bytes, and those by part."""
     from transformers import PrinterCallback, logging
 
@@ -93,16 +96,18 @@ def measure(folder: Path, shape: str, words: list[str], options: argparse.Namesp
         states = [getattr(tensor, "quant_state", None) for tensor in tensors]
         constants = [value for state in states if state for value in state.as_dict().values()]
         tensors += [value for value in constants if isinstance(value, torch.Tensor)]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        measured = sum(storages.values()) + allocated(trainer.train)
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        measured = sum(sizes.values()) + allocated(trainer.train)
     return {"predicted": estimate.total, "measured": measured, "parts": estimate.parts}
 
 
 def main() -> None:
     """Measures all of them, and prints predicted and measured memory."""
     arguments = parser(__doc__)
-    arguments.add_argument("--shapes", nargs="+", default=["tiny", "10m", "50m", "135m"], choices=list(ROWS))
-    arguments.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    shapes, methods = list(ROWS), list(METHODS)
+    arguments.add_argument("--shapes", nargs="+", default=shapes[:-1], choices=shapes)  # not 1b
+    arguments.add_argument("--methods", nargs="+", default=methods, choices=methods)
     options = arguments.parse_args()
 
     preloaded = ["normalign_llava.train.run", "bitsandbytes", "measuring", "step"]
@@ -121,9 +126,10 @@ def main() -> None:
                 for checkpointing in ("true", "false"):
                     line = [*METHODS[method], "--gradient_checkpointing", checkpointing]
                     size = in_process(measure, Path(name), shape, line, options)
-                    figures[f"{shape}, {method}, checkpointing {checkpointing}"] = size
+                    case = f"{shape}, {method}, checkpointing {checkpointing}"
+                    figures[case] = size
                     ratios.append(f"{size['predicted'] / size['measured']:.3f}")
-                    print(f"{shape}, {method}, checkpointing {checkpointing}: {ratios[-1]}", flush=True)
+                    print(f"{case}: {ratios[-1]}", flush=True)
                 pairs.append(", ".join(ratios))
             what = f"predicted / measured: {', '.join(options.methods)}"
             rows.append((f"memory of a step, {shape}", what, "; ".join(pairs)))

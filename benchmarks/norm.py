@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compensated norms cost, forward and backward: against torch's own, eager and compiled, and the hook form.
+"""What the compensated norms cost, forward and backward.
 
     python benchmarks/norm.py [--device cuda] [--bf16] [--no-compile] [--output results.json]
 
-Ratios of times, and of bytes kept for backward. Compiling is `torch.compile(fullgraph=True)`, which needs a C++
-compiler on a CPU and Triton on a GPU.
+Against torch's own, eager and compiled, and the hook form: ratios of times, and of bytes kept for
+backward. Compiling is `torch.compile(fullgraph=True)`, which needs a C++ compiler on a CPU and
+Triton on a GPU.
 """
 
 import argparse
@@ -22,7 +23,7 @@ PAIRS = ((OURS, LAYER), (OURS_RMS, RMS), (HOOK, OURS))
 
 
 class HookLayerNorm(nn.Module):
-    """The paper's form: LayerNorm without gain, a hook on its output's gradient, then gain and bias."""
+    """The paper's form: LayerNorm without gain, a hook on its output's gradient, gain and bias."""
 
     def __init__(self, hidden_size: int, gain: float):
         super().__init__()
@@ -58,7 +59,7 @@ def kept_bytes(norm: nn.Module, x: torch.Tensor) -> int:
 
 
 def measured_ratios(width: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Quartiles of the times of each pair, and bytes that ours keeps for backward against LayerNorm's."""
+    """Quartiles of the times of each pair, and bytes kept for backward against LayerNorm's."""
     device, dtype = options.device, torch.bfloat16 if options.bf16 else torch.float32
     x = torch.randn(options.tokens, width, device=device, dtype=dtype, requires_grad=True)
     upstream = torch.randn(options.tokens, width, device=device, dtype=dtype)
@@ -69,7 +70,7 @@ def measured_ratios(width: int, options: argparse.Namespace) -> dict[str, list[f
         RMS: nn.RMSNorm(width, eps=1e-5),
         OURS_RMS: GlobalWeightCompensatedRMSNorm(width),
     }
-    for name, norm in forms.items():  # the gain stays float32, as in a model that is loaded in bfloat16
+    for name, norm in forms.items():  # the gain stays float32, as in a bfloat16 model
         norm.to(device=device, dtype=None if name in (OURS, OURS_RMS) else dtype)
     kept = kept_bytes(forms[OURS], x) / kept_bytes(forms[LAYER], x)
     pairs = [*PAIRS]
@@ -80,14 +81,18 @@ def measured_ratios(width: int, options: argparse.Namespace) -> dict[str, list[f
         pairs += [(f"{ours}, compiled", f"{theirs}, compiled") for ours, theirs in PAIRS[:2]]
     calls = {name: lambda norm=norm: step(norm, x, upstream) for name, norm in forms.items()}
     times = in_turns(calls, options.rounds, lambda call: seconds(call, device))
-    ratios = {f"{form}: time / {reference}": quartiles(times[form], times[reference]) for form, reference in pairs}
+    ratios = {
+        f"{form}: time / {reference}": quartiles(times[form], times[reference])
+        for form, reference in pairs
+    }
     return {**ratios, f"{OURS}: kept for backward / {LAYER}": [kept] * 3}
 
 
 def main() -> None:
     """Runs the comparisons and prints them."""
     arguments = parser(__doc__)
-    arguments.add_argument("--tokens", type=int, default=64 * 729, help="default: 64 images of SigLIP at 384 pixels")
+    images = "default: 64 images of SigLIP at 384 pixels"
+    arguments.add_argument("--tokens", type=int, default=64 * 729, help=images)
     arguments.add_argument("--rounds", type=int, default=12)
     arguments.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     arguments.add_argument("--widths", type=int, nargs="+", default=[576, 1152, 3584], help="d")
@@ -96,15 +101,12 @@ def main() -> None:
     rows = []
     for name in ratios[options.widths[0]]:
         what, measure = name.split(": ")
-        rows.append((what, measure, ", ".join(f"{ratios[width][name][1]:.2f}" for width in options.widths)))
+        medians = [f"{ratios[width][name][1]:.2f}" for width in options.widths]
+        rows.append((what, measure, ", ".join(medians)))
     precision = "bfloat16" if options.bf16 else "float32"
-    widths = ", ".join(map(str, options.widths))
-    report(
-        f"Forward + backward, {options.tokens} tokens, d = {widths}, {precision}, {options.device}",
-        rows,
-        options,
-        ratios=ratios,
-    )
+    size = f"{options.tokens} tokens, d = {', '.join(map(str, options.widths))}"
+    title = f"Forward + backward, {size}, {precision}, {options.device}"
+    report(title, rows, options, ratios=ratios)
 
 
 if __name__ == "__main__":

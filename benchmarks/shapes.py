@@ -6,58 +6,41 @@ from typing import Any
 from transformers import LlamaConfig, LlavaConfig, PreTrainedConfig, Qwen2Config, SiglipVisionConfig
 
 
-SIGLIP_BASE = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
-SIGLIP_SO400M = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16)
+def sizes(width: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    """The sizes of a transformer by the names that configurations give them."""
+    named = dict(hidden_size=width, intermediate_size=inner, num_hidden_layers=layers)
+    return dict(**named, num_attention_heads=heads, **others)
 
-TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
-LLAMA_10M = dict(
-    vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
-    tie_word_embeddings=True,
-)  # fmt: skip
-QWEN2_50M = dict(
-    vocab_size=32_768, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-    num_key_value_heads=2, tie_word_embeddings=False,
-)  # fmt: skip
-SMOLLM2_135M = dict(
-    vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-    num_key_value_heads=3, tie_word_embeddings=True,
-)  # fmt: skip
-LLAMA_3_2_1B = dict(
-    vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-    num_key_value_heads=8, tie_word_embeddings=True,
-)  # fmt: skip
-LLAMA_3_2_3B = dict(
-    vocab_size=128_256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
-    num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-)  # fmt: skip
-QWEN2_5_7B = dict(
-    vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
-    num_key_value_heads=4, tie_word_embeddings=False,
-)  # fmt: skip
+
+SIGLIP_10M = sizes(192, 768, 4, 3, image_size=64, patch_size=16)
+SIGLIP_50M = sizes(384, 1536, 6, 6, image_size=128, patch_size=16)
+SIGLIP_BASE = sizes(768, 3072, 12, 12, image_size=224, patch_size=16)
+SIGLIP_SO400M = sizes(1152, 4304, 27, 16, image_size=384, patch_size=14)
+
+TINY = sizes(64, 128, 2, 2)
+LLAMA_10M = sizes(256, 1024, 6, 4, vocab_size=8192)
+QWEN2_50M = sizes(512, 1536, 8, 8, num_key_value_heads=2, vocab_size=32_768)
+SMOLLM2_135M = sizes(576, 1536, 30, 9, num_key_value_heads=3, vocab_size=49_152)
+LLAMA_3_2_1B = sizes(2048, 8192, 16, 32, num_key_value_heads=8, vocab_size=128_256)
+LLAMA_3_2_3B = sizes(3072, 8192, 28, 24, num_key_value_heads=8, vocab_size=128_256, head_dim=128)
+QWEN2_5_7B = sizes(3584, 18_944, 28, 28, num_key_value_heads=4, vocab_size=152_064)
+TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
 
 SHAPES: dict[str, tuple[dict[str, Any], PreTrainedConfig]] = {
     "tiny": (TINY | dict(image_size=32, patch_size=8), LlamaConfig(**TINY, vocab_size=300)),
-    "10m": (
-        dict(hidden_size=192, intermediate_size=768, num_hidden_layers=4, num_attention_heads=3)
-        | dict(image_size=64, patch_size=16),
-        LlamaConfig(**LLAMA_10M),
-    ),
-    "50m": (
-        dict(hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=6)
-        | dict(image_size=128, patch_size=16),
-        Qwen2Config(**QWEN2_50M),
-    ),
-    "135m": (SIGLIP_BASE | dict(image_size=224, patch_size=16), LlamaConfig(**SMOLLM2_135M)),
-    "1b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), LlamaConfig(**LLAMA_3_2_1B)),
-    "3b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), LlamaConfig(**LLAMA_3_2_3B)),
-    "7b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), Qwen2Config(**QWEN2_5_7B)),
+    "10m": (SIGLIP_10M, LlamaConfig(**LLAMA_10M, **TIED)),
+    "50m": (SIGLIP_50M, Qwen2Config(**QWEN2_50M, **UNTIED)),
+    "135m": (SIGLIP_BASE, LlamaConfig(**SMOLLM2_135M, **TIED)),
+    "1b": (SIGLIP_SO400M, LlamaConfig(**LLAMA_3_2_1B, **TIED)),
+    "3b": (SIGLIP_SO400M, LlamaConfig(**LLAMA_3_2_3B, **TIED)),
+    "7b": (SIGLIP_SO400M, Qwen2Config(**QWEN2_5_7B, **UNTIED)),
 }
-"""Vision encoder and language model of each: for tests; two small ones; SigLIP-base with SmolLM2-135M; 1B; the paper
-(appendix E)."""
+"""Vision encoder and language model: for tests; two small ones; SigLIP-base with SmolLM2-135M; 1B;
+the paper's two (appendix E)."""
 
 
 def llava_config(shape: str, cls: type[LlavaConfig]) -> LlavaConfig:
-    """The configuration of a model of this shape, whose image token is the last of the vocabulary."""
+    """The configuration of a model of this shape; its image token is the vocabulary's last."""
     vision, language = SHAPES[shape]
     return cls(
         vision_config=SiglipVisionConfig(**vision, vision_use_head=False),

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step costs: ours and stock LLaVA with TRL's `SFTTrainer`, on the quickstart's parts and rows.
+"""What a training step costs: ours and stock LLaVA with TRL's `SFTTrainer`.
 
     python benchmarks/step.py [--device cuda] [--output results.json]
 
-Each variant trains adapters in its own process, and the processes take turns step by step, so that times of the same
-batch are compared. A step is everything from one `on_step_begin` to the next: collating, forward, backward, optimizer,
-callbacks and logging. Every tenth step is logged, and measured by our callback.
+On the quickstart's parts and rows, each variant trains adapters in its own process, and the
+processes take turns step by step, so that times of the same batch are compared. A step is
+everything from one `on_step_begin` to the next: collating, forward, backward, optimizer, callbacks
+and logging. Every tenth step is logged, and measured by our callback.
 
-On a CPU, our trainer computes logits of the answers only, and TRL's of every position; the variant "all scored" does
-so too, for a comparison at equal work. All have weights in float32.
+On a CPU, our trainer computes logits of the answers only, and TRL's of every position; the variant
+"all scored" does so too, for a comparison at equal work. All have weights in float32.
 """
 
 import argparse
@@ -32,54 +33,56 @@ STOCK = "stock"  # LLaVA, with TRL's trainer and collator
 OURS = "this package"
 ALL_SCORED = "all scored"
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
-    " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
+    " + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
 def real_parts(folder: Path, rows: int) -> None:
-    """The quickstart's untrained checkpoint and rows: SmolLM2-135M, DINOv2-small at 56 pixels, easy-VQA and emoji."""
+    """The quickstart's untrained checkpoint, of SmolLM2-135M and DINOv2-small, and its rows."""
     from normalign_llava import build_checkpoint
     from normalign_llava.fetched.convert import convert_language, convert_vision
     from normalign_llava.fetched.easy_vqa import training_data
 
-    build_checkpoint(str(convert_vision(56)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
+    vision, language = str(convert_vision(56)), str(convert_language())
+    build_checkpoint(vision, language, folder / "checkpoint", feature_layer=-4)
     training_data(rows).save_to_disk(folder / "data")
 
 
 def random_checkpoint(folder: Path, shape: str, device: str = "cpu") -> None:
-    """Writes `folder/checkpoint` with random weights made on `device`, and a tokenizer with a token a byte."""
+    """Writes `folder/checkpoint`: random weights, made on `device`, and a tokenizer of bytes."""
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        AutoModel,
-        AutoModelForCausalLM,
-        PreTrainedTokenizerFast,
-        SiglipImageProcessor,
-        SiglipVisionConfig,
-    )
 
     from normalign_llava import build_checkpoint
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *letters])}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"], chat_template=CHATML
+    tokens = ["<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = dict(eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, **special, chat_template=CHATML
     )
     tokenizer.save_pretrained(folder / "language")
     sizes, language = SHAPES[shape]
     language.eos_token_id = 1  # of the tokenizer
-    vision, side = SiglipVisionConfig(**sizes), sizes["image_size"]
-    for model, config, name in ((AutoModelForCausalLM, language, "language"), (AutoModel, vision, "vision")):
+    vision, side = transformers.SiglipVisionConfig(**sizes), sizes["image_size"]
+    for model, config, name in (
+        (transformers.AutoModelForCausalLM, language, "language"),
+        (transformers.AutoModel, vision, "vision"),
+    ):
         with torch.device(device):
             made = model.from_config(config, dtype=torch.bfloat16)
         made.save_pretrained(folder / name)
-    SiglipImageProcessor(size={"height": side, "width": side}).save_pretrained(folder / "vision")
+    images = transformers.SiglipImageProcessor(size={"height": side, "width": side})
+    images.save_pretrained(folder / "vision")
     build_checkpoint(str(folder / "vision"), str(folder / "language"), folder / "checkpoint")
 
 
 def write_rows(folder: Path, side: int, sizes: list[tuple[int, int]]) -> None:
-    """Writes `folder/data`: rows with images of random pixels and answers of words of one letter, given how many."""
+    """Writes `folder/data`: rows of so many images of random pixels, and words of one letter."""
     from datasets import Dataset
     from PIL import Image
 
@@ -109,7 +112,7 @@ def prepared_rows(folder: Path):
 
 
 def trainer_of(folder: Path, settings: dict[str, Any], *, stock: bool, cls=None, **own: Any):
-    """TRL's trainer on stock LLaVA, or ours, with adapters, on `folder/checkpoint` and `folder/data`.
+    """TRL's trainer on stock LLaVA, or ours, with adapters.
 
     Args:
         folder: Where the checkpoint and the rows are.
@@ -139,7 +142,8 @@ def trainer_of(folder: Path, settings: dict[str, Any], *, stock: bool, cls=None,
         seed=0,
         **settings,
     )
-    ours = NormAlignConfig(**shared, model_init_kwargs={"dtype": "float32"}, vision_learning_rate=0.0, **own)
+    own |= {"model_init_kwargs": {"dtype": "float32"}, "vision_learning_rate": 0.0}
+    ours = NormAlignConfig(**shared, **own)
     model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=True)
     model_args.lora_dropout = 0.0
     rates, adapter = ours.learning_rates(True), get_peft_config(model_args)
@@ -157,7 +161,8 @@ def trainer_of(folder: Path, settings: dict[str, Any], *, stock: bool, cls=None,
             peft_config=language_adapter(adapter, config, rates),
         )
     else:
-        trainer = (cls or NormAlignTrainer)(checkpoint, ours, train_dataset=data, peft_config=adapter)
+        cls = cls or NormAlignTrainer
+        trainer = cls(checkpoint, ours, train_dataset=data, peft_config=adapter)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -219,9 +224,10 @@ def train(make, variant: str, folder: Path, options: argparse.Namespace, steps: 
 def run(
     folder: Path, variants: list[str], options: argparse.Namespace, steps: int, make=make_trainer
 ) -> tuple[dict, dict]:
-    """Trains all variants in turns: the seconds of every step, and the losses that each process logged.
+    """Trains all variants in turns: the seconds of every step, and the losses of each process.
 
-    `make` is called in each process with the variant, `folder`, `options` and `steps`, and returns its trainer.
+    `make` is called in each process with the variant, `folder`, `options` and `steps`, and returns
+    its trainer.
     """
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
@@ -249,7 +255,7 @@ def main() -> None:
     """Runs the comparison and prints it."""
     arguments = parser(__doc__, bf16=True)
     arguments.add_argument("--batch", type=int, default=8)
-    arguments.add_argument("--steps", type=int, default=30, help="steps that count, of each variant")
+    arguments.add_argument("--steps", type=int, default=30, help="steps of a variant that count")
     options = arguments.parse_args()
 
     variants = [STOCK, OURS] if options.device == "cuda" else [STOCK, ALL_SCORED, OURS]
@@ -258,10 +264,10 @@ def main() -> None:
         real_parts(Path(name), options.batch * (WARM_UP + options.steps + 2))
         seconds, losses = run(Path(name), variants, options, WARM_UP + options.steps)
     counted = {variant: times[WARM_UP:] for variant, times in seconds.items()}
-    rows = [
-        (f"training step: {variant}", f"time / {STOCK}", spread(quartiles(counted[variant], counted[STOCK])))
-        for variant in variants[1:]
-    ]
+    rows = []
+    for variant in variants[1:]:
+        ratio = spread(quartiles(counted[variant], counted[STOCK]))
+        rows.append((f"training step: {variant}", f"time / {STOCK}", ratio))
     precision = "bfloat16" if options.bf16 else "float32"
     title = f"A training step, {precision}, batch {options.batch}, {options.device}"
     report(title, rows, options, seconds=seconds, losses=losses)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO on questions about images: answers are sampled, and the right and the short ones rewarded.
 
-    accelerate launch examples/grpo.py --model_name_or_path MODEL --dataset_name DATA --output_dir OUTPUT
+    accelerate launch examples/grpo.py --model_name_or_path MODEL --dataset_name DATA
+                      --output_dir OUTPUT
 
-DATA has the columns `image`, `question` and `answer`. The script trains LoRA on the language model, and
-projector and norm in full. Any option of TRL's GRPOConfig and ModelConfig can be given.
+DATA has the columns `image`, `question` and `answer`. The script trains LoRA on the language model,
+and projector and norm in full. It takes all options of TRL's GRPOConfig and ModelConfig.
 """
 
 from datasets import load_dataset
@@ -19,6 +20,11 @@ from trl import (
 )
 
 from normalign_llava import half_precision_pays
+
+
+def as_prompt(row):
+    """TRL adds the row's image to the first user turn."""
+    return {"prompt": [{"role": "user", "content": row["question"]}]}
 
 
 def correct(completions, answer, **kwargs):
@@ -54,12 +60,14 @@ if __name__ == "__main__":
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,
     }
-    data = load_dataset(script.dataset_name, name=script.dataset_config, split=script.dataset_train_split)
+    data = load_dataset(
+        script.dataset_name, name=script.dataset_config, split=script.dataset_train_split
+    )
     trainer = GRPOTrainer(
         model.model_name_or_path,
         reward_funcs=[correct, short],
         args=args,
-        train_dataset=data.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]}),
+        train_dataset=data.map(as_prompt),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the runs of an experiment, and the report of their results; says before what they cost.
 
-    python experiments run PLAN [--results FOLDER] [--work FOLDER] [--only CELL ...] [--gpus N] [--print]
+    python experiments run PLAN [--results FOLDER] [--work FOLDER] [--only CELL ...] [--gpus N]
+                           [--print]
     python experiments report PLAN [--results FOLDER]
     python experiments cost PLAN [--gpus N] [--device_memory 80GB] [--tflops 989] [--mfu 0.4]
 
@@ -13,6 +14,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from commands import run_commands, steps
@@ -49,8 +51,7 @@ def run_plan(plan: Plan, work: Path, only: Sequence[str] = (), gpus: int = 1) ->
                 else:
                     result = make_run(plan, run, Path(vision), Path(language), work)
                 with atomic_write(plan.results / f"{run.key}.json") as partial:
-                    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in result.items())
-                    partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+                    partial.write_text(lines_of(result), encoding="utf-8")
         except Timeout:
             continue
         except Exception as error:  # whatever it is, the other runs are made
@@ -59,45 +60,55 @@ def run_plan(plan: Plan, work: Path, only: Sequence[str] = (), gpus: int = 1) ->
     return failed
 
 
-def print_commands(plan: Plan, given: argparse.Namespace) -> None:
-    """Prints the commands that are not done of runs that are not finished, and last the one that stores the result."""
-    given.work.mkdir(parents=True, exist_ok=True)
-    for run in plan.runs(given.only):
+def lines_of(result: dict[str, Any]) -> str:
+    """A result as JSON, with a line for each key."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in result.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def print_commands(plan: Plan, options: argparse.Namespace) -> None:
+    """Prints the commands that unfinished runs still need, the last of which stores the result."""
+    work = options.work
+    work.mkdir(parents=True, exist_ok=True)
+    for run in plan.runs(options.only):
         if read_result(plan, run) is None:
             print(f"# {run.cell}")
-            for step in steps(plan, run, *parts(plan, run.group), given.work, given.gpus).values():
+            for step in steps(plan, run, *parts(plan, run.group), work, options.gpus).values():
                 if not step.done:
                     print(f"normalign {shlex.join(step.words)}")
-            kept = ["--results", str(plan.results), "--work", str(given.work), "--only", run.cell]
-            print(shlex.join(["python", str(Path(__file__).parent), "run", str(given.plan), *kept]))
+            kept = ["--results", str(plan.results), "--work", str(work), "--only", run.cell]
+            here = str(Path(__file__).parent)
+            print(shlex.join(["python", here, "run", str(options.plan), *kept]))
 
 
 def main(words: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python experiments", description=__doc__.partition("\n")[0])
+    summary = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python experiments", description=summary)
     parser.add_argument("action", choices=["run", "report", "cost"])
     parser.add_argument("plan", type=Path, help="the plan, a YAML file")
-    parser.add_argument("--results", type=Path, help="folder of the results; by default results/PLAN")
-    parser.add_argument("--work", type=Path, default=Path("outputs/experiment"), help="checkpoints while needed")
-    parser.add_argument("--only", nargs="+", default=[], help="cells GROUP/VARIANT/SEED, GROUP/VARIANTs or groups")
-    parser.add_argument(
-        "--gpus", type=int, default=torch.cuda.device_count() or 1, help="by default all that are here"
-    )
-    parser.add_argument("--print", action="store_true", help="print the commands of the runs, and run nothing")
+    parser.add_argument("--results", type=Path, help="folder of results; by default results/PLAN")
+    work, gpus = Path("outputs/experiment"), torch.cuda.device_count() or 1
+    parser.add_argument("--work", type=Path, default=work, help="checkpoints while needed")
+    cells = "cells GROUP/VARIANT/SEED, GROUP/VARIANTs or groups"
+    parser.add_argument("--only", nargs="+", default=[], help=cells)
+    parser.add_argument("--gpus", type=int, default=gpus, help="by default all that are here")
+    parser.add_argument("--print", action="store_true", help="print the commands, and run nothing")
     parser.add_argument("--device_memory", default="80GB", help="of a GPU")
-    parser.add_argument("--tflops", type=float, default=989, help="a GPU's peak in bfloat16; by default an H100's")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is assumed to be reached")
-    given, failed = parser.parse_args(words), {}
+    peak = "a GPU's peak in bfloat16; by default an H100's"
+    parser.add_argument("--tflops", type=float, default=989, help=peak)
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached")
+    options, failed = parser.parse_args(words), {}
     try:
-        plan = read_plan(given.plan, given.results)
-        if given.action == "cost":
+        plan = read_plan(options.plan, options.results)
+        if options.action == "cost":
             from cost import print_cost
 
-            return print_cost(plan, given)
-        if given.print:
-            return print_commands(plan, given)
-        if given.action == "run":
-            failed = run_plan(plan, given.work, given.only, given.gpus)
+            return print_cost(plan, options)
+        if options.print:
+            return print_commands(plan, options)
+        if options.action == "run":
+            failed = run_plan(plan, options.work, options.only, options.gpus)
         print(f"Report: {write_report(plan)}")
     except ValueError as error:
         parser.exit(1, f"Error: {error}\n")

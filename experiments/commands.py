@@ -36,28 +36,36 @@ class Step(NamedTuple):
     done: bool
 
 
-def steps(plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: int) -> dict[str, Step]:
+def steps(
+    plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: int
+) -> dict[str, Step]:
     """The commands of a run by name, in their order.
 
-    Stages without a data set of their own train on the quickstart's data, drawn with the run's seed.
+    Stages without a data set of their own train on the quickstart's data, with the run's seed.
     """
-    folder = work / run.key
-    untrained, stage1, stage2, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
+    names = ("untrained", "stage1", "stage2", "model")
+    untrained, stage1, stage2, model = (work / run.key / name for name in names)
     first, second = plan.options(run)
     if "dataset_name" not in first:
         data = work / f"data-{run.seed}-{rows_of(first)}-{rows_of(second)}"
         with FileLock(f"{data}.lock"):
             write_data(data, rows_of(first), rows_of(second), run.seed)
-        first, second = {**first, "dataset_name": data / "stage1"}, {**second, "dataset_name": data / "stage2"}
+        first = {**first, "dataset_name": data / "stage1"}
+        second = {**second, "dataset_name": data / "stage2"}
     parts = {"vision": vision, "language": language, "arm": run.variant.arm, "seed": run.seed}
     parts |= {"feature-layer": plan.feature_layer, "output": untrained}
     commands = {"build": Step(["build", *words(parts)], untrained.exists())}
-    for name, options, start, output in (("stage1", first, untrained, stage1), ("stage2", second, stage1, stage2)):
-        options = {**options, "model_name_or_path": start, "output_dir": output, "resume_from_checkpoint": "last"}
+    for name, options, start, output in (
+        ("stage1", first, untrained, stage1),
+        ("stage2", second, stage1, stage2),
+    ):
+        options = {**options, "model_name_or_path": start, "output_dir": output}
+        options["resume_from_checkpoint"] = "last"
         if plan.bf16 is not None:
             options["bf16"] = plan.bf16
         if gpus > 1:
-            options |= {"accelerate_config": plan.accelerate.get(name, "ddp"), "num_processes": gpus}
+            options["accelerate_config"] = plan.accelerate.get(name, "ddp")
+            options["num_processes"] = gpus
         commands[name] = Step(["train", *words(options)], (output / TRAINING_RECORD).exists())
     if second.get("use_peft"):
         merged = ["merge", str(stage2), *words({"output": model, "base": stage1})]
@@ -67,13 +75,16 @@ def steps(plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: in
     tasks = {result.task for result in read_evaluations(model)}
     asked = ["evaluate", str(model), *words({"tasks": ",".join(plan.tasks), **plan.evaluate})]
     commands["evaluate"] = Step(asked, set(plan.tasks) <= tasks)
+    diagnosed = words({"samples": plan.diagnosed, **plan.diagnose})
     for name, checkpoint in (("diagnose stage 1", stage1), ("diagnose", model)):
-        measured = ["diagnose", str(checkpoint), *words({"samples": plan.diagnosed, **plan.diagnose})]
+        measured = ["diagnose", str(checkpoint), *diagnosed]
         commands[name] = Step(measured, (checkpoint / FOLDER / REPORT).exists())
     return commands
 
 
-def run_commands(plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: int) -> dict[str, Any]:
+def run_commands(
+    plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: int
+) -> dict[str, Any]:
     """Runs the commands that are not done, and returns the result of the run.
 
     Raises:
@@ -84,27 +95,39 @@ def run_commands(plan: Plan, run: Run, vision: str, language: str, work: Path, g
     for name, step in commands.items():
         if not step.done:
             started, before = time.monotonic(), _cpu_seconds()
-            status = subprocess.run([sys.executable, "-m", "normalign_llava", *step.words]).returncode
-            if status:
-                raise ValueError(f"it ended with status {status}: normalign {shlex.join(step.words)}")
-            times[name] = {"seconds": round(time.monotonic() - started, 1), "cpu": round(_cpu_seconds() - before, 1)}
+            command = [sys.executable, "-m", "normalign_llava", *step.words]
+            if status := subprocess.run(command).returncode:
+                said = f"normalign {shlex.join(step.words)}"
+                raise ValueError(f"it ended with status {status}: {said}")
+            seconds, cpu = time.monotonic() - started, _cpu_seconds() - before
+            times[name] = {"seconds": round(seconds, 1), "cpu": round(cpu, 1)}
             write_json(folder / TIMES, times)
     for checkpoint in folder.glob("stage[12]/checkpoint-*"):  # what resuming needed
         shutil.rmtree(checkpoint)
     stage1, model = folder / "stage1", folder / ("model" if "merge" in commands else "stage2")
     records = {name: json_or_none(folder / name / TRAINING_RECORD) for name in ("stage1", "stage2")}
-    arm, evaluations, stage = read_arm(str(model)), read_evaluations(model), read_report(stage1)["report"]
+    training = {
+        name: {key: record[key] for key in ("seconds", "processes")}
+        for name, record in records.items()
+    }
+    arm, evaluations = read_arm(str(model)), read_evaluations(model)
+    report1, report2 = (read_report(checkpoint)["report"] for checkpoint in (stage1, model))
     options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
     return {
-        **{"group": run.group, "variant": run.name, "seed": run.seed, "settings": vars(run.variant)},
-        **{"options": options, "bf16": plan.bf16, "date": datetime.now(UTC).date().isoformat()},
-        "scores": {f"{result.task} {m.name}": m.value for result in evaluations for m in result.metrics},
+        **{"group": run.group, "variant": run.name, "seed": run.seed},
+        **{"settings": vars(run.variant), "options": options, "bf16": plan.bf16},
+        "date": datetime.now(UTC).date().isoformat(),
+        "scores": {
+            f"{evaluation.task} {metric.name}": metric.value
+            for evaluation in evaluations
+            for metric in evaluation.metrics
+        },
         "columns": paper_average(evaluations),
         "answers": {name: _stored(scores) for name, scores in arm.runs[0].items()},
-        "diagnosis": {"stage1": _diagnosis(stage), "stage2": _diagnosis(read_report(model)["report"])},
-        "dynamics": stage["dynamics"],
+        "diagnosis": {"stage1": _diagnosis(report1), "stage2": _diagnosis(report2)},
+        "dynamics": report1["dynamics"],
         **{name: records["stage2"][name] for name in ("hardware", "versions", "commit")},
-        "training": {name: {key: record[key] for key in ("seconds", "processes")} for name, record in records.items()},
+        "training": training,
         "times": times,
         "minutes": round(sum(step["seconds"] for step in times.values()) / 60, 1),
     }
@@ -122,7 +145,7 @@ def _stored(scores: dict[tuple[str, int, str], float]) -> dict[str, Any]:
 
 
 def _diagnosis(report: dict[str, Any]) -> dict[str, Any]:
-    """Of a `report.json`: norm of visual tokens over that of text, rotation likewise, by layer, and the gain."""
+    """Of a report: norm and rotation of visual tokens over text's, all rotations, and the gain."""
     depth, gain = report["depth"], report["gain"]
     return {
         "entry": report["interface"]["ratio"],

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visual information in nats an answer: I = H(answer | wording) - cross-entropy of the answers with the right image.
+"""Visual information in nats an answer: I = H(answer | wording) - cross-entropy of the answers.
 
-H is the entropy of the true answers to each wording of a question, from their counts among the questions: the least
-cross-entropy that can be had without the image. So I is at most 0 without the image, and H if every answer is certain.
+H is the entropy of the true answers to each wording of a question, from their counts among the
+questions: the least cross-entropy that can be had without the image. The cross-entropy is that with
+the right image. So I is at most 0 without the image, and H if every answer is certain.
 """
 
 import math
@@ -22,15 +23,16 @@ from normalign_llava.train.collator import ConversationCollator
 
 
 PER_KIND, KINDS, SCORED = 100, ("shape", "colour"), 100
-"""Questions of each kind; the first `SCORED` of each kind are the offline suite's, and are left out."""
+"""Questions of a kind; the first `SCORED` of a kind are the offline suite's, and left out."""
 
 EVERY, BATCH_SIZE = 40, 25
 
 
 def held_out_questions() -> list[Question]:
-    """100 questions each of shape and colour about easy-VQA's test images, none of them in the offline suite.
+    """100 questions each of shape and colour about easy-VQA's test images; none is of the suite.
 
-    Yes/no questions are left out: their taught answers describe the image, and few have the same wording.
+    Yes/no questions are left out: their taught answers describe the image, and few have the same
+    wording.
     """
     questions = easy_vqa("test", seed=0)
     of_kind = [[each for each in questions if each.kind == kind] for kind in KINDS]
@@ -38,29 +40,30 @@ def held_out_questions() -> list[Question]:
 
 
 def entropies(questions: Sequence[Question]) -> list[float]:
-    """For each question -log p of its answer, in nats, where p is the share of that answer among those so worded.
+    """For each question -log p of its answer, in nats, by the answers to questions so worded.
 
     Their mean is H(answer | wording).
     """
     answers: dict[str, Counter[str]] = defaultdict(Counter)
     for each in questions:
         answers[each.text][each.answer] += 1
-    return [-math.log(answers[each.text][each.answer] / answers[each.text].total()) for each in questions]
+    shares = [answers[each.text][each.answer] / answers[each.text].total() for each in questions]
+    return [-math.log(share) for share in shares]
 
 
 def other_images(questions: Sequence[Question]) -> list[Question]:
     """The questions, each with the image of the next question so worded that has another answer."""
-    found = []
+    changed = []
     for number, each in enumerate(questions):
         following = [*questions[number + 1 :], *questions[:number]]
         other = [q for q in following if q.kind == each.kind and q.answer != each.answer]
         same = [q for q in other if q.text == each.text]
-        found.append(each._replace(image=(same or other)[0].image))
-    return found
+        changed.append(each._replace(image=(same or other)[0].image))
+    return changed
 
 
 class InformationCallback(TrainerCallback):
-    """Adds `information` to the log of training every `EVERY` steps, also by kind, and `wrong_image` at the last.
+    """Logs `information` every `EVERY` steps, also by kind, and `wrong_image` at the last step.
 
     `wrong_image` is the cross-entropy with another question's image minus that with the right one.
 
@@ -78,28 +81,33 @@ class InformationCallback(TrainerCallback):
         step = self.before + state.global_step
         if step % EVERY:
             return
-        right = cross_entropies(model, processing_class, self.questions)
-        known = [entropy - loss for entropy, loss in zip(entropies(self.questions), right, strict=True)]
-        found = {"all_steps": step, "information": fmean(known)}
+        questions = self.questions
+        right = cross_entropies(model, processing_class, questions)
+        known = [entropy - loss for entropy, loss in zip(entropies(questions), right, strict=True)]
+        entry = {"step": state.global_step, "all_steps": step, "information": fmean(known)}
         for kind in KINDS:
-            of_kind = [nats for nats, each in zip(known, self.questions, strict=True) if each.kind == kind]
-            found[f"information/{kind}"] = fmean(of_kind)
+            pairs = zip(known, questions, strict=True)
+            entry[f"information/{kind}"] = fmean(nats for nats, each in pairs if each.kind == kind)
         if step == self.last:
-            wrong = cross_entropies(model, processing_class, other_images(self.questions))
-            found["wrong_image"] = fmean(wrong) - fmean(right)
-        state.log_history.append({"step": state.global_step, **found})
+            wrong = cross_entropies(model, processing_class, other_images(questions))
+            entry["wrong_image"] = fmean(wrong) - fmean(right)
+        state.log_history.append(entry)
 
 
 @torch.no_grad()
-def cross_entropies(model: nn.Module, processor: LlavaProcessor, questions: Sequence[Question]) -> list[float]:
-    """Cross-entropy of each answer, in nats, summed over its tokens and the end of the turn, teacher-forced."""
-    rows = Dataset.from_list([conversation([each], [load_image(each.image)]) for each in questions], features=FEATURES)
+def cross_entropies(
+    model: nn.Module, processor: LlavaProcessor, questions: Sequence[Question]
+) -> list[float]:
+    """Cross-entropy of each answer and its end of turn, in nats over all tokens, teacher-forced."""
+    conversations = [conversation([each], [load_image(each.image)]) for each in questions]
+    rows = Dataset.from_list(conversations, features=FEATURES)
     rows, _ = prepare_rows(rows, Checks(processor), name="questions", split="eval")
     collator, losses = ConversationCollator(processor), []
     training = model.training
     model.eval()
     for start in range(0, len(rows), BATCH_SIZE):
-        batch = collator([rows[number] for number in range(start, min(start + BATCH_SIZE, len(rows)))])
+        end = min(start + BATCH_SIZE, len(rows))
+        batch = collator([rows[number] for number in range(start, end)])
         batch = {name: value.to(model.device) for name, value in batch.items()}
         labels = batch.pop("labels")[:, 1:]
         logits = model(**batch).logits[:, :-1].float()

@@ -18,10 +18,12 @@ class Variant:
     Attributes:
         arm: One of the paper's arms.
         text, features: Factors on the hidden states of language model and encoder, see [`rescale`].
-        enters_at: Of arm `none`: visual tokens are multiplied by a fixed number, so that they enter at the start with
-            this norm, in N_text. None leaves them as they are.
-        gradient: Of the other arms: factor on the gradient at the normalised tokens, besides the arm's own.
-        stage1, stage2: Options of `normalign train` that override the plan's; None removes one of the recipe's.
+        enters_at: Of arm `none`: visual tokens are multiplied by a fixed number, so that they enter
+            at the start with this norm, in N_text. None leaves them as they are.
+        gradient: Of the other arms: factor on the gradient at the normalised tokens, besides the
+            arm's own.
+        stage1, stage2: Options of `normalign train` that override the plan's; None removes one of
+            the recipe's.
     """
 
     arm: str = "gwc"
@@ -62,22 +64,28 @@ class Plan:
         results: Folder of the results.
         stage1, stage2: Options of `normalign train`, with the `recipe` that they override.
         variant: What all variants have in common.
-        groups: By name, in the order of the runs: a `question`, `seeds`, and `variants` by name. A group may have a
-            `language` and options for `stage1` and `stage2` of its own; `paper`, the name of its model in the paper's
-            table 4; and `shape`, that of its parts in benchmarks/shapes.py, so that `cost` need not ask the Hub.
+        groups: By name, in the order of the runs: a `question`, `seeds`, and `variants` by name. A
+            group may have a `language` and options for `stage1` and `stage2` of its own; `paper`,
+            the name of its model in the paper's table 4; and `shape`, that of its parts in
+            benchmarks/shapes.py, so that `cost` need not ask the Hub.
         tasks: What the models are evaluated on.
-        commands: Whether a run is made by the package's commands, each a process of its own, on all GPUs; its report
-            is of the scores. Otherwise visual information is measured while training, and reported.
+        commands: Whether a run is made by the package's commands, each a process of its own, on all
+            GPUs; its report is of the scores. Otherwise visual information is measured while
+            training, and reported.
         optional: Variants that are made if they are named alone.
-        accelerate: Of a run by commands on several GPUs: `--accelerate_config` of `stage1` and `stage2`.
+        accelerate: Of a run by commands on several GPUs: `--accelerate_config` of `stage1` and
+            `stage2`.
         evaluate, diagnose: Options of these two commands.
-        rows: What `cost` must know of the data of `stage1` and `stage2`: how many `rows` in an epoch; `images` of each
-            (1), and tokens of `text` beside theirs; those of the `longest`; and, on a CPU, how many are `scored`.
+        rows: What `cost` must know of the data of `stage1` and `stage2`: how many `rows` in an
+            epoch; `images` of each (1), and tokens of `text` beside theirs; those of the `longest`;
+            and, on a CPU, how many are `scored`.
         downloads: Gigabytes of what is downloaded, by name.
-        decisions: Differences of I that are tested together, by name: `GROUP/VARIANT`s, by turns plus and minus.
+        decisions: Differences of I that are tested together, by name: `GROUP/VARIANT`s, by turns
+            plus and minus.
         differences: Others that are shown.
         bf16: Whether they multiply in bfloat16; None if the machine decides.
-        vision, language: Folder of each part, or Hub id if runs are made by commands; None for the quickstart's.
+        vision, language: Folder of each part, or Hub id if runs are made by commands; None for the
+            quickstart's.
         diagnosed: Held-out images of the diagnosis.
         feature_layer: The encoder's hidden state that the projector reads.
     """
@@ -105,19 +113,19 @@ class Plan:
     downloads: dict[str, float] = field(default_factory=dict)
 
     def runs(self, only: Sequence[str] | None = None) -> list[Run]:
-        """The runs, group by group, seed by seed: all, or those of some cells, groups or `GROUP/VARIANT`s.
+        """The runs by group and seed: all, or those of some cells, groups or `GROUP/VARIANT`s.
 
-        With `only` empty, optional ones are left out. Raises ValueError if a name is that of no run.
+        With `only` empty, optional ones are left out. Raises ValueError if a name is of no run.
         """
         runs = [
-            Run(name, each, seed, Variant(**{**self.variant, **(given or {})}))
-            for name, group in self.groups.items()
-            for seed in group["seeds"]
-            for each, given in group["variants"].items()
+            Run(group, name, seed, Variant(**{**self.variant, **(own or {})}))
+            for group, content in self.groups.items()
+            for seed in content["seeds"]
+            for name, own in content["variants"].items()
         ]
         for name in only or ():
             if not any(f"{run.cell}/".startswith(f"{name}/") for run in runs):
-                raise ValueError(f"{self.name} has no {name!r}. It has, for example, {runs[0].cell}.")
+                raise ValueError(f"{self.name} has no {name!r}, but, for example, {runs[0].cell}.")
         if only is None:
             return runs
         if not only:
@@ -125,12 +133,13 @@ class Plan:
         return [run for run in runs if any(f"{run.cell}/".startswith(f"{name}/") for name in only)]
 
     def options(self, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The options of both stages: of the recipe, the plan, the group and the variant, the last first."""
+        """Options of both stages: the variant's before the group's, the plan's and the recipe's."""
         both = []
         for name in ("stage1", "stage2"):
-            base, own = getattr(self, name) | self.groups[run.group].get(name, {}), getattr(run.variant, name)
+            base = getattr(self, name) | self.groups[run.group].get(name, {})
             changes = {name: value for name, value in base.items() if name != "recipe"}
-            merged = stage(base["recipe"], **{**changes, "seed": run.seed, **own})
+            changes |= {"seed": run.seed, **getattr(run.variant, name)}
+            merged = stage(base["recipe"], **changes)
             both.append({name: value for name, value in merged.items() if value is not None})
         return both[0], both[1]
 
@@ -149,9 +158,11 @@ def read_plan(file: Path, results: Path | None = None) -> Plan:
             if not terms or len(terms) % 2 or not set(terms) <= known:
                 raise ValueError(f"{name} must name runs, by turns plus and minus, and has {terms}")
         for run in plan.runs():
-            by_command = Variant(run.variant.arm, stage1=run.variant.stage1, stage2=run.variant.stage2)
-            if plan.commands and run.variant != by_command:
-                raise ValueError(f"{run.cell} changes more than arm, stage1 and stage2, which no command can")
+            variant = run.variant
+            by_command = Variant(variant.arm, stage1=variant.stage1, stage2=variant.stage2)
+            if plan.commands and variant != by_command:
+                more = "changes more than arm, stage1 and stage2, which no command can"
+                raise ValueError(f"{run.cell} {more}")
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is no plan of an experiment: {error}.") from error
     return plan

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes a scale of pre-trained parts that their function does not see, and by which their norms are compared.
+"""Changes the scale of pre-trained parts, by which norms are compared, and not their function.
 
-A pre-norm network reads its hidden states through norms alone. If everything that is added to the hidden states is
-multiplied by one factor, and the norms' epsilon by its square, all that the network computes from them stays the same,
-and the states are multiplied by that factor. With powers of two it is so bit for bit.
+A pre-norm network reads its hidden states through norms alone. If everything that is added to the
+hidden states is multiplied by one factor, and the norms' epsilon by its square, the states are
+multiplied by that factor, and all that the network computes from them stays the same. With powers
+of two it is so bit for bit.
 """
 
 from pathlib import Path
@@ -15,7 +16,9 @@ from transformers import AutoImageProcessor, AutoTokenizer, Dinov2Model, LlamaFo
 from normalign_llava.checkpoint.files import finished_folder
 
 
-def rescale(vision: Path, language: Path, output: Path, *, text: float, features: float) -> tuple[Path, Path]:
+def rescale(
+    vision: Path, language: Path, output: Path, *, text: float, features: float
+) -> tuple[Path, Path]:
     """Writes the rescaled parts, unless they are there.
 
     Args:
@@ -36,9 +39,10 @@ def rescale(vision: Path, language: Path, output: Path, *, text: float, features
         if not target.exists():
             model = model_class.from_pretrained(source, dtype=torch.float32)
             change(model, factor)
+            made = preprocessor.from_pretrained(source, trust_remote_code=False)
             with finished_folder(target) as folder:
                 model.save_pretrained(folder)
-                preprocessor.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+                made.save_pretrained(folder)
     return encoder, decoder
 
 
@@ -59,7 +63,7 @@ def rescale_language_model(model: LlamaForCausalLM, factor: float) -> None:
 
 @torch.no_grad()
 def rescale_encoder(model: Dinov2Model, factor: float) -> None:
-    """Multiplies the hidden states of a DINOv2 by a factor, in place; what its last norm returns stays the same."""
+    """Multiplies a DINOv2's hidden states by a factor, in place; its last norm's output stays."""
     _multiply(model.embeddings, factor)  # patches, positions and the class token
     for layer in model.encoder.layer:
         _multiply(layer.layer_scale1, factor)

@@ -39,7 +39,7 @@ BATCH_SIZE = {"probe": 16, "evaluate": 64}
 
 
 def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> dict[str, Any]:
-    """The result of a run, from the folders of the parts as they are; with `failed`, the reason, if it diverged.
+    """The result of a run, from folders of the parts; `failed` is the reason, if it diverged.
 
     `work` holds checkpoints and data while they are needed; a stopped run goes on from there.
     """
@@ -54,8 +54,10 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
     data = work / f"data-{run.seed}-{rows_of(first)}-{rows_of(second)}"
     with FileLock(work / "parts.lock"):
         write_data(data, rows_of(first), rows_of(second), run.seed)
-        vision, language = rescale(vision, language, work / "parts", text=variant.text, features=variant.features)
-    untrained, aligned, tuned, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
+        factors = {"text": variant.text, "features": variant.features}
+        vision, language = rescale(vision, language, work / "parts", **factors)
+    names = ("untrained", "stage1", "stage2", "model")
+    untrained, aligned, tuned, model = (folder / name for name in names)
     if not untrained.exists():
         options = {"arm": variant.arm, "feature_layer": plan.feature_layer, "seed": run.seed}
         build_checkpoint(str(vision), str(language), untrained, **options)
@@ -63,14 +65,17 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
     multiplier = 1.0
     if variant.enters_at is not None:
         multiplier = variant.enters_at * start["n_text"] / start["norm"]
-    questions, before, last = held_out_questions(), first["max_steps"], first["max_steps"] + second["max_steps"]
+    questions, between = held_out_questions(), first["max_steps"]
+    last = between + second["max_steps"]
 
-    def callbacks(done: int) -> list[TrainerCallback]:
-        return [FixedFactors(multiplier, variant.gradient), InformationCallback(questions, done, last)]
+    def train(options: dict[str, Any], start: Path, rows: Path, output: Path, before: int) -> None:
+        factors = FixedFactors(multiplier, variant.gradient)
+        callbacks = [factors, InformationCallback(questions, before, last)]
+        train_stage(options, start, rows, output, bf16=plan.bf16, callbacks=callbacks)
 
     try:
-        train_stage(first, untrained, data / "stage1", aligned, bf16=plan.bf16, callbacks=callbacks(0))
-        train_stage(second, aligned, data / "stage2", tuned, bf16=plan.bf16, callbacks=callbacks(before))
+        train(first, untrained, data / "stage1", aligned, before=0)
+        train(second, aligned, data / "stage2", tuned, before=between)
     except FloatingPointError as error:  # that it diverged is a result too
         shutil.rmtree(folder)
         return {**result, "failed": str(error)}
@@ -80,7 +85,8 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
         if whole != tuned and not whole.exists():
             merge_adapter(tuned, whole, base=str(aligned))
         write_multiplied(whole, multiplier, model)
-    history = [entry for each in (aligned, tuned) for entry in json_or_none(each / STATE)["log_history"]]
+    states = [json_or_none(each / STATE) for each in (aligned, tuned)]
+    history = [entry for state in states for entry in state["log_history"]]
     record = json_or_none(tuned / TRAINING_RECORD)
     result |= {
         "date": datetime.now(UTC).date().isoformat(),
@@ -89,7 +95,10 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
         "curves": {"stage1": curve(aligned), "stage2": curve(tuned)},
         "information": [entry for entry in history if "information" in entry],
         "scores": scores(model, plan.tasks),
-        "tokens": {"untrained": start["norm"] * multiplier, "trained": measure_tokens(model, plan.diagnosed)},
+        "tokens": {
+            "untrained": start["norm"] * multiplier,
+            "trained": measure_tokens(model, plan.diagnosed),
+        },
         **{name: record[name] for name in ("hardware", "versions", "commit")},
     }
     seconds = [json_or_none(each / TRAINING_RECORD)["seconds"] for each in (aligned, tuned)]
@@ -105,14 +114,18 @@ def parts(plan: Plan, group: str) -> tuple[str, str]:
 
 
 def write_data(output: Path, first: int, second: int, seed: int) -> None:
-    """Writes the conversations of both stages, about easy-VQA images that the recipes' seeds 0 and 2 do not show."""
+    """Writes conversations of both stages, about images that the recipes' seeds do not show."""
     if output.exists():
         return
-    known = {image for each in RECIPE_SEEDS for image in _images(training_data(RECIPE_ROWS, seed=each))}
-    drawn = training_data(4 * (first + second), 0.0, seed)
-    fresh = [number for number, image in enumerate(_images(drawn)) if image not in known][: first + second]
-    if len(fresh) < first + second:
-        raise ValueError(f"There are {len(fresh)} rows of new images; {first + second} are needed. Take fewer steps.")
+    wanted = first + second
+    known = set()
+    for each in RECIPE_SEEDS:
+        known.update(_images(training_data(RECIPE_ROWS, seed=each)))
+    drawn = training_data(4 * wanted, 0.0, seed)
+    fresh = [number for number, image in enumerate(_images(drawn)) if image not in known][:wanted]
+    if len(fresh) < wanted:
+        missing = f"There are {len(fresh)} rows of new images; {wanted} are needed."
+        raise ValueError(f"{missing} Take fewer steps.")
     with finished_folder(output) as folder:
         drawn.select(fresh[:first]).save_to_disk(folder / "stage1")
         drawn.select(fresh[first:]).save_to_disk(folder / "stage2")
@@ -130,16 +143,17 @@ def data_hash(data: Path) -> str:
 
 
 def _images(rows: Dataset) -> list[bytes]:
-    return [image["bytes"] for images in rows.with_format("arrow")[:]["images"].to_pylist() for image in images]
+    column = rows.with_format("arrow")[:]["images"].to_pylist()
+    return [image["bytes"] for images in column for image in images]
 
 
 class FixedFactors(TrainerCallback):
-    """Multiplies the projector's output, and the gradient at the normalised tokens, by fixed numbers in training.
+    """Multiplies the projector's output, and the gradient at the normalised tokens, in training.
 
     Args:
         tokens: Factor on the projector's output.
-        gradient: Factor on the gradient at the norm's output before the gain. LayerNorm's backward is linear, so at
-            the norm's input the factor is the same.
+        gradient: Factor on the gradient at the norm's output before the gain. LayerNorm's backward
+            is linear, so at the norm's input the factor is the same.
     """
 
     def __init__(self, tokens: float, gradient: float):
@@ -149,14 +163,18 @@ class FixedFactors(TrainerCallback):
         """Hooks the projector and its norm."""
         if self.tokens != 1:
             projector = base_model(model).model.multi_modal_projector
-            self._hooks.append(projector.register_forward_hook(lambda module, inputs, output: output * self.tokens))
+            self._hooks.append(projector.register_forward_hook(self._scale_tokens))
         if self.gradient != 1:
-            self._hooks.append(projector_norm(model).register_forward_pre_hook(self._scale_gradient))
+            norm = projector_norm(model)
+            self._hooks.append(norm.register_forward_pre_hook(self._scale_gradient))
 
     def on_train_end(self, args, state, control, **kwargs):
         """Removes the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
+
+    def _scale_tokens(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output * self.tokens
 
     def _scale_gradient(self, module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
         if inputs[0].requires_grad:
@@ -165,26 +183,27 @@ class FixedFactors(TrainerCallback):
 
 @torch.no_grad()
 def write_multiplied(checkpoint: Path, multiplier: float, output: Path) -> None:
-    """Writes a checkpoint with a fixed factor on its visual tokens as part of its projector's last layer."""
+    """Writes a checkpoint with a fixed factor on visual tokens as part of its projector."""
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
     for parameter in model.model.multi_modal_projector.linear_2.parameters():
         parameter.mul_(multiplier)
     with finished_folder(output) as folder:
         model.save_pretrained(folder)
-        AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False).save_pretrained(folder)
+        processor.save_pretrained(folder)
 
 
 def measure_tokens(checkpoint: Path, samples: int) -> dict[str, Any]:
-    """Norms on entry to the decoder, and rotation of visual tokens over that of text, on held-out images.
+    """Norms on entry to the decoder, and rotations of visual tokens and text, on held-out images.
 
     Returns:
-        `n_text`; `norm` and `text_norm` on entry; `asymmetry`, the mean rotation over all layers but the last of
-        visual tokens over text; and `rotation`, of each layer, by kind, in radians.
+        `n_text`; `norm` and `text_norm` on entry; `asymmetry`, the mean rotation over all layers
+        but the last of visual tokens over text; `rotation`, of each layer, by kind, in radians.
     """
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).eval()
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
-    drawn = load_samples(None, samples).samples
-    depth = probe(model, batches(processor, drawn, BATCH_SIZE["probe"]), tokenizer=processor.tokenizer).depth
+    drawn = batches(processor, load_samples(None, samples).samples, BATCH_SIZE["probe"])
+    depth = probe(model, drawn, tokenizer=processor.tokenizer).depth
     return {
         "n_text": model.measure_text_embedding_norm(),
         "norm": depth.norm["visual"].mean[0],
@@ -196,15 +215,21 @@ def measure_tokens(checkpoint: Path, samples: int) -> dict[str, Any]:
 
 def scores(model: Path, tasks: list[str]) -> dict[str, float]:
     """The metrics of all tasks, by `"task metric"`."""
-    done = evaluate(str(model), tasks=tasks, batch_size=BATCH_SIZE["evaluate"], dtype="float32")
-    for task, reason in done.failed.items():
+    run = evaluate(str(model), tasks=tasks, batch_size=BATCH_SIZE["evaluate"], dtype="float32")
+    for task, reason in run.failed.items():
         raise ValueError(f"{task} could not be run: {reason} Start again to resume.")
-    return {f"{each.task} {metric.name}": metric.value for each in read_evaluations(model) for metric in each.metrics}
+    return {
+        f"{evaluation.task} {metric.name}": metric.value
+        for evaluation in read_evaluations(model)
+        for metric in evaluation.metrics
+    }
 
 
 def curve(folder: Path) -> dict[str, list]:
-    """What training logged, by quantity: one value for each logged step, None where there was none."""
+    """What training logged, by quantity: a value for each logged step, None where there is none."""
     log = [each for each in json_or_none(folder / STATE)["log_history"] if "loss" in each]
-    names = ("step", "loss", "learning_rate", "grad_norm", "clip/share", "norm/visual", "norm/text", "gain/mean_abs")
-    shown = {name for each in log for name in each if name in names or name.startswith("grad_norm/")}
-    return {name: [each.get(name) and float(f"{each[name]:.5g}") for each in log] for name in sorted(shown)}
+    names = ["step", "loss", "learning_rate", "grad_norm", "clip/share"]
+    names += ["norm/visual", "norm/text", "gain/mean_abs"]
+    logged = sorted({name for each in log for name in each})
+    shown = [name for name in logged if name in names or name.startswith("grad_norm/")]
+    return {name: [each.get(name) and float(f"{each[name]:.5g}") for each in log] for name in shown}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of runs that are made by commands: scores as in the paper's table 4, differences, and the diagnosis.
+"""The report of runs by commands: scores as in the paper's table 4, differences, and the diagnosis.
 
 table4.md has the rule by which differences are put into words.
 """
@@ -34,11 +34,13 @@ PAPER_COLUMNS = {
     "HellaSwag": ("hellaswag", "acc", 100),
     "MMLU": ("mmlu", "acc", 100),
 }
-"""Task, metric and factor of each column of table 4. The paper does not say which metric its HellaSwag is."""
+"""Task, metric and factor of each column of table 4. The paper does not name HellaSwag's metric."""
 NAMES = {"none": "w/o norm", "unit": "norm, gain 1", "aligned": "norm", "gwc": "norm and GWC"}
 IN_PAPER = {"none": "no norm", "aligned": "norm", "gwc": "norm and GWC"}
-COLUMN_OF = {f"{task} {metric}": (name, factor) for name, (task, metric, factor) in PAPER_COLUMNS.items()}
-COLUMN_OF["ocrbench total"] = ("OCRBench", 100)  # each question has 0 or 1, and the paper's is of 1000
+COLUMN_OF = {
+    f"{task} {metric}": (name, factor) for name, (task, metric, factor) in PAPER_COLUMNS.items()
+}
+COLUMN_OF["ocrbench total"] = ("OCRBench", 100)  # a question has 0 or 1; the paper's is of 1000
 
 COLOURS = {"none": "black", "unit": "C2", "aligned": "C0", "gwc": "C1"}
 
@@ -69,14 +71,16 @@ class Line(NamedTuple):
 
     @property
     def interval(self) -> Interval | None:
-        """Over seeds and questions: of a sum of independent errors (Zou and Donner 2008, "MOVER"). None if that over
-        seeds is not known."""
+        """Over seeds and questions: of a sum of independent errors (Zou and Donner 2008, "MOVER").
+
+        None if that over seeds is not known.
+        """
         if self.over_seeds is None:
             return None
-        both, value = [self.over_seeds, self.over_questions or (self.difference,) * 2], self.difference
-        return tuple(
-            value + sign * math.hypot(*(each[end] - value for each in both)) for end, sign in ((0, -1), (1, 1))
-        )
+        value = self.difference
+        lows, highs = zip(self.over_seeds, self.over_questions or (value, value), strict=True)
+        below = math.hypot(*(low - value for low in lows))
+        return value - below, value + math.hypot(*(high - value for high in highs))
 
     @property
     def sentence(self) -> str:
@@ -89,12 +93,15 @@ class Line(NamedTuple):
             return "not shown" if none else "higher" if low > 0 else "lower"
         paper = f"the paper's {self.paper:+.2f} is"
         if same and none:
-            lengths = [each[1] - each[0] if each else 0 for each in (self.over_seeds, self.over_questions)]
-            return f"too few {'seeds' if lengths[0] >= lengths[1] else 'questions'} to tell"
+            intervals = (self.over_seeds, self.over_questions)
+            seeds, questions = (each[1] - each[0] if each else 0 for each in intervals)
+            return f"too few {'seeds' if seeds >= questions else 'questions'} to tell"
         if same:
             return f"{paper} inside"
-        sign = "no difference shown" if none else "same sign" if (low > 0) == (self.paper > 0) else "opposite sign"
-        return f"{sign}, {paper} outside"
+        if none:
+            return f"no difference shown, {paper} outside"
+        sign = "same" if (low > 0) == (self.paper > 0) else "opposite"
+        return f"{sign} sign, {paper} outside"
 
 
 def paper_average(evaluations: Sequence[Evaluation]) -> dict[str, float]:
@@ -110,35 +117,39 @@ def paper_average(evaluations: Sequence[Evaluation]) -> dict[str, float]:
 
 
 def sections(plan: Plan, results: dict[str, Seeds]) -> list[str]:
-    """The report's lines, group by group; `results` are by "GROUP/VARIANT". The figure is drawn beside the page."""
+    """The report's lines by group, of `results` by "GROUP/VARIANT"; draws the figure beside it."""
     groups: dict[str, dict[str, Seeds]] = defaultdict(dict)
     for key, seeds in results.items():
         group, _, arm = key.partition("/")
         groups[group][arm] = seeds
     papers = {name: plan.groups[name].get("paper") for name in groups}
-    found = {name: lines_of(arms, papers[name], len(plan.tasks)) for name, arms in groups.items()}
-    draw(groups, found, plan.results / FIGURE)
-    verdict = [f"**The paper's main result {main_result(found, len(plan.groups))}.**", ""]
+    tasks = len(plan.tasks)
+    by_group = {name: lines_of(arms, papers[name], tasks) for name, arms in groups.items()}
+    draw(groups, by_group, plan.results / FIGURE)
+    verdict = [f"**The paper's main result {main_result(by_group, len(plan.groups))}.**", ""]
     lines = [
         *(verdict if any(papers.values()) else []),
-        "The rule of the last column was written before any result (experiments/table4.md). Intervals are at 1 - "
-        f"0.05/{len(plan.tasks)}, for {len(plan.tasks)} benchmarks, the average's at 95 %. ± is half the 95 % "
-        "interval over seeds.",
+        "The rule of the last column was written before any result (experiments/table4.md). "
+        f"Intervals are at 1 - 0.05/{tasks}, for {tasks} benchmarks, the average's at 95 %. "
+        "± is half the 95 % interval over seeds.",
         "",
         f"![Differences to no norm, and the paper's figure 5]({FIGURE})",
     ]
     for name, arms in groups.items():
-        lines += ["", f"## {name}", "", plan.groups[name]["question"], "", *_scores(arms, papers[name])]
-        for arm, differences in found[name].items():
-            lines += ["", f"### {NAMES[arm]}, against {NAMES['none']}", "", *_differences(differences)]
+        lines += ["", f"## {name}", "", plan.groups[name]["question"]]
+        lines += ["", *_scores(arms, papers[name])]
+        for arm, differences in by_group[name].items():
+            lines += ["", f"### {NAMES[arm]}, against {NAMES['none']}"]
+            lines += ["", *_differences(differences)]
         lines += ["", "### Diagnosis", "", *_diagnosis(arms)]
     return lines
 
 
-def main_result(found: dict[str, dict[str, list[Line]]], models: int) -> str:
-    """Whether the average is higher with norm and GWC for each of so many language models, as the paper says."""
-    averages = [line for of in found.values() for line in of.get("gwc", []) if line.benchmark == AVERAGE]
-    intervals = [line.interval for line in averages if line.interval is not None]
+def main_result(by_group: dict[str, dict[str, list[Line]]], models: int) -> str:
+    """Whether the average is higher with norm and GWC for all `models`, as the paper says."""
+    lines = [line for by_arm in by_group.values() for line in by_arm.get("gwc", [])]
+    averages = [line.interval for line in lines if line.benchmark == AVERAGE]
+    intervals = [interval for interval in averages if interval is not None]
     if any(high < 0 for _, high in intervals):
         return "does not hold"
     holds = len(intervals) == models and all(low > 0 for low, _ in intervals)
@@ -146,41 +157,46 @@ def main_result(found: dict[str, dict[str, list[Line]]], models: int) -> str:
 
 
 def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict[str, list[Line]]:
-    """Each arm's differences to none over the seeds that both have, by arm; the average last, if it is known.
+    """Differences to none over the seeds that both have, by arm; the average last, if it is known.
 
     Intervals are corrected for so many benchmarks (Bonferroni), and not that of the average.
     """
-    found = {}
+    by_arm = {}
     for arm, seeds in arms.items():
         common = sorted(seeds.keys() & arms.get("none", {}).keys())
         if arm == "none" or not common:
             continue
         pair = [_arm(name, [arms[name][seed] for seed in common]) for name in ("none", arm)]
-        theirs = _paper_row(paper, arm), _paper_row(paper, "none")
-        reported = {name: theirs[0][name] - theirs[1][name] for name in theirs[0].keys() & theirs[1].keys()}
-        found[arm] = []
+        theirs, their_none = _paper_row(paper, arm), _paper_row(paper, "none")
+        both = theirs.keys() & their_none.keys()
+        reported = {name: theirs[name] - their_none[name] for name in both}
+        by_arm[arm] = []
         for each in compare_arms(pair, 1 - (1 - CONFIDENCE) / benchmarks).differences:
             name, factor = _named(each.task)
-            questions, over = (
-                ends and (factor * ends[0], factor * ends[1]) for ends in (each.over_questions, each.over_seeds)
-            )
+            intervals = [
+                ends and (factor * ends[0], factor * ends[1])
+                for ends in (each.over_questions, each.over_seeds)
+            ]
             scores = factor * each.score, factor * each.reference
-            found[arm].append(Line(name, *scores, reported.get(name), questions, over))
+            by_arm[arm].append(Line(name, *scores, reported.get(name), *intervals))
         columns = [[arms[name][seed]["columns"] for seed in common] for name in ("none", arm)]
-        averages = [np.array([run[AVERAGE] for run in of if AVERAGE in run]) for of in columns]
-        if len(averages[0]) == len(averages[1]) == len(common):
-            means = averages[1].mean(), averages[0].mean()
-            found[arm].append(Line(AVERAGE, *means, reported.get(AVERAGE), None, over_seeds(averages[1], averages[0])))
-    return found
+        none, own = (np.array([run[AVERAGE] for run in of if AVERAGE in run]) for of in columns)
+        if len(none) == len(own) == len(common):
+            means, interval = (own.mean(), none.mean()), over_seeds(own, none)
+            by_arm[arm].append(Line(AVERAGE, *means, reported.get(AVERAGE), None, interval))
+    return by_arm
 
 
-def draw(groups: dict[str, dict[str, Seeds]], found: dict[str, dict[str, list[Line]]], output: Path) -> None:
-    """For each group the differences to none with their intervals and the paper's, and below the paper's figure 5."""
+def draw(
+    groups: dict[str, dict[str, Seeds]], by_group: dict[str, dict[str, list[Line]]], output: Path
+) -> None:
+    """The differences to none with intervals and the paper's, by group, above its figure 5."""
     figure = Figure(figsize=(6.4 * len(groups), 7.5), layout="constrained")
     panels = figure.subplots(2, len(groups), squeeze=False)
     for (above, below), (name, arms) in zip(panels.T, groups.items(), strict=True):
-        for arm, lines in found[name].items():
-            colour, shift, labels = COLOURS[arm], 0.1 * list(NAMES).index(arm) - 0.2, [NAMES[arm], "the paper's"]
+        for arm, lines in by_group[name].items():
+            colour, labels = COLOURS[arm], [NAMES[arm], "the paper's"]
+            shift = 0.1 * list(NAMES).index(arm) - 0.2
             for place, line in enumerate(lines):
                 ends = line.interval or line.over_questions or [line.difference] * 2
                 above.vlines(place + shift, *ends, color=colour)
@@ -188,14 +204,16 @@ def draw(groups: dict[str, dict[str, Seeds]], found: dict[str, dict[str, list[Li
                 if line.paper is not None:
                     above.plot(place + shift, line.paper, "x", color=colour, label=labels[1])
                 labels = [None, None]
-            above.set_xticks(range(len(lines)), [line.benchmark for line in lines], rotation=30, ha="right")
+            names = [line.benchmark for line in lines]
+            above.set_xticks(range(len(lines)), names, rotation=30, ha="right")
         above.axhline(0, color="black", linewidth=0.8)
         above.margins(y=0.25)  # room for the legend
         above.set(title=name, ylabel="difference to no norm, with its interval")
         for arm, seeds in arms.items():
             for kind, style in (("visual", ".-"), ("text", ".:")):
-                curves = [[np.mean(step[kind]) for step in each["dynamics"]] for each in seeds.values()]
-                steps = [step["step"] for step in next(iter(seeds.values()))["dynamics"]]
+                dynamics = [result["dynamics"] for result in seeds.values()]
+                curves = [[np.mean(step[kind]) for step in of_run] for of_run in dynamics]
+                steps = [step["step"] for step in dynamics[0]]
                 label = f"{NAMES[arm]}, {kind} tokens"
                 below.plot(steps, np.mean(curves, 0), style, color=COLOURS[arm], label=label)
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -211,7 +229,8 @@ def mean(values: Sequence[float], digits: int = 3) -> str:
     """The mean of runs, and half its 95 % interval."""
     if len(values) < 2:
         return "".join(f"{value:.{digits}f}" for value in values)
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)
+    half = quantile * np.std(values, ddof=1) / len(values) ** 0.5
     return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
 
 
@@ -223,24 +242,26 @@ def markdown(headings: Iterable[str], body: Iterable[Iterable[str]]) -> list[str
 
 
 def _arm(name: str, results: Sequence[dict[str, Any]]) -> Arm:
-    runs = [
-        {
-            benchmark: {(benchmark, number, stored["asked"]): score for number, score in enumerate(stored["scores"])}
-            for benchmark, stored in result["answers"].items()
-        }
-        for result in results
-    ]
+    runs = []
+    for result in results:
+        scores: dict[str, dict[tuple[str, int, str], float]] = {}
+        for benchmark, stored in result["answers"].items():
+            numbered = enumerate(stored["scores"])
+            asked = stored["asked"]
+            scores[benchmark] = {(benchmark, number, asked): score for number, score in numbered}
+        runs.append(scores)
     return Arm(name, runs)
 
 
 def _paper_row(model: str | None, arm: str) -> dict[str, float]:
-    table = paper_tables()["table_4"]
-    rows = [row["scores"] for row in table["rows"] if (row["model"], row["arm"]) == (model, IN_PAPER.get(arm))]
+    table, wanted = paper_tables()["table_4"], (model, IN_PAPER.get(arm))
+    rows = [row["scores"] for row in table["rows"] if (row["model"], row["arm"]) == wanted]
     return dict(zip(table["columns"], rows[0], strict=True)) if rows else {}
 
 
 def _scores(arms: dict[str, Seeds], paper: str | None) -> list[str]:
-    """The paper's layout: a column for each benchmark, a row for each arm, and the paper's rows below."""
+    """As in the paper: a column for each benchmark, a row for each arm, and the paper's rows."""
+    digits = 2 if paper else 3
     columns, body = {}, []
     for arm, seeds in arms.items():
         columns = {}
@@ -250,7 +271,8 @@ def _scores(arms: dict[str, Seeds], paper: str | None) -> list[str]:
                 columns.setdefault(name, []).append(factor * float(np.mean(each["scores"])))
             if AVERAGE in result["columns"]:
                 columns.setdefault(AVERAGE, []).append(result["columns"][AVERAGE])
-        body.append([NAMES[arm], str(len(seeds)), *(mean(values, 2 if paper else 3) for values in columns.values())])
+        means = (mean(values, digits) for values in columns.values())
+        body.append([NAMES[arm], str(len(seeds)), *means])
     for arm in arms:
         if row := _paper_row(paper, arm):
             theirs = (f"{row[name]:.2f}" if name in row else "" for name in columns)
@@ -259,7 +281,7 @@ def _scores(arms: dict[str, Seeds], paper: str | None) -> list[str]:
 
 
 def _named(benchmark: str) -> tuple[str, float]:
-    """The column of the paper that a task and metric are, and the factor of its scores; or the benchmark's own."""
+    """The paper's column of a task and metric, and the factor of its scores; or the own name."""
     return COLUMN_OF.get(benchmark, (benchmark.removeprefix("offline_").replace("_", " "), 1))
 
 
@@ -272,7 +294,8 @@ def _differences(lines: Sequence[Line]) -> list[str]:
         digits = 3 if line.paper is None else 2
         paper = "" if line.paper is None else f"{line.paper:+.2f}"
         intervals = shown(line.over_questions, digits), shown(line.over_seeds, digits)
-        body.append([line.benchmark, f"{line.difference:+.{digits}f}", paper, *intervals, line.sentence])
+        difference = f"{line.difference:+.{digits}f}"
+        body.append([line.benchmark, difference, paper, *intervals, line.sentence])
     return markdown(["", "difference", "the paper's", "over questions", "over seeds", ""], body)
 
 
@@ -282,9 +305,11 @@ def _diagnosis(arms: dict[str, Seeds]) -> list[str]:
         row = [NAMES[arm]]
         for stage in ("stage1", "stage2"):
             of_stage = [result["diagnosis"][stage] for result in seeds.values()]
-            row += [mean([each[quantity] for each in of_stage]) for quantity in ("entry", "rotation")]
+            for quantity in ("entry", "rotation"):
+                row.append(mean([each[quantity] for each in of_stage]))
             gains = [each["gain"] for each in of_stage if each["gain"]]
             row.append(mean([each["mean_abs"] / each["start"] for each in gains]))
         body.append(row)
     quantities = ("norm on entry, N_text", "rotation over text's", "gain, of its start")
-    return markdown(["", *(f"{name}, stage {stage}" for stage in (1, 2) for name in quantities)], body)
+    headings = [f"{name}, stage {stage}" for stage in (1, 2) for name in quantities]
+    return markdown(["", *headings], body)

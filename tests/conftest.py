@@ -12,10 +12,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models are faster on one thread than on two that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job, and then in all it starts
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ["quickstart_run", "train_push", "train_distributed", "publish", "train_resume", "train_checkpoints"]
+LONGEST = ["quickstart_run", "train_push", "train_distributed", "publish", "train_checkpoints"]
 LONGEST += ["docs", "train_run", "device", "train_adapters", "evaluate_run", "diagnose_run"]
 
 
@@ -26,14 +26,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Each run of a trainer collects garbage, among which modules and tests need not be looked for."""
+    """What is imported by now is never garbage: a trainer's collections need not look at it."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch):
-    """`datasets` replaces `os.environ` by a copy when it starts processes, which rich does not see."""
+    """`datasets` replaces `os.environ` when it starts processes, and rich keeps the old one."""
     monkeypatch.setattr(os, "environ", os.environ)
 
 
@@ -48,7 +48,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def archives():
-    """The real archives, in the cache. Without a connection their tests are skipped, but never in CI."""
+    """The real archives, in the cache. Offline, their tests are skipped, but never in CI."""
     from normalign_llava.fetched.fetch import ARCHIVES, SUITE, FetchError, fetch
 
     try:
@@ -71,7 +71,7 @@ def server():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """The tiny checkpoint of `training.checkpoint`, made once for all files and workers. Nothing writes to it."""
+    """The tiny checkpoint of `training`, made once for all workers. Nothing writes to it."""
     import training
     from filelock import FileLock
 
@@ -102,7 +102,7 @@ def hub(server, prepared):
 
 @pytest.fixture
 def processor(monkeypatch):
-    """A function that sets how many times as long half precision takes as float32; float16 as bfloat16 by default."""
+    """Sets the time of half precision, in that of float32; float16's is by default bfloat16's."""
     from normalign_llava.checkpoint import precision
 
     def measured(bfloat16: float, float16: float | None = None) -> None:

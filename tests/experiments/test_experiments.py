@@ -1,5 +1,4 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Experiments: the plan, runs on tiny parts from plan to report, and the statistics of the report."""
+"""Experiments: the plan, runs on tiny parts, and the statistics of the report."""
 
 import importlib.util
 import json
@@ -22,14 +21,15 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.evaluate.engine import SUITES
 
 
+EXPERIMENTS = ROOT / "experiments"
 SHORT = {"max_steps": 20, "global_batch_size": 2, "per_device_train_batch_size": 2}
 SHORT |= {"logging_steps": 10, "save_steps": 10, "probe_steps": None}
 VARIANTS = """
 none: {arm: none, enters_at: 1}
-gwc: {gradient: 1.002, stage2: {use_peft: null, lora_r: null, lora_dropout: null, lora_target_modules: null}}
+gwc: {gradient: 1.002,
+      stage2: {use_peft: null, lora_r: null, lora_dropout: null, lora_target_modules: null}}
 wild: {stage2: {learning_rate: 1.0e+39, warmup_steps: 0}}
 """
-GROUP = {"question": "Which?", "seeds": [5], "variants": yaml.safe_load(VARIANTS)}
 PLAN = {
     "tasks": ["offline_emoji"],
     "feature_layer": -2,
@@ -37,47 +37,48 @@ PLAN = {
     "stage1": {"recipe": "quickstart-align", **SHORT},
     "stage2": {"recipe": "quickstart-tune", **SHORT, "lora_r": 2},
     "decisions": {"H1": ["tiny/gwc", "tiny/none"]},
-    "groups": {"tiny": GROUP},
+    "groups": {"tiny": {"question": "?", "seeds": [5], "variants": yaml.safe_load(VARIANTS)}},
 }
 
 
-@pytest.fixture(scope="module")
-def command():
-    spec = importlib.util.spec_from_file_location("experiments_main", ROOT / "experiments" / "__main__.py")
+@pytest.mark.nightly
+def test_an_experiment_from_plan_to_report(archives, tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("experiments_main", EXPERIMENTS / "__main__.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main
-
-
-@pytest.mark.nightly
-def test_an_experiment_from_plan_to_report(archives, tmp_path, command, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    parts = {"vision": tiny_parts.vision("vision", "dinov2"), "language": tiny_parts.language("language")}
+    PLAN["vision"] = tiny_parts.vision("vision", "dinov2")
+    PLAN["language"] = tiny_parts.language("language")
     file = tmp_path / "plan.yaml"
-    file.write_text(yaml.safe_dump({**PLAN, **parts}))
+    file.write_text(yaml.safe_dump(PLAN))
     plan = read_plan(file)
-    command(["run", str(file)])
-    results = {run.name: json.loads((plan.results / f"{run.key}.json").read_text()) for run in plan.runs()}
+    module.main(["run", str(file)])
+    files = {run.name: plan.results / f"{run.key}.json" for run in plan.runs()}
+    results = {name: json.loads(file.read_text()) for name, file in files.items()}
     assert "inite" in results["wild"]["failed"]
     none, gwc = results["none"], results["gwc"]
     assert none["data"] == gwc["data"] and len(none["curves"]["stage2"]["loss"]) == 2
     for result in (none, gwc):
         (measured,) = result["information"]
-        assert measured["all_steps"] == 40 and measured.keys() >= {"information/shape", "wrong_image"}
-    assert none["tokens"]["untrained"] == pytest.approx(none["tokens"]["trained"]["n_text"])  # of frozen embeddings
-    assert none["multiplier"] != 1 == gwc["multiplier"] and not list((tmp_path / "outputs").rglob("*-seed5"))
+        assert measured["all_steps"] == 40
+        assert measured.keys() >= {"information/shape", "wrong_image"}
+    tokens = none["tokens"]  # N_text is of frozen embeddings
+    assert tokens["untrained"] == pytest.approx(tokens["trained"]["n_text"])
+    assert none["multiplier"] != 1 == gwc["multiplier"]
+    assert not list((tmp_path / "outputs").rglob("*-seed5"))
     page = (plan.results / "report.md").read_text()
-    assert "3 of 3 runs are finished, 1 of them failed" in page and "| H1 | tiny/gwc - tiny/none | 1 |" in page
+    assert "3 of 3 runs are finished, 1 of them failed" in page
+    assert "| H1 | tiny/gwc - tiny/none | 1 |" in page
     with Image.open(plan.results / "information.png") as figure:
         assert figure.width > 300
 
-    written = {path: path.stat().st_mtime_ns for path in plan.results.glob("*.json")}
-    command(["run", str(file)])
+    written = {path: path.stat().st_mtime_ns for path in files.values()}
+    module.main(["run", str(file)])
     assert {path: path.stat().st_mtime_ns for path in written} == written
     PLAN["groups"]["tiny"]["variants"]["none"]["enters_at"] = 2
-    file.write_text(yaml.safe_dump({**PLAN, **parts}))
+    file.write_text(yaml.safe_dump(PLAN))
     with pytest.raises(SystemExit), pytest.raises(ValueError, match="other settings"):
-        command(["report", str(file)])
+        module.main(["report", str(file)])
 
 
 @pytest.mark.slow
@@ -105,16 +106,16 @@ def test_differences_are_paired_and_corrected_as_by_hand():
         earlier = {"all_steps": 40, "information": 9.0}
         return {"data": seed, "information": [earlier, {"all_steps": 200, "information": nats}]}
 
-    results = {
-        name: {seed: result(seed, nats) for seed, nats in enumerate(row)}
-        for name, row in zip("abcd", values, strict=True)
-    }
+    results = {}
+    for name, row in zip("abcd", values, strict=True):
+        results[name] = {seed: result(seed, nats) for seed, nats in enumerate(row)}
     apart, interval, p = difference(results, ["a", "b", "c", "d"])
     by_hand = values[0] - values[1] + values[2] - values[3]
-    half = stats.t.ppf(0.975, 5) * by_hand.std(ddof=1) / 6**0.5
+    error = by_hand.std(ddof=1) / 6**0.5
+    half = stats.t.ppf(0.975, 5) * error
     assert apart == pytest.approx(by_hand)
     assert interval == pytest.approx((by_hand.mean() - half, by_hand.mean() + half))
-    assert p == pytest.approx(2 * stats.t.sf(abs(by_hand.mean()) / (by_hand.std(ddof=1) / 6**0.5), 5))
+    assert p == pytest.approx(2 * stats.t.sf(abs(by_hand.mean()) / error, 5))
     results["a"][0]["data"] = "other"
     with pytest.raises(ValueError, match="seed 0 has other data"):
         difference(results, ["a", "b"])
@@ -122,12 +123,12 @@ def test_differences_are_paired_and_corrected_as_by_hand():
 
 
 def test_stored_results_make_the_report_that_is_stored():
-    plan = read_plan(ROOT / "experiments" / "regime.yaml")
+    plan = read_plan(EXPERIMENTS / "regime.yaml")
     stored = (plan.results / "report.md").read_text()
     assert write_report(plan).read_text() == stored
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_plan_can_be_read_and_names_tasks_that_there_are(file):
     plan = read_plan(file)
     assert plan.runs() and set(plan.tasks) <= {*SUITES["paper"], *SUITES["offline"]}
@@ -135,11 +136,13 @@ def test_every_plan_can_be_read_and_names_tasks_that_there_are(file):
 
 
 def test_results_of_a_plan_that_has_changed_are_kept_and_their_figures_are_the_pages():
-    plan = read_plan(ROOT / "experiments" / "small.yaml")
-    with pytest.raises(ValueError, match="keep the results of the changed plan in another folder with --results"):
+    plan = read_plan(EXPERIMENTS / "small.yaml")
+    with pytest.raises(ValueError, match="keep the results of the changed plan in another folder"):
         [read_result(plan, run) for run in plan.runs()]
-    page = (plan.results.parent.parent / "first.md").read_text()
-    for arm, name in {"none": "no norm", "unit": "gain 1", "aligned": "aligned", "gwc": "aligned, GWC"}.items():
-        stored = [json.loads((plan.results / f"arms-{arm}-seed{seed}.json").read_text()) for seed in range(5)]
-        row = next(line for line in page.splitlines() if re.match(rf"\| {name} \| 0\.\d+, 0\.\d+ \|", line))
-        assert ", ".join(f"{each['scores']['offline_easy_vqa acc']:.2f}" for each in stored) in row
+    page = (EXPERIMENTS / "first.md").read_text()
+    arms = {"none": "no norm", "unit": "gain 1", "aligned": "aligned", "gwc": "aligned, GWC"}
+    for arm, name in arms.items():
+        files = [plan.results / f"arms-{arm}-seed{seed}.json" for seed in range(5)]
+        scores = [json.loads(file.read_text())["scores"]["offline_easy_vqa acc"] for file in files]
+        row = re.search(rf"^\| {name} \| 0\.\d+, 0\.\d+ \|.*", page, re.MULTILINE)[0]
+        assert ", ".join(f"{score:.2f}" for score in scores) in row

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Visual information, against a computation by hand on a tiny model."""
 
 import math
@@ -12,27 +11,25 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.fetched.easy_vqa import Question, load_image, prompt
 
 
-WORDED = [("what shape?", "circle"), ("what shape?", "circle"), ("what shape?", "square"), ("what hue?", "red")]
-
-
 def test_entropy_is_that_of_the_answers_to_each_wording():
-    found = entropies([Question("shape", text, answer, None, answer) for text, answer in WORDED])
-    assert found == pytest.approx([math.log(3 / 2), math.log(3 / 2), math.log(3), 0])
+    asked = [("shape?", "circle"), ("shape?", "circle"), ("shape?", "square"), ("hue?", "red")]
+    questions = [Question("shape", text, answer, None, answer) for text, answer in asked]
+    by_hand = [math.log(3 / 2), math.log(3 / 2), math.log(3), 0]
+    assert entropies(questions) == pytest.approx(by_hand)
 
 
 @pytest.mark.slow
 def test_cross_entropy_is_that_of_the_answer_token_by_token(archives, checkpoint):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).eval()
     processor = AutoProcessor.from_pretrained(checkpoint)
-    both = held_out_questions()
-    firsts = (both[0], both[100])  # of shape, of colour
-    others = [next(q for q in both if q.kind == first.kind and q.answer != first.answer) for first in firsts]
-    questions = [firsts[0], others[0], firsts[1], others[1]]
-    by_hand = []
+    both, questions, by_hand = held_out_questions(), [], []
+    for first in (both[0], both[100]):  # of shape, of colour
+        other = next(q for q in both if q.kind == first.kind and q.answer != first.answer)
+        questions += [first, other]
     for question in questions:
         chat = prompt(question.text, load_image(question.image))
-        options = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
-        inputs = processor.apply_chat_template(chat, **options)
+        as_tensors = dict(tokenize=True, return_dict=True, return_tensors="pt")
+        inputs = processor.apply_chat_template(chat, add_generation_prompt=True, **as_tensors)
         nats = 0.0
         for token in processor.tokenizer(f"{question.answer}<|im_end|>")["input_ids"]:
             with torch.no_grad():
@@ -46,8 +43,8 @@ def test_cross_entropy_is_that_of_the_answer_token_by_token(archives, checkpoint
     state = TrainerState(global_step=EVERY - 20, max_steps=140)
     callback = InformationCallback(questions, before=20, last=EVERY)
     callback.on_step_end(None, state, TrainerControl(), model=model, processing_class=processor)
-    (found,) = state.log_history
+    (logged,) = state.log_history
     known = [entropy - nats for entropy, nats in zip(entropies(questions), by_hand, strict=True)]
-    assert found["information"] == pytest.approx(sum(known) / 4, rel=1e-5)
-    assert found["information/shape"] == pytest.approx(sum(known[:2]) / 2, rel=1e-5)
-    assert found["all_steps"] == EVERY and math.isfinite(found["wrong_image"])
+    assert logged["information"] == pytest.approx(sum(known) / 4, rel=1e-5)
+    assert logged["information/shape"] == pytest.approx(sum(known[:2]) / 2, rel=1e-5)
+    assert logged["all_steps"] == EVERY and math.isfinite(logged["wrong_image"])

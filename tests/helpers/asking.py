@@ -6,31 +6,29 @@ import io
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
-def data_url(image):
-    png = io.BytesIO()
-    image.save(png, "PNG")
-    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
-
-
 def request(text, *images):
     """A conversation as OpenAI's API has it."""
-    shown = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+    shown = []
+    for image in images:
+        png = io.BytesIO()
+        image.save(png, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+        shown.append({"type": "image_url", "image_url": {"url": url}})
     return [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
 
 
 def generate(checkpoint, text, *images, tokens=8):
-    """What `generate` says greedily: the text, the length of the prompt, the ids, and their log-probabilities."""
+    """A greedy answer: its text, the length of the prompt, its ids and their log-probabilities."""
     processor = AutoProcessor.from_pretrained(checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     shown = [{"type": "image", "image": image} for image in images]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}],
-        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-    )  # fmt: skip
+    messages = [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
+    as_tensors = dict(tokenize=True, return_dict=True, return_tensors="pt")
+    inputs = processor.apply_chat_template(messages, add_generation_prompt=True, **as_tensors)
     length = inputs["input_ids"].shape[1]
-    made = model.generate(
-        **inputs, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True, output_logits=True
-    )
-    ids = made.sequences[0, length:].tolist()
-    logprobs = [logits[0].log_softmax(-1)[token].item() for logits, token in zip(made.logits, ids, strict=True)]
+    greedy = dict(max_new_tokens=tokens, do_sample=False)
+    answer = model.generate(**inputs, **greedy, return_dict_in_generate=True, output_logits=True)
+    ids = answer.sequences[0, length:].tolist()
+    steps = zip(answer.logits, ids, strict=True)
+    logprobs = [logits[0].log_softmax(-1)[token].item() for logits, token in steps]
     return processor.decode(ids, skip_special_tokens=True), length, ids, logprobs

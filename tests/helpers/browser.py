@@ -12,7 +12,8 @@ import pytest
 
 
 DISABLED = ("gpu", "dev-shm-usage", "quic", "background-networking", "component-update", "sync")
-ARGUMENTS = ("--headless=new", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in DISABLED))
+ARGUMENTS = ["--headless=new", "--no-sandbox", "--no-first-run"]
+ARGUMENTS += [f"--disable-{name}" for name in DISABLED]
 
 
 @dataclass(frozen=True)
@@ -23,22 +24,19 @@ class Page:
     scroll_width: int  # larger than `client_width` where the page scrolls sideways
     client_width: int
     undecoded: list[str]  # alternative texts of the images that could not be drawn
-    requests: list[str]  # addresses asked for, without data URIs
+    requests: list[str]  # addresses, without data URIs
     failed: list[str]  # those that did not come
     console: list[str]
 
 
 @contextmanager
 def chromium(profile: Path) -> Iterator:
-    """A headless Chromium with an empty profile in the new folder `profile`.
-
-    Without Chromium and its driver the test is skipped, but never in CI.
-    """
+    """A headless Chromium with a new `profile`. Without it the test is skipped, but never in CI."""
     binary = shutil.which("chromium") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     if not (binary and driver) and not os.environ.get("CI"):
         pytest.skip("there is no Chromium with chromedriver")
-    assert binary and driver, "Chromium and chromedriver are needed: install Debian's chromium and chromium-driver."
+    assert binary and driver, "install Debian's packages chromium and chromium-driver"
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -77,4 +75,5 @@ def load(browser, address: str, width: int, dark: bool = False) -> Page:
     sent = {request["requestId"]: request["request"]["url"] for request in requests}
     failed = [sent.get(failure["requestId"], failure.get("errorText", "?")) for failure in failures]
     addresses = [url for url in sent.values() if not url.startswith("data:")]
-    return Page(*measured, addresses, failed, [entry["message"] for entry in browser.get_log("browser")])
+    console = [entry["message"] for entry in browser.get_log("browser")]
+    return Page(*measured, addresses, failed, console)

@@ -1,4 +1,4 @@
-"""A checkpoint folder with everything that a card is made of: real weights and figures, records made by hand.
+"""A checkpoint folder with all that a card is made of: real weights and figures, records by hand.
 
 And what a card of it says, as the Hub reads it.
 """
@@ -29,14 +29,16 @@ NO_NORM = diagnosed(model="no-norm")
 def bare(root: Path, **kwargs) -> Path:
     """A built checkpoint and nothing more."""
     folder = root / "tiny-normalign"
-    build_checkpoint(parts.vision(root / "vision"), parts.language(root / "language", **kwargs), folder)
+    language = parts.language(root / "language", **kwargs)
+    build_checkpoint(parts.vision(root / "vision"), language, folder)
     return folder
 
 
 def full(folder: Path) -> Path:
-    """A bare one with all that a card can tell of it: parts, data, training, a diagnosis and an evaluation."""
+    """A bare one with licences, data, training, a diagnosis and an evaluation."""
     licensed(folder, "apache-2.0", "apache-2.0")
-    trained(folder, {"id": "user/data", "revision": "b" * 40, "license": "apache-2.0", "language": ["en", "de"]})
+    dataset = {"id": "user/data", "revision": "b" * 40, "license": "apache-2.0"}
+    trained(folder, {**dataset, "language": ["en", "de"]})
     measured(folder)
     evaluated(folder)
     return folder
@@ -50,21 +52,22 @@ def edit(file: Path, **changes) -> None:
 
 def licensed(folder: Path, of_vision: str | None, of_language: str | None, **changes) -> None:
     """Names the parts as the Hub has them, and their licences."""
-    licences = {"vision": of_vision and {"license": of_vision}, "language": of_language and {"license": of_language}}
+    licences = {"vision": of_vision, "language": of_language}
+    licences = {part: licence and {"license": licence} for part, licence in licences.items()}
     names = {"vision": "google/encoder", "language": "Qwen/decoder", "vision_revision": "c" * 40}
     edit(folder / "build.json", licenses=licences, **{**names, **changes})
 
 
 def trained(folder: Path, dataset: dict | None = None, **changes) -> None:
-    """Two stages of training, of which the second is recorded in `training.json` and the first in it."""
-    rates = {"vision tower": 0.0, "projector": 1e-3, "norm": 2e-3, "language model": 0.0}
-    modules = [{"module": name, "trained": bool(rate), "learning_rate": rate} for name, rate in rates.items()]
+    """Two stages of training: `training.json` records the second, and in it the first."""
+    rates = [("vision tower", 0.0), ("projector", 1e-3), ("norm", 2e-3), ("language model", 0.0)]
+    modules = [dict(module=name, trained=bool(rate), learning_rate=rate) for name, rate in rates]
     batch = {"rows": 16, "per_device": 4, "processes": 2, "accumulation": 2}
     record = {
         "stage": "align",
         "arm": "gwc",
         "config_changes": {"projector_norm": "layer_norm", "projector_gain_init": "text_norm"},
-        "options": {"seed": 42, "max_length": 2048, "weight_decay": 0.0, "model_name_or_path": "built"},
+        "options": {"seed": 42, "weight_decay": 0.0, "model_name_or_path": "built"},
         "quantization": None,
         "text_embedding_norm": 3.2,
         "data": [_source("first", 500, 3, 2, dataset)],
@@ -74,7 +77,8 @@ def trained(folder: Path, dataset: dict | None = None, **changes) -> None:
         "seconds": 5400.0,
         "commit": "d" * 40,
     }
-    after = {"stage": "tune", "data": [_source("second", 60, 0, 0, dataset)], "seconds": 42.0, "before": record}
+    data = [_source("second", 60, 0, 0, dataset)]
+    after = {"stage": "tune", "data": data, "seconds": 42.0, "before": record}
     edit(folder / "training.json", **{**record, **after, **changes})
 
 
@@ -88,15 +92,19 @@ def normed(folder: Path, gain: float, bias: float = 0.0) -> None:
 
 def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
     """A diagnosis with a baseline, and its figures; one of them shows samples of the data."""
-    gain = stored.weights(folder)["model.multi_modal_projector.norm.weight"].abs().mean().item()
-    report = diagnosed(1.02, "layer_norm", folder.name, gain=Gain(2.2812, gain, 0.0152, 0.0197, 0.8765, 0.4321))
-    figures = [("interface.png", "interface"), ("rotation.png", "depth"), ("norms.png", "depth")]
-    figures += [("attention_1.png", "attention"), ("gone.png", "depth")]
-    drawings = [Drawing(file, file[:-4].capitalize(), f"Of {SECRET}" if "_1" in file else "A caption.", section)
-                for file, section in figures]  # fmt: skip
+    size = stored.weights(folder)["model.multi_modal_projector.norm.weight"].abs().mean().item()
+    gain = Gain(2.2812, size, 0.0152, 0.0197, 0.8765, 0.4321)
+    report = diagnosed(1.02, "layer_norm", folder.name, gain=gain)
+    sections = {"interface": "interface", "rotation": "depth", "norms": "depth"}
+    sections |= {"attention_1": "attention", "gone": "depth"}
+    captions = {"attention": f"Of {SECRET}"}
+    drawings = [
+        Drawing(f"{name}.png", name.capitalize(), captions.get(section, "A caption."), section)
+        for name, section in sections.items()
+    ]
     (folder / "diagnostics").mkdir(exist_ok=True)
-    for file, _ in figures[:-1]:
-        Image.new("RGB", (4, 4)).save(folder / "diagnostics" / file)
+    for drawing in drawings[:-1]:
+        Image.new("RGB", (4, 4)).save(folder / "diagnostics" / drawing.file)
     edit(
         folder / "diagnostics" / "report.json",
         schema_version=1,
@@ -111,7 +119,8 @@ def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
 
 def evaluated(folder: Path, **changes) -> None:
     """An evaluation with a subset."""
-    whole = Metric("accuracy", 0.8125, 0.0175, {"blank image": 0.5, "commonest answer": 0.51}, None, 500)
+    baselines = {"blank image": 0.5, "commonest answer": 0.51}
+    whole = Metric("accuracy", 0.8125, 0.0175, baselines, None, 500)
     part = Metric("accuracy", 0.7, 0.03, {"blank image": 0.4}, "adversarial", 250)
     about = {"title": "POPE", "protocol": ["Greedy decoding.", "Exact match decides."], **changes}
     Evaluation("pope", metrics=[whole, part], samples=500, total=500, **about).write(folder)
@@ -130,7 +139,7 @@ def data(card) -> dict:
 
 def section(card, title: str) -> str:
     """What stands below a title, up to the next."""
-    return re.split(r"^## ", card.text.partition(f"## {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    return re.split(r"^## ", card.text.partition(f"## {title}\n")[2], flags=re.MULTILINE)[0]
 
 
 def tokens(text: str) -> list:

@@ -1,4 +1,4 @@
-"""The tables of docs/options.md, read and made; as a script, writes those that are made from the options' fields."""
+"""The tables of docs/options.md, read and made. As a script, writes its lists of options."""
 
 import re
 import textwrap
@@ -25,14 +25,15 @@ def documented(section: str) -> dict[str, str]:
 def item(option) -> str:
     """What the page says of an option."""
     default = "" if option.default in (None, MISSING) else f" (`{option.default}`)"
-    return textwrap.fill(f"- `{option.name}`{default}: {option.metadata['help']}", 128, subsequent_indent="  ")
+    text = f"- `{option.name}`{default}: {option.metadata['help']}"
+    return textwrap.fill(text, 128, subsequent_indent="  ")
 
 
 def page_from_fields(page: str) -> str:
     """The page with its lists of options made again."""
-    known = [each for options in (ModelOptions, DataArguments, TrainingOptions) for each in fields(options)]
-    used = [each for each in known if not each.metadata["help"].startswith(REFUSED)]
-    refused = ", ".join(sorted(f"`{each.name}`" for each in known if each not in used))
+    known = [*fields(ModelOptions), *fields(DataArguments), *fields(TrainingOptions)]
+    used = [option for option in known if not option.metadata["help"].startswith(REFUSED)]
+    refused = ", ".join(sorted(f"`{option.name}`" for option in known if option not in used))
     for head, text in {
         "defaults in brackets:\n": "\n".join(map(item, used)),
         "refused with the reason:\n": textwrap.fill(refused, 128),

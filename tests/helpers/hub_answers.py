@@ -1,5 +1,4 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What the hub of the tests stores, commits that are snapshots of paths and blobs, and what it answers about them."""
+"""What the hub of the tests stores (a commit is a snapshot of paths and blobs), and its answers."""
 
 import base64
 import hashlib
@@ -21,7 +20,7 @@ LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".parquet", ".arrow", ".
 
 
 class Refusal(Exception):
-    """What the hub does not do: an HTTP status, the Hub's error code, a message, and further headers."""
+    """What the hub does not do: an HTTP status, the Hub's error code, a message, more headers."""
 
     def __init__(self, status: int, code: str, message: str, headers: dict[str, str] | None = None):
         super().__init__(message)
@@ -31,7 +30,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Commit:
-    """A snapshot, of path and blob id as the Hub has it: git's SHA-1, or the SHA-256 of the content in LFS."""
+    """A snapshot: path -> blob id, which is git's SHA-1 or, in LFS, the SHA-256 of the content."""
 
     oid: str
     parent: str | None
@@ -39,7 +38,7 @@ class Commit:
 
 
 class Repository:
-    """A repository, with its page at `address` below the Hub's own; a private one is seen by its owner alone."""
+    """A repository, its page at `address` below the Hub's; a private one is its owner's alone."""
 
     def __init__(self, address: str, private: bool = False):
         self.address, self.private = address, private
@@ -86,7 +85,7 @@ class Repository:
         return self._commits[oid]
 
     def change(self, contents: dict[str, bytes]) -> Commit:
-        """A commit on `main` that adds or replaces files; in LFS are those that the Hub would put there."""
+        """A commit on `main` that adds or replaces files, in LFS where the Hub would."""
         before = self.head() if self.branches else Commit("", None, {})
         stored = {}
         for path, content in contents.items():
@@ -103,7 +102,8 @@ class Repository:
         size = len(self.blobs[blob_id])
         entry = {"type": "file", "path": path, "size": size, "oid": blob_id}
         if in_lfs(blob_id):
-            entry |= {"oid": git_blob_id(blob_id.encode()), "lfs": {"oid": blob_id, "size": size, "pointerSize": 134}}
+            entry["oid"] = git_blob_id(blob_id.encode())
+            entry["lfs"] = {"oid": blob_id, "size": size, "pointerSize": 134}
         return entry
 
 
@@ -116,7 +116,7 @@ def in_lfs(blob_id: str) -> bool:
 
 
 def stored_in_lfs(path: str, sample: bytes) -> bool:
-    """Whether the Hub wants a file in LFS: by its suffix, or because it is binary by its first bytes."""
+    """Whether the Hub wants a file in LFS: by its suffix, or because its first bytes are binary."""
     return path.endswith(LFS_SUFFIXES) or b"\0" in sample[:512]
 
 
@@ -157,7 +157,8 @@ class Answer:
 
 def reply(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Answer:
     """An answer in JSON."""
-    return Answer(json.dumps(value).encode(), status, {"Content-Type": "application/json"} | (headers or {}))
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    return Answer(json.dumps(value).encode(), status, headers)
 
 
 def address(kind: str, repo_id: str) -> str:
@@ -179,36 +180,35 @@ def whoami(hub: "HubServer", request: Request) -> Answer:
     return reply({"type": "user", "name": account.name, "orgs": [], "auth": {"accessToken": token}})
 
 
-def info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str = "main") -> Answer:
+def info(hub: "HubServer", request: Request, kind, repo_id, revision="main") -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
     card = commit.files.get("README.md")
     content = repository.blobs[card].decode() if card else ""
     known = {"id": repo_id, "sha": commit.oid, "private": repository.private, "tags": []}
     known["siblings"] = [{"rfilename": path} for path in commit.files]
-    return reply(known | {"cardData": RepoCard(content, ignore_metadata_errors=True).data.to_dict()})
+    known["cardData"] = RepoCard(content, ignore_metadata_errors=True).data.to_dict()
+    return reply(known)
 
 
-def tree(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str, folder: str = "") -> Answer:
+def tree(hub: "HubServer", request: Request, kind, repo_id, revision, folder="") -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
     inside = f"{folder}/" if folder else ""
     folders = {path[: end.start()] for path in commit.files for end in re.finditer("/", path)}
     listed = [path for path in sorted({*commit.files, *folders}) if path.startswith(inside)]
     if folder and not listed:
-        raise Refusal(404, "EntryNotFound", f"{folder} does not exist on {revision}", {"X-Repo-Commit": commit.oid})
+        raise Refusal(404, "EntryNotFound", f"no {folder}", {"X-Repo-Commit": commit.oid})
     if request.query.get("recursive") != ["true"]:
         listed = [path for path in listed if "/" not in path.removeprefix(inside)]
     return reply([repository.entry(path, commit) for path in listed])
 
 
-def download(
-    hub: "HubServer", request: Request, repo_id: str, revision: str, path: str, kind: str = "model"
-) -> Answer:
+def download(hub: "HubServer", request: Request, repo_id, revision, path, kind="model") -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
     if path not in commit.files:
-        raise Refusal(404, "EntryNotFound", f"{repo_id} has no {path}", {"X-Repo-Commit": commit.oid})
+        raise Refusal(404, "EntryNotFound", f"no {path}", {"X-Repo-Commit": commit.oid})
     blob_id = commit.files[path]
     blob = repository.blobs[blob_id]
     headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
@@ -225,29 +225,33 @@ def download(
 
 def create_repository(hub: "HubServer", request: Request) -> Answer:
     asked, account = request.json(), request.signed_in()
-    kind, repo_id = asked.get("type") or "model", f"{asked.get('organization') or account.name}/{asked['name']}"
+    kind = asked.get("type") or "model"
+    repo_id = f"{asked.get('organization') or account.name}/{asked['name']}"
     known = address(kind, repo_id) in hub.repositories
     if not known:
-        hub.create(repo_id, kind=kind, private=asked.get("visibility") == "private" or bool(asked.get("private")))
-    return reply({"url": f"{hub.url}/{address(kind, repo_id)}", "name": repo_id}, 409 if known else 200)
+        private = asked.get("private") or asked.get("visibility") == "private"
+        hub.create(repo_id, kind=kind, private=private)
+    answered = {"url": f"{hub.url}/{address(kind, repo_id)}", "name": repo_id}
+    return reply(answered, 409 if known else 200)
 
 
-def create_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
+def create_branch(hub: "HubServer", request: Request, kind, repo_id, name) -> Answer:
     repository = visible(hub, request, kind, repo_id)
     repository.branches[name] = repository.resolve(request.json().get("startingPoint", "main")).oid
     return reply({})
 
 
-def preupload(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
+def preupload(hub: "HubServer", request: Request, kind, repo_id, revision) -> Answer:
     files, answered = visible(hub, request, kind, repo_id).resolve(revision).files, []
     for asked in request.json()["files"]:
-        mode = "lfs" if stored_in_lfs(asked["path"], base64.b64decode(asked["sample"])) else "regular"
-        known = {"oid": files[asked["path"]]} if asked["path"] in files else {}
-        answered.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, **known})
+        path, sample = asked["path"], base64.b64decode(asked["sample"])
+        mode = "lfs" if stored_in_lfs(path, sample) else "regular"
+        known = {"oid": files[path]} if path in files else {}
+        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **known})
     return reply({"files": answered})
 
 
-def batch(hub: "HubServer", request: Request, repo_id: str, kind: str = "model") -> Answer:
+def batch(hub: "HubServer", request: Request, repo_id, kind="model") -> Answer:
     repository, answered = visible(hub, request, kind, repo_id), []
     for asked in request.json()["objects"]:
         upload = {"upload": {"href": f"{hub.url}/{repository.address}.git/lfs/{asked['oid']}"}}
@@ -256,20 +260,20 @@ def batch(hub: "HubServer", request: Request, repo_id: str, kind: str = "model")
     return reply({"transfer": "basic", "objects": answered})
 
 
-def upload(hub: "HubServer", request: Request, repo_id: str, sha256: str, kind: str = "model") -> Answer:
-    # The address is the permit, as with the signed addresses of the Hub's storage: no token comes with it.
+def upload(hub: "HubServer", request: Request, repo_id, sha256, kind="model") -> Answer:
+    # No token comes with it: as in the Hub's storage, the address is the permit.
     hub.repositories[address(kind, repo_id)].blobs[sha256] = request.body
     hub.received[sha256] += len(request.body)
     return Answer()
 
 
-def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
+def commit(hub: "HubServer", request: Request, kind, repo_id, revision) -> Answer:
     repository = visible(hub, request, kind, repo_id)
     request.signed_in()
     header, *operations = [json.loads(line) for line in request.body.splitlines()]
     head = repository.resolve(revision)
     if header["value"].get("parentCommit", head.oid) != head.oid:
-        raise Refusal(412, "PreconditionFailed", "A commit has happened since. Please refresh and try again.")
+        raise Refusal(412, "PreconditionFailed", "A commit has happened since.")
     files = dict(head.files)
     for operation in operations:
         value = operation["value"]
@@ -287,7 +291,8 @@ def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision
     proposal = request.query.get("create_pr")
     branch = "refs/pr/1" if proposal else revision
     oid, page = repository.advance(branch, files, head.oid).oid, f"{hub.url}/{repository.address}"
-    answered = {"success": True, "commitOid": oid, "commitUrl": f"{page}/commit/{oid}", "hookOutput": ""}
+    answered = {"success": True, "hookOutput": "", "commitOid": oid}
+    answered["commitUrl"] = f"{page}/commit/{oid}"
     return reply(answered | ({"pullRequestUrl": f"{page}/discussions/1"} if proposal else {}))
 
 
@@ -307,4 +312,4 @@ ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("PUT", rf"{GIT}\.git/lfs/(?P<sha256>[0-9a-f]{{64}})", upload),
     ("POST", f"{API}/commit/{REVISION}", commit),
 ]
-"""A method, the path it is for, and the function that answers: called with the hub, the request and the groups."""
+"""Method, path, and the function that answers, called with the hub, the request and the groups."""

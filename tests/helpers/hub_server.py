@@ -1,8 +1,7 @@
-# SPDX-License-Identifier: Apache-2.0
-"""A real HTTP hub on the loopback interface, which the real client pushes to and pulls from, faults included.
+"""A real HTTP hub on the loopback interface, faults included: the real client pushes and pulls.
 
-`HF_ENDPOINT` is read when huggingface_hub is imported, so a client of this server runs in a process of its own, with
-[`HubServer.environment`]. What is stored and answered is in hub_answers.py.
+`HF_ENDPOINT` is read when huggingface_hub is imported, so a client of this server runs in a process
+of its own, with [`HubServer.environment`]. What is stored and answered is in hub_answers.py.
 """
 
 import os
@@ -23,9 +22,9 @@ GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
 @dataclass
 class Fault:
-    """A fault, for the first `times` of the requests `"METHOD /path"` that match the regular expression `request`.
+    """What becomes of the first `times` requests `"METHOD /path"` that match the pattern `request`.
 
-    `kind` is a status, and nothing is done; or "pause": done once `released` is set, and `reached` when it has come.
+    `kind` is the status of a refusal; or "pause", which sets `reached` and waits for `released`.
     """
 
     kind: str | int
@@ -41,7 +40,8 @@ class HubServer:
     def __init__(self, repositories: dict[str, Path] | None = None):
         self.lock = RLock()
         self.clear()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         for repo_id, folder in (repositories or {}).items():
             self.serve(repo_id, folder)
@@ -57,8 +57,9 @@ class HubServer:
 
     def environment(self, home: Path) -> dict[str, str]:
         """Environment for a client process with `home` as its cache."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING_FACE"))}
-        return {**inherited, "HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+        foreign = ("HF_", "HUGGING_FACE")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        return {**kept, "HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
 
     def token(self, name: str, role: str = "write") -> str:
         """A token of the account `name`, to "read" or to "write" in its own namespace."""
@@ -66,11 +67,10 @@ class HubServer:
         self.accounts[token] = Account(name, role)
         return token
 
-    def create(
-        self, repo_id: str, *, kind: str = "model", private: bool = False, files: dict[str, bytes] | None = None
-    ) -> Repository:
-        """A repository as the Hub makes one, with a `.gitattributes`; a second commit brings `files`."""
-        repository = self.repositories[address(kind, repo_id)] = Repository(address(kind, repo_id), private)
+    def create(self, repo_id: str, *, kind="model", private=False, files=None) -> Repository:
+        """A repository as the Hub makes one, with a `.gitattributes`; then a commit of `files`."""
+        repository = Repository(address(kind, repo_id), private)
+        self.repositories[repository.address] = repository
         repository.change({".gitattributes": GITATTRIBUTES})
         if files:
             repository.change(files)
@@ -79,8 +79,8 @@ class HubServer:
     def serve(self, repo_id: str, folder: Path, kind: str = "model") -> Repository:
         """A public repository whose only commit is the files of a folder, and nothing else."""
         repository = self.repositories[address(kind, repo_id)] = Repository(address(kind, repo_id))
-        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        repository.change({path.relative_to(folder).as_posix(): path.read_bytes() for path in paths})
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        repository.change({str(file.relative_to(folder)): file.read_bytes() for file in files})
         return repository
 
     def repository(self, repo_id: str, kind: str = "model") -> Repository:
@@ -123,7 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise ConnectionAbortedError("the client went away")
         with self.hub.lock:
             self.hub.requests.append(line)
-            fault = next((fault for fault in self.hub.faults if fault.times and re.search(fault.request, line)), None)
+            faults = [fault for fault in self.hub.faults if fault.times]
+            fault = next((fault for fault in faults if re.search(fault.request, line)), None)
             if fault:
                 fault.times -= 1
         if fault and fault.kind == "pause":
@@ -139,13 +140,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(answer)
 
     def _answer(self, path: str, query: dict[str, list[str]], body: bytes) -> Answer:
-        account, credentials = None, self.headers.get("Authorization", "")
-        if credentials and (account := self.hub.accounts.get(credentials.removeprefix("Bearer "))) is None:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        account = self.hub.accounts.get(token)
+        if token and account is None:
             raise Refusal(401, "Unauthorized", "Invalid credentials in Authorization header")
         request = Request(query, self.headers.get("Range", ""), body, account)
         for method, pattern, act in ROUTES:
-            if method == self.command.replace("HEAD", "GET") and (match := re.fullmatch(pattern, path)):
-                groups = {name: unquote(value) for name, value in match.groupdict().items() if value is not None}
+            match = re.fullmatch(pattern, path)
+            if match and method == self.command.replace("HEAD", "GET"):
+                groups = {key: unquote(value) for key, value in match.groupdict().items() if value}
                 return act(self.hub, request, **groups)
         raise Refusal(404, "NotFound", f"this hub does not know {self.command} {path}")
 

@@ -1,7 +1,8 @@
-"""Processes that have imported the package when they begin: each is a fork of one that did, which takes seconds once.
+"""Processes that have imported the package when they begin: forks of one that did, once.
 
-`Prepared` starts that one; this file is also its script. Requests come as lines of JSON on stdin, and are answered so
-on stdout. A test of how a process begins, or of what the package imports, starts a fresh interpreter instead.
+`Prepared` starts that one, and this file is its script: it reads requests from stdin and writes
+answers to stdout, a line of JSON each. A test of how a process begins, or of what the package
+imports, starts a fresh interpreter instead.
 """
 
 import gc
@@ -23,7 +24,7 @@ from pathlib import Path
 MODULES = [
     *(f"normalign_llava.{name}" for name in ("cli", "train.run", "diagnose.run", "assembly.merge")),
     *(f"normalign_llava.hub_cards.{name}" for name in ("push.publish", "card.write")),
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llava", "llama", "clip", "siglip")),
+    *(f"transformers.models.{key}.modeling_{key}" for key in ("llava", "llama", "clip", "siglip")),
     *("transformers.models.llava.processing_llava", "transformers.tokenization_utils_tokenizers"),
     *("trl.trainer.sft_trainer", "matplotlib.pyplot", "bitsandbytes"),
 ]
@@ -33,7 +34,7 @@ MODULES = [
 class Started:
     """A process that runs, of id `pid`."""
 
-    def __init__(self, prepared: "Prepared", words: list[str], pid: int, folder: tempfile.TemporaryDirectory):
+    def __init__(self, prepared: "Prepared", words: list[str], pid: int, folder):
         self.prepared, self.words, self.pid, self.folder = prepared, words, pid, folder
         self.status: int | None = None
 
@@ -53,15 +54,14 @@ class Started:
 class Prepared:
     """A process that has imported what commands need, and forks.
 
-    Args:
-        environment: Of the process. What libraries read when they are imported, as `HF_ENDPOINT` and `HF_HOME` are, is
-            that of all its forks; the rest is by default.
+    Its forks share what libraries read as they are imported, such as `HF_ENDPOINT` and `HF_HOME`.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
         self.environment = {**environment, "OMP_NUM_THREADS": "1"}  # threads do not outlast a fork
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen([sys.executable, __file__, *MODULES], env=self.environment, **pipes)
+        words = [sys.executable, __file__, *MODULES]
+        self._process = subprocess.Popen(words, env=self.environment, **pipes)
 
     def ask(self, request: dict) -> int | None:
         """What the process answers."""
@@ -70,31 +70,34 @@ class Prepared:
         return json.loads(self._process.stdout.readline())
 
     def start(self, words: list, cwd: Path | None = None, **environment: str) -> Started:
-        """Starts what `python WORDS` would, of `-m MODULE ...`, `-c CODE ...` or `FILE ...`, and does not wait."""
+        """Starts what `python WORDS` would: `-m MODULE ...`, `-c CODE ...` or `FILE ...`."""
         folder, words = tempfile.TemporaryDirectory(), [str(word) for word in words]
-        environment = {**self.environment, **environment}
-        request = {"words": words, "cwd": str(cwd or Path.cwd()), "environment": environment, "to": folder.name}
+        request = {"words": words, "cwd": str(cwd or Path.cwd()), "to": folder.name}
+        request["environment"] = {**self.environment, **environment}
         return Started(self, words, self.ask(request), folder)
 
-    def run(self, words: list, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+    def run(self, *args, **kwargs) -> subprocess.CompletedProcess:
         """`start`, then `wait`."""
-        return self.start(words, cwd, **environment).wait()
+        return self.start(*args, **kwargs).wait()
 
     def run_ranks(self, words: list, **environment: str) -> list[subprocess.CompletedProcess]:
-        """Runs two processes that are told of each other as by torchrun; AssertionError if they take three minutes."""
+        """Two processes as torchrun starts them; AssertionError if they take three minutes."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
-        environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks = [self.start(words, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
-        deadline = time.monotonic() + 180
-        while None in (found := [rank.poll() for rank in ranks]) and not any(found) and time.monotonic() < deadline:
+        environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        both = [self.start(words, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+        deadline, statuses = time.monotonic() + 180, [None, None]
+        while None in statuses and not any(statuses) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for rank, status in zip(ranks, found, strict=True):
+            statuses = [process.poll() for process in both]
+        for process, status in zip(both, statuses, strict=True):
             if status is None:
-                os.kill(rank.pid, signal.SIGKILL)
-        done = [rank.wait() for rank in ranks]
-        assert any(found) or None not in found, f"They hang.\n{done[0].stderr[-3000:]}\n{done[-1].stderr[-3000:]}"
-        return done
+                os.kill(process.pid, signal.SIGKILL)
+        ended = [process.wait() for process in both]
+        stderr = "\n".join(process.stderr[-3000:] for process in ended)
+        assert any(statuses) or None not in statuses, f"They hang.\n{stderr}"
+        return ended
 
     def stop(self) -> None:
         """Ends the process that forks."""

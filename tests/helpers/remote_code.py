@@ -20,9 +20,7 @@ def run_blocked(tmp_path, code, *arguments):
     """Runs `code` with the package blocked and an empty cache; what it prints last is JSON."""
     home = tmp_path / "empty home"
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCK + code, *map(str, arguments)],
-        capture_output=True, text=True, env=environment, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    words = [sys.executable, "-c", BLOCK + code, *map(str, arguments)]
+    ended = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])

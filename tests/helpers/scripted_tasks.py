@@ -1,4 +1,4 @@
-"""Task files run by lm-evaluation-harness on data made here. The model is a script: what is tested is the task."""
+"""Task files run by lm-evaluation-harness on data made here, by a script instead of a model."""
 
 import re
 
@@ -15,7 +15,7 @@ TASKS = ROOT / "evaluate" / "tasks"
 
 
 class Script(LM):
-    """Answers the n-th document with the n-th answer, a white image by its prompt, and keeps what it was asked."""
+    """Answers document n with answer n, and a white image by its prompt; keeps the requests."""
 
     MULTIMODAL = True
 
@@ -25,10 +25,14 @@ class Script(LM):
 
     def generate_until(self, requests, disable_tqdm=False):
         self.asked = sorted(requests, key=lambda request: request.doc_id)
+        answers = []
         for request in requests:
             for image in request.args[2]["visual"]:
-                assert ({colour for _, colour in image.getcolors(10**6)} == {(255, 255, 255)}) == (request.idx == 1)
-        return [self.of_blank(each.args[0]) if each.idx else self.answers[each.doc_id] for each in requests]
+                white = {colour for _, colour in image.getcolors(10**6)} == {(255, 255, 255)}
+                assert white == (request.idx == 1)
+            own = self.answers[request.doc_id]
+            answers.append(self.of_blank(request.args[0]) if request.idx else own)
+        return answers
 
     def loglikelihood(self, requests):
         raise NotImplementedError
@@ -37,20 +41,21 @@ class Script(LM):
 
 
 def run(folder, task, rows, model):
-    """lm-eval's results of a task file on rows of ours, which are dicts of the data set's columns."""
+    """lm-eval's results of a task file on rows of ours: dicts of the data set's columns."""
     write_task(folder, task, rows)
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    return evaluate(model, tasks.load([task]))  # simple_evaluate without its two seconds of asking the machine
+    return evaluate(model, tasks.load([task]))  # simple_evaluate takes 2 seconds more
 
 
 def write_task(folder, task, rows):
-    """Writes the rows, and a task file that changes nothing but where the data lie. Rows without `image` get one."""
+    """Writes rows, and a task file that only says where they lie. Rows without `image` get one."""
     rows = [{"image": picture(), **row} for row in rows]
     Dataset.from_list(rows).cast_column("image", Image()).to_parquet(folder / "rows.parquet")
     split = re.search(r"^test_split: (\w+)", (TASKS / f"{task}.yaml").read_text(), re.M)[1]
+    data = f"data_files: {{{split}: {folder / 'rows.parquet'}}}, cache_dir: {folder / 'cache'}"
     (folder / f"{task}.yaml").write_text(
         f"include: {TASKS / task}.yaml\ntask: {task}\ndataset_path: parquet\ndataset_name: null\n"
-        f"dataset_kwargs: {{data_files: {{{split}: {folder / 'rows.parquet'}}}, cache_dir: {folder / 'cache'}}}\n"
+        f"dataset_kwargs: {{{data}}}\n"
     )
 
 

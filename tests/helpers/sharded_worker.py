@@ -1,4 +1,4 @@
-"""Run by test_sharded.py, as by torchrun: aligns a model whose embeddings are sharded and writes what a rank found."""
+"""Run by test_sharded.py, as by torchrun: aligns a model with sharded embeddings, and measures."""
 
 import json
 import os
@@ -15,9 +15,10 @@ if mode == "zero3":
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # gloo's collectives, not own ones, compiled for minutes
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # compiles no collectives of its own
     deepspeed.init_distributed("gloo")
-    configuration = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    stage3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    configuration = HfDeepSpeedConfig(stage3)
 else:
     dist.init_process_group("gloo")
 
@@ -53,4 +54,4 @@ else:
 Path(f"{output}.{dist.get_rank()}").write_text(json.dumps(found))
 dist.barrier()
 dist.destroy_process_group()
-os._exit(0)  # what was to be seen is written; threads of DeepSpeed sometimes abort the interpreter's end
+os._exit(0)  # threads of DeepSpeed sometimes abort the interpreter's end

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, whatever files they are in, and a merge by PEFT of a model in memory."""
+"""The weights of a checkpoint, in whatever files, and a merge by PEFT of a model in memory."""
 
 from pathlib import Path
 
@@ -11,11 +11,9 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint.weights import write_weights
 
 
-FILES = {"model.safetensors.index.json"}
-FILES |= {
-    f"model-{module}-00001-of-00001.safetensors"
-    for module in ("language_model", "vision_tower", "multi_modal_projector")
-}
+MODULES = ("language_model", "vision_tower", "multi_modal_projector")
+FILES = {f"model-{module}-00001-of-00001.safetensors" for module in MODULES}
+FILES |= {"model.safetensors.index.json"}
 """Those with the weights of a small checkpoint."""
 
 
@@ -34,24 +32,22 @@ def in_one_file(folder) -> None:
 
 def weights(folder) -> dict[str, Tensor]:
     """The tensors of a checkpoint or an adapter."""
-    return {
-        name: value
-        for file in sorted(Path(folder).glob("*model*.safetensors"))
-        for name, value in load_file(file).items()
-    }
+    tensors = {}
+    for file in sorted(Path(folder).glob("*model*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
 
 
 def assert_merged(folder, adapter, base, quantization=None, dtype=None, realigned=None) -> None:
-    """That a merged checkpoint is, bit for bit, PEFT's merge of the loaded base in float32, dequantized, then cast.
+    """That a checkpoint is, bit for bit, PEFT's merge of the float32 (dequantized) base, then cast.
 
-    `quantization` is a `BitsAndBytesConfig`; `dtype` that of the checkpoint, by default the base's; `realigned` is
-    another start of the gain.
+    `quantization` is a `BitsAndBytesConfig`; `dtype` the checkpoint's, by default the base's;
+    `realigned` another start of the gain.
     """
     in_4_bits = quantization is not None and quantization.load_in_4bit
     loading = quantization.bnb_4bit_compute_dtype if in_4_bits else "auto"
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(
-        base, dtype=loading, quantization_config=quantization, device_map="cpu"
-    )
+    options = dict(dtype=loading, quantization_config=quantization, device_map="cpu")
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(base, **options)
     dtype = dtype or NormAlignLlavaForConditionalGeneration.config_class.from_pretrained(base).dtype
     if quantization:
         for module in model.modules():
@@ -67,8 +63,8 @@ def assert_merged(folder, adapter, base, quantization=None, dtype=None, realigne
     expected = merged.state_dict()
     if merged.lm_head.weight is merged.get_input_embeddings().weight:
         del expected["lm_head.weight"]
-    found = weights(folder)
-    assert found.keys() == expected.keys()
+    tensors = weights(folder)
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
         value = value if "projector.norm." in name else value.to(dtype)
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert tensors[name].dtype == value.dtype and torch.equal(tensors[name], value), name

@@ -1,8 +1,9 @@
 """A device that computes on the CPU and refuses, as CUDA does, to mix its tensors with the CPU's.
 
-Importing this registers `strict` as torch's private device, for the whole process. Its tensors lie in the CPU's
-memory, and the CPU's kernels compute. An operation on tensors of both devices raises RuntimeError, but for copies,
-indices on the CPU, and 0-dimensional CPU tensors where CUDA allows them. It has no autocast and no pinned memory.
+Importing this registers `strict` as torch's private device, for the whole process. Its tensors lie
+in the CPU's memory, and the CPU's kernels compute. An operation on tensors of both devices raises
+RuntimeError, but for copies, indices on the CPU, and 0-dimensional CPU tensors where CUDA allows
+them. It has no autocast and no pinned memory.
 """
 
 import ctypes
@@ -17,13 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 CPU, PRIVATE = 1, 12  # DLDeviceType of dlpack.h
-INDEXED = ("aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+INDEXED = [f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "index_put_")]
+INDEXED += ["aten::_index_put_impl_"]
 
-# For every operation but these, torch generates a check of all tensors that runs before CUDA's kernel.
-_declarations = (Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml").read_text()
+# For every operation but these, torch generates a check of all tensors before CUDA's kernel.
+_packaged = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
 CHECK_THEMSELVES = {
     f"aten::{declared.partition('(')[0]}"
-    for declared in _declarations.split("\n- func: ")
+    for declared in _packaged.read_text().split("\n- func: ")
     if "device_check: NoCheck" in declared
 }
 
@@ -32,11 +34,11 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 
 def _on(kind: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory on the other device: what DLPack hands over begins with an address and the kind of device."""
+    """The same memory on the other device: a DLPack tensor begins with its address and device."""
     capsule = torch._C._to_dlpack(tensor)
     kind_of_device = _pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
     ctypes.c_int32.from_address(kind_of_device).value = kind
-    with torch.inference_mode(False):  # a view of an ordinary tensor is ordinary in inference mode, too
+    with torch.inference_mode(False):  # views of ordinary tensors are ordinary
         return torch._C._from_dlpack(capsule)
 
 
@@ -44,12 +46,9 @@ def _check(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
     name = op._schema.name
     scalars_may_mix = f"{name}.{op._schema.overload_name}".rstrip(".") in CHECK_THEMSELVES
     for value in tree_leaves((args[0], args[2:], kwargs) if name in INDEXED else (args, kwargs)):
-        if (
-            isinstance(value, torch.Tensor)
-            and value.device.type == "cpu"
-            and not (scalars_may_mix and value.dim() == 0)
-        ):
-            raise RuntimeError(f"Expected all tensors to be on the same device, but {op} got cpu and strict.")
+        on_cpu = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        if on_cpu and not (scalars_may_mix and value.dim() == 0):
+            raise RuntimeError(f"Expected all tensors on the same device: {op} got the CPU's, too.")
 
 
 def _run(op: torch._ops.OpOverload, *args, **kwargs):
@@ -59,7 +58,7 @@ def _run(op: torch._ops.OpOverload, *args, **kwargs):
     def to_cpu(tensor):
         if tensor.device.type == "cpu":
             return tensor
-        # An empty one may be the place for a result, which enlarges it; memory from DLPack cannot grow.
+        # A result may be written to an empty one, which grows; memory from DLPack cannot.
         on_cpu = _on(CPU, tensor) if tensor.numel() else torch.empty_like(tensor, device="cpu")
         given[on_cpu] = tensor
         return on_cpu
@@ -73,12 +72,10 @@ def _run(op: torch._ops.OpOverload, *args, **kwargs):
         return own
 
     # A number given for a tensor comes here as a number.
-    args = [
-        torch.tensor(value)
-        if isinstance(value, int | float) and isinstance(argument.type, torch.TensorType)
-        else value
-        for argument, value in zip(op._schema.arguments, args, strict=False)
-    ]
+    args = list(args)
+    for place, (argument, value) in enumerate(zip(op._schema.arguments, args, strict=False)):
+        if isinstance(value, int | float) and isinstance(argument.type, torch.TensorType):
+            args[place] = torch.tensor(value)
     args, kwargs = tree_map_only(torch.Tensor, to_cpu, (args, kwargs))
     if "device" in kwargs:
         kwargs["device"] = "cpu"
@@ -143,5 +140,7 @@ def same(found: object, expected: object) -> None:
     if isinstance(expected, list):
         for one, other in zip(found, expected, strict=True):
             same(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
     else:
-        assert found == (pytest.approx(expected, rel=1e-4, abs=1e-6) if isinstance(expected, float) else expected)
+        assert found == expected

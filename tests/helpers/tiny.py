@@ -1,7 +1,8 @@
-"""Tiny real models, made in code: every family that the tests need, in a few thousand parameters."""
+"""Tiny real models, made in code, of a few thousand parameters."""
 
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+import transformers
+from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 
@@ -9,64 +10,47 @@ from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGe
 IMAGE = 97  # id of the image token
 VOCABULARY = 99
 WIDTH = 32
+ENCODER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2)
+ENCODER |= dict(image_size=16, patch_size=8)
 
 
 def vision_config(kind: str = "clip"):
-    sizes = dict(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=8
-    )
     if kind == "siglip":
-        return SiglipVisionConfig(**sizes, vision_use_head=False)
-    return CLIPVisionConfig(**sizes)
+        return transformers.SiglipVisionConfig(**ENCODER, vision_use_head=False)
+    return transformers.CLIPVisionConfig(**ENCODER)
 
 
 def text_config(tied: bool = True, cls=LlamaConfig, **kwargs):
-    sizes = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=tied,
-    )
-    return cls(**{**sizes, **kwargs})
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    sizes |= dict(num_hidden_layers=2, max_position_embeddings=256, tie_word_embeddings=tied)
+    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return cls(**{**sizes, **ids, **kwargs})
 
 
 def config(cls=NormAlignLlavaConfig, vision="clip", tied=True, text=None, **kwargs):
-    full = "full" if vision == "siglip" else "default"
-    return cls(
-        vision_config=vision_config(vision),
-        text_config=text or text_config(tied),
-        image_token_index=IMAGE,
-        vision_feature_select_strategy=full,
-        vision_feature_layer=-2,
-        tie_word_embeddings=tied,
-        **kwargs,
-    )
+    strategy = "full" if vision == "siglip" else "default"
+    parts = dict(vision_config=vision_config(vision), text_config=text or text_config(tied))
+    features = dict(vision_feature_select_strategy=strategy, vision_feature_layer=-2)
+    return cls(**parts, **features, image_token_index=IMAGE, tie_word_embeddings=tied, **kwargs)
 
 
 def model(seed=0, **kwargs) -> NormAlignLlavaForConditionalGeneration:
     torch.manual_seed(seed)
-    return _with_a_projector_of_real_scale(NormAlignLlavaForConditionalGeneration(config(**kwargs)).eval())
+    return _at_real_scale(NormAlignLlavaForConditionalGeneration(config(**kwargs)))
 
 
 def llava(seed=0, **kwargs) -> LlavaForConditionalGeneration:
     torch.manual_seed(seed)
-    return _with_a_projector_of_real_scale(LlavaForConditionalGeneration(config(cls=LlavaConfig, **kwargs)).eval())
+    return _at_real_scale(LlavaForConditionalGeneration(config(cls=LlavaConfig, **kwargs)))
 
 
-def _with_a_projector_of_real_scale(model):
+def _at_real_scale(model):
     # At these widths a projector's initial outputs are so small that the norm's epsilon would show.
     with torch.no_grad():
         model.model.multi_modal_projector.linear_1.weight *= 40.0
         model.model.multi_modal_projector.linear_2.weight *= 40.0
-    return model
+    return model.eval()
 
 
 def heeding(model):
@@ -79,12 +63,9 @@ def heeding(model):
 
 def reference_n_text(weight, excluded=(IMAGE,)) -> float:
     """N_text row by row in float64 with plain Python sums."""
-    norms = [
-        sum(float(v) ** 2 for v in row) ** 0.5
-        for index, row in enumerate(weight.detach().double().tolist())
-        if index not in excluded
-    ]
-    norms = [n for n in norms if n > 0]
+    rows = enumerate(weight.detach().double().tolist())
+    norms = [sum(value**2 for value in row) ** 0.5 for index, row in rows if index not in excluded]
+    norms = [norm for norm in norms if norm > 0]
     return sum(norms) / len(norms)
 
 

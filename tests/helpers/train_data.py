@@ -1,4 +1,4 @@
-"""Tiny data sets on disk, in every form that training reads, and a real processor to read them with."""
+"""Tiny data sets on disk, in every form that training reads, and a real processor for them."""
 
 import io
 import json
@@ -18,18 +18,15 @@ from normalign_llava.data.sources.mixtures import TrainingData, load_data
 
 
 def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
-    """16-pixel images of 4 tokens; by default one token a letter, whose end-of-turn token is its padding token."""
+    """16-pixel images of 4 tokens; by default one token a letter, padded with its end of turn."""
     tokenizer = tokenizer or tiny_parts.tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
-    return LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=multimodal_chat_template(template)[0],
-    )
+    square = {"height": 16, "width": 16}
+    clip = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=square)
+    features = dict(vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    template, _ = multimodal_chat_template(template)
+    return LlavaProcessor(clip, tokenizer, patch_size=8, chat_template=template, **features)
 
 
 def arguments(path, **kwargs) -> DataArguments:
@@ -37,11 +34,13 @@ def arguments(path, **kwargs) -> DataArguments:
 
 
 def read(path, processor, *, streamed=False, **options) -> TrainingData:
-    """The data that training has of a path, or of `datasets`; `options` are of `DataArguments` and `load_data`."""
-    names = {"max_length", "seed", "with_eval", "need_images", "dropped_rows", "processes"} & options.keys()
-    loading = {"max_length": None, "seed": 0, "with_eval": False, **{name: options.pop(name) for name in names}}
+    """The data of a path or of `datasets`; `options` are of `DataArguments` and `load_data`."""
+    names = {"max_length", "seed", "with_eval", "need_images", "dropped_rows", "processes"}
+    loading = {name: options.pop(name) for name in names & options.keys()}
+    loading = {"max_length": None, "seed": 0, "with_eval": False, **loading}
     options |= {"dataset_streaming": True, "shuffle_buffer_size": 1} if streamed else {}
-    return load_data(arguments(path, **options) if path else DataArguments(**options), processor, **loading)
+    options |= {"dataset_name": str(path)} if path else {}
+    return load_data(DataArguments(**options), processor, **loading)
 
 
 def answers(rows) -> list[str]:
@@ -69,11 +68,11 @@ def gigantic_png(width=65_000, height=65_000) -> bytes:
 
 
 def _png(header: bytes, pixels: bytes) -> bytes:
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(pixels)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, content in ((b"IHDR", header), (b"IDAT", zlib.compress(pixels)), (b"IEND", b"")):
+        check = struct.pack(">I", zlib.crc32(kind + content))
+        png += struct.pack(">I", len(content)) + kind + content + check
+    return png
 
 
 def deep_png(colour: list[int]) -> bytes:
@@ -83,14 +82,18 @@ def deep_png(colour: list[int]) -> bytes:
 
 
 def llava(question: str, answer: str, image=None, **more) -> dict:
-    row = {"id": "000", "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+    row = {"id": "000", "conversations": turn(question, answer)}
     return {**row, **({"image": image} if image is not None else {}), **more}
 
 
+def turn(question: str, answer: str) -> list[dict]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+
+
 def mixed_rows() -> list[dict]:
-    """As in LLaVA-665K: ids of several types, rows with and without images, several turns, several images."""
+    """As in LLaVA-665K: ids of several types, no image, one or several, one turn or several."""
     two = llava("<image>\nWhat is this?", "red", ["red.png", "blue.png"], id=7)
-    two["conversations"] += [{"from": "human", "value": "And <image>?"}, {"from": "gpt", "value": "blue"}]
+    two["conversations"] += turn("And <image>?", "blue")
     return [
         llava("<image>\nWhich colour?", "green", "green.png", id="000000033471"),
         llava("Say hello.", "Hello!", id=3),
@@ -102,7 +105,8 @@ def mixed_rows() -> list[dict]:
 
 def write_json(folder: Path, rows: list, name="data.json") -> Path:
     images(folder, "red.png", "green.png", "blue.png", "sub/blue.png")
-    text = "\n".join(map(json.dumps, rows)) + "\n" if name.lower().endswith(".jsonl") else json.dumps(rows)
+    lines = name.lower().endswith(".jsonl")
+    text = "".join(json.dumps(row) + "\n" for row in rows) if lines else json.dumps(rows)
     (folder / name).write_text(text)
     return folder / name
 
@@ -112,7 +116,8 @@ def bad_rows(folder: Path) -> Path:
     rows = mixed_rows()
     outside = folder.parent / "outside.png"
     outside.write_bytes(image_bytes("red"))
-    rows[1:1] = [llava("<image>Q", "A"), llava("<image>Q", "A", "none.png"), llava("<image>Q", "A", "../outside.png")]
+    missing = (None, "none.png", "../outside.png")
+    rows[1:1] = [llava("<image>Q", "A", image) for image in missing]
     rows += [llava("<image>Q", "A", "link.png"), llava("Q", "")]
     path = write_json(folder, rows)
     (folder / "link.png").symlink_to(outside)

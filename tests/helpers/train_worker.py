@@ -1,6 +1,6 @@
-"""Started by test_train_distributed.py, as torchrun does: trains by the command's own path, and writes what it saw.
+"""Run by test_train_distributed.py, as by torchrun: trains by the command's own path, and measures.
 
-accelerate shards nothing without a GPU unless it is told to, so the first lines stand for the GPUs that are not there.
+accelerate shards nothing without a GPU unless it is told to: `main` stands for the missing GPUs.
 """
 
 import json
@@ -25,13 +25,12 @@ from normalign_llava.train.trainer import NormAlignTrainer
 
 def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
     if mode in ("ddp", "fsdp2"):
-        rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), processes, is_master=rank == 0
-        )
+        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, ranks["world_size"], is_master=ranks["rank"] == 0)
     for name, words in runs.items():
-        if mode in ("ddp", "fsdp2"):  # each run ends its process group, and the next must not read what it left
-            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=processes)
+        if mode in ("ddp", "fsdp2"):  # a run ends its process group; the next reads another store
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), **ranks)
         if mode == "fsdp2":
             AcceleratorState._reset_state(reset_partial_state=True)
             PartialState(cpu=True, backend="gloo")
@@ -43,18 +42,18 @@ def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
         Watched.breaks = name in ("broken", "bad step")
         try:
             run.main(words)
-            found = seen(Watched.last)
+            outcome = seen(Watched.last)
         except (FloatingPointError, ValueError) as error:  # which all processes meet
-            found = {"error": str(error)}
+            outcome = {"error": str(error)}
             if dist.is_initialized() and mode in ("ddp", "fsdp2"):
                 dist.destroy_process_group()
-        Path(f"{output}.{name}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found))
+        Path(f"{output}.{name}.{os.environ.get('RANK', 0)}").write_text(json.dumps(outcome))
 
 
 class Watched(NormAlignTrainer):
-    """What it is trained on is written down; where it `breaks`, the last process meets NaN in step 2.
+    """Keeps its batches; where it `breaks`, the last process meets NaN in step 2.
 
-    Of the first step, it also writes the gain's dtype and gradient, and in float64 what this process adds to that.
+    Of the first step it keeps the gain's dtype and gradient, and this process' own part in float64.
     """
 
     last: "Watched"
@@ -67,7 +66,8 @@ class Watched(NormAlignTrainer):
         Watched.last = self
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.batches.append((self.state.global_step, "pixel_values" in inputs, inputs["input_ids"].tolist()))
+        has_images, ids = "pixel_values" in inputs, inputs["input_ids"].tolist()
+        self.batches.append((self.state.global_step, has_images, ids))
         if self.state.global_step == 0:
             return self.first_step(model, inputs, num_items_in_batch)
         if self.breaks and self.state.global_step == 1 and self.accelerator.is_last_process:
@@ -84,16 +84,15 @@ class Watched(NormAlignTrainer):
             self.gain["dtype"] = str(module.weight.dtype)
 
         def watch(module, given, output):
-            x = given[0].detach().double()
+            x = given[0].detach().double().flatten(0, -2)
             x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=module.eps)
-            if output.requires_grad:  # not where a checkpointed layer or an evaluation runs it
-                output.register_hook(add_to(x.flatten(0, -2)))
 
-        def add_to(x):
             def add(gradient):
-                self.gain["own"] = self.gain.get("own", 0) + (x * gradient.double().flatten(0, -2)).sum(0)
+                part = (x * gradient.double().flatten(0, -2)).sum(0)
+                self.gain["own"] = self.gain.get("own", 0) + part
 
-            return add
+            if output.requires_grad:  # not where a checkpointed layer or an evaluation runs it
+                output.register_hook(add)
 
         hooks = norm.register_forward_pre_hook(before), norm.register_forward_hook(watch)
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -106,13 +105,13 @@ class Watched(NormAlignTrainer):
 
 
 def seen(trainer: Watched) -> dict:
-    sharded = "FSDP2" if isinstance(trainer.model_wrapped, FSDPModule) else type(trainer.model_wrapped).__name__
+    wrapped, gain = trainer.model_wrapped, trainer.gain
     return {
         "type": trainer.accelerator.distributed_type.value,
         "processes": trainer.accelerator.num_processes,
-        "wrapped": sharded,
+        "wrapped": "FSDP2" if isinstance(wrapped, FSDPModule) else type(wrapped).__name__,
         "gain dtype": str(projector_norm(trainer.model).weight.dtype),
-        "gain": {**trainer.gain, "own": trainer.gain["own"].tolist()} if "own" in trainer.gain else {},
+        "gain": {**gain, "own": gain["own"].tolist()} if "own" in gain else {},
         "batches": trainer.batches,
         "logs": trainer.state.log_history,
     }
@@ -121,8 +120,8 @@ def seen(trainer: Watched) -> dict:
 if sys.argv[1].startswith("zero"):
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # gloo's collectives, not own ones, compiled for minutes
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # compiles no collectives of its own
 run.NormAlignTrainer = Watched
 main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), sys.argv[3])
 sys.stdout.flush()
-os._exit(0)  # what was to be seen is written; threads of DeepSpeed sometimes abort the interpreter's end
+os._exit(0)  # threads of DeepSpeed sometimes abort the interpreter's end

@@ -23,7 +23,7 @@ from normalign_llava.train.trainer import NormAlignTrainer
 
 
 def checkpoint(folder: Path, **options) -> Path:
-    """A copy of a checkpoint and its parts, which each process makes once; `options` are of [`_made`]."""
+    """A copy of a checkpoint and its parts, made once in a process; `options` are of [`_made`]."""
     shutil.copytree(_made(**options).name, folder, dirs_exist_ok=True)
     return folder / "model"
 
@@ -33,7 +33,8 @@ def _made(arm="gwc", vision="clip", norm="layer_norm", **kwargs) -> TemporaryDir
     """Its projector is of real scale: at these widths the norm's epsilon would show."""
     made = TemporaryDirectory()
     folder = Path(made.name)
-    encoder, language = parts.vision(folder / "vision", vision), parts.language(folder / "language", **kwargs)
+    encoder = parts.vision(folder / "vision", vision)
+    language = parts.language(folder / "language", **kwargs)
     torch.manual_seed(3)
     build_checkpoint(encoder, language, folder / "built", arm=arm, norm=norm)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder / "built")
@@ -46,12 +47,17 @@ def _made(arm="gwc", vision="clip", norm="layer_norm", **kwargs) -> TemporaryDir
     return made
 
 
+TWO_STEPS = dict(per_device_train_batch_size=2, max_steps=2, learning_rate=1e-3, bf16=False)
+TWO_STEPS |= dict(logging_steps=1, report_to="none", disable_tqdm=True)
+SHORT = dict(**TWO_STEPS, use_cpu=True, gradient_checkpointing=False, save_strategy="no")
+"""Options of a short float32 run on the CPU."""
+
+
 def recipe(folder: Path, parts: Path, **options) -> str:
-    """A recipe for a short run from `parts / "model"` on `parts / "data/data.json"` to `folder / "out"`."""
-    places = dict(model_name_or_path=str(parts / "model"), dataset_name=str(parts / "data" / "data.json"))
-    steps = dict(stage="tune", global_batch_size=4, per_device_train_batch_size=2, learning_rate=1e-3, max_steps=2)
-    shown = dict(output_dir=str(folder / "out"), logging_steps=1, report_to="none", disable_tqdm=True)
-    options = {**places, **steps, **shown, "bf16": False, **options}
+    """A short run from `parts / "model"` on `parts / "data/data.json"` to `folder / "out"`."""
+    paths = dict(model_name_or_path=str(parts / "model"), output_dir=str(folder / "out"))
+    data = dict(dataset_name=str(parts / "data" / "data.json"), stage="tune", global_batch_size=4)
+    options = {**TWO_STEPS, **paths, **data, **options}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(options))
     return str(file)
@@ -66,28 +72,24 @@ def image(seed: int, size=(16, 16)) -> bytes:
 
 
 def row(number: int, images=1, turns=1) -> dict:
-    """A conversation about `images` images, all in the first turn, with answers that differ from row to row."""
+    """A conversation about `images` images, all in the first turn; answers differ between rows."""
     messages, length = [], 4 * images
     for turn in range(turns):
         shown = [{"type": "image", "text": None}] * images if turn == 0 else []
-        question, answer = f"what is {number * 7 % 13} plus {turn}?", f"it is {number * 7 % 13 + turn}"
+        addend = number * 7 % 13
+        question, answer = f"what is {addend} plus {turn}?", f"it is {addend + turn}"
         messages.append({"role": "user", "content": [*shown, {"type": "text", "text": question}]})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-        length += len("user" + question + "assistant" + answer) + 8  # letters, marks and line breaks
+        length += len("user" + question + "assistant" + answer) + 8  # letters, marks, line breaks
     stored = [{"path": None, "bytes": image(1000 * number + i)} for i in range(images)]
-    about = {"learned": [True] * turns, "source": "tiny", "row": number, "image_count": images, "length": length}
-    return {"images": stored, "messages": messages, **about}
+    about = {"learned": [True] * turns, "source": "tiny", "row": number, "image_count": images}
+    return {"images": stored, "messages": messages, "length": length, **about}
 
 
 def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2) -> Dataset:
     """Parsed rows; `images` and `turns` give how many of each a row has."""
     made = [row(number, images(number), turns(number)) for number in range(count)]
     return Dataset.from_list(made, features=FEATURES)
-
-
-SHORT = dict(bf16=False, use_cpu=True, gradient_checkpointing=False, per_device_train_batch_size=2, max_steps=2)
-SHORT |= dict(learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
-"""Options of a short float32 run on the CPU."""
 
 
 def arguments(folder: Path, **options) -> NormAlignConfig:
@@ -102,23 +104,22 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
     """Names of the parameters that are not what they were."""
-    return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    return {name for name, new in model.named_parameters() if not torch.equal(new, before[name])}
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """The same tensors, to the bit."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=0)
 
 
 def trainer(
-    folder: Path, checkpoint: Path, dataset=None, model=None, held_out=None, cls=NormAlignTrainer, **options
+    folder, checkpoint, dataset=None, model=None, held_out=None, cls=NormAlignTrainer, **options
 ) -> NormAlignTrainer:
-    """A trainer; options of `ModelArguments` are told from those of `NormAlignConfig` by their names."""
-    names = set(ModelArguments.__dataclass_fields__)
-    model_args = ModelArguments(
-        model_name_or_path=str(checkpoint), **{key: value for key, value in options.items() if key in names}
-    )
-    args = arguments(folder, **{key: value for key, value in options.items() if key not in names})
+    """A trainer; `options` are of `ModelArguments` and `NormAlignConfig`."""
+    names = options.keys() & ModelArguments.__dataclass_fields__
+    of_model = {name: options.pop(name) for name in names}
+    model_args = ModelArguments(model_name_or_path=str(checkpoint), **of_model)
+    args = arguments(folder, **options)
     args.model_init_kwargs = {"dtype": model_args.dtype}
     return cls(
         model or str(checkpoint),

@@ -1,4 +1,4 @@
-"""Runs mypy on the package, which it cannot find by itself because the repository's root is the package."""
+"""Runs mypy on the package, which is the repository's root: by itself mypy would not see it."""
 
 import subprocess
 import sys
@@ -9,5 +9,6 @@ from pathlib import Path
 root = Path(__file__).resolve().parents[2]
 with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "normalign_llava").symlink_to(root)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(root / "pyproject.toml"), "-p", "normalign_llava"]
-    sys.exit(subprocess.run([*command, "--cache-dir", str(root / ".mypy_cache")], cwd=folder).returncode)
+    command = [sys.executable, "-m", "mypy", "-p", "normalign_llava"]
+    command += ["--config-file", root / "pyproject.toml", "--cache-dir", root / ".mypy_cache"]
+    sys.exit(subprocess.run(command, cwd=folder).returncode)

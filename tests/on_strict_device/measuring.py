@@ -39,10 +39,11 @@ def test_attention_and_tables():
 
 def test_the_demo_answers_and_looks_as_on_the_cpu(checkpoint, tmp_path):
     model, processor = demo_parts.load(checkpoint)
-    demo_parts.noise((16, 16)).save(tmp_path / "image.png")
+    image = str(tmp_path / "image.png")
+    demo_parts.noise((16, 16)).save(image)
 
     def answer():
-        *_, (text, maps) = demo_app.answer(model, processor, str(tmp_path / "image.png"), "what is it", 4)
+        *_, (text, maps) = demo_app.answer(model, processor, image, "what is it", 4)
         assert text
         return [text, *(caption for _, caption in maps)]
 
