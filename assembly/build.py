@@ -131,7 +131,9 @@ def retrofit_checkpoint(
     with finished_folder(output) as folder:
         opened = open_checkpoint(llava)
         if opened.model_type != "llava":
-            raise ValueError(f"{llava} is {opened.model_type!r}. --from-llava takes a 'llava'.")
+            raise ValueError(
+                f"{llava} is a {opened.model_type!r} model. --from-llava takes 'llava'."
+            )
         encoder, stock = parts.vision_config(opened), opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
         strategy = opened.config.vision_feature_select_strategy

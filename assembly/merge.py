@@ -81,7 +81,8 @@ def merge_adapter(
         opened = open_adapter(adapter, base, base_quantization)
         base, revision = opened.base.name, opened.base.revision
         if opened.base.stored.get("quantization_config"):
-            raise ValueError(f"{base} is stored quantized. Give what it was made from.")
+            remedy = "Give what it was made from, and --base-quantization."
+            raise ValueError(f"{base} is stored quantized. {remedy}")
         tensors = BaseTensors(opened)
         dtype = (opened.config.dtype or tensors.dtype) if dtype == "auto" else dtype
         with loading(f"The adapter {adapter}"):
@@ -187,5 +188,6 @@ def _finite(
         value = value.to(layout[name].dtype)
         limits = value.aminmax() if value.is_floating_point() and value.numel() else ()
         if not all(limit.isfinite() for limit in limits):
-            raise ValueError(f"{name} would be NaN or infinite in {value.dtype} after merging.")
+            fault = f"{name} would be NaN or infinite in {value.dtype} after merging"
+            raise ValueError(f"{fault}. Nothing was written.")
         yield name, value

@@ -156,7 +156,7 @@ def attention(models: list[Shown], images: Path) -> list[Sketch]:
             continue
         answers = [(m, answer) for m in models for answer in m.report.attention[place - 1 : place]]
         image = Image.open(images / str(asked.image), formats=("PNG",)).convert("RGB")
-        words = fill(style.printable(asked.question), 76, max_lines=3, placeholder=" …")
+        words = fill(style.drawable(asked.question), 76, max_lines=3, placeholder=" …")
         maps = [100 * np.mean(answer.maps, axis=0) for _, answer in answers]
         width = (style.WIDTH - 0.8) / (1 + len(maps))
         shape = min(2.0, max(0.3, image.height / image.width))

@@ -35,7 +35,7 @@ from .page import write_page
 from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, DynamicsStep, Report, report_json
 
 
-FOLDER = "diagnostics"  # within a checkpoint
+DIAGNOSTICS = "diagnostics"  # within a checkpoint
 DRAWN = r"interface|norms|cosine|rotation|dynamics|(attention|image|baseline_image)_\d+"
 WRITTEN = rf"report\.(json|html)|({DRAWN})\.png"
 QUESTIONS, QUESTIONS_DRAWN = 16, 4  # samples on which attention is measured, and is drawn
@@ -110,7 +110,7 @@ def diagnose(
     if names[1:] == names[:1]:
         names[1] = f"other {names[1]}"
     path = Path(model).expanduser()
-    default = path / FOLDER if path.exists() else Path(FOLDER, model)
+    default = path / DIAGNOSTICS if path.exists() else Path(DIAGNOSTICS, model)
     folder = Path(output or default).expanduser().resolve()
     with finished_folder(folder, _written) as staging:
         drawn = load_samples(data, samples, seed=seed, image_folder=image_folder, columns=columns)

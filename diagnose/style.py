@@ -39,12 +39,12 @@ class Shown:
 
 def shown(report: Report, against: Report | None) -> list[Shown]:
     """The models, baseline first as in the paper, with names that fit and matplotlib can draw."""
-    model = Shown(report, elide(printable(report.model), 30))
-    baseline = against and Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True)
+    model = Shown(report, elide(drawable(report.model), 30))
+    baseline = against and Shown(against, f"{elide(drawable(against.model), 30)} (baseline)", True)
     return [baseline, model] if baseline else [model]
 
 
-def printable(text: str) -> str:
+def drawable(text: str) -> str:
     """`text`, with what matplotlib's font lacks escaped, and dollars, which begin formulas."""
     font = get_font(findfont(FontProperties()))
     drawn = (c if c.isprintable() and font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)

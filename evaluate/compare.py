@@ -21,7 +21,7 @@ from scipy import stats
 from ..checkpoint.precision import quantization_name
 from ..checkpoint.untrusted import json_object
 from ..errors import Printed
-from .results import FOLDER, Evaluation, read_evaluations
+from .results import EVALUATION, Evaluation, read_evaluations
 from .tasks.benchmarks import by_category, whole_questions
 
 
@@ -166,7 +166,7 @@ def _run(folder: Path) -> dict[str, Scores]:
     """The scores of a folder's tasks, as in [`Arm`]; of a task without one per question, none."""
     scores = {}
     for result in read_evaluations(folder):
-        metric, values = _scores(folder / FOLDER / result.task, result)
+        metric, values = _scores(folder / EVALUATION / result.task, result)
         quantization = result.settings.get("quantization")
         how = f" ({quantization_name(quantization, products=False)})" if quantization else ""
         scores[f"{result.task} {metric}{how}"] = values

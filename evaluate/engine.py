@@ -37,7 +37,7 @@ REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
 
 evaluator.get_git_commit_hash = lambda: None  # git prints an error where there is none
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of all models in memory
-PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
+VERSIONED = ("lm_eval", "torch", "transformers", "normalign_llava")
 
 
 class MultimodalLM(HFMultimodalLM):
@@ -132,7 +132,7 @@ def run_task(
         total=sum(count["original"] for count in counts),
         protocol=_protocol(raw, config, chat, settings.get("quantization")),
         date=datetime.now(UTC).date().isoformat(),
-        versions={key: version(key) for key in PACKAGES} | {name: str(metadata.get("version"))},
+        versions={key: version(key) for key in VERSIONED} | {name: str(metadata.get("version"))},
         weights=weights,
         settings=settings,
     )

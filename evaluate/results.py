@@ -11,7 +11,10 @@ from ..checkpoint.files import only_writer, write_json
 from ..checkpoint.untrusted import json_object
 
 
-FOLDER, SUMMARY = "evaluation", "summary.json"  # in a checkpoint, beside what the harness writes
+EVALUATION, SUMMARY = (
+    "evaluation",
+    "summary.json",
+)  # in a checkpoint, beside what the harness writes
 WEIGHT_FILES = "*.safetensors"  # of which [`files_hash`] tells whether a result is theirs
 SCHEMA_VERSION = 2  # grows when a field of the summary is renamed, removed or changes its meaning
 
@@ -61,12 +64,12 @@ class Evaluation:
             others = [result for result in read_evaluations(checkpoint) if result.task != self.task]
             tasks = map(asdict, sorted([*others, self], key=lambda result: result.task))
             content = {"schema_version": SCHEMA_VERSION, "evaluations": [*tasks]}
-            write_json(checkpoint / FOLDER / SUMMARY, content)
+            write_json(checkpoint / EVALUATION / SUMMARY, content)
 
 
 def read_evaluations(checkpoint: Path) -> list[Evaluation]:
     """The evaluations in a checkpoint folder, by name of task; none without a file."""
-    file = checkpoint / FOLDER / SUMMARY
+    file = checkpoint / EVALUATION / SUMMARY
     if not file.exists():
         return []
     try:

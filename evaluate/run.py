@@ -17,7 +17,7 @@ from ..diagnose.load import resolve_model
 from ..errors import Console, NotWritable, Printed, device_error
 from .engine import SUITES, as_lm, chosen_tasks, run_task
 from .own_data import own_task
-from .results import FOLDER, SUMMARY, WEIGHT_FILES, Evaluation, files_hash, read_evaluations
+from .results import EVALUATION, SUMMARY, WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from .tasks.offline import OfflineTask
 
 
@@ -104,7 +104,7 @@ def evaluate(
         if quantization:  # with its defaults, such as float32
             settings["quantization"] = json.loads(quantization.to_json_string(use_diff=False))
     with only_writer(output):
-        (output / FOLDER).mkdir(exist_ok=True)
+        (output / EVALUATION).mkdir(exist_ok=True)
     earlier = [r for r in read_evaluations(output) if r.task in chosen and r.weights == weights]
     versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
     results = {
@@ -127,7 +127,7 @@ def evaluate(
     for number, task in enumerate(missing, 1):
         console.print(f"{task} ({number} of {len(missing)})")
         try:
-            place = output / FOLDER / task
+            place = output / EVALUATION / task
             with finished_folder(
                 place, lambda folder: {file.name for file in folder.glob("*s_*.json*")}
             ) as answers:
@@ -141,4 +141,4 @@ def evaluate(
             failed[task] = device_error(error, "Lower batch_size, or use load_in_4bit.") or reason
             console.print(f"{task} could not be run: {failed[task]}", style="red")
     in_order = [results[task] for task in chosen if task in results]
-    return Evaluated(output / FOLDER / SUMMARY, in_order, failed)
+    return Evaluated(output / EVALUATION / SUMMARY, in_order, failed)

@@ -19,7 +19,7 @@ from scores import paper_average
 
 from normalign_llava.checkpoint.files import TRAINING_RECORD, json_or_none, write_json
 from normalign_llava.diagnose.report import REPORT
-from normalign_llava.diagnose.run import FOLDER
+from normalign_llava.diagnose.run import DIAGNOSTICS
 from normalign_llava.evaluate.compare import read_arm
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.quickstart.results import read_report
@@ -78,7 +78,7 @@ def steps(
     diagnosed = words({"samples": plan.diagnosed, **plan.diagnose})
     for name, checkpoint in (("diagnose stage 1", stage1), ("diagnose", model)):
         measured = ["diagnose", str(checkpoint), *diagnosed]
-        commands[name] = Step(measured, (checkpoint / FOLDER / REPORT).exists())
+        commands[name] = Step(measured, (checkpoint / DIAGNOSTICS / REPORT).exists())
     return commands
 
 

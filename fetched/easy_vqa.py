@@ -26,15 +26,15 @@ SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 SIDE = 64  # pixels, of easy-VQA's images and of Google's drawings
 CHOICES = {"shape": SHAPES, "colour": COLOURS, "yes/no": ("yes", "no")}
-KINDS = tuple(CHOICES)
+QUESTION_KINDS = tuple(CHOICES)
 OVERALL = "easy-VQA"
-FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
+DATA_FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
 
 
 class Question(NamedTuple):
     """A question about an image."""
 
-    kind: str  # one of KINDS, or "emoji"
+    kind: str  # one of QUESTION_KINDS, or "emoji"
     text: str
     answer: str  # one word in lower case
     image: Path
@@ -103,13 +103,13 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Datase
             rng.shuffle(turns)
             shown = [load_image(turns[0].image)]
         conversations.append(conversation(turns, shown))
-    return Dataset.from_list(conversations, features=FEATURES)
+    return Dataset.from_list(conversations, features=DATA_FEATURES)
 
 
 def held_out(per_kind: int, seed: int = 0) -> list[Question]:
     """The first `per_kind` test questions of easy-VQA of all kinds, then Microsoft's emoji."""
     questions, chosen = easy_vqa("test", seed), list[Question]()
-    for kind in KINDS:
+    for kind in QUESTION_KINDS:
         chosen += [question for question in questions if question.kind == kind][:per_kind]
     return chosen + emoji("test")
 

@@ -82,7 +82,7 @@ SPEECHES = Archive(
 )
 # fmt: on
 ARCHIVES = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI)  # of the quickstart
-SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)  # of the offline suite
+OFFLINE_SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)  # of the offline suite
 
 
 def fetch(archive: Archive) -> Path:

@@ -14,7 +14,7 @@ from .push.repository import Repository, find_repository, push
 
 GRADIO_VERSION = "6.31.0"  # what a Space installs, and the tests run
 
-CARD = """\
+SPACE_CARD = """\
 ---
 title: {title}
 emoji: 🔎
@@ -65,7 +65,7 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
 def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
     """Path -> content of all files of a Space, which loads the model from the commit `revision`."""
     title = json.dumps(repo_id.rpartition("/")[2])
-    card = CARD.format(title=title, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision)
+    card = SPACE_CARD.format(title=title, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision)
     return {
         "README.md": card.encode(),
         "app.py": Path(__file__).with_name("demo_app.py").read_bytes(),

@@ -15,16 +15,16 @@ from rich.table import Table
 
 from ..checkpoint.files import atomic_write
 from ..diagnose.report import PAGE, REPORT
-from ..diagnose.run import FOLDER, diagnose
+from ..diagnose.run import DIAGNOSTICS, diagnose
 from ..evaluate.answers import named
 from ..evaluate.results import read_evaluations
 from ..evaluate.run import evaluate
-from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
+from ..fetched.easy_vqa import CHOICES, OVERALL, QUESTION_KINDS, Question, load_image
 
 
-EASY_VQA, NAMES = "offline_easy_vqa", "offline_emoji"
-METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS}
-METRICS |= {OVERALL: (EASY_VQA, "acc"), "emoji": (NAMES, "acc")}
+EASY_VQA_TASK, EMOJI_TASK = "offline_easy_vqa", "offline_emoji"
+METRICS = {kind: (EASY_VQA_TASK, f"acc_{kind.replace('/', '_')}") for kind in QUESTION_KINDS}
+METRICS |= {OVERALL: (EASY_VQA_TASK, "acc"), "emoji": (EMOJI_TASK, "acc")}
 """Task of the offline suite and metric of each kind of question."""
 
 
@@ -34,7 +34,7 @@ def ask_held_out(checkpoint: Path, limit: int | None, bf16: bool) -> dict[str, A
     Results are kept in its folder, and those there are used. Returns `"accuracy"`, `"blank"` (with
     a white image), `"majority"` (of always the commonest answer) and `"count"`, each by kind.
     """
-    tasks, device = (EASY_VQA, NAMES), "cuda" if torch.cuda.is_available() else "cpu"
+    tasks, device = (EASY_VQA_TASK, EMOJI_TASK), "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
         suite = evaluate(str(checkpoint), tasks=tasks, limit=limit, batch_size=128, dtype="float32")
     for task, reason in suite.failed.items():
@@ -52,7 +52,7 @@ def ask_held_out(checkpoint: Path, limit: int | None, bf16: bool) -> dict[str, A
 
 def diagnose_once(checkpoint: Path, baseline: Path | None, samples: int, suffix: str = "") -> Path:
     """Diagnoses a checkpoint (against a baseline), unless its report has that; returns the page."""
-    folder = checkpoint / FOLDER
+    folder = checkpoint / DIAGNOSTICS
     if not (folder / REPORT).exists() or (baseline and not read_report(checkpoint)["against"]):
         against = str(baseline) if baseline else None
         name, plain = f"quickstart{suffix}", f"quickstart-no-norm{suffix}"
@@ -62,7 +62,7 @@ def diagnose_once(checkpoint: Path, baseline: Path | None, samples: int, suffix:
 
 def read_report(checkpoint: Path) -> dict[str, Any]:
     """The report of a checkpoint's diagnosis."""
-    return json.loads((checkpoint / FOLDER / REPORT).read_text(encoding="utf-8"))
+    return json.loads((checkpoint / DIAGNOSTICS / REPORT).read_text(encoding="utf-8"))
 
 
 def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:

@@ -20,7 +20,7 @@ from ..assembly.merge import merge_adapter
 from ..checkpoint.files import LOCK, json_or_none, write_json
 from ..checkpoint.precision import half_precision_pays
 from ..fetched.convert import convert_language, convert_vision
-from ..fetched.easy_vqa import KINDS, Question, held_out, load_image, prompt
+from ..fetched.easy_vqa import QUESTION_KINDS, Question, held_out, load_image, prompt
 from ..fetched.fetch import ARCHIVES, fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
@@ -122,7 +122,9 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         after = ask_held_out(model, settings.asked, bf16)
     with step("reload"):
         count = settings.shown_per_kind
-        shown = held_out(count)[: count * (len(KINDS) + 1)]  # as many emoji as of another kind
+        shown = held_out(count)[
+            : count * (len(QUESTION_KINDS) + 1)
+        ]  # as many emoji as of another kind
         here, elsewhere_differs = reload(model, shown)
         draw_images(list(zip(shown, here, strict=True)), output / "images.png")
     plain, of_baseline = None, None

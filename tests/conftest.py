@@ -49,10 +49,10 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def archives():
     """The real archives, in the cache. Offline, their tests are skipped, but never in CI."""
-    from normalign_llava.fetched.fetch import ARCHIVES, SUITE, FetchError, fetch
+    from normalign_llava.fetched.fetch import ARCHIVES, OFFLINE_SUITE, FetchError, fetch
 
     try:
-        for part in {*ARCHIVES, *SUITE}:
+        for part in {*ARCHIVES, *OFFLINE_SUITE}:
             fetch(part)
     except FetchError as error:
         if os.environ.get("CI"):

@@ -50,7 +50,7 @@ PRECISION = "it would round the gain, which is float32; evaluation has the preci
 ANSWERS = "use `normalign ask` on a checkpoint, or `normalign evaluate CHECKPOINT --data DATA`"
 LIGER = "Liger has no kernels for this architecture"
 PUSHES = "the result is published once, at the end; `normalign publish` sends a checkpoint"
-SUITE = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT`"
+BENCHMARKS = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT`"
 
 
 @dataclass
@@ -118,9 +118,9 @@ class TrainingOptions:
     dataset_text_field: str = refused("text", "rows are conversations, known by their columns")
     do_predict: bool = refused(False, ANSWERS)
     eval_packing: bool | None = refused(None, PACKING)
-    eval_suite: str | None = refused(None, SUITE)
-    eval_suite_limit: int | None = refused(None, SUITE)
-    eval_suite_path: str | None = refused(None, SUITE)
+    eval_suite: str | None = refused(None, BENCHMARKS)
+    eval_suite_limit: int | None = refused(None, BENCHMARKS)
+    eval_suite_path: str | None = refused(None, BENCHMARKS)
     fp16_full_eval: bool = refused(False, PRECISION)
     hub_always_push: bool = refused(False, PUSHES)
     hub_strategy: str = refused("end", PUSHES)

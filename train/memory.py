@@ -16,7 +16,7 @@ from transformers import DataCollator
 from ..errors import Printed
 from .collator import ConversationCollator, train_sampler
 from .keeping.record import gib, titled_table
-from .modules.model import BATCHES, GRADIENTS, PARTS, memory_shares, static_bytes
+from .modules.model import BATCHES, GRADIENTS, MEMORY_PARTS, memory_shares, static_bytes
 from .options import NormAlignConfig
 from .prepare import Rows
 from .shapes import peak_bytes
@@ -31,7 +31,7 @@ class MemoryEstimate(Printed):
     """The memory of a training step where it is highest, on each device.
 
     Attributes:
-        parts: Bytes of each of `PARTS` at that moment.
+        parts: Bytes of each of `MEMORY_PARTS` at that moment.
         batch: The largest forward pass in words: its rows, tokens with padding, images.
         device: What has `available` bytes, of which `reserved` are kept free.
     """
@@ -116,7 +116,7 @@ def estimate_memory(trainer, gradient_checkpointing: bool | None = None) -> Memo
     rows = len(ids) if positions is None else int((positions == 0).sum())
     images = len(batch.get("pixel_values", ()))
     shape = f"{rows:,} row(s), {ids.numel():,} tokens, {images:,} image(s)"
-    filled = {part: parts[part] for part in PARTS if parts[part]}
+    filled = {part: parts[part] for part in MEMORY_PARTS if parts[part]}
     return MemoryEstimate(filled, shape, *_device(args))
 
 

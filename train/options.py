@@ -28,7 +28,7 @@ STAGES["align"] |= dict(global_batch_size=256, per_device_train_batch_size=2)
 STAGES["tune"] |= dict(global_batch_size=128, per_device_train_batch_size=1)
 """Defaults of the paper's two stages (appendix E)."""
 
-ADAPTERS = {"learning_rate": 2e-4, "projector_learning_rate": 2e-5, "norm_learning_rate": 2e-5}
+WITH_ADAPTERS = {"learning_rate": 2e-4, "projector_learning_rate": 2e-5, "norm_learning_rate": 2e-5}
 """Learning rates of stage `tune` with adapters: LLaVA-1.5's for LoRA."""
 
 BOTH_STAGES: dict[str, Any] = dict(num_train_epochs=1.0, lr_scheduler_type="cosine", seed=42)
@@ -126,7 +126,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         """The peak learning rate of each module; 0 if frozen, as the vision tower with adapters."""
         defaults = STAGES.get(self.stage or "", {})
         if use_peft and self.stage == "tune" and not self.learning_rate_is_given:
-            defaults = ADAPTERS
+            defaults = WITH_ADAPTERS
         rest = self.learning_rate
         if not self.learning_rate_is_given:
             rest = defaults.get("learning_rate", rest)

@@ -174,7 +174,7 @@ def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[An
         if len(folders) > 1:
             listed = ", ".join(map(str, folders))
             raise ValueError(f"it has {METADATA} in several folders. Name one: {listed}.")
-        check_inside(path, files)
+        check_within(path, files)
         if files and not files[0].lower().endswith(".tar"):
             return open_files(tuple(files), streaming), folders[0]
         if files:
@@ -202,7 +202,7 @@ def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
     builder = datasets.load_dataset_builder(*words, data_dir=source.data_dir, data_files=files)
     if path.is_dir() and not source.data_files:
         named = builder.config.data_files or {}
-        check_inside(path / (source.data_dir or ""), chain.from_iterable(named.values()))
+        check_within(path / (source.data_dir or ""), chain.from_iterable(named.values()))
     if isinstance(builder, WebDataset):
         version = Hasher.hash(Path(__file__).read_bytes())
         builder = Shards(data_files=builder.config.data_files, hash=version)
@@ -224,11 +224,11 @@ def load_saved(folder: Path, split: str) -> Dataset:
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     if split not in splits:
         raise ValueError(f"it has the splits {', '.join(splits)}.")
-    check_inside(folder, [file["filename"] for file in splits[split].cache_files])
+    check_within(folder, [file["filename"] for file in splits[split].cache_files])
     return splits[split]
 
 
-def check_inside(folder: Path, files: Iterable[str]) -> None:
+def check_within(folder: Path, files: Iterable[str]) -> None:
     """Raises ValueError if a folder's links, card or `state.json` name files outside of it."""
     for file in files:
         if "://" in file or not is_inside(Path(file), folder.resolve()):

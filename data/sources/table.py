@@ -24,7 +24,7 @@ from .arguments import cores
 from .source import CHUNK, Source
 
 
-COLUMNS = Features(
+TABLE_COLUMNS = Features(
     dict.fromkeys(("source", "file", "reason", "form", "unread"), Value("string"))
     | dict.fromkeys(("left_out", "changed", "paths"), List(Value("string")))
     | dict.fromkeys(("index", "row"), Value("int64"))
@@ -194,7 +194,7 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
             batch_size=1,
             num_proc=processes if processes > 1 else None,
             remove_columns=chunks.column_names,
-            features=COLUMNS,
+            features=TABLE_COLUMNS,
             new_fingerprint=facts,
             cache_file_name=str(cache / f"{facts}.arrow"),
             desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
@@ -205,5 +205,5 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
 def _facts(chunk: dict, data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
     (start,) = chunk["start"]
     rows = row_checks.parse_rows(data.rows(start, CHUNK), data.rules, processor)
-    facts = {name: [row[name] for row in rows] for name in COLUMNS if name != "index"}
+    facts = {name: [row[name] for row in rows] for name in TABLE_COLUMNS if name != "index"}
     return {"index": list(range(start, start + len(rows))), **facts}

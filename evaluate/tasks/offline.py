@@ -41,7 +41,9 @@ class OfflineTask(ConfigurableTask):
 def easy_vqa(**_: object) -> dict[str, Dataset]:
     """The quickstart's questions on easy-VQA's test images: 100 of shape, colour, and yes or no."""
     asked = data.held_out(100)
-    of_kind = [[question for question in asked if question.kind == kind] for kind in data.KINDS]
+    of_kind = [
+        [question for question in asked if question.kind == kind] for kind in data.QUESTION_KINDS
+    ]
     mixed = [question for trio in zip(*of_kind, strict=True) for question in trio]  # kinds by turns
     return _as_test([(one, data.CHOICES[one.kind], one.kind.replace("/", "_")) for one in mixed])
 

@@ -14,7 +14,7 @@ from documented import documented
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.train.callbacks.depth_probe import DYNAMICS, layer_cosines
-from normalign_llava.train.callbacks.steps import PARTS
+from normalign_llava.train.callbacks.steps import GRADIENT_PARTS
 from normalign_llava.train.modules.model import base_model
 
 
@@ -105,7 +105,9 @@ def test_gradient_norms_are_those_before_clipping(step):
         logits = base_model(model)(**inputs, pixel_values=pixels).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.mT, batch["labels"][:, 1:], reduction="sum")
         (loss / count).backward()
-    squares = dict.fromkeys(PARTS if step.learning_rates["vision"] else PARTS[1:], 0.0)
+    squares = dict.fromkeys(
+        GRADIENT_PARTS if step.learning_rates["vision"] else GRADIENT_PARTS[1:], 0.0
+    )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is not None:
             squares[part_of(name)] += parameter.grad.square().sum().item()
@@ -172,7 +174,9 @@ def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
         trainer = training.trainer(tmp_path, checkpoint, use_peft=use_peft, **options)
         trainer.train()
         keys |= {key for entry in trainer.state.log_history for key in entry}
-    assert keys == {key.replace("PART", part) for key in documented("The log") for part in PARTS}
+    assert keys == {
+        key.replace("PART", part) for key in documented("The log") for part in GRADIENT_PARTS
+    }
 
 
 def test_cosines_are_those_of_the_hidden_states():

@@ -21,7 +21,7 @@ from prepared import Prepared
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.parse import DroppedRows
-from normalign_llava.train.callbacks.steps import PARTS
+from normalign_llava.train.callbacks.steps import GRADIENT_PARTS
 from normalign_llava.train.command import CONFIGS
 from normalign_llava.train.keeping.checkpoints import missing_from, only_run
 
@@ -175,7 +175,7 @@ def assert_same_run(ours: Path, reference: Path, weights, figures, check_dtype=T
 
 FIGURES = {"loss", "eval_loss", "learning_rate", "grad_norm", "gain/l2", "gain/mean_abs"}
 FIGURES |= {"gwc/factor", "norm/visual", "norm/text", "clip/share", "cosine/visual", "cosine/text"}
-FIGURES |= {"bias/mean_abs", *(f"grad_norm/{part}" for part in PARTS)}
+FIGURES |= {"bias/mean_abs", *(f"grad_norm/{part}" for part in GRADIENT_PARTS)}
 
 
 @pytest.fixture(scope="module")

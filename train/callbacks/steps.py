@@ -27,7 +27,7 @@ from ..options import NormAlignConfig
 
 logger = get_logger(__name__)  # logs in one process only
 
-PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
+GRADIENT_PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
 """Parts whose gradients are measured. The norm's gain and bias are apart from the projector."""
 
 
@@ -136,7 +136,7 @@ def norm_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _part(name: str) -> str:
-    """Which of `PARTS` a parameter belongs to."""
+    """Which of `GRADIENT_PARTS` a parameter belongs to."""
     module = parts.module_of(name)
     if module == "norm":
         return "gain" if name.endswith("weight") else "bias"
@@ -254,7 +254,7 @@ def weights_not_finite(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(gather_object(damaged))) if sharded else damaged
 
 
-COLUMNS = {
+LOG_COLUMNS = {
     "loss": ("loss", 9, ".4g"),
     "lr": ("learning_rate", 8, ".3g"),
     "visual": ("norm/visual", 8, ".3g"),
@@ -285,7 +285,7 @@ class ProgressLines(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._first_step, self._began = state.global_step, time.perf_counter()
-        names = (f"{name:>{width}}" for name, (_, width, _) in COLUMNS.items())
+        names = (f"{name:>{width}}" for name, (_, width, _) in LOG_COLUMNS.items())
         _print(state, "step", *names, "time left")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -294,7 +294,7 @@ class ProgressLines(TrainerCallback):
             pace = (time.perf_counter() - self._began) / steps
             left = timedelta(seconds=round(pace * (state.max_steps - state.global_step)))
             cells = []
-            for key, width, form in COLUMNS.values():
+            for key, width, form in LOG_COLUMNS.values():
                 value = format(logs[key], form) if key in logs else "-"
                 cells.append(f"{value:>{width}}")
             _print(state, step, *cells, f"{left!s:>9}")

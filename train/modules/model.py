@@ -36,9 +36,9 @@ PLACES = {"language": ["language_model", "lm_head"], "vision": ["vision_tower"]}
 PLACES |= {"projector": ["multi_modal_projector"], "norm": ["multi_modal_projector.norm"]}
 """What is in the names of their parameters; the norm is within the projector."""
 
-WEIGHTS, ADAPTERS, GRADIENTS = "weights", "adapters", "gradients"
+PARAMETERS, ADAPTERS, GRADIENTS = "weights", "adapters", "gradients"
 OPTIMIZER, BATCHES, ACTIVATIONS = "optimizer", "batches", "activations"
-PARTS = (WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS)
+MEMORY_PARTS = (PARAMETERS, ADAPTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS)
 """What takes memory in a step."""
 
 
@@ -286,10 +286,10 @@ def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
     states; DDP keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights
     in float32 once more. Paged optimizers' states count, although they may lie in the CPU's memory.
     """
-    sizes = dict.fromkeys((WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
+    sizes = dict.fromkeys((PARAMETERS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        sizes[ADAPTERS if ".lora_" in name else WEIGHTS] += (size := tensor_bytes(tensor))
+        sizes[ADAPTERS if ".lora_" in name else PARAMETERS] += (size := tensor_bytes(tensor))
         if tensor.requires_grad:
             sizes[GRADIENTS] += size
             sizes[OPTIMIZER] += _optimizer_bytes(args.optim.value, tensor, tensor in embeddings)
@@ -300,7 +300,7 @@ def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
 
 def memory_shares(args: TrainingArguments) -> dict[str, float]:
     """How much of each part a process has."""
-    least = {WEIGHTS: 3, ADAPTERS: 3, GRADIENTS: 2, OPTIMIZER: 1}
+    least = {PARAMETERS: 3, ADAPTERS: 3, GRADIENTS: 2, OPTIMIZER: 1}
     divided = [name for name, stage in least.items() if _zero_stage() >= stage]
     shares = {name: 1 / args.world_size if name in divided else 1.0 for name in least}
     kind = AcceleratorState().distributed_type
