@@ -71,7 +71,7 @@ def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
     """The factors `(text, all)` on embeddings on their way into the decoder of a language model.
 
     `text` applies where tokens are looked up, so to text alone (MiniCPM3); `all` to every input
-    embedding, visual tokens too (HRM). The norm that enters the decoder is the row's times both.
+    embedding, visual tokens too (HRM). A row enters the decoder with its norm times both.
     """
     root, kind = config.hidden_size**0.5, config.model_type
     if kind.startswith(("gemma", "vaultgemma")) or getattr(config, "scale_embedding", False):
@@ -85,6 +85,6 @@ def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
     return float(getattr(config, "scale_emb", 1.0)), float(getattr(config, "embedding_scale", 1.0))
 
 
-# `transformers serve` and pipelines look a loaded configuration up in both, TRL in one.
+# `transformers serve` and pipelines look up a configuration's model in both, TRL in one.
 for _names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
     _names[NormAlignLlavaConfig.model_type] = "NormAlignLlavaForConditionalGeneration"

@@ -35,9 +35,9 @@ def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
 
 
 class _CompensatedLayerNorm(torch.autograd.Function):
-    # The gradient at x is linear in the gain: with gain/s in its place it is divided by s. Those of
-    # gain and bias do not depend on the gain, so one fused kernel gives all three. The caller casts
-    # `out`: compiled by torch 2.11, a cast in here that changes nothing has gradients of 0.
+    # The gradient at x is linear in the gain: from gain/s it comes divided by s. Those of gain and
+    # bias do not depend on the gain, so one fused kernel gives all three. The caller casts `out`:
+    # compiled by torch 2.11, a cast in here that changes nothing has gradients of 0.
     @staticmethod
     def forward(ctx, x, eps, gain_floor, gain, bias):
         dtype = torch.promote_types(x.dtype, gain.dtype)
@@ -86,7 +86,7 @@ class _CompensatedNorm(nn.Module):
         self.gain_floor, self.compensate = gain_floor, compensate
 
     def train(self, mode: bool = True):
-        gain = self.weight  # the optimizer's: FSDP2 may copy it in a step. DeepSpeed's is float32
+        gain = self.weight  # the optimizer's: in a step FSDP2 has a copy. DeepSpeed's is float32
         if mode and gain.requires_grad and gain.itemsize < 4 and deepspeed_config() is None:
             logger.warning_once(
                 f"The gain is trained in {gain.dtype}: small updates vanish. Make it float32: "
@@ -99,9 +99,10 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
     """LayerNorm whose backward does not shrink with its gain (Global Weight Compensation).
 
     Forward of `x` `(..., d)`: `gain * (x - mean) / sqrt(var + eps) + bias`, bit for bit torch's.
-    Backward (eqs. 12, 24-26): the gradient at the normalised `x`, no other, is divided by
-    `max(mean |gain|, gain_floor)`, unless `compensate=False`. Gain and bias are float32, as 0.0134
-    in bfloat16 moves in steps of 6e-5; half precision is normalised in float32, and returned."""
+    Backward (eqs. 12, 24-26): only the gradient at the normalised `x` is divided, by
+    `max(mean |gain|, gain_floor)`, unless `compensate=False`. Gain and bias are float32, since a
+    gain of 0.0134 in bfloat16 moves in steps of 6e-5. The result has the dtype of `x`.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         gain, bias = self.weight, self.bias
@@ -137,8 +138,8 @@ def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def embedding_row_norms(weight: Tensor) -> Tensor:
     """L2 norm of every row of an embedding matrix `(V, d)`: `(V,)`, float64, on the CPU.
 
-    Chunks are widened, not the matrix. Sharded ones (DTensor, DeepSpeed ZeRO-3) are gathered, so
-    all ranks must call this. Raises ValueError on a meta or quantized matrix.
+    Rows are widened in chunks. A sharded matrix (DTensor, DeepSpeed ZeRO-3) is gathered, so all
+    ranks must call this. Raises ValueError on a meta or quantized matrix.
     """
     with _gathered(weight) as (whole,):
         if whole.is_meta or not whole.is_floating_point() or whole.itemsize < 2:
@@ -158,7 +159,7 @@ def mean_embedding_norm(weight: Tensor, exclude_rows: Iterable[int] = ()) -> flo
     counts = norms != 0
     counts[list(exclude_rows)] = False
     if bad := (counts & ~norms.isfinite()).nonzero().flatten().tolist():
-        raise ValueError(f"{len(bad)} embedding rows are NaN or infinite, first {bad[:10]}.")
+        raise ValueError(f"{len(bad)} embedding rows are NaN or infinite, among them {bad[:10]}.")
     if not counts.any():
         raise ValueError(f"All {len(norms)} embedding rows are zero or excluded. Load the weights.")
     return norms[counts].mean().item()
@@ -177,11 +178,10 @@ class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
     def __init__(self, config: NormAlignLlavaConfig):
         super().__init__(config)
         self.norm = nn.Identity()
+        size, compensate = config.text_config.hidden_size, config.gradient_compensation == "global"
         if config.projector_norm != "none":
             is_rms = config.projector_norm == "rms_norm"
             norm = GlobalWeightCompensatedRMSNorm if is_rms else GlobalWeightCompensatedLayerNorm
-            size = config.text_config.hidden_size
-            compensate = config.gradient_compensation == "global"
             self.norm = norm(size, config.projector_norm_eps, config.gain_floor, compensate)
 
     def forward(self, image_features: Tensor) -> Tensor:
@@ -200,9 +200,9 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         return self.base_model.language_model.dtype
 
     def measure_text_embedding_norm(self) -> float:
-        """N_text as text enters the decoder (eq. 11), which is also written into the config."""
+        """N_text, the mean norm of text entering the decoder (eq. 11); also set in the config."""
         norms = embedding_row_norms(self.get_input_embeddings().weight)
-        added = torch.isin(norms, norms[self.config.image_token_id :][:1])  # and padding like it
+        added = torch.isin(norms, norms[self.config.image_token_id :][:1])  # padding repeats it
         scale_text, scale_all = embedding_scales(self.config.text_config)
         mean = mean_embedding_norm(norms, added.nonzero().flatten().tolist())
         self.config.text_embedding_norm = mean * scale_text * scale_all
@@ -212,7 +212,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         """Sets the gain to N_text / sqrt(d) (eq. 11) and the bias to 0; writes and returns N_text.
 
         With `projector_gain_init="one"` the gain is 1. A factor on all input embeddings (Granite)
-        divides it. Raises ValueError without a norm, and as [`mean_embedding_norm`].
+        divides the gain. Raises ValueError without a norm, or as [`mean_embedding_norm`] does.
         """
         norm = self.base_model.multi_modal_projector.norm
         if isinstance(norm, nn.Identity):
@@ -245,7 +245,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         """[`~transformers.PreTrainedModel.from_pretrained`]; a LLaVA gets an aligned norm.
 
         bitsandbytes quantizes the decoder's layers alone, unless `llm_int8_skip_modules` is set.
-        Raises ValueError if tensors but the norm's are absent, unless `output_loading_info` is set.
+        Raises ValueError for missing tensors but the norm's, unless `output_loading_info` is set.
         """
         if isinstance(settings := kwargs.get("quantization_config"), dict):
             kwargs["quantization_config"] = settings = AutoQuantizationConfig.from_dict(settings)
@@ -287,7 +287,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         self._require_grads_hooks = [part.register_forward_hook(require_grads) for part in parts]
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **how):
-        """[`~transformers.PreTrainedModel.save_pretrained`] by own names, the norm in float32."""
+        """[`~transformers.PreTrainedModel.save_pretrained`] under own names, norm in float32."""
         state_dict = self.state_dict() if state_dict is None else dict(state_dict)
         norm = [name for name in state_dict if "projector.norm." in name]
         state_dict |= {name: state_dict[name].float() for name in norm}
