@@ -38,7 +38,7 @@ BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter and its base as in training: `dtype`, if known, is that before quantization."""
+    """An adapter, and its base as in training; `dtype`, if known, is from before quantization."""
 
     folder: Path
     peft_config: LoraConfig
@@ -61,10 +61,10 @@ class Adapter:
 
     def load(self) -> PeftModel:
         """The base as in training and the adapter on it, on a GPU if there is one, in eval mode."""
-        how = {"config": self.config, "quantization_config": self.quantization}
+        settings = {"config": self.config, "quantization_config": self.quantization}
         dtype = self.dtype or dtype_to_load("auto", self.config, self.base.weight_bytes)
         device = "auto" if torch.cuda.is_available() else None
-        model = self.base.load(dtype=dtype, device_map=device, **how)
+        model = self.base.load(dtype=dtype, device_map=device, **settings)
         if self.realigned:
             model.align_projector_norm()  # as the run that changed it did
         device = str(model.device)
@@ -78,14 +78,15 @@ def open_adapter(
     """Finds an adapter's base and checks that both fit; loads nothing. See [`merge_adapter`]."""
     check_adapter(adapter)
     check_files(adapter)
-    with loading(f"The configuration of {adapter}"):
+    with loading(f"The configuration of the adapter {adapter}"):
         peft_config = PeftConfig.from_pretrained(adapter)
     if (kind := peft_config.peft_type) != PeftType.LORA:
         raise ValueError(f"{adapter} is a {kind} adapter. Only LoRA, DoRA and rsLoRA are merged.")
     start = str(peft_config.init_lora_weights)
     if start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
         remedy = "Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
-        raise ValueError(f"{adapter}: init_lora_weights {start!r} changed the base. {remedy}")
+        fault = f"{adapter} was trained with init_lora_weights {start!r}, which changes the base"
+        raise ValueError(f"{fault}. {remedy}")
     quantization, dtype, changes = _training_settings(adapter, base_quantization)
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
@@ -131,7 +132,7 @@ def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfi
 def _check_tensors(
     adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str
 ) -> None:
-    """Of names or shapes that do not fit the base, PEFT only warns, or ignores them."""
+    """Raises ValueError if names or shapes do not fit the base; PEFT only warns, or ignores it."""
     with loading(f"The model {base}"):
         model = on_meta(config)
     with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
@@ -149,7 +150,7 @@ def _check_tensors(
 def _saved_tensors(adapted: PeftModel, stored: Collection[str]) -> dict[str, str]:
     """The names under which PEFT saves an adapter's tensors, and those in its model.
 
-    Embeddings with an adapter may be saved whole besides: they are here if they are `stored`.
+    Embeddings with an adapter may be saved whole besides; these are named if they are `stored`.
     """
     tensors, saved = adapted.state_dict(), dict[str, str]()
     names = {id(tensor): name for name, tensor in tensors.items()}

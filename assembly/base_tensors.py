@@ -106,4 +106,5 @@ class BaseTensors:
             if shape != [*expected.shape] and not is_new:
                 faults.append(f"{name} has shape {shape}, not {[*expected.shape]}")
         if faults:
-            raise ValueError(f"{self._base} has {len(faults)} wrong tensors: {faults[0]}. {AGAIN}")
+            fault = f"{len(faults)} tensors of {self._base} are not config.json's: {faults[0]}"
+            raise ValueError(f"{fault}. {AGAIN}")

@@ -72,15 +72,18 @@ def build_checkpoint(
     """Joins a vision encoder and a language model into an untrained NormAlign-LLaVA checkpoint.
 
     Args:
-        vision: Folder or Hub id: CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 or ViT.
+        vision: Folder or Hub id of a CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 (with or
+            without registers) or ViT.
         language: Folder or Hub id of a causal language model of transformers.
         output: Folder to create, which `build.json` with the report is in.
-        arm, norm: One of the paper's arms, see `ARMS`; `"layer_norm"` or `"rms_norm"`.
+        arm: One of the paper's arms, see `ARMS`.
+        norm: `"layer_norm"` or `"rms_norm"`.
         feature_layer: Hidden state(s) of the encoder to project; -1 is the last layer's output.
-        select_strategy: `"default"` drops the class token, `"full"` keeps every token. None is the
-            second for SigLIP, which has no class token, and the first for others.
+        select_strategy: `"default"` drops the class token, `"full"` keeps every token. None means
+            `"full"` for SigLIP, which has no class token, and `"default"` for others.
         chat_template: File with a Jinja template to use in place of the language model's own.
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the language model's.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the language model's. The norm
+            is always float32.
         seed: Seed of the projector's random weights; None uses torch's generator as it is.
 
     Raises ValueError, with nothing written, if a part or an option does not fit.
@@ -126,13 +129,13 @@ def retrofit_checkpoint(
     norm: str = "layer_norm",
     dtype: str = "auto",
 ) -> BuildReport:
-    """Adds the aligned norm to a LLaVA, whose tensors all stay; see [`build_checkpoint`]."""
+    """Adds the aligned norm to a LLaVA, whose tensors stay the same; see [`build_checkpoint`]."""
     arguments, dtype = _norm_arguments(arm, norm), torch_dtype(dtype)
     with finished_folder(output) as folder:
         opened = open_checkpoint(llava)
         if opened.model_type != "llava":
             raise ValueError(
-                f"{llava} is a {opened.model_type!r} model. --from-llava takes 'llava'."
+                f"{llava} is a {opened.model_type!r} model. --from-llava takes a LLaVA ('llava')."
             )
         encoder, stock = parts.vision_config(opened), opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
@@ -162,7 +165,8 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 def _finish(model, processor, folder, output, vision, language, arm, marks) -> BuildReport:
     if not marks:
         logger.warning(
-            "No {% generation %} marks in the chat template: to train, see --chat-template."
+            "The chat template has no {% generation %} marks, which training on assistant turns "
+            "needs. To train this checkpoint, build it with --chat-template."
         )
     has_norm, projector = model.config.projector_norm != "none", model.model.multi_modal_projector
     n_text = model.align_projector_norm() if has_norm else model.measure_text_embedding_norm()
@@ -200,4 +204,4 @@ def _finish(model, processor, folder, output, vision, language, arm, marks) -> B
 
 
 def _public_name(name: str) -> str:
-    return Path(name).name if Path(name).exists() else name  # no local path in a checkpoint
+    return Path(name).name if Path(name).exists() else name  # a checkpoint has no local path

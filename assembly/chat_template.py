@@ -66,8 +66,10 @@ def multimodal_chat_template(
             return marked, True
     render = partial(_render, preamble + template, special_tokens)
     if difference := _difference(render, original, reads_images):
-        changed = f"With the image preamble the chat template renders {difference!r} differently"
-        raise ValueError(f"{changed}. Give another with `--chat-template`.")
+        raise ValueError(
+            f"With the image preamble the chat template renders the conversation {difference!r} "
+            "differently. Give another with `--chat-template`."
+        )
     return preamble + template, False
 
 
@@ -75,13 +77,13 @@ def printing_first(template: str, text: str, image_token: str) -> str:
     """The template with `text` before all that it prints, whose white space stays as it is."""
     preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
     preamble = preamble if template.startswith(preamble) else ""
-    # A block, since jinja strips the line break after it, and white space before one in a new line.
+    # A block: jinja strips the line break after it, and white space before one that begins a line.
     block = f"{{% if messages %}}{{{{ {text!r} }}}}{{% endif %}}\n"
     return preamble + block + template.removeprefix(preamble)
 
 
 def check_texts(template: str, special_tokens: Tokens) -> list[str]:
-    """The check's conversations as printed: with an image, with and without generation prompt."""
+    """The check's conversations with an image, printed with and without generation prompt."""
     texts = []
     for chat in _CONVERSATIONS.values():
         for prompt in (False, True):
@@ -99,8 +101,8 @@ def has_generation_marks(template: str) -> bool:
 def _render(
     template: str, special_tokens: Tokens, messages: Messages, tools=None, prompt: bool = False
 ) -> str:
-    how: Any = {"chat_template": template, "add_generation_prompt": prompt, **special_tokens}
-    return render_jinja_template([messages], tools=tools, **how)[0][0]
+    options: Any = {"chat_template": template, "add_generation_prompt": prompt, **special_tokens}
+    return render_jinja_template([messages], tools=tools, **options)[0][0]
 
 
 def _outcome(render: Renderer, *args: Any) -> str:
@@ -150,9 +152,9 @@ def _candidates(template: str) -> Iterator[str]:
     from trl.chat_template_utils import get_training_chat_template  # takes seconds, and few need it
 
     # TRL needs a tokenizer, but uses only its template and special tokens.
-    how = {"tokenizer_object": Tokenizer(BPE()), "chat_template": template, **_STAND_INS}
+    options = {"tokenizer_object": Tokenizer(BPE()), "chat_template": template, **_STAND_INS}
     with suppress(Exception):  # TRL does not know the template, or it refuses TRL's conversation
-        if marked := get_training_chat_template(PreTrainedTokenizerFast(**how)):
+        if marked := get_training_chat_template(PreTrainedTokenizerFast(**options)):
             yield marked
 
 
@@ -167,8 +169,8 @@ def _marks_hold(template: str, special_tokens: Tokens) -> bool:
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns or not all(chat["messages"][at]["content"].strip() in text for at in turns):
             continue
-        how: Any = {"chat_template": template, "return_assistant_tokens_mask": True}
-        spans = render_jinja_template([messages], tools=tools, **how, **special_tokens)[1][0]
+        masked: Any = {"chat_template": template, "return_assistant_tokens_mask": True}
+        spans = render_jinja_template([messages], tools=tools, **masked, **special_tokens)[1][0]
         prompts, wanted = [render(messages[:at], tools, True) for at in turns], []
         for prompt in prompts:
             stop = text.find(end_of_turn, len(prompt)) + len(end_of_turn)

@@ -80,12 +80,12 @@ def embedding_statistics(
     """Measures the token embeddings of a language model or (NormAlign-)LLaVA; reads nothing else.
 
     Args:
-        model: Folder with safetensors, or Hub id, of which the file with the embeddings is fetched.
+        model: Folder with safetensors, or Hub id, of whose weights the embeddings' file is fetched.
         top: Number of tokens of largest norm to name.
         revision: Branch, tag or commit of the Hub repository.
 
-    Raises ValueError if `model` has no weights that can be read, not one token embedding, or one
-    that is quantized, is not finite, or has no row that counts.
+    Raises ValueError if `model` has no weights that can be read, or not exactly one token
+    embedding, or if that is quantized, has NaN or infinite values, or has no row that counts.
     """
     opened, tokenizer = open_checkpoint(model, revision), None
     (file,) = check_weights(opened.name, opened.revision, partial(_embedding_name, model))

@@ -36,9 +36,9 @@ class MergeReport(Printed):
     """The report that `normalign merge` prints.
 
     Attributes:
-        quantization: The base's in training, in words.
-        dtype: Of all weights but the norm's, which is float32.
-        difference: Largest difference between the outputs of a layer with its adapter and merged,
+        quantization: How the base was quantized in training, in words.
+        dtype: The dtype of all weights but the norm's, which are float32.
+        difference: Largest difference between a layer's outputs with its adapter and after merging,
             for random inputs in float32, as a share of the layer's largest output.
     """
 
@@ -69,8 +69,9 @@ def merge_adapter(
         adapter: Folder that training wrote, or a trainer's `checkpoint-N`.
         output: Folder to create, or an empty one. It is written as a whole or not at all.
         base: Checkpoint folder or Hub id, if the one that the adapter names is gone.
-        base_quantization: One of `BASE_QUANTIZATIONS`, from the base's own dtype, in place of
-            `training.json`, which TRL alone does not write.
+        base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, in
+            place of what `training.json` says, which TRL alone does not write. The base's weights
+            are quantized in their own dtype.
         dtype: The dtype of the written weights; `"auto"` is the base's. The norm is always float32.
 
     Raises ValueError, with nothing written, if there is no LoRA adapter, or no base that it fits,
@@ -95,7 +96,7 @@ def merge_adapter(
             adapted = {weights.module_of_file(name) for name in file.keys()}  # noqa: SIM118
         frozen = {"vision_tower"} - adapted if dtype == tensors.dtype else ()
         linked = weights.unchanged_files(layout, frozen, weights.index_folder(base, revision))
-        with suppress(OSError), loading(f"The generation configuration of {base}"):  # if any
+        with suppress(OSError), loading(f"The generation configuration of {base}"):
             merged.generation_config = GenerationConfig.from_pretrained(base, revision=revision)
         differences = [0.0]
         values = _finite(_merged_tensors(opened, tensors, layout, differences), layout)
@@ -103,10 +104,11 @@ def merge_adapter(
         weights.save_model(merged, folder, layout, values=shown, linked=linked)
         opened.processor.save_pretrained(folder)
         for name in (CARD, *RECORDS):
-            if (own := adapter / name).is_file():
-                text = own.read_text("utf-8", "replace") if name == CARD else ""
-                files = [] if "# Model Card for Model ID" in text else [own]  # PEFT's: local paths
-            else:  # DYNAMICS of the base are of its own run
+            if (file := adapter / name).is_file():
+                text = file.read_text("utf-8", "replace") if name == CARD else ""
+                by_peft = "# Model Card for Model ID" in text  # and has local paths
+                files = [] if by_peft else [file]
+            else:  # the base's DYNAMICS are those of its own run
                 files = files_of(base, [name], revision) if name != DYNAMICS else []
             for file in files:
                 shutil.copyfile(file, folder / name)
@@ -123,7 +125,7 @@ def merge_adapter(
 def _merged_tensors(
     adapter: Adapter, base: BaseTensors, layout: dict[str, Tensor], differences: list[float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of `layout`; `differences` gets what [`MergeReport`] has the largest of."""
+    """Names and values of `layout`; [`MergeReport`] has the largest of the `differences`."""
     rest, adapted = set(layout), adapter.on_meta().get_base_model()
     wrapped: list[str] = []
     for path, module in adapted.named_modules():
@@ -133,8 +135,9 @@ def _merged_tensors(
         wrapped.append(path)
         with loading(f"The adapter {adapter.folder}"):
             values, difference = _merged_layer(path, module, base)
-        if not difference <= 1e-3:  # nor NaN; of the largest output
-            raise ValueError(f"Merging changed {path} by {difference:.3g}. Nothing was written.")
+        if not difference <= 1e-3:  # or it is NaN
+            changed = f"Merging changed outputs of {path} by {difference:.3g} of the largest"
+            raise ValueError(f"{changed}. Nothing was written.")
         differences.append(difference)
         for name, value in values.items():
             if (name := f"{path}.{name}") in rest:  # no tied one
@@ -171,7 +174,7 @@ def _merged_layer(
     else:
         inputs = torch.randn(4, module.in_features, generator=random)
     with torch.no_grad():
-        known = isinstance(layer, nn.Linear | Conv1D | nn.Embedding)  # no experts
+        known = isinstance(layer, nn.Linear | Conv1D | nn.Embedding)  # not MoE experts
         expected = module(inputs) if known else torch.ones(())
         if isinstance(module, ParamWrapper | TrainableTokensWrapper):
             module.unload_and_optionally_merge_module(True, safe_merge=True, adapter_names=None)

@@ -53,11 +53,11 @@ def check_language_model(language: Checkpoint) -> None:
         kind = f"a {config.model_type!r} model"
         raise ValueError(f"{language.name} is {kind}, not a causal language model with a cache.")
     if config.model_type in ("bloom", "nanochat"):
-        logger.warning(f"{language.name} normalises its inputs, so the gain has no effect on it.")
+        logger.warning(f"{language.name} normalises its input embeddings: the gain has no effect.")
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> bool:
-    """Adds the image token and a template, a file's if there is one; tells whether it has marks."""
+    """Adds the image token and a chat template, of `path` if set; tells whether it has marks."""
     original = tokenizer.chat_template
     if isinstance(original, dict):  # of several, apply_chat_template uses this one
         original = original.get("default")
@@ -83,7 +83,7 @@ def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTr
             f"LLaVA cannot hold {language.name}: its head has a bias, its embeddings are not as "
             "wide as its hidden states, or AutoModel does not know its base model. Use another."
         )
-    # Or resizing would tie what a file has apart.
+    # Otherwise resizing would tie two tensors that the file has apart.
     model.config.tie_word_embeddings = head.weight is embeddings.weight
     return model
 
@@ -109,7 +109,7 @@ def assemble(
     not finite.
     """
     if not logits.isfinite().all():
-        raise ValueError("The language model's logits are NaN or infinite. Use another.")
+        raise ValueError("The language model's logits are NaN or infinite: weights are damaged.")
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(config)
     model.model.vision_tower = tower
@@ -123,7 +123,8 @@ def assemble(
     model.generation_config = language.generation_config
     atol = 1e-2 * logits.abs().max().item()
     if not torch.allclose(text_logits(model), logits, rtol=1e-2, atol=atol):
-        raise ValueError("Inside LLaVA, the language model's logits are not its own. Use another.")
+        fault = "Inside LLaVA, the language model computes other logits than by itself"
+        raise ValueError(f"{fault}. Use another language model.")
     return model
 
 

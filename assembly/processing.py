@@ -3,7 +3,8 @@
 
 Its tokenizer adds no tokens: `processor(text)` would have them, and training, TRL, vLLM and
 `tokenizer.apply_chat_template` would not. What it put first the chat template prints, as those of
-Llama 2 and 3, Gemma and Mistral do, and now those of TinyLlama, Zephyr and LLaVA 1.5.
+Llama 2 and 3, Gemma and Mistral do; those of TinyLlama, Zephyr and LLaVA 1.5 get it. What it put
+last is left out, since it would end a prompt.
 """
 
 import copy
@@ -38,7 +39,8 @@ ARMS = {
 }
 """Arms as configuration: no norm; gain 1; aligned without compensation; with it (the default)."""
 
-ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")  # all of an arm
+ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
+"""The fields of the configuration that an arm sets."""
 
 
 def arm_of(config: NormAlignLlavaConfig) -> str:
@@ -54,23 +56,24 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
     """Raises ValueError if the encoder has no such hidden state; -1 is the last layer's output."""
     states = config.num_hidden_layers + 1
     if feature_layer == 0:
-        raise ValueError(f"LLaVA reads feature_layer 0 as none. The embeddings are {-states}.")
+        raise ValueError(f"LLaVA reads feature_layer 0 as no layer. The embeddings are {-states}.")
     for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
         if not -states <= layer < states:
-            raise ValueError(f"feature_layer {layer} is none of {states} hidden states.")
+            raise ValueError(f"feature_layer {layer} does not exist among {states} hidden states.")
 
 
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Sets the padding side to left, as generating from a batch needs it, also in what is saved."""
-    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
+    """Sets the padding side to left, which generating from a batch needs, also for saving."""
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # saved by the latter
 
 
 def settle(processor: LlavaProcessor) -> None:
     """Makes the tokenizer pad left and add no tokens; the chat template prints what it put first.
 
-    Without a chat template it only pads; once settled nothing changes. What was put first is kept
-    as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`]. Raises ValueError if a
-    conversation's tokens would differ from those before, or letters without a token are dropped.
+    Without a chat template it only pads left; a processor that is settled does not change. What was
+    put first is kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`]. Raises
+    ValueError if a conversation's tokens would differ from those before, or if the tokenizer drops
+    letters without a token.
     """
     tokenizer = processor.tokenizer
     pad_left(tokenizer)
@@ -91,24 +94,25 @@ def settle(processor: LlavaProcessor) -> None:
         first = next((first for first in tokens if tokens[first] == expected), None)
         if first is None or True in printed:
             raise ValueError(
-                f"The tokenizer puts {added!r} before a text, the template before some only, or "
-                "with other tokens. Give one that prints it before all with --chat-template."
+                f"The tokenizer puts {added!r} before a text, and the chat template prints it "
+                "before some only, or the text would then have other tokens. Give a template that "
+                "prints it before all with --chat-template."
             )
         template = printing_first(template, first, processor.image_token)
         processor.chat_template = tokenizer.chat_template = template
         if os.environ.get("RANK", "0") == "0":
             logger.warning(
-                f"The chat template now prints {added!r}, as the tokenizer did before a text. If "
-                "this checkpoint is trained already, it was trained without it."
+                f"The chat template now prints {added!r}, which the tokenizer put before a text. "
+                "If this checkpoint is trained already, it was trained without it."
             )
     tokenizer.add_bos_token = tokenizer.add_eos_token = False
     tokenizer.init_kwargs["text_start"] = start
     if any(_added(processor)):
-        raise ValueError(f"The tokenizer cannot but add {start + end} to every text. Use another.")
+        raise ValueError(f"The tokenizer adds {start + end} to texts whatever is set. Use another.")
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """For text without a chat template, which starts as the language model's tokenizer had it."""
+    """A tokenizer for text without a chat template, which starts as the language model had it."""
     if start := tokenizer.init_kwargs.get("text_start"):
         tokenizer = copy.deepcopy(tokenizer)
         tokens = [*zip(start, tokenizer.convert_tokens_to_ids(start), strict=True)]
@@ -141,11 +145,12 @@ def make_processor(
     strategy = select_strategy or ("default" if class_tokens else "full")
     if strategy == "default" and not class_tokens:
         kind = vision_config.model_type
-        raise ValueError(f"select_strategy 'default' drops a patch of {kind}. Use 'full'.")
+        fault = f"select_strategy 'default' drops the first token, but {kind} has no class token"
+        raise ValueError(f"{fault}: a patch of the image would be lost. Use 'full'.")
     if not image_processor.crop_size:
         size = image_processor.size
         if not size.get("height") or not size.get("width"):
-            raise ValueError(f"The image processor's size {dict(size)} is no height and width.")
+            raise ValueError(f"The image processor's size {dict(size)} has no height and width.")
         image_processor.crop_size = {"height": size["height"], "width": size["width"]}
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

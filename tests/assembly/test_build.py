@@ -130,8 +130,8 @@ def test_arms(folders, arm, norm):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"feature_layer": 9}, "feature_layer 9 is none of 4 hidden states"),
-        ({"select_strategy": "default"}, "drops a patch"),
+        ({"feature_layer": 9}, "feature_layer 9 does not exist among 4 hidden states"),
+        ({"select_strategy": "default"}, "drops the first token"),
         ({"vision": "language"}, "'llama' model. .*siglip_vision_model"),
         ({"language": "vision"}, "'siglip_vision_model' model, not a causal language model"),
     ],
@@ -154,8 +154,8 @@ def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_
         ("opt", dict(word_embed_proj_dim=16, ffn_dim=48), "embeddings are not as wide as"),
         ("openai-gpt", {}, "'openai-gpt' model, not a causal .* with a cache"),
         # Falcon-H1 multiplies embeddings only where it looks them up itself, as LLaVA does for it.
-        ("falcon_h1", mamba, "logits are not its own"),
-        ("inkling_text", dict(n_routed_experts=8), "logits are not its own"),
+        ("falcon_h1", mamba, "other logits than by itself"),
+        ("inkling_text", dict(n_routed_experts=8), "other logits than by itself"),
     ):
         language = parts.language(tmp_path / kind, cls=transformers.CONFIG_MAPPING[kind], **sizes)
         with pytest.raises(ValueError, match=message):
@@ -236,7 +236,7 @@ def test_training_from_an_unsettled_checkpoint_writes_settled_ones(tmp_path, cap
     trainer = training.trainer(output, checkpoint, **options)
     trainer.train()
     trainer.save_model()
-    assert caplog.text.count("now prints 'Z', as the tokenizer did before a text") == 1
+    assert caplog.text.count("now prints 'Z', which the tokenizer put before a text") == 1
     folders = [output, output / "checkpoint-1"]
     if use_peft:
         merge_adapter(output, tmp_path / "merged", base=str(checkpoint))
