@@ -132,10 +132,11 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
 def finished_folder(
     target: str | os.PathLike, written: Callable[[Path], Collection[str]] | None = None
 ) -> Iterator[Path]:
-    """Yields a temporary folder that becomes `target` if the block ends without error, or goes.
+    """Yields a temporary folder that becomes `target` if the block ends without error.
 
-    With `written`, `target` lies in a checkpoint, and an earlier one with no names but those that
-    `written` gives is replaced as a whole; if interrupted, the next run takes the second step.
+    Otherwise it is removed. With `written`, `target` lies in a checkpoint, and an earlier version
+    of it is replaced as a whole, unless it holds other names than `written` returns. If that is
+    interrupted, the next run takes the second step.
 
     Raises ValueError if another process is making `target`, or it holds something else, and
     FileExistsError if it was filled meanwhile: the message says where the new one is kept.
@@ -145,7 +146,7 @@ def finished_folder(
     def foreign() -> str:
         names = {path.name for path in target.iterdir()} if target.exists() else set()
         others = sorted(names - set(written(target) if written else ()))
-        return f"{target} holds {others[0]}, which is not to be replaced." if others else ""
+        return f"{target} holds {others[0]}, which this command must not replace." if others else ""
 
     if written:
         check_free(target.parent)
@@ -182,7 +183,8 @@ def _temporary(target: Path) -> Iterator[Path]:
 def remove_unfinished(target: Path) -> list[Path]:
     """Removes killed processes' temporary folders for `target`; returns the locks of those in use.
 
-    Their names end in eight letters of `tempfile`'s, and nothing else is in them.
+    Their names end in eight letters of `tempfile`'s, and they hold nothing but `target`, the folder
+    that it replaces, and the lock.
     """
     locks = []
     for unfinished in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
@@ -268,7 +270,7 @@ def check_free(folder: Path) -> None:
 
 
 def busy(folder: Path, lock: Path) -> str:
-    """An error's text: the process which has the lock in the file `lock` writes to a folder."""
+    """The text of an error: which process writes to a folder, as its file `lock` says."""
     writer = "another process"
     with suppress(OSError, ValueError):
         writer = lock.read_text("utf-8") or writer

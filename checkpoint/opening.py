@@ -76,9 +76,9 @@ class Checkpoint:
 
     def check_image_token(self, processor: LlavaProcessor) -> None:
         """Raises ValueError if a processor has another image token than the configuration."""
-        stored, own = self.config.image_token_id, processor.image_token_id
-        if own != stored:
-            tokens = f"{stored} in config.json and {own} in its tokenizer"
+        stored, in_tokenizer = self.config.image_token_id, processor.image_token_id
+        if in_tokenizer != stored:
+            tokens = f"{stored} in config.json and {in_tokenizer} in its tokenizer"
             raise ValueError(f"The image token of {self.name} is {tokens}. {_SAVE}.")
 
     def preprocessor(self, cls: Any) -> Any:
@@ -105,7 +105,7 @@ class Checkpoint:
         config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Its model, by `cls.from_pretrained`; `config`, a part's, is used in place of its own."""
+        """Its model, by `cls.from_pretrained`; a `config` of a part is used in place of its own."""
         size = self.weight_bytes
         # ZeRO-3 would shard the model on meta.
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():
@@ -123,11 +123,11 @@ class Checkpoint:
             logging.set_verbosity(verbosity)
         for kind in ("unexpected_keys", "missing_keys"):
             names = sorted(key for key in info[kind] if not key.startswith(_MAY_BE_ABSENT))
-            shown = f"{cls.__name__}: {', '.join(names[:10])}"
+            listed = f"{cls.__name__}: {', '.join(names[:10])}"
             if names and kind == "missing_keys":
-                raise ValueError(f"{self.name} lacks {len(names)} tensors of {shown}.")
+                raise ValueError(f"{self.name} lacks {len(names)} tensors of {listed}.")
             if names and config is None:
-                logger.warning(f"{self.name} has {len(names)} tensors that are not of {shown}.")
+                logger.warning(f"{self.name} has {len(names)} tensors that are not of {listed}.")
         return model
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:
@@ -161,19 +161,20 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
             counts.append(sum(map(len, model.get_image_features(pixels).pooler_output)))
     if len(set(counts)) > 1:
         raise ValueError(
-            f"An image has {tokens} image tokens in the prompt, {counts[1:]} by processor, model. "
+            f"An image has {tokens} image tokens in the prompt, and "
+            f"{' and '.join(map(str, counts[1:]))} by processor and model. "
             "The image processor must give all images one size, a multiple of the patch."
         )
     return tokens
 
 
-FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)  # of the Hub client, and of cards
+FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)  # of the Hub client and of cards
 
 
 def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] | None:
     """The licence in a model's card: `license`, `license_name` and `license_link` of its metadata.
 
-    Several become "other", all of them `license_name`. A relative link becomes absolute, or None.
+    Several become "other", with all in `license_name`. A relative link becomes absolute, or None.
     """
     card, _ = _card(name, revision, "model")
     licence, called, link = (card.get(key) for key in ("license", "license_name", "license_link"))

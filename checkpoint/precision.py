@@ -26,11 +26,11 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_
 
 
 def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> bool:
-    """Whether a device multiplies bfloat16 or float16 matrices 1.5 times as fast as float32 ones.
+    """Whether a device multiplies matrices in half precision 1.5 times as fast as in float32.
 
     A CPU is measured once in a process, since many only emulate bfloat16. GPUs are asked; one that
-    only emulates bfloat16, such as a T4, counts as slow. `device` is a type, by default the
-    accelerator's, or else "cpu".
+    only emulates bfloat16, such as a T4, counts as slow. `dtype` is bfloat16 or float16; `device`
+    is a type, by default the accelerator's, or else "cpu".
     """
     if device is None:
         accelerator = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
@@ -44,7 +44,7 @@ def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None 
 
 
 def compute_dtype() -> torch.dtype:
-    """For products with 4-bit weights: bfloat16, or else float16 on a GPU and float32 on a CPU."""
+    """The dtype of products with 4-bit weights: bfloat16, else float16 on GPUs, float32 on CPUs."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if half_precision_pays(torch.bfloat16, device):
         return torch.bfloat16
@@ -54,11 +54,11 @@ def compute_dtype() -> torch.dtype:
 def four_bits(model: PreTrainedModel, dtype: str | torch.dtype = "auto") -> BitsAndBytesConfig:
     """How to load a model, which may lie on meta, in 4 bits: its decoder's layers, as in training.
 
-    `dtype` is of products, and to load the rest in; "auto" is [`compute_dtype`].
+    `dtype` is that of products and of the rest of the model; "auto" is [`compute_dtype`].
     """
     dtype = compute_dtype() if dtype == "auto" else dtype
     path = next(name for name, module in model.named_modules() if module is model.get_decoder())
-    # Beside the decoder and beside what holds it, such as `lm_head` and `model.vision_tower`.
+    # Modules beside the decoder and what holds it, such as `lm_head` and `model.vision_tower`.
     outside, holder = [], ""
     for part in path.split(".") if path else ():
         beside = (name for name, _ in model.get_submodule(holder).named_children() if name != part)

@@ -34,10 +34,10 @@ _OTHER_FILES = {"configuration_files", "transformers_weights", "fast_tokenizer_f
 
 
 def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Checks all files but weights, before transformers reads them; returns `config.json`, or `{}`.
+    """Checks all files but the weights, before transformers reads them; returns `config.json`.
 
-    Raises ValueError if a file is not valid JSON, is a link out of the folder, or names code or
-    another file to read, or if there is a model and an adapter.
+    Of an adapter it returns `{}`. Raises ValueError if a file is not valid JSON, is a link out of
+    the folder, or names code or another file to read, or if there is a model and an adapter.
     """
     # Records are copied and results written, so all files count.
     for parent, folders, names in os.walk(str(checkpoint)):
@@ -66,8 +66,8 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
         raise ValueError(f"{named}. None of it was run. Remove that, or use another checkpoint.")
     for name, content in settings.items():
         if others := content.keys() & _OTHER_FILES:
-            other = min(others)
-            raise ValueError(f"{files[name]}: {other} names files to read for others. Remove it.")
+            named = f"{min(others)} names files to read in place of others"
+            raise ValueError(f"{files[name]}: {named}. Remove it.")
     return config
 
 
@@ -76,9 +76,10 @@ def check_weights(
     revision: str | None = None,
     holding: Callable[[Iterable[str]], str] | None = None,
 ) -> list[Path]:
-    """The files of weights, of a Hub id fetched, once they are known to be whole and in the folder.
+    """The files of weights, once they are known to be whole and in the folder.
 
-    With an index, only the file of the tensor that `holding` chooses of its names is fetched.
+    Those of a Hub id are fetched; if there is an index and `holding`, only the file with the tensor
+    that `holding` chooses of the names in the index.
     Raises ValueError if there are no weights in safetensors, or they lie elsewhere or are damaged.
     """
     weights = files_of(checkpoint, [WEIGHTS], revision)
@@ -90,7 +91,7 @@ def check_weights(
         names = sorted({*names}) if holding is None else [weight_map[holding(weight_map)]]
         weights = files_of(checkpoint, names, revision)
         if absent := sorted({*names} - {file.name for file in weights}):
-            raise ValueError(f"{index} names {', '.join(absent)}, but there is none. {AGAIN}")
+            raise ValueError(f"{index} names {', '.join(absent)}, which is missing. {AGAIN}")
     if not weights:
         raise ValueError(
             f"{checkpoint} has no weights in safetensors: neither {WEIGHTS} nor {INDEX}. Pickles "
@@ -104,7 +105,7 @@ def check_weights(
 
 
 def check_inside(file: Path, folder: Path | None = None) -> None:
-    """Raises ValueError if `file` is a pipe or a device, or a link out of `folder` or its own."""
+    """Raises ValueError for a pipe, a device, or a link out of `folder`, by default the file's."""
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise ValueError(f"{file} is a pipe or a device, not a file. Remove it.")
     if not is_inside(file, (folder or file.parent).resolve()):
@@ -121,7 +122,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 @contextmanager
 def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
-    """Errors of reading other people's files become ValueErrors whose subject is `what`.
+    """Turns errors of reading other people's files into ValueErrors whose subject is `what`.
 
     OSError and ImportError stay, as do errors of a device, of a library of kernels, and of memory.
     """
@@ -141,7 +142,7 @@ def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
             raise
         reason = " ".join(first_cause(error)[0].split())
         if "trust_remote_code" in reason:
-            raise ValueError(f"{what} needs code that comes with it: none is run.") from error
+            raise ValueError(f"{what} needs code that comes with it, which is not run.") from error
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         reason = reason[:600].rstrip(".")
         raise ValueError(f"{what} cannot be loaded: {kind}{reason}. {remedy}") from error

@@ -42,12 +42,15 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def save_model(
-    model: NormAlignLlavaForConditionalGeneration, folder: Path, layout=None, **how: Any
+    model: NormAlignLlavaForConditionalGeneration,
+    folder: Path,
+    layout: Mapping[str, Tensor] | None = None,
+    **options: Any,
 ) -> None:
     """`save_pretrained`, with weights, or those of `layout`, as [`write_weights`] writes them."""
     with no_progress_bar():
         model.save_pretrained(folder, state_dict={})
-    write_weights(folder, layout or stored_tensors(model), **how)
+    write_weights(folder, layout or stored_tensors(model), **options)
 
 
 def stored_tensors(
@@ -74,7 +77,7 @@ def write_weights(
     Args:
         layout: All tensors by name, for shapes and dtypes; they may be on meta.
         values: All names and values, in any order, to cast to those dtypes; by default `layout`'s.
-        linked: Files to link, not to write, or to copy where links cannot be: [`unchanged_files`].
+        linked: Files to link in place of writing, or copy if that fails: see [`unchanged_files`].
     """
     files, places, linked = shards_of(layout), dict[str, tuple[BinaryIO, int]](), linked or {}
     with ExitStack() as opened:
@@ -86,7 +89,7 @@ def write_weights(
                 except OSError:  # the file system has no hard links, or it is another one
                     shutil.copy2(linked[file_name], partial)
                 continue
-            # Tensors have no gaps. By size of their numbers, all begin at a multiple of it.
+            # Tensors have no gaps. Sorted by the size of their numbers, all of them are aligned.
             names = sorted(names, key=lambda name: (-layout[name].itemsize, name))
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
@@ -140,7 +143,7 @@ def index_folder(name: str, revision: str | None) -> list[Path]:
 
 
 def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Files and their tensors: those of one module, in the model's order, up to `SHARD_BYTES`."""
+    """Names of files, and of the tensors in each: of one module, in order, up to `SHARD_BYTES`."""
     modules: dict[str, list[list[str]]] = {}
     for name, tensor in layout.items():
         shards = modules.setdefault(module_of_file(name), [[]])

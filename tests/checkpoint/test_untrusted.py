@@ -195,7 +195,7 @@ def test_no_command_runs_code_that_comes_with_a_checkpoint(refused, command, kin
         (foreign("processor_config.json", "AutoProcessor"), "auto_map in processor_config.json"),
         (adapter_config(megatron_config={"a": 1}), "megatron_core in adapter_config.json"),
         (adapter_config(rest=[{"attn_implementation": "evil/it"}]), "attn_implementation evil/it"),
-        (adapter_config(init_lora_weights="pissa_niter_4"), "changed the base"),
+        (adapter_config(init_lora_weights="pissa_niter_4"), "changes the base"),
     ],
 )
 def test_an_adapter_that_brings_code_or_changed_its_base_is_not_merged(good, tmp_path, spoil, said):
@@ -217,7 +217,7 @@ def test_a_part_that_needs_code_is_not_built_in(tmp_path):
     vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
     foreign("config.json", "AutoConfig", model_type="evil")(Path(language))
     words = ["--vision", vision, "--language", language, "--output", tmp_path / "out"]
-    assert "needs code that comes with it: none is run" in stopped("build", *words)
+    assert "needs code that comes with it, which is not run" in stopped("build", *words)
     assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
 
 
