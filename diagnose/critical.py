@@ -28,7 +28,10 @@ PASSAGES = files(__package__).joinpath("passages.txt").read_text("utf-8").splitl
 
 
 def rotation_angle(norm: float, update: float, angle: float) -> float:
-    """Angle ω between h and h + dh: tan ω = c sin φ / (‖h‖ + c cos φ), c = ‖dh‖ (eqs. 8, 13)."""
+    """Angle ω between h and h + dh, in [0, π]: tan ω = c sin φ / (‖h‖ + c cos φ) (eqs. 8, 13).
+
+    `norm` is ‖h‖, `update` c = ‖dh‖, and `angle` φ, the angle between h and dh, in radians.
+    """
     return math.atan2(update * math.sin(angle), norm + update * math.cos(angle))
 
 
@@ -65,25 +68,25 @@ class Updates:
 
     def table(self, model: str) -> Table:
         """The table for the terminal."""
-        table = Table(title=f"{model}: predicted rotation by norm on entry", show_header=False)
+        table = Table(title=f"{model}: predicted rotation, by norm on entry", show_header=False)
         table.add_row("N_text, entering the decoder", f"{self.n_text:.4g}")
         table.add_row("update of layer 1", f"{self.sizes[0]:.4g}")
         for share in (0.9, 0.5):
             norm = self.critical_norm(share)
-            shown = "none" if norm is None else f"{norm:.3g} ({norm / self.n_text:.3g} N_text)"
-            table.add_row(f"{share} of text's rotation at a norm of", shown)
+            cell = "none" if norm is None else f"{norm:.3g} ({norm / self.n_text:.3g} N_text)"
+            table.add_row(f"{share} of text's rotation at a norm of", cell)
         return table
 
 
 def measure_updates(
     decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_text: float, texts: list[str]
 ) -> Updates:
-    """Measures the updates of the layers of a language model without its head on `texts`."""
+    """Measures on `texts` the updates of the layers of a language model, without its head."""
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:
         ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
         masks = torch.zeros(len(KINDS), ids.numel(), dtype=torch.bool)
-        masks[KINDS.index("text"), 1:] = True  # a first token may be a sink, of huge norm
+        masks[KINDS.index("text"), 1:] = True  # the first may be a sink, of huge norm
         with torch.no_grad(), probe.watching(partial(torch.clone, masks)):
             decoder(input_ids=ids, use_cache=False)
     depth = probe.result()

@@ -71,8 +71,8 @@ def load_samples(
         name, questions = "easy-VQA and emoji", held_out(per_kind=100)
         rng.shuffle(questions)
         candidates = (
-            Sample(f"{kind} ({image.name})", text, {"path": str(image), "bytes": None})
-            for kind, text, _, image, _ in questions
+            Sample(f"{kind} ({file.name})", text, {"path": str(file), "bytes": None})
+            for kind, text, _, file, _ in questions
         )
     else:
         source = DataSource.named(data, image_folder=image_folder, columns=columns)
@@ -80,7 +80,7 @@ def load_samples(
         label = path.resolve().name if path.exists() else source.path
         name = ":".join([label, *([] if Path(data).expanduser().exists() else data.split(":")[1:])])
         opened = open_source(source, streaming=not path.exists())
-        rows = _shuffled(opened, max(1_000, count), rng)
+        rows = _shuffled(opened, max(1_000, count), rng)  # of a stream: the first
         candidates = (_sample_of_row(*row, opened, label) for row in rows)
     samples = []
     for sample in track(islice(filter(None, candidates), count), f"images of {name}", total=count):
@@ -98,7 +98,8 @@ def batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Model inputs of `samples`, in order, padded on the left: a question after its image.
 
-    Without a chat template, the text is the image token, a line break and the question.
+    It is a user's turn of the chat template, with the generation prompt; without a template, the
+    text is the image token, a line break and the question.
     """
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:

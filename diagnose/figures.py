@@ -39,7 +39,7 @@ STAGES = {
 
 
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
-    """Draws the reports into `output`, which has the images for attention; in reading order."""
+    """Draws the reports, in reading order; `output` has the images that attention is drawn on."""
     models = style.shown(report, against)
     sketches = [interface(models), norms(models), cosine(models), rotation(models)]
     if any(model.report.dynamics for model in models):
@@ -88,7 +88,7 @@ def interface(models: list[Shown]) -> Sketch:
     style.tidy(axes, "L2 norm (logarithmic)", "")
     axes.grid(False, axis="y")
     style.legend(figure, axes, 2)
-    caption = "Mean and standard deviation of tokens (tables 1 to 3). The dotted line is N_text."
+    caption = "Mean and standard deviation of norms (tables 1 to 3). The dotted line is N_text."
     return figure, Drawing("interface.png", "Norms at the interface", caption, "interface")
 
 
@@ -149,7 +149,7 @@ def dynamics(models: list[Shown]) -> Sketch:
 
 
 def attention(models: list[Shown], images: Path) -> list[Sketch]:
-    """Of each question with maps, the image and where models look in it, averaged over layers."""
+    """The image of every question with maps, and where models look in it, averaged over layers."""
     sketches = []
     for place, asked in enumerate(models[-1].report.attention, 1):
         if not asked.maps:

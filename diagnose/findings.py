@@ -71,7 +71,7 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         checked += [("does not apply", "The model has no norm after its projector.")] * 2
     claims, models = [], [subject] * 4 + [report] * 2
     for claim, model, measured in zip(CLAIMS, models, checked, strict=True):
-        outcome, sentence = measured or ("not measured", "Not measured, or not of both models.")
+        outcome, sentence = measured or ("not measured", "It was not measured, or not of both.")
         sentence = f"{model.model}: {sentence}" if against else sentence
         claims.append(Finding(claim, outcome, sentence))
     return claims
@@ -139,7 +139,7 @@ def _focus(report: Report, against: Report) -> Checked:
     pairs = list(zip(report.attention, against.attention, strict=False))
     if not pairs or any(new.question != old.question for new, old in pairs):
         return None
-    new, old = ([fmean(one.entropy) for one in answers] for answers in zip(*pairs, strict=True))
+    new, old = ([fmean(answer.entropy) for answer in side] for side in zip(*pairs, strict=True))
     lower = [before - now for now, before in zip(new, old, strict=True)]
     outcome, _ = _above(lower, NO_CHANGE_ENTROPY)
     means = f"{number(fmean(new), 3)}, {number(fmean(old), 3)} without it"

@@ -69,7 +69,10 @@ class ModelHandle:
 def resolve_model(
     model: str, revision: str | None = None, *, trust_remote_code: bool = False
 ) -> ModelHandle:
-    """Tells what a folder, Hub id or adapter's folder is, and loads its processor."""
+    """Tells what a folder, Hub id or adapter's folder is, and loads its processor.
+
+    Code from the checkpoint runs with `trust_remote_code`, if transformers lacks its architecture.
+    """
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
     if (path / ADAPTER_CONFIG).is_file():

@@ -59,7 +59,7 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[dict[str, Any]]]:
     ]
     interface = [row for row in interface if {*row[1:]} != {"–"}]
     low, high = (number(limit(paper_ratios().values()), 2) for limit in (min, max))
-    caption = f"Norms, and ratios of means: 1 is aligned; the paper's models have {low} to {high}."
+    caption = f"L2 norms, and ratios of their means: aligned is 1, the paper's are {low} to {high}."
     embeddings = []
     for read in filter(None, (model.embeddings for model in models)):
         rows = [
@@ -73,7 +73,8 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[dict[str, Any]]]:
         for name, model in zip(names, models, strict=True)
         if model.gain
     ]
-    heads = ["Model", "L2 norm", "Mean |gain|", "Mean |bias|", "Start", "Distance", "Bias from 0"]
+    heads = ["Model", "L2 norm", "Mean |gain|", "Mean |bias|", "Start"]
+    heads += ["Distance from start", "Bias, from 0"]
     labels = {
         "model_type": "Family",
         "dtype": "Precision of the decoder",

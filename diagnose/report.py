@@ -39,7 +39,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Interface:
-    """L2 norms from the encoder to the decoder (tables 1 to 3); None without such rows.
+    """L2 norms from the encoder to the decoder (tables 1 to 3); None for what a model lacks.
 
     "As received" is as the first decoder layer receives it. `scale`, `vocabulary` and `ratio` are
     None if scaling differs between tokens, `projector_input` for rows of probabilities (Ovis).
@@ -55,7 +55,7 @@ class Interface:
     newline: Moments | None = None
     indicator: Moments | None = None
     text_raw: Moments | None = None  # embedding rows of the text tokens in the data, as stored
-    vocabulary_raw: Moments | None = None  # rows as stored, but zeros, the image token's and copies
+    vocabulary_raw: Moments | None = None  # rows as stored, without zeros, image token, padding
     vocabulary: Moments | None = None  # the same as received; the mean is N_text (eq. 11)
     scale: float | None = None  # of text tokens: as received over as stored
     visual_table: Moments | None = None  # rows of a visual embedding table (Ovis)
@@ -113,7 +113,7 @@ class Attention:
     question: str
     image: str | None  # PNG file: the image as shown to the model
     grid: tuple[int, int] | None  # rows and columns of visual tokens; None without a single grid
-    # Shares of attention to the image, [layer][row][column]: 1 in a layer; one row without grid.
+    # Shares of attention to the image, [layer][row][column]; a layer sums to 1. No grid: one row.
     maps: list[list[list[float]]]  # empty for questions that are not drawn
     image_share: list[float]  # share of all attention that is on the image
     entropy: list[float]  # entropy of the map over that of an even one
@@ -160,7 +160,7 @@ class Report:
 
 
 def report_json(content: dict[str, Any]) -> str:
-    """The text of `report.json`, a key a line; NaN and infinity, which JSON lacks, become null."""
+    """The text of `report.json`: a line per key, null for NaN and infinity, which JSON lacks."""
     finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
     lines = (f"{json.dumps(key)}: {json.dumps(finite[key], ensure_ascii=False)}" for key in finite)
     return "{\n" + ",\n".join(lines) + "\n}\n"

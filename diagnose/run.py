@@ -17,6 +17,7 @@ from PIL import Image
 from rich.console import Group
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 from transformers import ProcessorMixin
 
 from ..assembly.build import torch_dtype
@@ -85,8 +86,8 @@ def diagnose(
     Args:
         model, against: Folders or Hub ids of the model and its baseline, vision-language models.
         data, samples, seed, image_folder, columns: See [`load_samples`].
-        output: Folder to write; by default `diagnostics` in the model's, or `diagnostics/ID` for a
-            Hub id. An earlier diagnosis in it is replaced once this one is complete.
+        output: Folder to write; by default `diagnostics` in the model's folder, or of a Hub id
+            `diagnostics/ID`. An earlier diagnosis in it is replaced once this one is complete.
         batch_size: Number of images at a time.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
         load_in_4bit: Quantize the layers of both decoders: [`four_bits`].
@@ -145,7 +146,7 @@ def diagnose(
 def _measure(
     handle: ModelHandle, name: str, images: Path, *, drawn: Samples, batch_size: int, **loading: Any
 ) -> Report:
-    """The report of one model; the images on which attention is drawn become `images`_1.png etc."""
+    """The report of one model; `images`, with _1.png and so on, are files to draw attention on."""
     processor = handle.processor
     assert processor is not None
     dynamics = read_dynamics(Path(handle.checkpoint.name, DYNAMICS))  # first, for its errors
@@ -161,7 +162,7 @@ def _measure(
             (asked,) = batches(processor, [sample], 1)
             try:
                 answer = attention_maps(model, asked, question=sample.question, special_ids=special)
-            except (ValueError, RuntimeError) as error:  # heads * tokens^2 numbers may be too many
+            except (ValueError, RuntimeError) as error:  # no memory for heads * tokens^2
                 reason = str(error).partition("\n")[0]
                 report.left_out.append(f"Attention, from question {number} on: {reason}")
                 break
@@ -186,15 +187,17 @@ def read_dynamics(file: Path) -> list[DynamicsStep]:
         raise ValueError(f"{reason}. Remove it, or copy it again.") from error
 
 
-def shown_image(processor: ProcessorMixin, inputs: dict, image: Image.Image) -> Image.Image:
+def shown_image(
+    processor: ProcessorMixin, inputs: dict[str, Tensor], image: Image.Image
+) -> Image.Image:
     """The image as the model received it, cropped and resized; `image` if that cannot be told."""
     pixels, settings = inputs.get("pixel_values"), vars(processor.image_processor)
     is_scaled = settings.get("do_rescale") and settings.get("do_normalize")
     if pixels is None or pixels.dim() != 4 or len(pixels) != 1 or not is_scaled:
         return image
     mean, std = (torch.tensor(settings[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
-    shown = pixels[0].float() * std + mean
-    return Image.fromarray((shown * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
+    colors = pixels[0].float() * std + mean
+    return Image.fromarray((colors * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
 
 
 def _written(folder: Path) -> set[str]:

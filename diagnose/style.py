@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The style of the figures: colours, markers, labels and legends.
 
-Colours are Okabe and Ito's, for the colour-blind; in grey print, markers and dashes differ.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart. In grey print, kinds of
+token differ by marker and lightness, and a baseline by dashes and hollow markers.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ COLORS = dict(zip(KINDS, ("#E69F00", "#0072B2", "#CC79A7", "#009E73", "#D55E00")
 MARKERS = dict(zip(KINDS, ("o", "s", "D", "^", "v"), strict=True))
 MUTED = "#808080"
 
-Sketch = tuple[Figure, Drawing]  # a figure that is not yet written, and what is said of it
+Sketch = tuple[Figure, Drawing]  # not yet written, with file name, title and caption
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ def attention_maps(
 ) -> Attention:
     """Attention from the text after an image to the image, by layer, of a batch of one sequence.
 
-    Mean over heads and `text` positions after the last visual token. Left out are layers without
-    an attention map (linear attention), with NaN in it, or whose mask hides a part of the image
-    from that text (a sliding window, chunks). A layer takes `heads * tokens^2` numbers meanwhile.
+    It is a mean over heads and over the text tokens after the last visual one. Left out are layers
+    without an attention map (linear attention), with NaN in it, or whose mask hides a part of the
+    image from that text (a sliding window, chunks). One layer's map has `heads * tokens^2` numbers.
     """
     parts = find_parts(model)
     inputs, config, decoder = model_inputs(parts, batch), parts.model.config, parts.decoder

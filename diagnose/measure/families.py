@@ -110,7 +110,8 @@ def token_kinds(
 ) -> Tensor:
     """Boolean masks `(kinds, batch * tokens)` in the order of `report.KINDS`; padding is in none.
 
-    `special` are ids; `newline` tells which of the image tokens, in order, are learned newlines.
+    `special` are ids of special tokens, and `newline` tells which of the image tokens, in order,
+    are learned newlines.
     """
     ids = inputs["input_ids"]
     image, text = token_positions(ids, inputs.get("attention_mask"), config.image_token_id).values()

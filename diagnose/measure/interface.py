@@ -126,7 +126,7 @@ def embedding_table_of(
 
 @torch.no_grad()
 def gain_of(model: PreTrainedModel) -> Gain | None:
-    """Gain and bias, of PEFT's copy if that is trained, in float64; None without the norm."""
+    """Size of gain and bias, or of PEFT's copies if it trains them; None without a norm."""
     config = model.config
     if config.model_type != NormAlignLlavaConfig.model_type or config.projector_norm == "none":
         return None

@@ -71,7 +71,7 @@ def probe(
         )
     norms, left_out = interface.result(depth.norm_received()), []
     if parts.projector is None:
-        left_out.append(f"The projector, not known in models of type {config.model_type!r}.")
+        left_out.append(f"The projector, whose name in {config.model_type!r} is not known.")
     if norms.scale is None:
         left_out.append(
             "N_text and what depends on it: text tokens' norms are not proportional to those of "
