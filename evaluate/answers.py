@@ -60,8 +60,8 @@ def yes_or_no(answer: str) -> str | None:
 
     lmms-eval counts the bare word; POPE's authors take all without "no" or "not" for a yes.
     """
-    said = {"yes", "no"} & set(re.findall(r"\w+", answer.lower()))
-    return said.pop() if len(said) == 1 else None
+    words = {"yes", "no"} & set(re.findall(r"\w+", answer.lower()))
+    return words.pop() if len(words) == 1 else None
 
 
 def named(answer: str, choices: Collection[str]) -> str | None:
@@ -70,9 +70,9 @@ def named(answer: str, choices: Collection[str]) -> str | None:
     What follows the last comma counts, as in "red circle, not blue, no", or else the whole answer.
     """
     for part in (answer.rpartition(",")[2], answer):
-        said = set(re.findall(r"\w+", part.lower())) & set(choices)
-        if len(said) == 1:
-            return said.pop()
+        words = set(re.findall(r"\w+", part.lower())) & set(choices)
+        if len(words) == 1:
+            return words.pop()
     return None
 
 

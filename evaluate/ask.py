@@ -2,6 +2,7 @@
 """`normalign ask`: one question about one image, and the answer as it is generated."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import BatchFeature, TextStreamer
 
@@ -18,7 +19,12 @@ class AnswerPrinter(TextStreamer):
 
 
 def ask(
-    model: str, image: Path, question: str, max_new_tokens: int, trust_remote_code=False, **loading
+    model: str,
+    image: Path,
+    question: str,
+    max_new_tokens: int,
+    trust_remote_code: bool = False,
+    **loading: Any,
 ) -> None:
     """Prints the greedy answer of a model, which `loading` is how to load, word by word.
 
@@ -30,7 +36,7 @@ def ask(
     sample.image  # noqa: B018  (decoded for its errors)
     handle = resolve_model(model, trust_remote_code=trust_remote_code)
     if (processor := handle.processor) is None:
-        raise ValueError(f"{handle.name} is a language model, which answers nothing about images.")
+        raise ValueError(f"{handle.name} is a language model, which cannot be asked about images.")
     if (token := getattr(processor, "image_token", None)) and token in question:
         raise ValueError(f"The question has {token}. Leave it out: the image comes first.")
     (inputs,) = batches(processor, [sample], 1)
@@ -41,6 +47,6 @@ def ask(
     answering = handle.load(**loading)
     inputs = BatchFeature(inputs).to(answering.device, answering.dtype)
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    Console(stderr=True).print(f"Reading {image.name} ...")  # for minutes, on a CPU
+    Console(stderr=True).print(f"Reading {image.name} ...")  # which may take minutes on a CPU
     streamer = AnswerPrinter(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     answering.generate(**inputs, **greedy, max_new_tokens=max_new_tokens, streamer=streamer)

@@ -92,7 +92,7 @@ class Comparison(Printed):
 
 
 def read_arm(argument: str) -> Arm:
-    """Reads `FOLDER`, or `NAME=FOLDER,FOLDER,...` of runs. Raises ValueError without evaluation."""
+    """Reads `FOLDER`, or `NAME=FOLDER,FOLDER,...` for several runs. All need an evaluation."""
     name, _, folders = ("", "", "") if os.path.exists(argument) else argument.partition("=")
     paths = [Path(folder).resolve() for folder in (folders.split(",") if folders else [argument])]
     return Arm(name if folders else paths[0].name, [_run(path) for path in paths], paths)
@@ -102,7 +102,7 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
     """Compares two or more arms with the first, on the tasks and the questions that all have.
 
     `confidence` is the coverage of both intervals. Raises ValueError if a name or a folder comes
-    twice, if no task is common to all, or if a task asked them other questions.
+    twice, if no task is common to all, or if a task asked the models different questions.
     """
     names, folders = [arm.name for arm in arms], [folder for arm in arms for folder in arm.folders]
     if len(arms) < 2 or len({*names}) < len(names) or len({*folders}) < len(folders):
@@ -112,14 +112,16 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
     tasks = [task for task in runs[0] if all(run.get(task) for run in runs)]
     if not tasks:
         known = "; ".join(f"{arm.name}: {', '.join(arm.runs[0])}" for arm in arms)
-        raise ValueError(f"No task is common to all ({known}). Evaluate the same, quantized alike.")
+        remedy = "Evaluate all of them on the same tasks, quantized alike"
+        raise ValueError(f"No task is common to all ({known}). {remedy}.")
     rows = []
     for task in tasks:
         shared = set.intersection(*(set(run[task]) for run in runs))
         # Of other versions of the data, some answers under the same number are the same by chance.
         numbers = set.intersection(*({key[:2] for key in run[task]} for run in runs))
         if not shared or len(shared) < len(numbers):
-            raise ValueError(f"{task} asked the models other questions. Evaluate with one version.")
+            remedy = "Evaluate them again, with one version of the task and its data"
+            raise ValueError(f"{task} asked the models different questions. {remedy}.")
         order = sorted(shared)
         of_arms = [[[run[task][key] for key in order] for run in arm.runs] for arm in arms]
         reference, *others = map(np.array, of_arms)
@@ -150,7 +152,7 @@ def mcnemar(scores: Array, reference: Array) -> float:
 
 
 def over_seeds(scores: Array, reference: Array, confidence: float = CONFIDENCE) -> Interval | None:
-    """t interval of runs' mean difference: paired if as many, else Welch's; one run has none."""
+    """t interval of runs' mean difference: paired if as many, else Welch's; None for one run."""
     if min(len(scores), len(reference)) < 2:
         return None
     if len(scores) == len(reference):
@@ -163,7 +165,7 @@ def over_seeds(scores: Array, reference: Array, confidence: float = CONFIDENCE) 
 
 
 def _run(folder: Path) -> dict[str, Scores]:
-    """The scores of a folder's tasks, as in [`Arm`]; of a task without one per question, none."""
+    """The scores of a folder's tasks, as in [`Arm`]; empty for a task without one per question."""
     scores = {}
     for result in read_evaluations(folder):
         metric, values = _scores(folder / EVALUATION / result.task, result)

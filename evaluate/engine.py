@@ -35,7 +35,7 @@ SUITES = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT, "offline": 
 # Metrics that accuracy is compared with, and their names in results.
 REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
 
-evaluator.get_git_commit_hash = lambda: None  # git prints an error where there is none
+evaluator.get_git_commit_hash = lambda: None  # git prints an error outside a repository
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of all models in memory
 VERSIONED = ("lm_eval", "torch", "transformers", "normalign_llava")
 
@@ -72,7 +72,7 @@ class MultimodalLM(HFMultimodalLM):
             inputs = tokenizer(strings, **options).to(self.device)
         if (most := left_truncate_len) and (length := inputs["input_ids"].shape[1]) > most:
             question = shorten(max(strings, key=len), 100)
-            raise ValueError(f"Shorten {question!r}: it has {length:,} tokens of {most:,} allowed.")
+            raise ValueError(f"Shorten {question!r}: its {length:,} tokens are more than {most:,}.")
         return inputs
 
 
@@ -89,9 +89,10 @@ def chosen_tasks(
     if not set(chosen) <= set(manager.all_tasks):
         manager = TaskManager(include_path=paths)  # reads the harness's 10,000 files
     if unknown := [task for task in chosen if task not in manager.all_tasks]:
-        raise ValueError(f"There is no task {unknown[0]!r}. `lm-eval ls tasks` lists others.")
+        raise ValueError(f"There is no task {unknown[0]!r}. `lm-eval ls tasks` lists all.")
     if limit and "mmbench_en_dev" in chosen:
-        raise ValueError("mmbench_en_dev rotates questions; a limit would cut them. Leave one out.")
+        fault = "mmbench_en_dev asks each question several times, and a limit would cut that"
+        raise ValueError(f"{fault}. Leave out the limit, or the task.")
     return chosen, manager
 
 
@@ -167,23 +168,23 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
 
 
 def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) -> list[str]:
-    """Sentences on how results were obtained, with the first prompt as read, if not of own data."""
+    """Sentences on how results were obtained, and the first prompt, unless it is of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path
     kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
-    how = f"generated with {options}" if kind == "generate_until" else f"chosen by {kind}"
+    made = f"generated with {options}" if kind == "generate_until" else f"chosen by {kind}"
     template = "through the chat template" if chat else "as plain text"
     rule = (config.get("metadata") or {}).get("rule")  # of own data
     sentences = [
         f"lm-evaluation-harness runs its task {config['task']} on {data}.",
-        f"Answers are {how}.",
+        f"Answers are {made}.",
         f"Prompts are written {template}, after {config.get('num_fewshot') or 0} examples.",
         *([rule] if rule else []),
     ]
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(metric["metric"] == "blank" for metric in config.get("metric_list", ())):
-        sentences.append("Blank image: a white image, asked once for all questions so worded.")
+        sentences.append("Blank image: the answer to a white image, for all questions so worded.")
         sentences.append("Commonest answer: the share of questions whose true answer it is.")
     samples = next(iter(raw["samples"].values()), None)
     if samples and kind != "loglikelihood_rolling" and not rule:

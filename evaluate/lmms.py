@@ -19,7 +19,13 @@ class NormAlignLlava(lmms):
 
     is_simple = False  # it takes messages
 
-    def __init__(self, pretrained: str, batch_size: int | str = 1, dtype="auto", device=None):
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str = 1,
+        dtype: str = "auto",
+        device: str | None = None,
+    ):
         super().__init__()
         handle = resolve_model(pretrained)
         if handle.processor is None:
@@ -66,6 +72,6 @@ class NormAlignLlava(lmms):
         return answers
 
     def loglikelihood(self, requests: list[Instance]) -> Any:
-        raise NotImplementedError("normalign_llava only generates. See `normalign evaluate`.")
+        raise NotImplementedError("normalign_llava only generates text. See `normalign evaluate`.")
 
     generate_until_multi_round = loglikelihood

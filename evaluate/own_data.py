@@ -88,9 +88,10 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
 
 
 def _task(label: str, documents: list[dict], images: list[list[dict]]) -> OfflineTask:
-    metric, rule = "exact_match", "Right is a true answer, but for case, spaces and outer marks."
+    metric, rule = "exact_match", "is a true one, but for case, spaces and punctuation at its ends."
     if documents[0]["options"]:
-        metric, rule = "acc", "Right is a choice of the true option, by its letter or its text."
+        metric, rule = "acc", "chooses the true option, by its letter or its text."
+    rule = f"An answer is right if it {rule}"
     files = [[sha256(stored_bytes(image)).hexdigest() for image in stored] for stored in images]
     version = sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
     alike = defaultdict(list)
@@ -123,13 +124,13 @@ def _task(label: str, documents: list[dict], images: list[list[dict]]) -> Offlin
 
 
 def _results(document: dict, answers: list[str]) -> dict[str, Any]:
-    """The answer's score, and to how many of the questions so worded a blank image's is right."""
+    """The answer's score, and of how many questions so worded a blank image's answer is right."""
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
-    # Compared are letters, or texts without case and marks.
-    said = [
+    # Letters are compared, or texts without case and marks.
+    read = [
         chosen_option(text, options) if options else plain(text) or text.strip() for text in answers
     ]
-    scores = {"acc" if options else "exact_match": float(said[0] in document["answers"])}
+    scores = {"acc" if options else "exact_match": float(read[0] in document["answers"])}
     asked = document["blank"]
-    blanks = {"blank": [sum(said[1] in right for right in asked), len(asked)]} if asked else {}
+    blanks = {"blank": [sum(read[1] in right for right in asked), len(asked)]} if asked else {}
     return {**scores, **blanks, "commonest": document["answer"]}

@@ -11,10 +11,8 @@ from ..checkpoint.files import only_writer, write_json
 from ..checkpoint.untrusted import json_object
 
 
-EVALUATION, SUMMARY = (
-    "evaluation",
-    "summary.json",
-)  # in a checkpoint, beside what the harness writes
+EVALUATION = "evaluation"  # folder in a checkpoint
+SUMMARY = "summary.json"  # file in it, beside what the harness writes
 WEIGHT_FILES = "*.safetensors"  # of which [`files_hash`] tells whether a result is theirs
 SCHEMA_VERSION = 2  # grows when a field of the summary is renamed, removed or changes its meaning
 

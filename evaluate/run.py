@@ -61,14 +61,15 @@ def evaluate(
     trust_remote_code: bool = False,
     output: Path | None = None,
 ) -> Evaluated:
-    """Evaluates a model with lm-evaluation-harness: the results are in `evaluation/` in its folder.
+    """Evaluates a model with lm-evaluation-harness, and writes results to `evaluation/`.
 
     A task is written at once, and skipped the next time if the model's files or commit, settings,
     task files and the versions of package and harness are the same. If one fails, the others run.
 
     Args:
         model: Folder or Hub id of a vision-language or language model, or an adapter's folder.
-        suites, tasks, include_path: See [`SUITES`]; names of tasks, and a folder of task files.
+        suites, tasks: What to evaluate on; see [`SUITES`].
+        include_path: Folder with task files of one's own, as the harness reads them.
         data, image_folder, columns: Questions and answers of one's own; see [`own_task`].
         limit: Use the first so many samples of each task. The result is marked as partial.
         dtype, load_in_4bit, trust_remote_code: See [`ModelHandle.load`] and [`resolve_model`].
@@ -80,8 +81,8 @@ def evaluate(
     names, manager = chosen_tasks(suites, tasks, include_path, limit)
     chosen: dict[str, str | OfflineTask] = {name: name for name in names}
     if data:
-        own = own_task(data, image_folder=image_folder, columns=columns)
-        chosen[own.config.task] = own
+        task_of_data = own_task(data, image_folder=image_folder, columns=columns)
+        chosen[task_of_data.config.task] = task_of_data
     if not chosen:
         raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
     handle = resolve_model(model, trust_remote_code=trust_remote_code)
@@ -117,7 +118,7 @@ def evaluate(
     whole = [result.task for result in earlier if not result.partial and result.task not in results]
     if limit and whole:
         replaced = ", ".join(whole)
-        raise ValueError(f"--limit replaces whole results of {replaced}. Name another --output.")
+        raise ValueError(f"--limit would replace results of {replaced}. Name another --output.")
     console = Console(stderr=True)
     for task in results:
         console.print(f"{task}: done before.")

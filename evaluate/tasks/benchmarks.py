@@ -16,7 +16,7 @@ from normalign_llava.evaluate.answers import chosen_option, yes_or_no
 
 
 ASK_FOR_LETTER = "Answer with the option's letter from the given choices directly."
-ROTATION = 1_000_000  # MMBench's rotated questions: the first's index plus multiples of it.
+ROTATION = 1_000_000  # A rotated question of MMBench has the first's index plus a multiple of it.
 # MMStar: "Options: A: a dog, B: a cat" and "Choices:\n(A) a dog\n(B) a cat".
 OPTION = re.compile(r"(?:^|[\s,])\(?([A-D])[:.)]\s*(.*?)(?=\s+\(?[A-D][:.)]|$)", re.DOTALL)
 
@@ -72,7 +72,7 @@ def image(document: dict) -> list[Image.Image]:
 
 
 def text(document: dict) -> str:
-    """The prompt of SEED-Bench-2-Plus, AI2D and ScienceQA; some of ScienceQA lack image or hint."""
+    """The prompt of SEED-Bench-2-Plus, AI2D and ScienceQA, where image and hint may be absent."""
     image = "<image>" if document["image"] else ""
     hint = f"Context: {document['hint']}\n" if document.get("hint") else ""
     return f"{image}{hint}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
@@ -91,7 +91,7 @@ def target(document: dict) -> str:
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """`acc`, 1 if the answer names the option, else 0, and what the benchmark's metrics take."""
+    """`acc`, 1 if the answer names the right option, else 0; and what the other metrics take."""
     right = float(chosen_option(answers[0], _options(document)) == target(document))
     if "l2_category" in document:  # MMStar
         return {"acc_by_category": (document["l2_category"], right), "acc": right}
@@ -143,10 +143,10 @@ def _options(document: dict) -> dict[str, str]:
 
 
 def pope_results(document: dict, answers: list[str]) -> dict:
-    """The scores of all questions and of the setting's. Neither yes nor no finds no object."""
-    said, truth = yes_or_no(answers[0]), document["answer"].strip().lower()
-    says_yes, is_there = said == "yes", truth == "yes"
-    scores = {"acc": float(said == truth), "precision": (says_yes, is_there)}
+    """Scores for all questions, and for the setting's. Neither yes nor no counts as no object."""
+    word, truth = yes_or_no(answers[0]), document["answer"].strip().lower()
+    says_yes, is_there = word == "yes", truth == "yes"
+    scores = {"acc": float(word == truth), "precision": (says_yes, is_there)}
     scores |= {"recall": float(says_yes)} if is_there else {}
     scores |= {"f1": (says_yes, is_there), "yes_ratio": float(says_yes)}
     setting = document["category"].strip().lower()
@@ -166,14 +166,14 @@ def f1(pairs: list[tuple[bool, bool]]) -> float:
 
 
 def ocrbench_results(document: dict, answers: list[str]) -> dict:
-    """1 if the answer has an accepted one, else 0: for all, the row's part, and the mean."""
+    """1 if the answer contains an accepted one, else 0: for all, the row's part, and the mean."""
     accepted = document["answer"]
     texts = [answers[0], *([accepted] if isinstance(accepted, str) else accepted)]
     if document["dataset"] == "HME100k":  # LaTeX: spaces mean nothing, case does
-        said, *accepted = [text.strip().replace("\n", "").replace(" ", "") for text in texts]
+        answer, *accepted = [text.strip().replace("\n", "").replace(" ", "") for text in texts]
     else:
-        said, *accepted = [text.lower().strip().replace("\n", " ") for text in texts]
-    right = float(any(text in said for text in accepted))
+        answer, *accepted = [text.lower().strip().replace("\n", " ") for text in texts]
+    right = float(any(text in answer for text in accepted))
     part = PART_OF_TYPE[document["question_type"].strip().lower()]
     return {"total": right, part: right, "acc": right}
 

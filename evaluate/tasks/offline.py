@@ -23,7 +23,7 @@ BLANK = Image.new("RGB", (64, 64), "white")
 
 
 class OfflineTask(ConfigurableTask):
-    """A task without a data set of a hub, whose documents may be asked again of a white image."""
+    """A task that needs no data set of a hub, and may ask again with a white image."""
 
     def __init__(self, config: dict) -> None:
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
@@ -45,7 +45,8 @@ def easy_vqa(**_: object) -> dict[str, Dataset]:
         [question for question in asked if question.kind == kind] for kind in data.QUESTION_KINDS
     ]
     mixed = [question for trio in zip(*of_kind, strict=True) for question in trio]  # kinds by turns
-    return _as_test([(one, data.CHOICES[one.kind], one.kind.replace("/", "_")) for one in mixed])
+    parts = {kind: kind.replace("/", "_") for kind in data.QUESTION_KINDS}
+    return _as_test([(asked, data.CHOICES[asked.kind], parts[asked.kind]) for asked in mixed])
 
 
 def emoji(**_: object) -> dict[str, Dataset]:
@@ -54,7 +55,7 @@ def emoji(**_: object) -> dict[str, Dataset]:
 
 
 def _as_test(asked: list[tuple[data.Question, Collection[str], str]]) -> dict[str, Dataset]:
-    """Split `test` of questions, choices and category; a wording's first has the answers of all."""
+    """Questions, choices and category as split `test`; a wording's first has the answers of all."""
     worded = defaultdict(list)
     for question, _, category in asked:
         worded[question.text].append({"category": category, "answer": question.answer})
@@ -74,12 +75,12 @@ def passages(**_: object) -> dict[str, Dataset]:
 
 def results(document: dict, answers: list[str]) -> dict:
     """The scores of the answers with the image and with a white one, of all and of the category."""
-    said = [named(answer, document["choices"]) for answer in answers]
+    chosen = [named(answer, document["choices"]) for answer in answers]
     right, category = document["answer"], document["category"]
-    blanks = [said[1] == asked["answer"] for asked in document["blank"]]
+    blanks = [chosen[1] == asked["answer"] for asked in document["blank"]]
     scores: dict = {}
     for part in ("", f"_{category}") if category else ("",):
-        scores |= {f"acc{part}": float(said[0] == right), f"commonest{part}": right}
+        scores |= {f"acc{part}": float(chosen[0] == right), f"commonest{part}": right}
         scores |= {f"blank{part}": [sum(blanks), len(blanks)]} if blanks else {}
     return scores
 

@@ -145,7 +145,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         compare_arms([read_arm(whole), read_arm(scored(tmp_path / "b", [0, 1], task="mmstar"))])
     for name, change in (("c", {"first": 200}), ("d", {"truth": "n"}), ("e", {"truth": "yn"})):
         arm = read_arm(scored(tmp_path / name, answers(0.5, 1), **change))
-        with pytest.raises(ValueError, match="pope acc asked the models other questions"):
+        with pytest.raises(ValueError, match="pope acc asked the models different questions"):
             compare_arms([read_arm(whole), arm])
     with pytest.raises(ValueError, match="has no evaluation/"):
         read_arm(str(tmp_path / "none"))

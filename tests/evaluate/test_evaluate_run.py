@@ -120,7 +120,7 @@ def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
     (result,) = run(room, tmp_path, "tiny_choosing", limit=2).results
     assert result.partial and (result.samples, result.total) == (2, 5)
     run(room, tmp_path, "tiny_choosing")
-    with pytest.raises(ValueError, match="--limit replaces whole results of tiny_choosing. Name a"):
+    with pytest.raises(ValueError, match="--limit would replace results of tiny_choosing. Name a"):
         run(room, tmp_path, "tiny_choosing", limit=2)
     with pytest.raises(ValueError, match="There is no suite 'papers'"):
         run(room, tmp_path, suites=["papers"])
