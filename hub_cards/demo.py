@@ -93,5 +93,5 @@ def push_space(space: Repository, model: str, commit: str, notify: Callable[[str
         raise OSError(f"{state} {error}") from None
     page = f"{space.api.endpoint}/spaces/{space.repo_id}"
     if private:
-        notify(f"To read the model, the Space needs a secret HF_TOKEN: {page}/settings.")
+        notify(f"To read the model, the Space needs a token as secret HF_TOKEN: {page}/settings.")
     return page

@@ -27,7 +27,9 @@ SPACE_MEMORY = 12 * 2**30  # bytes of weights for which a free Space, of 16 GB, 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # EPS starts Ghostscript
 
 
-def build_app(model: Any, processor: Any, title: str, source: str, limit: int = 256) -> gr.Blocks:
+def build_app(
+    model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256
+) -> gr.Blocks:
     """The page of a model, loaded with [`ATTENTION`]; `source` is Markdown that names it."""
     example = Image.new("RGB", (256, 256), "#E8E4DA")
     ImageDraw.Draw(example).ellipse((64, 64, 192, 192), fill="red")
@@ -38,7 +40,7 @@ def build_app(model: Any, processor: Any, title: str, source: str, limit: int = 
         # Gradio reads any path of this machine from a request that leaves out `meta`.
         if file and not Path(file).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
             raise gr.Error("The image is not among those uploaded here: choose it again.")
-        yield from answer(model, processor, file, question, limit)
+        yield from answer(model, processor, file, question, max_new_tokens)
 
     return gr.Interface(
         ask,
@@ -68,8 +70,10 @@ def launch(app: gr.Blocks, **options: Any) -> None:
     app.launch(share=False, ssr_mode=False, show_error=True, max_file_size="20mb", **options)
 
 
-def answer(model: Any, processor: Any, file: str | None, question: str, limit: int) -> Iterator:
-    """The greedy answer of up to `limit` tokens as it grows, then with heatmaps; or a gr.Error.
+def answer(
+    model: Any, processor: Any, file: str | None, question: str, limit: int
+) -> Iterator[tuple]:
+    """The greedy answer of up to `limit` tokens as it grows, then with heat maps; raises gr.Error.
 
     A thread generates it, which stops at the next token once the iterator is closed.
     """
@@ -143,13 +147,13 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
 
 
 def heatmaps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tuple[Image.Image, str]]:
-    """The image as the encoder gets it under the attention to it, in all layers, then by layer."""
+    """The image as the encoder gets it under the attention to it: the mean of layers, then each."""
     maps, pixels = attention(model, processor, inputs, ids), inputs["pixel_values"]
-    shown, images = pixels[0].float().cpu(), processor.image_processor
+    colors, images = pixels[0].float().cpu(), processor.image_processor
     if images.do_normalize:
         mean, std = torch.tensor([images.image_mean, images.image_std]).view(2, 3, 1, 1)
-        shown = shown * std + mean
-    image = Image.fromarray((shown * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
+        colors = colors * std + mean
+    image = Image.fromarray((colors * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
     size = [side * -(-336 // max(image.size)) for side in image.size]
     image = image.resize(size, Image.Resampling.NEAREST)
     grid = [side // processor.patch_size for side in pixels.shape[-2:]]

@@ -118,7 +118,7 @@ class Facts:
 
     @property
     def stale(self) -> bool:
-        """Whether the diagnosis is of other weights: another norm, or a gain over 1 % away."""
+        """Whether the diagnosis is of other weights: another norm, or a gain more than 1 % away."""
         report = self.diagnosis.get("report") or {}
         norm, then = self.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
         if None not in (norm, report.get("norm")) and norm != report["norm"]:
@@ -128,4 +128,4 @@ class Facts:
 
 
 def _hub_id(name: str | None) -> str | None:
-    return name if name and is_hub_id(name) else None  # of a folder, records have the last part
+    return name if name and is_hub_id(name) else None  # records have a folder's last part

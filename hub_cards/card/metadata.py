@@ -23,7 +23,7 @@ _START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!--
 
 
 def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
-    """What follows from the licences of the parts: metadata, a sentence, a warning if none does."""
+    """What follows from the parts' licences: metadata, a sentence, and a warning if none does."""
     known = {str(part.terms): part.licence for part in parts}
     # Two licences called "other" may differ, so one without a name is not known.
     unknown = [part.name for part in parts if part.terms in (None, "other", "unknown")]
@@ -41,8 +41,9 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
         sentence = f"Parts are under {names}; the whole is under {whole}, and their notices stay."
         return {"license": whole}, sentence, None
     named = ", ".join(f"{part.name} ({part.terms})" for part in parts)
-    differ = f"The licences differ: {named}. If one is that of the whole, write `license:` {keep}"
-    return {"license": "other"}, "The conditions of all parts apply: no licence covers all.", differ
+    differ = f"The metadata has `license: other`: the licences of the parts differ, {named}. "
+    differ += f"If one is that of the whole, write it {keep}"
+    return {"license": "other"}, "No licence covers all parts: the conditions of all apply.", differ
 
 
 def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def by_hand(card: str, where: str = CARD) -> dict[str, str]:
 
 
 def check_replaceable(card: str | None, where: str) -> None:
-    """Raises ValueError if others wrote `README.md` of `where`. Mere metadata may be replaced."""
+    """Raises ValueError if others wrote the `README.md` of `where`. Metadata may be replaced."""
     if card and not is_ours(card) and ModelCard(card, ignore_metadata_errors=True).text.strip():
         raise ValueError(
             f"README.md of {where} was not written by this package. Move it away, or replace it by "

@@ -40,7 +40,7 @@ def render_card(
     hub_card: str | None = None,
     base: Part | None = None,
 ) -> Card:
-    """Renders the card of a checkpoint folder, with code that loads a repository's branch or that.
+    """Renders the card of a checkpoint folder, with code that loads it from there or from the Hub.
 
     What people added comes from `hub_card`, or where that has none of it, from the folder's. `base`
     is an adapter's, by default what its training started from, if that is on the Hub.
@@ -116,15 +116,15 @@ def render_card(
         f"{facts.name} was never trained: its projector is random, so it cannot see yet.": unseeing,
         f"diagnostics/report.json is of other weights than {facts.name} has, and the card shows "
         "its figures. Diagnose again, or remove diagnostics/.": facts.stale,
-        "The base is not on the Hub, so the card has no code for it.": facts.adapter and not base,
+        "The adapter's base is not on the Hub, so no code loads it.": facts.adapter and not base,
     }
     return Card(rendered, [str(warning) for warning, holds in warnings.items() if holds])
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
-    """Writes `README.md` into a checkpoint folder, over one of others only with `replace`.
+    """Writes `README.md` into a checkpoint folder; with `replace`, over one that others wrote too.
 
-    If that raises ValueError or OSError, the earlier one remains.
+    If it raises ValueError or OSError, the earlier one remains.
     """
     check_folder(checkpoint)
     if repo_id is not None:
@@ -149,7 +149,7 @@ def _text(value: Any) -> Markup:
     if isinstance(value, Markup):
         return value
     line = "".join(filter(str.isprintable, " ".join(str(value).split())))
-    line = re.sub(r"([\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # _ outside words
+    line = re.sub(r"([\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # not _ in words
     heading_or_list = r"^(\d*)(?=[#=]|[+-](?:[\s-]|$)|(?<=\d)[.)](?:\s|$))"
     return Markup(re.sub(heading_or_list, r"\1\\", line))
 

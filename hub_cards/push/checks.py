@@ -53,9 +53,9 @@ def check_private(source: PublishSource, token: str) -> None:
     """
     # The home folder, the checkpoint's and its parent, unless they are as common as "/root".
     folders = {Path.home(), Path.home().resolve(), source.folder, source.folder.parent}
-    own = {str(path) for path in folders if len(path.parts) > 2}
-    own |= {json.dumps(path)[1:-1] for path in own}  # as JSON escapes letters beyond ASCII
-    longest_first = map(re.escape, sorted(own, key=len, reverse=True))
+    local = {str(path) for path in folders if len(path.parts) > 2}
+    local |= {json.dumps(path)[1:-1] for path in local}  # as JSON escapes letters beyond ASCII
+    longest_first = map(re.escape, sorted(local, key=len, reverse=True))
     needles = "|".join([*([re.escape(token)] if token else []), _HUB_TOKEN, *longest_first])
     faults = []
     for path, content in source.files.items():
@@ -70,7 +70,7 @@ def check_private(source: PublishSource, token: str) -> None:
         for match in re.finditer(needles, text):
             secret, line = match[0], text.count("\n", 0, match.start()) + 1
             what = f"a local path, {secret}. Write the name that others know it by, or remove it."
-            if secret not in own:
+            if secret not in local:
                 whose = "your token" if secret == token else "a Hugging Face token"
                 what = f"{whose}, {secret[:4]}... Remove and revoke it: others may have read it."
             faults.append(f"{path}, line {line}: {what}")
@@ -93,7 +93,7 @@ def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
     if base is not None and (part is None or base != part.hub_id):
         part = None if Path(base).exists() else Part("base model", base, base, "main")
     if part is None:
-        raise ValueError(f"Its base is a folder, so nobody could load the adapter. {_PUBLISH_BASE}")
+        raise ValueError(f"The adapter's base is a folder, so nobody can load it. {_PUBLISH_BASE}")
     if not ask_hub:
         return part
     base, commit = find_checkpoint(part.name, part.revision, remedy=_PUBLISH_BASE)
@@ -110,12 +110,13 @@ def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
         if value != (base_value := config.get(name, getattr(NormAlignLlavaConfig, name)))
     ]
     if changed:  # PEFT would load it on the base as that is
-        raise ValueError(f"The adapter has {'; '.join(changed)} as {base}. Publish {_MERGED}")
+        trained = f"The adapter was trained with {'; '.join(changed)} as in its base {base}"
+        raise ValueError(f"{trained}. Publish {_MERGED}")
     return Part("base model", base, base, commit)
 
 
 def _foreign(config: dict[str, Any], files: list[Path]) -> list[str]:
-    """Where code that runs is not this package's: code files, missing or other, and `auto_map`."""
+    """Code that is not this package's: names of code files, if missing or other, and `auto_map`."""
     code = {file.name: file.read_bytes() for file in files}
     foreign = [name for name in CODE if code.get(name) != (PACKAGE / name).read_bytes()]
     if config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries:

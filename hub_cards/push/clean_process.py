@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading a checkpoint in a clean process. As its script, this imports nothing of the package."""
+"""Loading a checkpoint in a clean process. This file is its script: it imports nothing of ours."""
 
 import json
 import os
@@ -32,8 +32,8 @@ def ask_clean_process(
     """
     request = [str(source if revision else Path(source).resolve()), revision, base, base_revision]
     # Settings of the Hub's client on this machine, which others do not have.
-    own = re.compile("(HF_|HUGGING|TRANSFORMERS_).*(TOKEN|CACHE|OFFLINE)")
-    environment = {name: value for name, value in os.environ.items() if not own.match(name)}
+    settings = re.compile("(HF_|HUGGING|TRANSFORMERS_).*(TOKEN|CACHE|OFFLINE)")
+    environment = {name: value for name, value in os.environ.items() if not settings.match(name)}
     environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     environment |= {"HF_TOKEN": token} if token else {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     environment |= {} if revision or base_revision else {"HF_HUB_OFFLINE": "1"}
@@ -44,7 +44,7 @@ def ask_clean_process(
             input=json.dumps(request), capture_output=True, text=True,
         )  # fmt: skip
     if run.returncode:
-        output = run.stderr[-2000:].strip() or f"status {run.returncode}, and no output"
+        output = run.stderr[-2000:].strip() or f"It ended with status {run.returncode}."
         output = output.replace(token, "[token]") if token else output
         raise ValueError(f"{source} does not work in a process without this package:\n{output}")
     return json.loads(run.stdout.splitlines()[-1])
@@ -52,7 +52,7 @@ def ask_clean_process(
 
 def difference(before: list[float], after: list[float]) -> str | None:
     """A sentence if logits differ by more than `TOLERANCE`."""
-    apart = max(abs(one - other) for one, other in zip(before, after, strict=True))
+    apart = max(abs(new - old) for old, new in zip(before, after, strict=True))
     if apart > TOLERANCE * (largest := max(map(abs, before))):
         return f"It answers differently: logits differ by {apart:.3g}, of at most {largest:.3g}."
     return None

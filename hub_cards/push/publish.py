@@ -86,7 +86,8 @@ def publish(
     if (as_adapter or base) and not is_adapter:
         raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
     if space and (create_pr or as_adapter):
-        raise ValueError("A Space needs a whole published model: no --create-pr, and no --adapter.")
+        remedy = "Leave out --space, or --create-pr and --adapter"
+        raise ValueError(f"A Space needs a published whole model. {remedy}.")
     repository, demo = Repository(HfApi(token=token), repo_id, branch=revision), None
     if not dry_run:
         repository = find_repository(log_in(repo_id, token, create_pr), repo_id, branch=revision)
@@ -116,8 +117,8 @@ def publish(
                 if (checkpoint / name).exists():
                     notify(f"Warning: {name} of the adapter stays here, since it is merged.")
         check_checkpoint(folder)
-        there = repository.card
-        card = render_card(folder, repo_id=repo_id, revision=revision, hub_card=there, base=pinned)
+        theirs = repository.card
+        card = render_card(folder, repo_id=repo_id, revision=revision, hub_card=theirs, base=pinned)
         for warning in card.warnings:
             notify(f"Warning: {warning}")
         source = choose_files(folder, {**generated, CARD: card.text.encode()}, repository.files)
@@ -139,7 +140,7 @@ def publish(
             problem = str(error)
         if problem is not None:
             raise OSError(
-                f"{repo_id} is at {commit.oid}, and does not load as from the folder. {problem} "
+                f"{repo_id} is at {commit.oid}, but does not load as the folder does. {problem} "
                 f"Publish again to load it once more. The commit before is {repository.commit}."
             )
     else:

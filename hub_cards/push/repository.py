@@ -14,7 +14,7 @@ from ... import __version__
 from ...checkpoint.files import CARD
 
 
-LOG_IN = "Run `hf auth login` or set HF_TOKEN, with one of https://huggingface.co/settings/tokens"
+LOG_IN = "Use `hf auth login` or HF_TOKEN, with a token of https://huggingface.co/settings/tokens"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Repository:
 
 @contextmanager
 def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
-    """Makes errors of Hub, connection and uploads an OSError of one line that ends in `state`."""
+    """Turns errors of Hub, connection and uploads into an OSError, a line that ends in `state`."""
     try:
         yield
     except (errors.HTTPError, RuntimeError) as error:  # RuntimeError: of uploads

@@ -73,7 +73,7 @@ def red(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(loaded):
-    app = demo_app.build_app(*loaded, title="Test", source="", limit=80)
+    app = demo_app.build_app(*loaded, title="Test", source="", max_new_tokens=80)
     demo_app.launch(app, server_port=free_port(), prevent_thread_lock=True, quiet=True)
     yield app.local_url
     app.close()
