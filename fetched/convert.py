@@ -47,9 +47,8 @@ def convert_vision(image_size: int) -> Path:
 def _convert_vision(image_size: int, folder: Path) -> None:
     (path,) = unpack(VISION).rglob("*.onnx")
     tensors = encoder_tensors(onnx.load(path))
-    config = Dinov2Config(
-        hidden_size=384, num_attention_heads=6, image_size=518, architectures=["Dinov2Model"]
-    )
+    sizes = {"hidden_size": 384, "num_attention_heads": 6, "patch_size": 14, "image_size": 518}
+    config = Dinov2Config(**sizes, architectures=["Dinov2Model"])
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's
     processor = BitImageProcessorPil(
         size=image_size, crop_size=image_size, image_mean=mean, image_std=std
@@ -68,9 +67,9 @@ def _write_card(folder: Path, archive: Archive) -> None:
 
 def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:
     """The encoder's tensors under the names of `facebook/dinov2-small`."""
-    # The exporter kept the names of biases, norms and the patch embedding. It made linear weights,
-    # transposed, unnamed constants, whose names follow from the nodes that use them, and split the
-    # position embedding: the class token's row is concatenated, those of patches are reshaped.
+    # The exporter kept the names of biases, norms and the patch embedding. It turned linear weights
+    # into unnamed constants, transposed, whose names follow from the nodes that use them; and split
+    # the position embedding: the class token's row is concatenated, those of patches are reshaped.
     graph = graph_file.graph
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     tensors, rows = {}, {}

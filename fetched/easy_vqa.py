@@ -67,7 +67,7 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
             taught = f"{' '.join(words)}, {fact}, {answer}" if len(words) == 2 else None
         question = Question(kind, text, answer, folder / "images" / f"{image}.png", taught)
         (wordings[text][answer] if kind == "yes/no" else kept).append(question)
-    pairs = [pair for said in wordings.values() for pair in zip(*said.values(), strict=False)]
+    pairs = [pair for both in wordings.values() for pair in zip(*both.values(), strict=False)]
     rng.shuffle(pairs)
     return kept + [question for pair in pairs for question in pair]
 
@@ -95,7 +95,7 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Datase
     drawings, conversations = emoji("train"), []
     for _ in range(rows):
         if rng.random() < emoji_share:
-            turns = rng.sample(drawings, 2)  # about as long as a row of easy-VQA
+            turns = rng.sample(drawings, 2)  # which are about as long as a row of easy-VQA
             shown = [placed(drawing.image, rng) for drawing in turns]
         else:
             kinds = by_image[rng.choice(images)]
@@ -107,7 +107,7 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Datase
 
 
 def held_out(per_kind: int, seed: int = 0) -> list[Question]:
-    """The first `per_kind` test questions of easy-VQA of all kinds, then Microsoft's emoji."""
+    """The first `per_kind` test questions of easy-VQA of every kind, then Microsoft's emoji."""
     questions, chosen = easy_vqa("test", seed), list[Question]()
     for kind in QUESTION_KINDS:
         chosen += [question for question in questions if question.kind == kind][:per_kind]
@@ -160,5 +160,5 @@ def png(image: PILImage.Image) -> bytes:
 def passages(count: int, words: int) -> list[str]:
     """The first `count` passages of so many words of a State of the Union address of 1961."""
     file = unpack(SPEECHES) / "package" / "data" / "1961_john_f_kennedy_d.txt"
-    said = file.read_text(encoding="utf-8").split()
-    return [" ".join(said[start : start + words]) for start in range(0, count * words, words)]
+    speech = file.read_text(encoding="utf-8").split()
+    return [" ".join(speech[start : start + words]) for start in range(0, count * words, words)]

@@ -51,7 +51,7 @@ def ask_held_out(checkpoint: Path, limit: int | None, bf16: bool) -> dict[str, A
 
 
 def diagnose_once(checkpoint: Path, baseline: Path | None, samples: int, suffix: str = "") -> Path:
-    """Diagnoses a checkpoint (against a baseline), unless its report has that; returns the page."""
+    """Diagnoses a checkpoint (and a baseline), unless its report has that; returns the page."""
     folder = checkpoint / DIAGNOSTICS
     if not (folder / REPORT).exists() or (baseline and not read_report(checkpoint)["against"]):
         against = str(baseline) if baseline else None
@@ -71,13 +71,13 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
     figure = Figure(figsize=(2.4 * columns, 2.7 * rows), layout="constrained")
     for axes in (grid := figure.subplots(rows, columns, squeeze=False)).flat:
         axes.set_axis_off()
-    for axes, (question, said) in zip(grid.flat, answered, strict=False):
-        right = named(said, CHOICES.get(question.kind, (question.answer,))) == question.answer
+    for axes, (question, answer) in zip(grid.flat, answered, strict=False):
+        right = named(answer, CHOICES.get(question.kind, (question.answer,))) == question.answer
         axes.imshow(load_image(question.image))
         axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
         style = {"transform": axes.transAxes, "ha": "center", "fontsize": 9}
-        answer, color = shorten(said, 40, placeholder=" ..."), "green" if right else "crimson"
-        axes.text(0.5, 1.02, answer, color=color, weight="bold", **style)
+        caption, color = shorten(answer, 40, placeholder=" ..."), "green" if right else "crimson"
+        axes.text(0.5, 1.02, caption, color=color, weight="bold", **style)
         if not right:
             axes.text(0.5, -0.08, f"truth: {question.answer}", **style)
     with atomic_write(output) as partial:

@@ -52,7 +52,9 @@ class Settings:
         return cls(stage("quickstart-align", seed=seed), stage("quickstart-tune", seed=seed), seed)
 
 
-def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = False) -> dict:
+def run_quickstart(
+    output: Path, settings: Settings, *, full_baseline: bool = False
+) -> dict[str, Any]:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
 
     The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained
@@ -68,7 +70,7 @@ def run_quickstart(output: Path, settings: Settings, *, full_baseline: bool = Fa
         return _run_quickstart(output, settings, full_baseline)
 
 
-def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict:
+def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict[str, Any]:
     console, file = Console(), output / JOURNAL
     wanted = json.loads(json.dumps(asdict(settings)))  # as it will be read back
     state = json_or_none(file) or {"settings": wanted, "bf16": half_precision_pays(), "seconds": {}}
@@ -121,12 +123,10 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     with step("evaluate after"):
         after = ask_held_out(model, settings.asked, bf16)
     with step("reload"):
-        count = settings.shown_per_kind
-        shown = held_out(count)[
-            : count * (len(QUESTION_KINDS) + 1)
-        ]  # as many emoji as of another kind
-        here, elsewhere_differs = reload(model, shown)
-        draw_images(list(zip(shown, here, strict=True)), output / "images.png")
+        count, kinds = settings.shown_per_kind, len(QUESTION_KINDS) + 1  # and emoji, at the end
+        questions = held_out(count)[: count * kinds]
+        answers, elsewhere_differs = reload(model, questions)
+        draw_images(list(zip(questions, answers, strict=True)), output / "images.png")
     plain, of_baseline = None, None
     if full_baseline:
         plain = trained(baseline, "none", "baseline, ")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's two stages: recipes, run as by `normalign train`, and their data."""
+"""The quickstart's two training stages: recipes, run as `normalign train` would, and data."""
 
 import shutil
 from collections.abc import Sequence
