@@ -146,7 +146,7 @@ def finished_folder(
     def foreign() -> str:
         names = {path.name for path in target.iterdir()} if target.exists() else set()
         others = sorted(names - set(written(target) if written else ()))
-        return f"{target} holds {others[0]}, which this command must not replace." if others else ""
+        return f"{target} holds {others[0]}, which is not to be replaced." if others else ""
 
     if written:
         check_free(target.parent)
