@@ -72,7 +72,7 @@ def render_card(
         is_open = {"license": no_licence, "base_model": nameless, "tags": True}
         settled = {key: value for key, value in derived.items() if not is_open.get(key)}
         tags = list(dict.fromkeys([*derived["tags"], *(previous.get("tags") or ())]))
-        content = {**derived, **previous, **settled, "tags": tags}
+        content = {"license": None, **derived, **previous, **settled, "tags": tags}  # in this order
         if content.get("license") not in (None, derived.get("license")):
             stated = content.get("license_name") or content["license"]
             terms_sentence, no_licence = f"Its author states: {stated}.", None
