@@ -86,7 +86,7 @@ def write_rows(folder: Path, side: int, sizes: list[tuple[int, int]]) -> None:
     from datasets import Dataset
     from PIL import Image
 
-    from normalign_llava.fetched.easy_vqa import FEATURES, png
+    from normalign_llava.fetched.easy_vqa import DATA_FEATURES, png
 
     rng, data = random.Random(0), []
     for images, words in sizes:
@@ -96,7 +96,7 @@ def write_rows(folder: Path, side: int, sizes: list[tuple[int, int]]) -> None:
         stored = [{"bytes": png(Image.frombytes("RGB", (side, side), image))} for image in pixels]
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
         data.append({"images": stored, "messages": messages})
-    Dataset.from_list(data, features=FEATURES).save_to_disk(folder / "data")
+    Dataset.from_list(data, features=DATA_FEATURES).save_to_disk(folder / "data")
 
 
 def prepared_rows(folder: Path):

@@ -18,7 +18,13 @@ from transformers import LlavaProcessor, TrainerCallback
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.sources.mixtures import prepare_rows
-from normalign_llava.fetched.easy_vqa import FEATURES, Question, conversation, easy_vqa, load_image
+from normalign_llava.fetched.easy_vqa import (
+    DATA_FEATURES,
+    Question,
+    conversation,
+    easy_vqa,
+    load_image,
+)
 from normalign_llava.train.collator import ConversationCollator
 
 
@@ -100,7 +106,7 @@ def cross_entropies(
 ) -> list[float]:
     """Cross-entropy of each answer and its end of turn, in nats over all tokens, teacher-forced."""
     conversations = [conversation([each], [load_image(each.image)]) for each in questions]
-    rows = Dataset.from_list(conversations, features=FEATURES)
+    rows = Dataset.from_list(conversations, features=DATA_FEATURES)
     rows, _ = prepare_rows(rows, Checks(processor), name="questions", split="eval")
     collator, losses = ConversationCollator(processor), []
     training = model.training

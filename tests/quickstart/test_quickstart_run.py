@@ -16,7 +16,7 @@ from paths import HELPERS
 from PIL import Image
 
 from normalign_llava.evaluate.results import read_evaluations
-from normalign_llava.fetched.easy_vqa import KINDS, OVERALL
+from normalign_llava.fetched.easy_vqa import OVERALL, QUESTION_KINDS
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.quickstart.results import METRICS, read_report
 from normalign_llava.quickstart.run import Settings, run_quickstart
@@ -62,7 +62,7 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in before.items())
     assert results == json.loads((output / "results.json").read_text())
     assert results["reloaded_alike"]
-    count = {**dict.fromkeys(KINDS, 1), OVERALL: 3, "emoji": 3}
+    count = {**dict.fromkeys(QUESTION_KINDS, 1), OVERALL: 3, "emoji": 3}
     assert results["count"] == results["before"]["count"] == count
     assert list(results["seconds"])[:4] == ["fetch", "convert", "build", "stage 1"]
     folders = {"untrained", "data", "stage1", "stage2", "model"}
@@ -85,7 +85,8 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     with Image.open(output / "images.png") as image:
         assert image.width > 1000 and image.height > 150  # a row of four
     said = capsys.readouterr().out
-    assert all(word in said for word in (*KINDS, "same logits", "report.html", "convert, finished"))
+    words = (*QUESTION_KINDS, "same logits", "report.html", "convert, finished")
+    assert all(word in said for word in words)
     alone = read_report(output / "model")
     assert alone["against"] is None and results["verdicts"] == {"model": alone["verdict"]}
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
