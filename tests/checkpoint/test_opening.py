@@ -82,5 +82,5 @@ def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_
         assert (folder / "build.json").read_text() == (built / "build.json").read_text()
         card = (folder / "README.md").read_text()
         assert is_ours(card) and str(tmp_path) not in (folder / "training.json").read_text() + card
-        library = "peft" if folder == second else "transformers"  # merged
+        library = "peft" if folder == second else "transformers"  # the merged model too
         assert ModelCard(card).data.library_name == library
