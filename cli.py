@@ -24,9 +24,7 @@ DtypeOption = Annotated[
 ]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
 ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip where image paths start.")]
-ColumnsOption = Annotated[
-    str | None, Option(help="The data's column names, such as image=path,answer=caption.")
-]
+ColumnsOption = Annotated[str | None, Option(help="Columns, such as image=path,answer=caption.")]
 TrustOption = Annotated[bool, Option("--trust-remote-code", help="Run a checkpoint's own code.")]
 NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
 ModelArgument = Annotated[str, Argument(help="A model's folder or Hub id, or an adapter's folder.")]

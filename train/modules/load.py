@@ -76,7 +76,7 @@ def load_model(
     else:
         model = checkpoint.load(loaded_as, config=config, **kwargs)
     model.__class__ = cls
-    # It is empty if the configuration differs from the folder's, which training.json records.
+    # The name is empty if the configuration is not the folder's; training.json records changes.
     model.name_or_path = model.config.name_or_path = checkpoint.name
     stored, arm = arm_of(checkpoint.config), arm_of(config)
     if {stored, arm} & {"none", "unit"} and arm not in (stored, "none") and not training.dry_run:
@@ -149,7 +149,7 @@ def _without_weights(cls: Any, config: NormAlignLlavaConfig, **kwargs: Any) -> P
 
 
 def settle_float16(model: PreTrainedModel, args: NormAlignConfig, batch: dict[str, Any]) -> None:
-    """Has all processes use float32 instead of `args.fp16` if hidden states come near 65,504."""
+    """Turns `args.fp16` off, in all processes together, if hidden states come near 65,504."""
     if getattr(model, "hf_device_map", None) is None:
         model.to(args.device)
     largest = broadcast_object_list([largest_hidden_state(model, batch)])[0]
