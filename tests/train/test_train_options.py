@@ -18,7 +18,9 @@ from normalign_llava.train.prepare import accumulation_steps
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
 UNSEEDED = {"use_seedable_sampler": False}
 FIELDS = dataclasses.fields(TrainingOptions)
-REFUSALS = {one.name: one.default for one in FIELDS if one.metadata["help"].startswith(REFUSED)}
+REFUSALS = {
+    field.name: field.default for field in FIELDS if field.metadata["help"].startswith(REFUSED)
+}
 
 
 def options(tmp_path, *words, **recipe):
@@ -33,7 +35,7 @@ def config(folder, **options) -> NormAlignConfig:
 
 
 def rates(args, use_peft=False) -> list[float]:
-    """Those of vision tower, projector, norm and language model."""
+    """The learning rates of vision tower, projector, norm and language model."""
     return [*args.learning_rates(use_peft).values()]
 
 
