@@ -85,7 +85,7 @@ class TrainingOptions:
     warmup_steps: float = option(None, "Steps of linear warm-up, or their share if below 1.")
     weight_decay: float = option(None, "Weight decay; never of gain, biases, norms.")
     seed: int = option(None, "Random seed.")
-    bf16: bool | None = flag("Multiply in bfloat16. Default: like the resumed run, or if fast.")
+    bf16: bool | None = flag("Multiply in bfloat16. Default: as the resumed run, or if it is fast.")
     fp16: bool | None = flag(
         "Multiply in float16. Default: on a GPU without bfloat16, if hidden states are small."
     )

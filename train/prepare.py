@@ -51,8 +51,8 @@ def normalign_config(
         return copy.copy(args)
     known = {field.name for field in fields(NormAlignConfig) if field.init}
     options = {name: value for name, value in vars(args).items() if name in known}
-    own = collator is None or isinstance(collator, ConversationCollator)
-    if own and not options.get("assistant_only_loss"):
+    is_ours = collator is None or isinstance(collator, ConversationCollator)
+    if is_ours and not options.get("assistant_only_loss"):
         fact = "assistant_only_loss is False, but the loss is on the assistant's turns"
         logger.warning(f"{fact}. Set it to True.")
     options |= {"assistant_only_loss": True, "remove_unused_columns": False}
@@ -156,9 +156,9 @@ def read_data(
         raise ValueError("DataArguments name all rows. Leave eval_dataset and data_collator out.")
     multiple, free = args.pad_to_multiple_of, args.padding_free
     collator = collator or ConversationCollator(processor, multiple, padding_free=free)
-    own = isinstance(collator, ConversationCollator)
+    is_ours = isinstance(collator, ConversationCollator)
     args.padding_free = getattr(collator, "padding_free", False)
-    if free and not (args.padding_free and (own or not args.packing)):
+    if free and not (args.padding_free and (is_ours or not args.packing)):
         name = "packing" if args.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free, or no collator.")
     if named:
@@ -199,7 +199,7 @@ def read_data(
         args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has one shard
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
-    if own:
+    if is_ours:
         # A reader counts only what it skips itself.
         readers = args.world_size * max(1, args.dataloader_num_workers or 0)
         skippable = sum(source.skippable for source in report.sources)

@@ -56,7 +56,7 @@ def train(
         console = Console(quiet=not trainer.is_world_process_zero())
         console.print(render(trainer.record, trainer.facts, output))
         dropped = DroppedRows(output / DROPPED_ROWS)
-        console.print(*(shown := render_dropped(dropped)), sep="\n")
+        console.print(*(before := render_dropped(dropped)), sep="\n")
         try:
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             with writing_result(output):
@@ -68,7 +68,7 @@ def train(
                 raise BadRow(f"{error} {advice}") from error
             error.add_note(advice)
             raise
-        if (lines := render_dropped(dropped)) != shown:  # rows whose images were met in training
+        if (lines := render_dropped(dropped)) != before:  # rows whose images training met
             console.print(*lines, sep="\n")
         if args.push_to_hub and (published := trainer.publish()):
             console.print(f"Published: {published.repository.url}, commit {published.commit.oid}.")

@@ -131,7 +131,7 @@ class NormAlignTrainer(SFTTrainer):
         self.first_loader: DataLoader | None = None  # tells the number of steps, then trains
         # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
         for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
-        if not isinstance(collator, ConversationCollator):  # the other knows its rows
+        if not isinstance(collator, ConversationCollator):  # another checks its rows itself
             for_trl["assistant_only_loss"] = False
             for_trl["dataset_kwargs"] = {"skip_prepare_dataset": True}
         if args.dry_run:  # the Trainer would create both

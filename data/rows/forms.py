@@ -164,8 +164,8 @@ def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
             return asks, answers
     is_alone = has_images and present <= {"image", "images", "label"}  # no unread question
     for asks, answers in FORMS:
-        shown = has_images and answers in present if answers else is_alone
-        if asks in present if asks else shown:
+        has_answer = has_images and answers in present if answers else is_alone
+        if asks in present if asks else has_answer:
             return asks, answers
     raise UnknownForm(
         f"its form is not known. It has the columns: {columns(raw)}; known are conversations, "

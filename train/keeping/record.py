@@ -45,8 +45,8 @@ MAY_CHANGE = (
     *("test_split", "dataset_test", "model_name", "dataset_name", "image_folder", "learning_rate"),
     *("bad_steps", "bad_rows", "check_images"),
 )
-"""Prefixes of options that may change in a resumed run. Instead of them, data are compared by their
-reports, and learning rates by module."""
+"""Prefixes of options that may change in a resumed run. Data are compared by their reports instead,
+and learning rates by module."""
 
 LEFT_OUT = {
     *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "do_eval"),

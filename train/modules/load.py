@@ -106,8 +106,8 @@ def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
     autocast, dtype = autocast_dtype(training), (training.model_init_kwargs or {}).get("dtype")
     if dtype in (None, "auto"):
-        own = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
-        return own if own == autocast else "float32"
+        stored = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+        return stored if stored == autocast else "float32"
     name = str(dtype).removeprefix("torch.")
     if autocast and name in {"bfloat16", "float16"} - {autocast}:
         raise ValueError(
