@@ -111,7 +111,8 @@ def estimate_memory(
         parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"A step's memory cannot be estimated for this model: {error}") from error
-    parts += Counter(static_bytes(trainer.model, args) | {GRADIENTS: 0})  # gradients: at the peak
+    static = static_bytes(trainer.model, args)
+    parts += Counter(static | {GRADIENTS: 0})  # gradients are those at the peak
     parts[GRADIENTS] = int(parts[GRADIENTS] * memory_shares(args)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
     parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())

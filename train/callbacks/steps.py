@@ -244,7 +244,7 @@ class FiniteCheck(TrainerCallback):
 @torch.no_grad()
 def weights_not_finite(model: nn.Module) -> list[str]:
     """Names of parameters with NaN or infinite values; if they are sharded, in any process."""
-    # Whole ones are not compared with other processes: the first alone may save them.
+    # Whole parameters are not compared with other processes: the first alone may save them.
     largest, sharded = {}, False
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's

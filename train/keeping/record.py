@@ -92,7 +92,7 @@ def training_record(
         "hardware": hardware(args.device),
         "versions": {name: version(name) for name in libraries} | {"normalign_llava": __version__},
         "commit": code_commit(),
-        "before": read_record(model.name_or_path, TRAINING_RECORD, commit),  # the last training's
+        "before": read_record(model.name_or_path, TRAINING_RECORD, commit),  # an earlier training's
         "seconds": 0.0,
     }
 
