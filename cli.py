@@ -19,13 +19,15 @@ Strategy = Literal["default", "full"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
-DtypeOption = Annotated[Dtype, Option(help="Weight dtype. auto keeps the checkpoint's.")]
+DtypeOption = Annotated[
+    Dtype, Option(help="Dtype of the weights. auto keeps the checkpoint's; the norm is float32.")
+]
 In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
 ImageFolderOption = Annotated[str | None, Option(help="Folder or .zip where image paths start.")]
-ColumnsOption = Annotated[str | None, Option(help="Column names: image=path,answer=caption.")]
+ColumnsOption = Annotated[str | None, Option(help="Columns, such as image=path,answer=caption.")]
 TrustOption = Annotated[bool, Option("--trust-remote-code", help="Run a checkpoint's own code.")]
 NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
-ModelArgument = Annotated[str, Argument(help="Model's folder or Hub id, or an adapter's folder.")]
+ModelArgument = Annotated[str, Argument(help="A model's folder or Hub id, or an adapter's folder.")]
 BaseOption = Annotated[str | None, Option(help="An adapter's base, if moved: folder or Hub id.")]
 BatchOption = Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")]
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this at import
@@ -57,7 +59,7 @@ def build(
     from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to add the norm to.")] = None,
     output: NewFolderOption,
     arm: Annotated[
-        Arm, Option(help="No norm; gain 1; aligned with text; that, with gradient compensation.")
+        Arm, Option(help="No norm; gain 1; gain aligned with text; also gradient compensation.")
     ] = "gwc",
     norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
     feature_layer: Annotated[
@@ -78,8 +80,8 @@ def build(
     """Join a vision encoder and a language model, or add the norm to a LLaVA checkpoint."""
     joined = (vision, language, feature_layer, select_strategy, chat_template, seed)
     if from_llava and any(option is not None for option in joined):
-        rest = "--vision, --language, --feature-layer, --select-strategy, --chat-template, --seed"
-        raise BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {rest}.")
+        parts = "--vision, --language, --feature-layer, --select-strategy, --chat-template, --seed"
+        raise BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {parts}.")
     if not from_llava and not (vision and language):
         raise BadParameter("Give --vision and --language, or --from-llava.")
     with errors_for_people():
@@ -105,10 +107,10 @@ def gain(
     top: Annotated[int, Option(metavar="N", min=0, help="Tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, Option(help="Branch, tag or commit on the Hub.")] = None,
     critical: Annotated[
-        bool, Option("--critical", help="Also run it: predict the norm at which rotation drops.")
+        bool, Option("--critical", help="Run the model; predict the norm at which rotation drops.")
     ] = False,
 ) -> None:
-    """Measure N_text and the gain of a model from its embeddings; --critical runs the model."""
+    """Measure N_text and the gain of a model; without --critical, it fetches embeddings alone."""
     with errors_for_people():
         from .assembly.gain import embedding_statistics
         from .checkpoint.files import find_model
@@ -165,7 +167,9 @@ def data(
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     model: Annotated[str | None, Option(help="Checkpoint, to count and show tokens.")] = None,
-    check_images: Annotated[bool, Option("--check-images", help="Decode every image.")] = False,
+    check_images: Annotated[
+        bool, Option("--check-images", help="Decode every image, not a sample.")
+    ] = False,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault."""
     with errors_for_people():
@@ -191,7 +195,7 @@ def merge(
     base: BaseOption = None,
     base_quantization: Annotated[
         Quantization | None,
-        Option(help="How the base was quantized in training.", show_default="training.json's"),
+        Option(help="How the base was quantized in training.", show_default="as in training.json"),
     ] = None,
     dtype: DtypeOption = "auto",
 ) -> None:
@@ -212,13 +216,15 @@ def merge(
 @app.command()
 def evaluate(
     model: ModelArgument,
-    suite: Annotated[list[str] | None, Option(help="Suites: paper, vision, text, offline.")] = None,
+    suite: Annotated[
+        list[str] | None, Option(help="Suites, by commas: paper, vision, text, offline.")
+    ] = None,
     tasks: Annotated[list[str] | None, Option(help="Tasks of the harness, by commas.")] = None,
     include_path: Annotated[Path | None, Option(help="Folder of task files.", exists=True)] = None,
-    data: Annotated[str | None, Option(help="Own questions: file, folder or Hub data set.")] = None,
+    data: Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    limit: Annotated[int | None, Option(metavar="N", min=1, help="First rows of a task.")] = None,
+    limit: Annotated[int | None, Option(metavar="N", min=1, help="Use the first N rows.")] = None,
     output: Annotated[
         Path | None, Option(help="Folder of results.", show_default="MODEL or evaluations/HUB_ID")
     ] = None,
@@ -247,7 +253,7 @@ def ask(
     model: ModelArgument,
     image: Annotated[Path, Argument(help="Image file.")],
     question: Annotated[str, Argument(help="Question, in quotes.")],
-    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Longest answer.")] = 128,
+    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens in an answer.")] = 128,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
@@ -262,7 +268,7 @@ def ask(
 
 @app.command()
 def compare(
-    models: Annotated[list[str], Argument(help="FOLDER, or NAME=FOLDER,... of several seeds.")],
+    models: Annotated[list[str], Argument(help="Model's FOLDER, or NAME=FOLDER,... of its seeds.")],
     output: Annotated[Path, Option(help="Folder for comparison.json.")] = Path("comparison"),
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
@@ -279,15 +285,16 @@ def compare(
 @app.command()
 def diagnose(
     model: ModelArgument,
-    against: Annotated[str | None, Option(help="Baseline, on the same images.")] = None,
+    against: Annotated[str | None, Option(help="Baseline model, on the same images.")] = None,
     data: Annotated[
-        str | None, Option(help="Images and questions.", show_default="the quickstart's, held out")
+        str | None, Option(help="Images and questions.", show_default="held-out rows of quickstart")
     ] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    samples: Annotated[int, Option(metavar="N", min=1, help="Questions with images.")] = 64,
+    samples: Annotated[int, Option(metavar="N", min=1, help="Number of questions.")] = 64,
     output: Annotated[
-        Path | None, Option(help="Folder.", show_default="MODEL/diagnostics or diagnostics/HUB_ID")
+        Path | None,
+        Option(help="Report folder.", show_default="MODEL/diagnostics or diagnostics/HUB_ID"),
     ] = None,
     batch_size: BatchOption = 8,
     seed: Annotated[int, Option(help="Seed by which the questions are drawn.")] = 0,
@@ -339,14 +346,16 @@ def card(
 def publish(
     checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, or of an adapter.")],
     repo_id: Annotated[str, Option(help="Repository: user/name or organisation/name.")],
-    private: Annotated[bool | None, Option("--private/--public", help="For a new one.")] = None,
+    private: Annotated[
+        bool | None, Option("--private/--public", help="Visibility of a new repository.")
+    ] = None,
     revision: Annotated[str, Option(help="Branch; made if it does not exist.")] = "main",
     create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request.")] = False,
-    space: Annotated[bool, Option("--space", help="Also a demo: the Space REPO_ID-demo.")] = False,
+    space: Annotated[bool, Option("--space", help="Add a demo, the Space REPO_ID-demo.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Publish an adapter unmerged.")] = False,
     base: BaseOption = None,
     replace_card: Annotated[bool, Option("--replace-card", help="Overwrite your card.")] = False,
-    no_verify: Annotated[bool, Option("--no-verify", help="Skip the clean load.")] = False,
+    no_verify: Annotated[bool, Option("--no-verify", help="Do not load it from the Hub.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check; show what would be sent.")] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load that in a clean process."""

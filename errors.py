@@ -21,7 +21,7 @@ from unicodedata import category
 
 import rich.console
 import typer
-from rich.console import RenderableType
+from rich.console import ConsoleOptions, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.segment import Segment
 from rich.table import Table
@@ -53,12 +53,14 @@ class Printed(JupyterMixin):
                 table.add_row(name, format(value, {int: ",", float: ".4g"}.get(type(value), "")))
         return table
 
-    def __rich_console__(self, console, options) -> Iterable[Segment]:
+    def __rich_console__(
+        self, console: rich.console.Console, options: ConsoleOptions
+    ) -> Iterable[Segment]:
         return Console().render(self.renderable(), options)
 
 
 def escaped(text: str) -> str:
-    """`text` with invisible characters as `\\x1b`, but for line breaks, tabs and joiners."""
+    """`text` with invisible characters escaped, `\\x1b`, but not line breaks, tabs and joiners."""
     # Control, format (direction, no width), half a surrogate pair, line or paragraph separator.
     hidden = {letter for letter in text if category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
     hidden -= {"\n", "\t", "\u200c", "\u200d"}
@@ -66,7 +68,7 @@ def escaped(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with question marks for half surrogate pairs, which JSON may have, UTF-8 not."""
+    """The text with question marks for half surrogate pairs: JSON may have them, UTF-8 cannot."""
     return text.encode(errors="replace").decode()
 
 
@@ -87,7 +89,7 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 def device_error(error: BaseException, remedy: str = MORE) -> str | None:
-    """A sentence on full memory, with its remedy, or a failure of a GPU or kernels; else None."""
+    """A sentence about full memory, with a remedy, or failed kernels or a failed GPU; else None."""
     if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
         return None
     text, frames = first_cause(error)
@@ -105,7 +107,7 @@ def device_error(error: BaseException, remedy: str = MORE) -> str | None:
 
 
 def first_cause(error: BaseException) -> tuple[str, str]:
-    """Message and traceback of an error, or of one in loading weights that transformers keeps."""
+    """Message and traceback of `error`, or of its cause in loading, which transformers reports."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for report in getattr(frame.f_locals.get("loading_info"), "conversion_errors", {}).values():
             cause = re.search(r"^[\w.]+: (.+)$", report, re.M)
@@ -158,7 +160,7 @@ def _is_first() -> bool:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in a folder common to the processes
         try:
             (Path(file).parents[1] / "failed").touch(exist_ok=False)
-        except OSError as error:  # another than this one if the launcher has removed the folder
+        except OSError as error:  # no FileExistsError if the launcher has removed the folder
             return not isinstance(error, FileExistsError)
     return True
 

@@ -49,7 +49,7 @@ class ConversationCollator:
 
     Args:
         processor: Its chat template must have generation marks. It is settled, see [`settle`].
-        pad_to_multiple_of, padding_free: As in `SFTConfig`, see [`without_padding`].
+        pad_to_multiple_of, padding_free: As in `SFTConfig`; for the latter see [`without_padding`].
         bad_rows: `"stop"` raises ValueError at a bad image, `"skip"` records the row in
             `dropped_rows`, a share or None skips `skippable` rows, see [`prepare_rows`].
         skippable, share: Rows that a process may skip, and the share of its rows, if that is more.
@@ -140,7 +140,8 @@ class ConversationCollator:
         elif len(spans) != len(learned):
             raise ValueError(
                 f"{example['source']}, row {example['row']}: the chat template marks {len(spans)} "
-                f"of {len(learned)} answers, not which to learn. Give rows that are learned whole."
+                f"of {len(learned)} answers, so those that are not to be learned are unknown. Give "
+                "rows whose answers are all learned."
             )
         for (start, stop), is_learned in zip(spans, learned, strict=True):
             keep = stop - start if is_learned and not bad else 0
@@ -166,7 +167,7 @@ def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
-    """The order of rows with `group_by_length` or `packing`; None: the Trainer's, or a stream's."""
+    """The order of rows with `group_by_length` or `packing`; else None: the Trainer's own."""
     grouped = args.train_sampling_strategy == "group_by_length"
     if not (grouped or args.packing) or "length" not in (rows.column_names or []):
         return None
@@ -184,7 +185,7 @@ def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
 
 
 class SeededLengthGroups(LengthGroupedSampler):
-    """The Trainer's sampler, in an order of seed and epoch, not of the process's random state."""
+    """The Trainer's sampler, whose order depends on seed and epoch, not on random states."""
 
     def __init__(self, lengths: list[int], batch_size: int, seed: int):
         super().__init__(batch_size, lengths=lengths)
@@ -209,7 +210,8 @@ def balanced(lengths: Sequence[int], passes: int, processes: int = 1) -> list[li
         tokens, number, rows = open_passes[0]
         rows.append(position)
         heapq.heapreplace(open_passes, (tokens + lengths[position], number, rows))
-    largest_first = [rows for _, _, rows in sorted(open_passes, key=lambda one: (-one[0], one[1]))]
+    open_passes.sort(key=lambda entry: (-entry[0], entry[1]))
+    largest_first = [rows for _, _, rows in open_passes]
     dealt = []
     for start in range(0, passes, processes):
         dealt += largest_first[start : start + processes][:: -1 if start // processes % 2 else 1]
@@ -285,7 +287,7 @@ class PackedAttentionCheck(TrainerCallback):
 
         with evaluating(model, args):
             alone, behind, behind_another = states(last), states(first, last), states(second, last)
-        # Rounding depends on shapes of products, and in a mixture of experts those on other rows.
+        # Rounding depends on shapes of products, which other rows change in a mixture of experts.
         by_place = (behind - alone).norm() / alone.norm()
         by_others = (behind - behind_another).norm() / alone.norm()
         half = args.bf16 or args.fp16

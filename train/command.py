@@ -61,7 +61,7 @@ class TrainingOptions:
     stage: Literal["align", "tune"] | None = option(
         None, "Sets defaults: align (projector, norm), tune (everything)."
     )
-    arm: Literal["none", "unit", "aligned", "gwc"] | None = option(None, "Arm, if not the stored.")
+    arm: Literal["none", "unit", "aligned", "gwc"] | None = option(None, "Arm, if not the model's.")
     global_batch_size: int | None = option(None, "Rows in an optimizer step, over all processes.")
     vision_learning_rate: float | None = option(
         None, "Learning rate of the vision tower. Default: the stage's; 0 with use_peft."
@@ -69,11 +69,15 @@ class TrainingOptions:
     projector_learning_rate: float | None = option(
         None, "Learning rate of the projector's linear layers. Default: learning_rate."
     )
-    norm_learning_rate: float | None = option(None, "Learning rate of gain and bias.")
+    norm_learning_rate: float | None = option(
+        None, "Learning rate of gain and bias. Default: learning_rate."
+    )
     language_learning_rate: float | None = option(
         None, "Learning rate of the language model or its adapters. Default: learning_rate."
     )
-    learning_rate: float = option(None, "Learning rate of modules without their own; 0 freezes.")
+    learning_rate: float = option(
+        None, "Learning rate of modules without their own; 0 freezes. Default: the stage's."
+    )
     per_device_train_batch_size: int = option(None, "Rows in a forward pass.")
     max_steps: int = option(-1, "Steps, in place of epochs.")
     num_train_epochs: float = option(None, "Passes over the data.")
@@ -81,16 +85,20 @@ class TrainingOptions:
     warmup_steps: float = option(None, "Steps of linear warm-up, or their share if below 1.")
     weight_decay: float = option(None, "Weight decay; never of gain, biases, norms.")
     seed: int = option(None, "Random seed.")
-    bf16: bool | None = flag("Multiply in bfloat16. Default: as the resumed run, or if fast here.")
-    fp16: bool | None = flag("Multiply in float16. Default: on a GPU without bfloat16, if safe.")
+    bf16: bool | None = flag("Multiply in bfloat16. Default: as the resumed run, or if it is fast.")
+    fp16: bool | None = flag(
+        "Multiply in float16. Default: on a GPU without bfloat16, if hidden states are small."
+    )
     max_length: int | None = option(
         2048, "Rows with more tokens, image tokens included, are dropped and counted."
     )
     use_cpu: bool | None = flag("Whether to train on the CPU. Default: if there is no accelerator.")
     dataset_num_proc: int | None = option(None, "Processes that check rows. Default: one per core.")
-    dataloader_num_workers: int | None = option(None, "Batch readers. Default: up to 8; 0 on CPUs.")
+    dataloader_num_workers: int | None = option(
+        None, "Processes that read batches. Default: up to 8, on a CPU none."
+    )
     dataloader_persistent_workers: bool | None = flag(
-        "Whether batch readers last until the run ends. Default: yes."
+        "Whether processes that read batches last until the run ends. Default: yes."
     )
     padding_free: bool = option(False, "Put the rows of a batch into one sequence without padding.")
     packing: bool = option(False, "Divide a step's rows into unpadded passes of nearly equal size.")
@@ -136,7 +144,7 @@ class TrainingOptions:
     router_aux_loss_coef: float | None = refused(0.0, "LLaVA's outputs have no router logits")
     sample_count: int | None = refused(None, ANSWERS)
     sample_max_new_tokens: int | None = refused(None, ANSWERS)
-    shuffle_dataset: bool = refused(False, "rows are shuffled, streams by shuffle_buffer_size")
+    shuffle_dataset: bool = refused(False, "rows are shuffled without it")
     truncation_mode: str = refused("keep_start", "rows beyond max_length are dropped, never cut")
     trust_remote_code: bool = refused(False, "this package's code is run, never a checkpoint's own")
     use_liger_kernel: bool = refused(False, LIGER)
@@ -148,14 +156,16 @@ class ModelOptions:
 
     model_name_or_path: str | None = option(None, "Folder from `normalign build`, or a Hub id.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "Dtype of frozen weights. auto: the checkpoint's, if steps autocast to it."
+        "auto",
+        "Dtype of frozen weights; trained ones are float32. auto: the checkpoint's, if steps "
+        "autocast to it.",
     )
     use_peft: bool = option(False, "Train LoRA adapters in place of the language model.")
     lora_r: int = option(16, "Rank of the adapters.")
-    load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits, frozen.")
+    load_in_4bit: bool = option(False, "Quantize the language model's frozen layers to 4 bits.")
     load_in_8bit: bool = option(False, "Quantize the language model's layers to 8 bits.")
     use_bnb_nested_quant: bool = option(True, "Quantize the constants of 4-bit quantization too.")
-    bnb_4bit_quant_storage: str | None = refused(None, "for FSDP, where 4 bits are not tested here")
+    bnb_4bit_quant_storage: str | None = refused(None, "it is for FSDP, where 4 bits are untested")
 
 
 def names_in(text: str) -> list[str]:
@@ -271,7 +281,7 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
     words = ["--quiet", "--config_file", str(file)]
     words += [f"--num_processes={processes}"] if processes else []
     words += ["-m", "normalign_llava.train", *arguments]
-    # It would list the processes that it ends.
+    # This logger would list the processes that are ended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         launch_command(launch_command_parser().parse_args(words))

@@ -42,10 +42,10 @@ class DataCheck:
         for form, count in sorted(report.forms.items(), key=lambda form: -form[1]):
             table.add_row(f"of the form {form}", f"{count:,}")
         table.add_row("images in the others", f"{report.images or 0:,}")
-        shown = "give a checkpoint with --model to count tokens" if report.valid else "none"
+        size = "give a checkpoint with --model to count tokens" if report.valid else "none"
         if self.example:
-            shown = f"{report.shortest:,} to {report.longest:,} tokens, median {report.median:,.0f}"
-        table.add_row("lengths", shown)
+            size = f"{report.shortest:,} to {report.longest:,} tokens, median {report.median:,.0f}"
+        table.add_row("lengths", size)
         for title, text in checks.not_read(report.left_out, report.changed).items():
             table.add_row(title, text)
         return table
@@ -57,7 +57,9 @@ class DataCheck:
         return Text.assemble(*pieces)
 
 
-def check_data(source: DataSource, model: str | None = None, check_images=False) -> DataCheck:
+def check_data(
+    source: DataSource, model: str | None = None, check_images: bool = False
+) -> DataCheck:
     """Checks all rows of a data set as training does, and every image with `check_images`.
 
     The processor of a checkpoint `model` is read for lengths, control tokens and the example.

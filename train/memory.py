@@ -12,6 +12,7 @@ from accelerate.utils import convert_file_size_to_int
 from datasets import IterableDataset
 from rich.console import Group
 from transformers import DataCollator
+from trl import SFTTrainer
 
 from ..errors import Printed
 from .collator import ConversationCollator, train_sampler
@@ -33,7 +34,7 @@ class MemoryEstimate(Printed):
     Attributes:
         parts: Bytes of each of `MEMORY_PARTS` at that moment.
         batch: The largest forward pass in words: its rows, tokens with padding, images.
-        device: What has `available` bytes, of which `reserved` are kept free.
+        device: Name of the device with `available` bytes, of which `reserved` are kept free.
     """
 
     parts: dict[str, int]
@@ -91,7 +92,9 @@ def largest_batch(args: NormAlignConfig, rows: Rows, collator: DataCollator) -> 
     return batch
 
 
-def estimate_memory(trainer, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
+def estimate_memory(
+    trainer: SFTTrainer, gradient_checkpointing: bool | None = None
+) -> MemoryEstimate:
     """The memory of a step on the longest rows, without weights; ValueError if it is not known.
 
     A forward and a backward pass run with a shape in place of each weight, and what they allocate
@@ -107,8 +110,9 @@ def estimate_memory(trainer, gradient_checkpointing: bool | None = None) -> Memo
     try:
         parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
-        raise ValueError(f"The memory of a step cannot be estimated here: {error}") from error
-    parts += Counter(static_bytes(trainer.model, args) | {GRADIENTS: 0})  # those at the peak count
+        raise ValueError(f"A step's memory cannot be estimated for this model: {error}") from error
+    static = static_bytes(trainer.model, args)
+    parts += Counter(static | {GRADIENTS: 0})  # gradients are those at the peak
     parts[GRADIENTS] = int(parts[GRADIENTS] * memory_shares(args)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
     parts[BATCHES] = passes * sum(value.nbytes for value in batch.values())

@@ -147,13 +147,15 @@ def check_values(args: NormAlignConfig) -> None:
         raise ValueError("Every learning rate is 0: nothing would be trained. Change one.")
     usable = get_available_reporting_integrations()
     if unknown := [name for name in args.report_to or () if name not in usable]:
-        raise ValueError(f"report_to {unknown[0]!r} is not installed. Install it or use {usable}.")
+        known = ", ".join(usable)
+        raise ValueError(f"report_to {unknown[0]!r} is not installed. Install it, or use {known}.")
     if (size := args.device_memory) is not None and not args.dry_run:
         raise ValueError("--device_memory is for a dry run. Add --dry_run, or leave it out.")
     if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
         raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {size}.")
     if args.lr_scheduler_type in WITHOUT_WARMUP and args.warmup_steps:
-        raise ValueError("This lr_scheduler_type has no warm-up. Leave warmup_steps out.")
+        steps = f"warmup_steps {args.warmup_steps:g}"
+        raise ValueError(f"This lr_scheduler_type has no warm-up. Leave {steps} out.")
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(f"max_steps {args.max_steps} would train for all epochs. Leave it out.")
     if args.save_strategy == "steps" and args.save_steps <= 0:
@@ -167,8 +169,9 @@ def check_values(args: NormAlignConfig) -> None:
         "pad_to_multiple_of": args.pad_to_multiple_of,
     }
     if args.packing:
+        strategy = args.train_sampling_strategy
         contradictions |= {
-            "batch_rebalance": args.train_sampling_strategy == "batch_rebalance",
+            "train_sampling_strategy batch_rebalance": strategy == "batch_rebalance",
             "average_tokens_across_devices false": not args.average_tokens_across_devices,
             "use_seedable_sampler false": not args.accelerator_config.use_seedable_sampler,
         }
@@ -186,8 +189,8 @@ class ModelArguments(ModelOptions, ModelConfig):
         super().__post_init__()
         check_refused(self)
         self.lora_modules_to_save = _names(self.lora_modules_to_save) or None
-        own, kind = vars(self), type(self)
-        changed = [name for name in own if own[name] != getattr(kind, name, own[name])]
+        values, kind = vars(self), type(self)
+        changed = [name for name in values if values[name] != getattr(kind, name, values[name])]
         lora = [name for name in changed if name.startswith(("lora_", "use_dora", "use_rslora"))]
         if lora and not self.use_peft:
             raise ValueError(f"{lora[0]} is for adapters. Add --use_peft.")
@@ -221,7 +224,7 @@ def parse(
         _refuse(f"There is no option {' '.join(unknown)}")
     for name in ("test_split_size", "eval_dataset_name"):
         if getattr(data, name) and training.eval_strategy == "no":
-            raise ValueError(f"{name} needs eval_strategy. Set steps or epoch, or leave it out.")
+            raise ValueError(f"{name} needs eval_strategy steps or epoch. Set one, or drop {name}.")
     of_model = {"revision": model.model_revision, "dtype": model.dtype}
     of_model["attn_implementation"] = model.attn_implementation
     training.model_init_kwargs = {**of_model, **(training.model_init_kwargs or {})}
@@ -230,7 +233,8 @@ def parse(
 
 def _refuse(message: str) -> NoReturn:
     """In place of argparse's, which each process of a run would print."""
-    raise ValueError(f"{message}. `normalign train --help-all` lists the options.")
+    sentence = message[:1].upper() + message[1:]
+    raise ValueError(f"{sentence}. `normalign train --help-all` lists the options.")
 
 
 def option_parser() -> TrlParser:
@@ -253,13 +257,13 @@ def _names(texts: str | list[str] | None) -> list[str]:
 def check_deepspeed(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:
     """Checks DeepSpeed's configuration and options that DeepSpeed would not follow."""
     if args.bad_steps == "skip":
-        raise ValueError("bad_steps cannot be 'skip' with DeepSpeed. Leave it out.")
+        raise ValueError("bad_steps cannot be 'skip': DeepSpeed takes the steps. Leave it out.")
     if args.fp16:
         raise ValueError("fp16 would round the gain under DeepSpeed. Use bf16, or no DeepSpeed.")
     options = {"optimizer": "optim", "scheduler": "lr_scheduler_type", "torch_autocast": "bf16"}
     for section, option in options.items():
         if section in plugin.deepspeed_config:
-            raise ValueError(f"DeepSpeed's {section!r} would undo {option}. Remove it there.")
+            raise ValueError(f"DeepSpeed's section {section!r} would undo {option}. Remove it.")
     for name in ("bf16", "fp16"):
         value, enabled = bool(getattr(args, name)), plugin.get_value(f"{name}.enabled", "auto")
         if enabled not in ("auto", value):

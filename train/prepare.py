@@ -37,7 +37,9 @@ DROPPED_ROWS = "dropped_rows.jsonl"
 """File in `output_dir` with the rows that were dropped, and why."""
 
 
-def normalign_config(args: TrainingArguments | None, model, collator=None) -> NormAlignConfig:
+def normalign_config(
+    args: TrainingArguments | None, model: Any, collator: Any = None
+) -> NormAlignConfig:
     """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it does in TRL, but:
 
     The loss is on the assistant's turns, unless another collator makes the labels. Long rows are
@@ -49,9 +51,10 @@ def normalign_config(args: TrainingArguments | None, model, collator=None) -> No
         return copy.copy(args)
     known = {field.name for field in fields(NormAlignConfig) if field.init}
     options = {name: value for name, value in vars(args).items() if name in known}
-    own = collator is None or isinstance(collator, ConversationCollator)
-    if own and not options.get("assistant_only_loss"):
-        logger.warning("The loss is on the assistant's turns. Set assistant_only_loss to True.")
+    is_ours = collator is None or isinstance(collator, ConversationCollator)
+    if is_ours and not options.get("assistant_only_loss"):
+        fact = "assistant_only_loss is False, but the loss is on the assistant's turns"
+        logger.warning(f"{fact}. Set it to True.")
     options |= {"assistant_only_loss": True, "remove_unused_columns": False}
     if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
         options["hub_strategy"] = HubStrategy.END
@@ -87,7 +90,7 @@ def check_options(args: NormAlignConfig, model: Any) -> None:
 
 def open_model(
     model: Any,
-    processor: Any,
+    processor: LlavaProcessor | None,
     args: NormAlignConfig,
     quantization: BitsAndBytesConfig | None,
     adapters: PeftConfig | None,
@@ -153,9 +156,9 @@ def read_data(
         raise ValueError("DataArguments name all rows. Leave eval_dataset and data_collator out.")
     multiple, free = args.pad_to_multiple_of, args.padding_free
     collator = collator or ConversationCollator(processor, multiple, padding_free=free)
-    own = isinstance(collator, ConversationCollator)
+    is_ours = isinstance(collator, ConversationCollator)
     args.padding_free = getattr(collator, "padding_free", False)
-    if free and not (args.padding_free and (own or not args.packing)):
+    if free and not (args.padding_free and (is_ours or not args.packing)):
         name = "packing" if args.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free, or no collator.")
     if named:
@@ -192,11 +195,11 @@ def read_data(
         if args.max_steps <= 0:
             raise ValueError("A streamed data set has no length. Set max_steps.")
         if args.packing or args.train_sampling_strategy == "group_by_length":
-            raise ValueError("packing and group_by_length need the lengths of rows. Use neither.")
+            raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
         args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has one shard
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
-    if own:
+    if is_ours:
         # A reader counts only what it skips itself.
         readers = args.world_size * max(1, args.dataloader_num_workers or 0)
         skippable = sum(source.skippable for source in report.sources)
@@ -213,7 +216,7 @@ def checked_rows(
     split: Literal["train", "eval"],
     need_images: bool = False,
 ) -> tuple[Rows, SourceReport | None]:
-    """Rows as a [`ConversationCollator`] takes them, and a report; for another, as they are."""
+    """Rows for a [`ConversationCollator`], and a report; for another collator, rows as they are."""
     if not isinstance(rows, Rows):
         kind = type(rows).__name__
         raise TypeError(f"{name} is a {kind}. Give a Dataset (Dataset.from_list) or a stream.")

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from peft import PeftModel
+from transformers import TrainerCallback
 from trl import get_peft_config
 
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none
@@ -22,6 +23,9 @@ from .modules.model import base_model
 from .options import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
 from .trainer import NormAlignTrainer
+
+
+Callbacks: TypeAlias = Sequence[TrainerCallback]
 
 
 def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | None:
@@ -43,7 +47,7 @@ def main(words: Sequence[str], recipe: dict[str, Any] | None = None) -> Path | N
 
 
 def train(
-    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Sequence = ()
+    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Callbacks = ()
 ) -> Path:
     """Trains, with further callbacks, and writes the result; raises what [`main`] raises."""
     output = Path(args.output_dir)
@@ -52,7 +56,7 @@ def train(
         console = Console(quiet=not trainer.is_world_process_zero())
         console.print(render(trainer.record, trainer.facts, output))
         dropped = DroppedRows(output / DROPPED_ROWS)
-        console.print(*(shown := render_dropped(dropped)), sep="\n")
+        console.print(*(before := render_dropped(dropped)), sep="\n")
         try:
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             with writing_result(output):
@@ -64,7 +68,7 @@ def train(
                 raise BadRow(f"{error} {advice}") from error
             error.add_note(advice)
             raise
-        if (lines := render_dropped(dropped)) != shown:  # rows whose images were met in training
+        if (lines := render_dropped(dropped)) != before:  # rows whose images training met
             console.print(*lines, sep="\n")
         if args.push_to_hub and (published := trainer.publish()):
             console.print(f"Published: {published.repository.url}, commit {published.commit.oid}.")
@@ -73,9 +77,9 @@ def train(
 
 
 def make_trainer(
-    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Sequence = ()
+    data: DataArguments, args: NormAlignConfig, model: ModelArguments, callbacks: Callbacks = ()
 ) -> tuple[NormAlignTrainer, Path | None]:
-    """The trainer of a run, and the checkpoint from which it resumes, with the same options."""
+    """The trainer of a run, and the checkpoint that it resumes, whose options must be the same."""
     output = Path(args.output_dir)
     resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
     if resume is None and args.process_index == 0 and not args.dry_run:

@@ -53,7 +53,7 @@ def peak_bytes(
 
 
 def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: ExitStack) -> None:
-    """Has the trainer take steps as in training, on the device in question, within the stack."""
+    """Has the trainer take steps as in training, on the device in question, until `stack` ends."""
     args, model, base = trainer.args, trainer.model, base_model(trainer.model)
     for embeddings in (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings()):
         # Disabling checkpointing leaves its hooks there, with which an input has a gradient.
@@ -87,8 +87,8 @@ class _Shape(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor):
-        place = {"strides": meta.stride(), "storage_offset": meta.storage_offset()}
-        shape = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, **place)
+        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset()}
+        shape = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, **layout)
         shape.meta = meta
         return shape
 
@@ -144,8 +144,8 @@ class _Ledger(TorchDispatchMode):
             if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
                 args = (args[0], _positions(args[1]), *args[2:])
             shapes = {id(tensor.meta): tensor for tensor in tensors if isinstance(tensor, _Shape)}
-            given = (args, kwargs)
-            args, kwargs = tree_map_only(Tensor, lambda tensor: _plain(tensor).to("meta"), given)
+            inputs = (args, kwargs)
+            args, kwargs = tree_map_only(Tensor, lambda tensor: _plain(tensor).to("meta"), inputs)
             if "device" in kwargs:
                 kwargs["device"] = torch.device("meta")
         result = func(*args, **kwargs)

@@ -51,7 +51,7 @@ class NormAlignTrainer(SFTTrainer):
     Args:
         model: Folder or Hub id of a checkpoint, or a model without adapters. What is trained is
             made float32; the rest is `args.model_init_kwargs["dtype"]`, or [`frozen_dtype`].
-        args: `NormAlignConfig`, or an `SFTConfig` with a learning rate for all. It is copied.
+        args: `NormAlignConfig`, or an `SFTConfig`, whose learning rate all modules get; copied.
         data_collator: By default a [`ConversationCollator`]. Another one gets rows as they are.
         train_dataset: Rows in memory or a stream, in any form that `normalign train` reads, or
             `DataArguments`, which name held-out rows too.
@@ -60,7 +60,7 @@ class NormAlignTrainer(SFTTrainer):
         optimizer_cls_and_kwargs: As in [`SFTTrainer`]; its `lr` replaces `learning_rate`.
         quantization_config: How to quantize a model that is loaded here.
         peft_config: A `LoraConfig`: see [`language_adapter`].
-        formatting_func, optimizers: Refused.
+        formatting_func, optimizers: Refused, as they make text and have other learning rates.
         options: More dataclasses of options, to be kept in `training.json`.
 
     Attributes:
@@ -131,7 +131,7 @@ class NormAlignTrainer(SFTTrainer):
         self.first_loader: DataLoader | None = None  # tells the number of steps, then trains
         # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
         for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
-        if not isinstance(collator, ConversationCollator):  # it alone knows what its rows must have
+        if not isinstance(collator, ConversationCollator):  # another checks its rows itself
             for_trl["assistant_only_loss"] = False
             for_trl["dataset_kwargs"] = {"skip_prepare_dataset": True}
         if args.dry_run:  # the Trainer would create both
@@ -202,8 +202,8 @@ class NormAlignTrainer(SFTTrainer):
             modules = {parameter: parts.module_of(name) for name, parameter in named}
             groups = []
             for group, module in product(optimizer.param_groups, parts.MODULES):
-                if own := [value for value in group["params"] if modules[value] == module]:
-                    groups.append({**group, "params": own, "lr": self.learning_rates[module]})
+                if values := [value for value in group["params"] if modules[value] == module]:
+                    groups.append(group | {"params": values, "lr": self.learning_rates[module]})
             optimizer.param_groups = groups
             if self.is_fsdp_enabled:
                 optimizer.register_step_pre_hook(parts.fill_gradients)
@@ -335,7 +335,9 @@ class NormAlignTrainer(SFTTrainer):
             except ValueError as error:  # a card by somebody else must not stop what follows
                 logger.warning(f"The card of {self.args.output_dir} was not written: {error}")
 
-    def push_to_hub(self, *args, token=None, revision=None, private=None, **kwargs) -> Any:
+    def push_to_hub(
+        self, *args, token: str | None = None, revision: str | None = None, private=None, **kwargs
+    ) -> Any:
         """Saves the model, and [`publish`]es it. Other arguments of the Trainer's are ignored."""
         if self.hub_model_id is None:
             self.init_hf_repo(token=token or self.hub_token, private=private)

@@ -23,15 +23,16 @@ from .turns import Row
 
 
 DEFAULT_SHARE, MANY_ROWS = 0.01, 10_000
-"""The share of bad rows that is skipped by default of Hub data, or of more than so many rows.
+"""By default, this share of bad rows is skipped of Hub data, or of more than `MANY_ROWS` rows.
 
-The share of a stream is of so many rows at least. In memory, the images of so many are opened.
+The share of a stream is taken of `MANY_ROWS` rows at least. In memory, the images of `MANY_ROWS`
+rows are opened.
 """
 
 ABOUT = "also not read"  # title of the columns that tell about rows, such as ids
 _CHUNK = 64  # rows whose images are checked together
 _SHOWN = 5  # reasons in an error
-_VALUES = re.compile(r"\d+|, got .*")  # in which reasons of a kind differ
+_VALUES = re.compile(r"\d+|, got .*")  # which differ between reasons of one kind
 
 
 @dataclass
@@ -141,13 +142,13 @@ def parse_rows(
 
 
 def token_lengths(processor: LlavaProcessor, rows: list[dict[str, Any]]) -> list[int | str]:
-    """Tokens of each parsed row as the collator makes them, or why there are none."""
+    """Tokens of each parsed row as the collator makes them, or why it has none; opens no image."""
     per_image, tokenizer = tokens_per_image(processor), processor.tokenizer
     texts: list[str | Exception] = []
     for row in rows:
-        how: Any = {"chat_template": processor.chat_template, "tokenize": False}
+        options: Any = {"chat_template": processor.chat_template, "tokenize": False}
         try:
-            texts.append(tokenizer.apply_chat_template(row["messages"], **how))
+            texts.append(tokenizer.apply_chat_template(row["messages"], **options))
         except Exception as error:  # a template may raise any
             texts.append(error)
     backend = tokenizer.backend_tokenizer
@@ -222,7 +223,7 @@ def bad_rows_message(
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
-    """Warns of images that are not read; ValueError if no others are, and most rows have such."""
+    """Warns of images that are not read; ValueError if most rows have one and none is read."""
     if not unread:
         return
     most = counted(dict(Counter(unread).most_common(_SHOWN)))

@@ -41,10 +41,11 @@ FORMS: tuple[tuple[str | None, str | None], ...] = (
     (None, "text"),
     (None, None),
 )
-"""Columns of question and answer: a row has the first form with both, or else with its question.
+"""Columns of question and answer: a row has the first form of which it has all columns.
 
-The first three are lists of turns; the others may be texts. Without a question column, the row has
-an image, and the question is [`PROMPT`]. Without an answer, it is measured but not trained on.
+Otherwise it has the first whose question it has. The first three are lists of turns; the others may
+be texts. Without a question column, the row has an image, and the question is [`PROMPT`]. Without
+an answer, it is measured but not trained on.
 """
 
 # Columns that are read, those of a question with options among them.
@@ -111,8 +112,9 @@ def read_row(raw: Any) -> Row:
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
     if not isinstance(raw, Mapping):
         raise ValueError(f"a row must be a mapping from column to value, got {short(raw)}")
-    names = {own: name for name, own in ALIASES.items() if name in raw and is_empty(raw.get(own))}
-    named = {**raw, **{own: raw[name] for own, name in names.items()}}
+    aliases = [name for name in raw if name in ALIASES and is_empty(raw.get(ALIASES[name]))]
+    names = {ALIASES[name]: name for name in aliases}
+    named = {**raw, **{known: raw[name] for known, name in names.items()}}
     images = _images(named)
     asks, answers = _form(named, bool(images))
     row, read = Row(asks or answers or "image"), {asks, answers, "image", "images", "system"}
@@ -121,13 +123,13 @@ def read_row(raw: Any) -> Row:
         asked, answer = read_question(named, row, read)
     turns = read_turns(asked, asks or "", "user" if answers or not asks else None, row.left_out)
     if answers:
-        turns = [replace(turn, learned=False) for turn in turns]  # answers in a prompt
+        turns = [replace(turn, learned=False) for turn in turns]  # a prompt is not learned
     if accepted := accepted_answers(answer):
         row.accepted = accepted
         answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
     if answer is not None:
         turns += read_turns(answer, str(answers), "assistant", row.left_out)
-    leave_out(row.left_out, raw, read | {name for own, name in names.items() if own in read})
+    leave_out(row.left_out, raw, read | {name for known, name in names.items() if known in read})
     _check_meaning(named, turns, bool(images), None if asks else answers)
     turns = alternating(_with_system(turns, named.get("system")), row.changed)
     row.images = place_images(turns, images)
@@ -162,8 +164,8 @@ def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
             return asks, answers
     is_alone = has_images and present <= {"image", "images", "label"}  # no unread question
     for asks, answers in FORMS:
-        shown = has_images and answers in present if answers else is_alone
-        if asks in present if asks else shown:
+        has_answer = has_images and answers in present if answers else is_alone
+        if asks in present if asks else has_answer:
             return asks, answers
     raise UnknownForm(
         f"its form is not known. It has the columns: {columns(raw)}; known are conversations, "
@@ -190,23 +192,23 @@ def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
     first = Turn("system", [{"type": "text", "text": system}])
     has_system = bool(turns) and turns[0].role == "system"
     if not isinstance(system, str) or has_system and turns[0].content != first.content:
-        raise ValueError("its column system is no text, or not its system turn; leave one out")
+        raise ValueError("its column system is no text, or differs from its system turn; use one")
     return turns if has_system else [first, *turns]
 
 
 def _check_meaning(raw: Mapping, turns: list[Turn], has_images: bool, caption: str | None) -> None:
-    """Raises ValueError if there is more to it than images, or what is learned is no answer."""
+    """Raises ValueError if a row has more than images and text, or what is learned is no answer."""
     for column in ("videos", "audios", *(() if has_images else ("video", "audio"))):
         if not is_empty(raw.get(column)):
             raise ValueError(f"it has {column}, and only images are read; leave such rows out")
     for text in (part.get("text") for turn in turns for part in turn.content):
         if isinstance(text, str) and "<" in text and (marker := _OTHER_MARKERS.search(text)):
-            raise ValueError(f"it has {marker[0].strip()} in a text, which is not filled in")
+            raise ValueError(f"it has {marker[0].strip()} in a text; such marks are not filled in")
     if caption and isinstance(content := parsed(raw[caption]), Mapping):
         raise ValueError(f"its {caption} is no caption but JSON: {', '.join(map(str, content))}")
     if caption == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
-        how = "--columns question=text, or as a caption with --columns caption=text"
-        raise ValueError(f"its text is read as a question with {how}")
+        remedy = "use --columns question=text, or else --columns caption=text"
+        raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
     for column in ("label", "kto_tag"):
         if raw.get(column) is False:
             raise ValueError(f"its answer is unwanted ({column} false), for KTO: see docs/trl.md")
@@ -253,11 +255,11 @@ def proposal(raw: Any) -> str:
         if name in present and name not in ("rejected", "non_preferred_output", "history"):
             is_list = isinstance(parsed(raw[present[name]]), (list, Mapping))
             tried += [[("messages", present[name])]] if is_list else []
-    options = ([(own, name) for own, name in image + columns if own != name] for columns in tried)
-    reading = next((own for own in options if own and _is_read(renamed(raw, dict(own)))), ())
-    pairs = ",".join(f"{own}={name}" for own, name in reading)
-    option = f"--columns {shlex.quote(pairs)}" if pairs else ""
-    if any(columns <= present.keys() for columns in _PREFERENCES):
+    options = ([pair for pair in image + pairs if pair[0] != pair[1]] for pairs in tried)
+    read = (pairs for pairs in options if pairs and _is_read(renamed(raw, dict(pairs))))
+    named = ",".join(f"{known}={name}" for known, name in next(read, ()))
+    option = f"--columns {shlex.quote(named)}" if named else ""
+    if any(preference <= present.keys() for preference in _PREFERENCES):
         alone = f"; the chosen answers alone are read with {option}" if option else ""
         return f". It has preferences, as DPO learns them: see docs/trl.md{alone}"
     return f". It is read with {option}" if option else ""

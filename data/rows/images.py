@@ -45,20 +45,21 @@ class ImageRules:
         """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
 
         `value` is the file's bytes or path, a data URI or its base64 alone, a mapping with `bytes`
-        or `path`, or a PIL image. Raises ValueError if it is another, or its path is not allowed.
+        or `path`, or a PIL image. Raises ValueError if it is none of them, or a path not allowed.
         """
         if isinstance(value, Image.Image):
-            value = datasets.Image().encode_example(value.copy())  # a copy, which has no file
+            value = datasets.Image().encode_example(value.copy())  # its file may change
         key = "bytes" if isinstance(value, bytes) else "path"
         fields = value if isinstance(value, Mapping) else {key: value}
         path, content = fields.get("path"), fields.get("bytes")
         if content is None and isinstance(path, str):
             content = _from_base64(path)
         if isinstance(content, bytes):
-            # Without its name, of which `datasets` would read a file in the working directory.
+            # Without its name: `datasets` would read a file of that name in the working directory.
             return {"path": None, "bytes": content}
         if not isinstance(path, str) or not path or content is not None:
-            raise ValueError(f"an image must be, or have, a path or bytes, got {short(value)}")
+            kinds = "a path, bytes, or a mapping with either"
+            raise ValueError(f"an image must be {kinds}, got {short(value)}")
         if len(path) > MAX_PATH or printable(path) != path:
             raise ValueError(f"{short(path)} is neither a valid path nor an image file in base64")
         return {"path": self._address(path, by_datasets=fields is value), "bytes": None}
@@ -189,7 +190,7 @@ def image_problem(
 
 
 def _from_base64(text: str) -> bytes | None:
-    """The bytes of a data URI or of an image file in base64; None if the text is another."""
+    """The bytes of a data URI or of an image file in base64; None for other texts, as paths."""
     if text.startswith("data:"):
         try:
             _, encoded = text.split(";base64,")

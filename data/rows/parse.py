@@ -5,7 +5,7 @@ A parsed row has explicit content parts, with each image in the turn it belongs 
 
     images       list of {"path": str | None, "bytes": bytes | None}, one of which is None
     messages     list of {"role": str, "content": [{"type": "image" | "text", "text": str | None}]}
-    learned      for each assistant turn, whether it has labels, which one in a prompt has not
+    learned      for each assistant turn, whether it has labels; in a prompt it has none
 
 After an optional system turn, user and assistant take turns, the user first and the assistant last.
 """
@@ -129,8 +129,8 @@ def _check_turns(row: Row, raw: Mapping) -> None:
     start = int(roles[:1] == ["system"])
     if "assistant" not in roles:
         columns = columns_of(raw)
-        how = "; add a metadata.csv with file_name, question and answer" * (columns == "image")
-        raise ValueError(f"it has no assistant turn{how}; its columns are {columns}{proposal(raw)}")
+        add = "; add a metadata.csv with file_name, question and answer" * (columns == "image")
+        raise ValueError(f"it has no assistant turn{add}; its columns are {columns}{proposal(raw)}")
     for number, role in enumerate(roles[start:], start):
         if role != ("user", "assistant")[(number - start) % 2]:
             raise ValueError(f"turn {number} is the {role}'s; turns must alternate, the user first")

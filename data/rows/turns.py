@@ -48,7 +48,7 @@ class Row:
 
 @dataclass
 class Turn:
-    """A turn of parts by `type`: an image, perhaps with `image`, or a text, with `text`."""
+    """A turn; the `type` of a part is "image", perhaps with `image`, or "text", with `text`."""
 
     role: str
     content: list[dict[str, Any]]
@@ -77,18 +77,18 @@ def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[T
     role, text = ("from", "value") if fields.get("from") else ("role", "content")
     pair = () if role in fields else next((pair for pair in PAIRS if fields.keys() >= {*pair}), ())
     if not pair and role not in fields:
-        raise ValueError(f"turn {number} of {column} has no role or the like: {short(turn)}")
-    said = [("user", pair[0]), ("assistant", pair[1])] if pair else [(fields[role], text)]
+        raise ValueError(f"turn {number} of {column} needs role and content, got {short(turn)}")
+    sides = [("user", pair[0]), ("assistant", pair[1])] if pair else [(fields[role], text)]
     turns = []
-    for name, words in said:
-        if not (role_of := ROLES.get(str(name).lower())):
+    for name, entry in sides:
+        if not (speaker := ROLES.get(str(name).lower())):
             raise ValueError(f"turn {number} has role {short(name)}; known are {', '.join(ROLES)}")
-        turns.append(Turn(role_of, _content(left_out, number, role_of, fields.get(words), column)))
+        turns.append(Turn(speaker, _content(left_out, number, speaker, fields.get(entry), column)))
     if len(fields) > 2:
         read = {role, text, *pair}
         if key := next((key for key in ("images", "image") if not is_empty(fields.get(key))), None):
-            shown = fields[key]
-            place_images(turns[:1], shown if isinstance(shown, (list, tuple)) else [shown])
+            images = fields[key]
+            place_images(turns[:1], images if isinstance(images, (list, tuple)) else [images])
             read.add(key)
         if pair and not number and isinstance(fields.get("system"), str):  # XTuner's
             turns.insert(0, Turn("system", [{"type": "text", "text": fields["system"]}]))
@@ -126,14 +126,15 @@ def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str,
     key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     others = [str(name) for name in part if name not in _NO_IMAGES and not is_empty(part[name])]
     if key is None and others:
-        raise ValueError(f"an image of turn {number} has {', '.join(others)} and no {_IMAGE_KEYS}")
+        keys = ", ".join(_IMAGE_KEYS)
+        raise ValueError(f"an image of turn {number} has {', '.join(others)}, but none of {keys}")
     leave_out(left_out, part, {key, *_NO_IMAGES}, f"{column}.content.")
-    own = part[key] if key else None
-    if isinstance(own, Mapping) and (own.get("url") or own.get("data")):
-        name = "url" if own.get("url") else "data"
-        leave_out(left_out, own, {name, "type", "media_type", "detail"}, f"{column}.content.{key}.")
-        own = own[name]
-    return {"type": "image", "image": own, "index": part.get("index")}
+    image = part[key] if key else None
+    if isinstance(image, Mapping) and (image.get("url") or image.get("data")):
+        name, place = "url" if image.get("url") else "data", f"{column}.content.{key}."
+        leave_out(left_out, image, {name, "type", "media_type", "detail"}, place)
+        image = image[name]
+    return {"type": "image", "image": image, "index": part.get("index")}
 
 
 def _split(text: str) -> list[dict[str, Any]]:
@@ -158,7 +159,7 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Any]:
         raise ValueError(f"it has {len(places)} <image> or image parts for {len(images)} images")
     for number, (place, image) in enumerate(zip(places, images, strict=True)):
         if place.get("index") not in (None, number):
-            raise ValueError(f"it has a place for image {place['index']} in place of {number}")
+            raise ValueError(f"its part for image {number} has the index {place['index']}")
         place["image"] = image
     return [part["image"] for part in parts]
 
@@ -169,7 +170,7 @@ def alternating(turns: list[Turn], changed: list[str]) -> list[Turn]:
     if len(turns) > start + 1 and turns[start].role == "assistant":
         turns = turns[:start] + turns[start + 1 :]
         changed.append("a leading assistant turn is left out")
-    if any(one.role == two.role == "user" for one, two in pairwise(turns)):
+    if any(turn.role == following.role == "user" for turn, following in pairwise(turns)):
         changed.append("user turns in a row are one turn")
     joined: list[Turn] = []
     for turn in turns:
@@ -203,12 +204,12 @@ def read_question(raw: Mapping, row: Row, read: set[Any]) -> tuple[Any, Any]:
         if not asked.strip():
             raise ValueError("its question is empty; read a caption with --columns caption=answer")
     elif options:
-        raise ValueError("it has options, and a list of turns as question. Write it as text")
+        raise ValueError("it has options, but its question is a list of turns. Write it as text")
     if not is_empty(index := raw.get("answer_index")):
         read.add("answer_index")
         number = str(as_text(index)).removesuffix(".0")
         if not number.isdecimal() or int(number) >= len(options):
-            raise ValueError(f"answer_index must number a choice, from 0, got {short(index)}")
+            raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
         return asked, [*options][int(number)]
     answer, several = raw.get("answer"), parsed(raw.get("answers"))
     read.add("answer")
@@ -220,8 +221,8 @@ def read_question(raw: Mapping, row: Row, read: set[Any]) -> tuple[Any, Any]:
         read.add("answers")
     if options and not is_empty(answer):
         if len(right := {*accepted_answers(answer)}) > 1:
-            several = ", ".join(sorted(right))
-            raise ValueError(f"it has options and several answers, {several}; one can be learned")
+            texts = ", ".join(sorted(right))
+            raise ValueError(f"it has options and several answers, {texts}; one can be learned")
         answer = right.pop() if right else answer
         if isinstance(text := as_text(answer), str) and (letter := chosen_letter(text, options)):
             by_number = plain(text).isdigit() and plain(options[letter]) != plain(text)
@@ -230,7 +231,7 @@ def read_question(raw: Mapping, row: Row, read: set[Any]) -> tuple[Any, Any]:
 
 
 def accepted_answers(value: Any) -> list[str]:
-    """The texts of a list of answers, perhaps in `answer` or `text`; empty for others."""
+    """The texts of a list of answers, or what these have in `answer` or `text`; else empty."""
     value = transposed(value)
     if not isinstance(value, (list, tuple)):
         return []
@@ -249,7 +250,7 @@ def options_of(raw: Mapping) -> dict[str, str]:
     if in_columns := is_empty(choices):
         choices = {letter: raw.get(letter) for letter in LETTERS}
     elif isinstance(choices, (list, tuple)) and len(choices) <= len(ascii_uppercase):
-        texts = (one.get("text") if isinstance(one, Mapping) else one for one in choices)
+        texts = (entry.get("text") if isinstance(entry, Mapping) else entry for entry in choices)
         choices = dict(zip(ascii_uppercase, texts, strict=False))
     named = choices if isinstance(choices, Mapping) else {}
     named = {str(letter).upper(): as_text(text) for letter, text in named.items()}
@@ -282,8 +283,9 @@ def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
     if bare.isascii() and bare.isdigit() and int(bare) < len(options):
         by_name = [[*options][int(bare)]]
     if len(letters := {*by_text, *by_name}) > 1:
-        how = "; if it is a number from 0, use --columns answer_index=answer" * bare.isdigit()
-        raise ValueError(f"the answer {text!r} is one option's text and another's letter{how}")
+        remedy = "; if it is a number from 0, use --columns answer_index=answer" * bare.isdigit()
+        problem = "is one option's text and another's letter or number"
+        raise ValueError(f"the answer {text!r} {problem}{remedy}")
     if not letters and re.fullmatch(r"[A-Za-z]|-?\d+", bare):
         choices = short([*options.values()])
         raise ValueError(f"the answer {short(answer)} is not just one of the choices {choices}")
@@ -336,7 +338,7 @@ def parsed(value: Any) -> Any:
 
 
 def transposed(value: Any) -> Any:
-    """A mapping of lists of one length, as of older `datasets`, as a list of mappings."""
+    """A mapping of lists of one length, as of older `datasets`, as a list; else the value."""
     columns = list(value.values()) if isinstance(value, Mapping) else []
     are_lists = all(isinstance(column, (list, tuple)) for column in columns)
     if not columns or not are_lists or len({*map(len, columns)}) > 1:

@@ -52,7 +52,7 @@ class DataSource:
         """The source of `DATA`, `DATA:SPLIT`, `DATA:CONFIG:SPLIT`; local paths may have colons."""
         path, *rest = [data] if Path(data).expanduser().exists() else data.split(":")
         if len(rest) > 2:
-            raise ValueError(f"{data} has {len(rest)} colons, and DATA:CONFIG:SPLIT two.")
+            raise ValueError(f"{data} has {len(rest)} colons; DATA:CONFIG:SPLIT has two.")
         others |= {"name": rest[0]} if len(rest) == 2 else {}
         others |= {"split": rest[-1]} if rest else {}
         local = Path(path).expanduser()
@@ -132,7 +132,7 @@ class DataArguments:
                 known = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
                 raise ValueError(f"bad_rows must be {known}; got {self.bad_rows!r}.")
         if self.shuffle_buffer_size < 1:
-            raise ValueError(f"shuffle_buffer_size is less than 1: {self.shuffle_buffer_size}.")
+            raise ValueError(f"shuffle_buffer_size must be 1 or more: {self.shuffle_buffer_size}.")
 
     @property
     def sources(self) -> list[DataSource]:
@@ -145,13 +145,15 @@ class DataArguments:
 
 
 def check_choices(options: Any) -> None:
-    """Raises ValueError if an option is none of its `Literal`, which argparse lets YAML do."""
+    """Raises ValueError if a value is not in its `Literal`: argparse does not check YAML's."""
     for name, kind in get_type_hints(type(options)).items():
         literals = (part for part in (kind, *get_args(kind)) if get_origin(part) is Literal)
         values = [value for literal in literals for value in get_args(literal)]
-        word = getattr(options, name)
-        if values and word not in values and (word is not None or type(None) not in get_args(kind)):
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {word!r}.")
+        value = getattr(options, name)
+        is_unset = value is None and type(None) in get_args(kind)
+        if values and value not in values and not is_unset:
+            listed = ", ".join(map(repr, values))
+            raise ValueError(f"{name} must be one of {listed}, got {value!r}.")
 
 
 def cores() -> int:

@@ -41,7 +41,7 @@ def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDat
         return IterableDataset.from_generator(_rows, **options)
     versions = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     options["fingerprint"] = Hasher.hash([versions, Path(__file__).read_bytes()])
-    try:  # few are kept in memory before they are written: they may have images in base64
+    try:  # few rows wait in memory to be written, since they may have images in base64
         return Dataset.from_generator(_rows, writer_batch_size=200, **options)
     except ValueError:  # raised by `datasets` without rows; what `_rows` raises is wrapped
         return Dataset.from_dict({name: [] for name in ROWS}, features=ROWS)

@@ -60,7 +60,7 @@ def load_data(
     fractions = _fractions(arguments.sources)
     splitting = bool(with_eval and arguments.test_split_size and not arguments.eval_dataset_name)
     if streaming and splitting:
-        raise ValueError("test_split_size needs data in memory. Give eval_dataset_name.")
+        raise ValueError("test_split_size needs data in memory, no stream. Give eval_dataset_name.")
     options |= {"bad_rows": arguments.bad_rows, "check_images": arguments.check_images}
     checks = Checks(processor, **options)
     held_out = open_held_out(arguments, checks.processes) if with_eval and not splitting else None
@@ -69,7 +69,8 @@ def load_data(
     held_report = SourceReport("held out of training", "eval")
     held: AnyData | None = None
     if streaming:
-        with_images = any([has_images(*one, checks) for one in zip(sources, reports, strict=True)])
+        pairs = zip(sources, reports, strict=True)
+        with_images = any([has_images(*pair, checks) for pair in pairs])
         drawn = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless: the Trainer counts batches from the start, and resumes no stream in a later pass.
         train = stream(endless_rows, drawn | {"size": arguments.shuffle_buffer_size})

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, BinaryIO, ClassVar, TypeAlias
 
 import datasets
 from accelerate import PartialState
@@ -232,7 +232,7 @@ def check_within(folder: Path, files: Iterable[str]) -> None:
     """Raises ValueError if a folder's links, card or `state.json` name files outside of it."""
     for file in files:
         if "://" in file or not is_inside(Path(file), folder.resolve()):
-            raise ValueError(f"it has {file} read, which is not in the folder. Put the data there")
+            raise ValueError(f"it leads to {file}, which is not in the folder. Put the data there")
 
 
 class Shards(WebDataset):
@@ -247,7 +247,9 @@ class Shards(WebDataset):
         return DatasetInfo(features=ROWS)
 
     @classmethod
-    def _get_pipeline_from_tar(cls, tar_path: str, tar_iterator: Iterable[tuple]) -> Iterator[dict]:
+    def _get_pipeline_from_tar(
+        cls, tar_path: str, tar_iterator: Iterable[tuple[str, BinaryIO]]
+    ) -> Iterator[dict[str, Any]]:
         _check_end(tar_path)
         read = ((name, io.BytesIO(file.read(_bytes_to_read(name)))) for name, file in tar_iterator)
         for sample in super()._get_pipeline_from_tar(tar_path, read):

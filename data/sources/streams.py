@@ -31,7 +31,7 @@ def stream(rows: Callable[..., Iterator[dict]], arguments: dict[str, Any]) -> It
 def endless_rows(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, size: int
 ) -> Iterator[dict[str, Any]]:
-    """The valid rows, source after source or by `fractions`, shuffled among `size`, without end."""
+    """The valid rows, source after source or by `fractions`, without end; `size` are shuffled."""
 
     def drawn() -> Iterator[dict[str, Any]]:
         # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.

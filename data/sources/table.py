@@ -165,7 +165,7 @@ def _column(table: Dataset, name: str) -> pa.ChunkedArray:
 
 
 def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
-    """The table of all rows of a source, `part` of its reader's, from the cache of `datasets`.
+    """The table of all rows of a source, its reader's number `part`, from the cache of `datasets`.
 
     The first of several processes checks the rows, in `checks.processes` of its own; others wait.
     """

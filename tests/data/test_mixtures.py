@@ -161,7 +161,7 @@ def test_of_many_images_a_sample_is_opened_or_all_if_many_may_be_bad(load, tmp_p
         (report,) = load(unseen, bad_rows=0.05, check_images=check_images).report.sources
         assert (report.bad, report.skippable) == (bad, 15 - bad)
     seen = with_broken(tmp_path / "seen", "json", 300, rest | {*sample[:3]})
-    for share, bad in ((0.12, 3), (0.06, 13)):  # 3 of 100 may be where 10.4 are the mean
+    for share, bad in ((0.12, 3), (0.06, 13)):  # 3 are drawn where the mean may be 10.4
         (report,) = load(seen, bad_rows=share).report.sources
         assert (report.bad, report.skippable) == (bad, int(300 * share) - bad)
     for share in ("stop", 0.04):

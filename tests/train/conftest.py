@@ -9,7 +9,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory):
-    """A folder with vision/, language/, model/ of both, three data sets. Nothing writes to it."""
+    """vision/, language/, model/ made of both, and three data sets, to which nothing writes."""
     folder = tmp_path_factory.mktemp("parts")
     training.checkpoint(folder)
     for name, count in {"data": 12, "first": 11, "second": 9}.items():

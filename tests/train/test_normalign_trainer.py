@@ -235,7 +235,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
         ("padding_free needs a Conv", dict(padding_free=True), dict(data_collator=list)),
         ("train_dataset is a list. Give a Dataset", {}, dict(train_dataset=[messages(1)])),
         ("no length. Set max_steps", dict(max_steps=-1), dict(train_dataset=stream())),
-        ("need the lengths of rows", by_length, dict(train_dataset=stream())),
+        ("lacks lengths for", by_length, dict(train_dataset=stream())),
         ("Tuning.*. Give a LoraConfig", {}, dict(peft_config=prefix(num_virtual_tokens=2))),
         ("its learning rate is 0", dict(language_learning_rate=0.0), dict(peft_config=ALL_LINEAR)),
         ("Give optimizer_cls_and_kwargs", {}, dict(optimizers=(sgd(model.parameters()), None))),

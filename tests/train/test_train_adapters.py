@@ -44,7 +44,7 @@ def bases(tmp_path_factory):
 
 
 def tensors(folder):
-    """Those of a checkpoint, with the head of a tied one."""
+    """The tensors of a checkpoint, also the head of a tied one."""
     stored = weights(folder)
     return {HEAD: stored[EMBED], **stored}
 

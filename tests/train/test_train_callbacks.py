@@ -183,7 +183,7 @@ def test_cosines_are_those_of_the_hidden_states():
     model, batch = tiny.model(), tiny.inputs(images=2, text=7, batch=3, seed=5)
     batch["attention_mask"][0, -3:] = 0
     measured = layer_cosines(model, batch)
-    model.model.language_model.norm = torch.nn.Identity()  # the last state is returned after it
+    model.model.language_model.norm = torch.nn.Identity()  # comes before the last state
     with torch.no_grad():
         output = model(**batch, output_hidden_states=True)
     states = [state.double() for state in output.hidden_states]

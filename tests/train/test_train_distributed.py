@@ -68,7 +68,7 @@ class Room:
         model.save_pretrained(self.half)
         images = {"train": IMAGES, "eval": [1, 0, 0, 1, 0, 0], "bad": [1] * 108}
         self.data = {name: self.write(name, shown) for name, shown in images.items()}
-        for number in (103, 104):  # not opened at first: met by process 1, and by process 0
+        for number in (103, 104):  # are opened while training, by different processes
             (folder / "bad" / f"{number}.png").write_bytes(b"no image")
         sizes = dict(hidden_size=256, intermediate_size=4096, head_dim=128)
         self.wide = training.checkpoint(folder / "wide", **sizes)

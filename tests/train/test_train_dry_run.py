@@ -185,7 +185,7 @@ def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
     arguments = training.trainer(tmp_path, wide).args
     named = plain.model.language_model.named_parameters()
     linears = [value.numel() for name, value in named if name.endswith("_proj.weight")]
-    # Half a byte, a byte for every 64, of these a float for every 256; two tables of floats.
+    # Half a byte a weight; a byte for 64 weights, and a float for 256 of these; two tables.
     quantized = sum(n // 2 + n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 for n in linears)
     expected_bytes = static_bytes(plain, arguments)["weights"] - 2 * sum(linears) + quantized
     assert static_bytes(model, arguments)["weights"] == expected_bytes

@@ -18,7 +18,9 @@ from normalign_llava.train.prepare import accumulation_steps
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
 UNSEEDED = {"use_seedable_sampler": False}
 FIELDS = dataclasses.fields(TrainingOptions)
-REFUSALS = {one.name: one.default for one in FIELDS if one.metadata["help"].startswith(REFUSED)}
+REFUSALS = {
+    field.name: field.default for field in FIELDS if field.metadata["help"].startswith(REFUSED)
+}
 
 
 def options(tmp_path, *words, **recipe):
@@ -33,7 +35,7 @@ def config(folder, **options) -> NormAlignConfig:
 
 
 def rates(args, use_peft=False) -> list[float]:
-    """Those of vision tower, projector, norm and language model."""
+    """The learning rates of vision tower, projector, norm and language model."""
     return [*args.learning_rates(use_peft).values()]
 
 
@@ -133,7 +135,7 @@ def test_a_schedule_without_warm_up_has_none(tmp_path, schedule):
     for name, steps in ((schedule, 0), ("constant_with_warmup", 4)):
         args = config(tmp_path, stage="tune", lr_scheduler_type=name, **held_out)
         assert args.get_warmup_steps(120) == steps
-    with pytest.raises(ValueError, match="scheduler_type has no warm-up. Leave warmup_steps out"):
+    with pytest.raises(ValueError, match="type has no warm-up. Leave warmup_steps .* out"):
         config(tmp_path, lr_scheduler_type=schedule, warmup_steps=4, **held_out)
 
 
@@ -165,7 +167,7 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
         (dict(max_steps=0), "max_steps 0 would train for all epochs. Leave it out"),
         (dict(report_to="nothing"), "report_to 'nothing' is not installed"),
         (dict(test_split_size=2), "between 0 and 1, got 2"),
-        (dict(test_split_size=0.1), "test_split_size needs eval_strategy. Set steps or epoch, or"),
+        (dict(test_split_size=0.1), "test_split_size needs eval_strategy steps or epoch"),
         (dict(do_eval=True), "do_eval alone evaluates nothing. Set eval_strategy"),
         (dict(padding_free=True, neftune_noise_alpha=5.0), "_alpha cannot .* with padding_free"),
         (dict(packing=True, pad_to_multiple_of=8), "pad_to_multiple_of cannot be .* with packing"),
@@ -205,12 +207,12 @@ def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("section", "own", "error"),
     [
-        ({"optimizer": {"type": "AdamW"}}, {}, "'optimizer' would undo optim"),
+        ({"optimizer": {"type": "AdamW"}}, {}, "section 'optimizer' would undo optim"),
         ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler' would undo lr_scheduler_type"),
         ({"torch_autocast": {"enabled": True}}, {}, "'torch_autocast' would undo bf16"),
         ({"bf16": {"enabled": True}}, {}, "bf16 is True in DeepSpeed's configuration. Remove it"),
         ({}, {"fp16": True}, "fp16 would round the gain under DeepSpeed. Use bf16"),
-        ({}, {"bad_steps": "skip"}, "bad_steps cannot be 'skip' with DeepSpeed"),
+        ({}, {"bad_steps": "skip"}, "bad_steps cannot be 'skip': DeepSpeed takes the"),
     ],
 )
 def test_a_deepspeed_configuration_that_undoes_options_is_refused(tmp_path, section, own, error):

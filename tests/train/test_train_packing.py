@@ -46,8 +46,8 @@ def losses(model, batch):
 
 def loaded(checkpoint, attention="sdpa"):
     torch.manual_seed(0)
-    how = {"attn_implementation": {"text_config": attention}}
-    return NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, **how)
+    options = {"attn_implementation": {"text_config": attention}}
+    return NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, **options)
 
 
 @pytest.mark.slow
@@ -63,7 +63,8 @@ def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, kind, im
     padded, free = gradients
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
     assert free.keys() == padded.keys()
-    least = 1e-3 * max(value.norm() for value in padded.values())  # a key's bias has but rounding
+    # The gradient of a key's bias is 0 but for rounding.
+    least = 1e-3 * max(value.norm() for value in padded.values())
     for name, gradient in padded.items():
         assert (free[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), least), name
 

@@ -156,7 +156,7 @@ def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, bits, bf16
     for part in ("lora_B", "embed_tokens.{}", *saved):
         part = part.format("modules_to_save.default")
         shares = [(trained[name] != before[name]).float().mean() for name in names if part in name]
-        assert min(shares) > (0 if "embed_tokens" in part else 0.5), part  # of which few are read
+        assert min(shares) > (0 if "embed_tokens" in part else 0.5), part  # few are read
     trainer.save_model()
     assert {value.dtype for value in weights_of(tmp_path).values()} == {torch.float32}
 

@@ -156,7 +156,7 @@ def test_dpo_and_grpo_by_their_recipes_and_sft_by_trl_s_command(tmp_path, checkp
         Path(name).mkdir()
         questions.to_parquet(f"{name}/train.parquet")
     run("examples/dpo.yaml")
-    assert first_log("my-model-dpo")["loss"] == pytest.approx(math.log(2), abs=1e-4)  # as logged
+    assert first_log("my-model-dpo")["loss"] == pytest.approx(math.log(2), abs=1e-4)  # 4 digits
     run("examples/grpo.py", "--num_generations=4", "--max_completion_length=8")
     logged = first_log("my-model-grpo")
     assert {"rewards/correct/mean", "rewards/short/mean"} <= logged.keys()

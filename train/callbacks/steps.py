@@ -113,8 +113,8 @@ class Measurements(TrainerCallback):
         norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
         ids, mask, self._inputs = self._inputs["input_ids"], self._inputs.get("attention_mask"), {}
         for name, places in token_positions(ids, mask, self._model.config.image_token_id).items():
-            at = places.to(norms.device)
-            total = torch.stack([torch.where(at, norms, 0).sum(), at.sum()])
+            mask = places.to(norms.device)
+            total = torch.stack([torch.where(mask, norms, 0).sum(), mask.sum()])
             self._norms[f"norm/{name}"] = total + self._norms.get(f"norm/{name}", 0)
 
 
@@ -144,7 +144,7 @@ def _part(name: str) -> str:
 
 
 def _whole(norm: Any) -> Any:
-    """A norm as a number or one tensor, also if FSDP2 divides what it is of."""
+    """A norm as a number or a whole tensor, also if FSDP2 divides the gradients."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
@@ -155,7 +155,7 @@ MAX_CONSECUTIVE_SKIPS = 10
 class FiniteCheck(TrainerCallback):
     """Checks that loss and gradients of a step are finite; only if not, finds the first bad module.
 
-    They are counted on their device. Once in an optimizer step the counts are summed over the
+    Bad values are counted on their device. Once in an optimizer step the counts are summed over the
     processes, so that all of them stop or none, and read, which waits for the device. With fp16,
     infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step
     and lowers its scale. There only the loss counts, until the scale is below 1.
@@ -183,7 +183,9 @@ class FiniteCheck(TrainerCallback):
         self._not_finite[0] += ~loss.detach().isfinite().all().to(self._not_finite.device)
         self._batches.append(batch)
 
-    def is_step_finite(self, model: nn.Module, total_norm: Any, scaler: GradScaler | None) -> bool:
+    def is_step_finite(
+        self, model: nn.Module, total_norm: Tensor | float | None, scaler: GradScaler | None
+    ) -> bool:
         """Whether the optimizer may take this step. All processes must call it at the same time."""
         if total_norm is not None:  # DeepSpeed may not know it, or give -1 if it is not finite
             norm = torch.as_tensor(_whole(total_norm), device=self.args.device)
@@ -242,6 +244,7 @@ class FiniteCheck(TrainerCallback):
 @torch.no_grad()
 def weights_not_finite(model: nn.Module) -> list[str]:
     """Names of parameters with NaN or infinite values; if they are sharded, in any process."""
+    # Whole parameters are not compared with other processes: the first alone may save them.
     largest, sharded = {}, False
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's
@@ -281,7 +284,7 @@ class Bars(ProgressCallback):
 
 
 class ProgressLines(TrainerCallback):
-    """Prints a line for a logged step or held-out loss; time left is at the mean pace so far."""
+    """Prints a line, 80 columns at most, for a logged step or held-out loss; `-`: not measured."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._first_step, self._began = state.global_step, time.perf_counter()

@@ -29,7 +29,8 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     """What a checkpoint lacks, but the Trainer would resume without: its mark, or some state."""
     folder = Path(checkpoint)
     if not is_complete(folder):
-        return [f"{STATE}, which is written last" if folder.is_dir() else "all: it does not exist"]
+        mark = f"{STATE}, which is written last"
+        return [mark if folder.is_dir() else "everything: there is no such folder"]
     saved = {path.name for path in folder.glob("rng_state*.pth")}
     if not saved:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
@@ -137,7 +138,7 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
         if missing := missing_from(named, world_size):
             raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
         if earlier and named.resolve().parent != output.resolve():
-            raise ValueError(f"{output} holds another run than {named}. Change --output_dir.")
+            raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
         return named
     newest = newest_complete(output, world_size)
     console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")

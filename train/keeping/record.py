@@ -45,7 +45,8 @@ MAY_CHANGE = (
     *("test_split", "dataset_test", "model_name", "dataset_name", "image_folder", "learning_rate"),
     *("bad_steps", "bad_rows", "check_images"),
 )
-"""Prefixes of options that may change in a resumed run; data and learning rates as such may not."""
+"""Prefixes of options that may change in a resumed run. Data are compared by their reports instead,
+and learning rates by module."""
 
 LEFT_OUT = {
     *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "do_eval"),
@@ -141,7 +142,7 @@ def check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: P
     if names:
         changes = "; ".join(f"{name} (was {old.get(name)}, is {new.get(name)})" for name in names)
         raise ValueError(
-            f"{checkpoint} is of a run that differs in {changes}. Undo it, or change --output_dir."
+            f"{checkpoint} is of a run that differs in {changes}. Undo that or change --output_dir."
         )
 
 
@@ -217,7 +218,7 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
 def disk_use(
     model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Sequence[Path]
 ) -> dict[str, int]:
-    """Bytes of a checkpoint, the most checkpoints at a time, and bytes of all with the result."""
+    """Bytes of a checkpoint, how many are kept at a time, and bytes of these and the result."""
     kind = AcceleratorState().distributed_type
     sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     optimizer = parts.static_bytes(model, args)[parts.OPTIMIZER]
@@ -251,7 +252,7 @@ def disk_use(
 
 
 def check_disk(output_dir: str | os.PathLike, size: int) -> None:
-    """Raises ValueError if all that a run writes, with its earlier checkpoints, does not fit."""
+    """Raises ValueError if a run needs more than what is free and its earlier checkpoints take."""
     files = (path.stat() for folder in checkpoints_in(output_dir) for path in folder.rglob("*"))
     size -= sum(file.st_size for file in files if file.st_nlink == 1)
     remedy = (
@@ -331,7 +332,7 @@ def gib(size: int) -> str:
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
-    """How many rows were dropped, and how many by kind of reason; no line if none was."""
+    """How many rows were dropped, and how many for each kind of reason; empty if none was."""
     rows = dropped.read()
     count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
     return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)] if rows else []

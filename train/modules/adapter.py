@@ -36,16 +36,17 @@ VALUES = {"init_lora_weights": (True, False, "gaussian"), "task_type": (None, "C
 def language_adapter(
     config: PeftConfig, model_config: NormAlignLlavaConfig, learning_rates: dict[str, float]
 ) -> LoraConfig:
-    """A copy of a LoRA configuration for the language model alone; its names match elsewhere too.
+    """A copy of a LoRA configuration that is limited to the language model.
 
-    The projector with its norm, and a trained vision tower, are trained in full and saved with it.
-    `target_modules` are names of linear layers or a regular expression; by default all the
-    decoder's. Raises ValueError if what is named would not be trained, or could not be merged.
+    PEFT's names would match in the vision tower too. The projector with its norm, and a trained
+    vision tower, are trained in full and saved with the adapter. `target_modules` are names of
+    linear layers or a regular expression; by default all the decoder's. Raises ValueError if what
+    is named would not be trained, or could not be merged.
     """
     if not isinstance(config, LoraConfig):
         raise ValueError(f"peft_config is a {type(config).__name__}. Give a LoraConfig.")
     if learning_rates["language"] == 0:
-        raise ValueError("LoRA trains the language model, but its learning rate is 0. Drop either.")
+        raise ValueError("LoRA trains the language model, but its learning rate is 0. Set another.")
     refused = {name for name, value in vars(LoraConfig()).items() if getattr(config, name) != value}
     refused -= OPTIONS
     refused |= {name for name, values in VALUES.items() if getattr(config, name) not in values}

@@ -76,7 +76,7 @@ def load_model(
     else:
         model = checkpoint.load(loaded_as, config=config, **kwargs)
     model.__class__ = cls
-    # It is empty if the configuration differs from the folder's, which training.json records.
+    # The name is empty if the configuration is not the folder's; training.json records changes.
     model.name_or_path = model.config.name_or_path = checkpoint.name
     stored, arm = arm_of(checkpoint.config), arm_of(config)
     if {stored, arm} & {"none", "unit"} and arm not in (stored, "none") and not training.dry_run:
@@ -106,8 +106,8 @@ def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
     autocast, dtype = autocast_dtype(training), (training.model_init_kwargs or {}).get("dtype")
     if dtype in (None, "auto"):
-        own = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
-        return own if own == autocast else "float32"
+        stored = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+        return stored if stored == autocast else "float32"
     name = str(dtype).removeprefix("torch.")
     if autocast and name in {"bfloat16", "float16"} - {autocast}:
         raise ValueError(
@@ -149,7 +149,7 @@ def _without_weights(cls: Any, config: NormAlignLlavaConfig, **kwargs: Any) -> P
 
 
 def settle_float16(model: PreTrainedModel, args: NormAlignConfig, batch: dict[str, Any]) -> None:
-    """Has all processes use float32 instead of `args.fp16` if hidden states come near 65,504."""
+    """Turns `args.fp16` off, in all processes together, if hidden states come near 65,504."""
     if getattr(model, "hf_device_map", None) is None:
         model.to(args.device)
     largest = broadcast_object_list([largest_hidden_state(model, batch)])[0]

@@ -70,6 +70,7 @@ def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name."""
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
 
@@ -259,7 +260,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
-def load_sharded(model: nn.Module, folder: Path) -> None:
+def load_sharded(model: fsdp.FSDPModule, folder: Path) -> None:
     """Loads weights under FSDP2, file by file: the first process reads, and all get their part."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
