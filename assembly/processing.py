@@ -59,7 +59,8 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
         raise ValueError(f"LLaVA reads feature_layer 0 as no layer. The embeddings are {-states}.")
     for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
         if not -states <= layer < states:
-            raise ValueError(f"feature_layer {layer} does not exist among {states} hidden states.")
+            known = f"0 to {states - 1}, or {-states} to -1"
+            raise ValueError(f"feature_layer {layer} does not exist. Hidden states are {known}.")
 
 
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -86,6 +86,8 @@ def check_adapter(adapter: str | os.PathLike) -> None:
 
 
 def _check_holds(folder: str | os.PathLike, name: str, remedy: str) -> None:
+    if not Path(folder).exists():
+        raise ValueError(f"{folder} is no folder here. Check the path.")
     if not (Path(folder) / name).is_file():
         inside = sorted(file.parent.name for file in Path(folder).glob(f"checkpoint-*/{name}"))
         instead = f" It has {', '.join(inside)}: name one of them." if inside else ""

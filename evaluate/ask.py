@@ -32,11 +32,15 @@ def ask(
     """
     if not question.strip():
         raise ValueError("The question is empty. Write one, in quotes.")
+    if not image.is_file():
+        raise ValueError(f"There is no file {image}. Check the path of the image.")
     sample = Sample(image.name, question, {"path": str(image), "bytes": None})
     sample.image  # noqa: B018  (decoded for its errors)
     handle = resolve_model(model, trust_remote_code=trust_remote_code)
     if (processor := handle.processor) is None:
-        raise ValueError(f"{handle.name} is a language model, which cannot be asked about images.")
+        raise ValueError(
+            f"{model} is a language model without vision. Name a vision-language model."
+        )
     if (token := getattr(processor, "image_token", None)) and token in question:
         raise ValueError(f"The question has {token}. Leave it out: the image comes first.")
     (inputs,) = batches(processor, [sample], 1)

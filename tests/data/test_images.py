@@ -123,5 +123,5 @@ def test_links_are_followed_in_the_folder(tmp_path):
     (tmp_path / "alias").symlink_to(folder)
     ImageRules(str(folder)).check_file(str(folder / "inner.png"))
     ImageRules(str(tmp_path / "alias")).check_file(str(tmp_path / "alias" / "real.png"))
-    with pytest.raises(ValueError, match="there is no such image; set image_folder"):
+    with pytest.raises(ValueError, match="there is no such image; copy it"):
         ImageRules(str(folder)).check_file(str(folder))

@@ -303,7 +303,8 @@ class ProgressLines(TrainerCallback):
             _print(state, step, *cells, f"{left!s:>9}")
         elif "train_runtime" in logs:
             took = timedelta(seconds=round(logs["train_runtime"]))
-            _print(state, f"{steps:,} steps in {took}, mean loss {logs['train_loss']:.4g}")
+            loss = f", mean loss {logs['train_loss']:.4g}" if steps else ": the run was complete"
+            _print(state, f"{steps:,} steps in {took}{loss}")
         else:
             for key in (key for key in logs if key.endswith("_loss")):
                 _print(state, step, f"{key} {logs[key]:.4g}")

@@ -29,8 +29,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     """What a checkpoint lacks, but the Trainer would resume without: its mark, or some state."""
     folder = Path(checkpoint)
     if not is_complete(folder):
-        mark = f"{STATE}, which is written last"
-        return [mark if folder.is_dir() else "everything: there is no such folder"]
+        return [f"{STATE}, which is written last"]
     saved = {path.name for path in folder.glob("rng_state*.pth")}
     if not saved:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
@@ -127,14 +126,17 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
     option, earlier = str(resume).lower(), checkpoints_in(output)
     has_result = any((output / name).exists() for name in RESULT)
     if option in ("none", "false"):
-        if earlier or has_result:
-            raise ValueError(
-                f"{output} holds an earlier run or a model. Add --resume_from_checkpoint, or "
-                "change --output_dir."
-            )
+        if earlier:
+            remedy = "Add --resume_from_checkpoint, or change --output_dir."
+            raise ValueError(f"{output} holds an earlier run. {remedy}")
+        if has_result:
+            raise ValueError(f"{output} holds a model. Choose another --output_dir.")
         return None
     if option not in ("last", "true"):
         named = Path(str(resume))
+        if not named.is_dir():
+            known = ", ".join(path.name for path in earlier) or "no checkpoint"
+            raise ValueError(f"There is no checkpoint {named}. {output} has {known}.")
         if missing := missing_from(named, world_size):
             raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
         if earlier and named.resolve().parent != output.resolve():

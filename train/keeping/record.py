@@ -130,19 +130,23 @@ def check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: P
     def fixed(record: dict[str, Any]) -> dict[str, Any]:
         options = record["options"]
         run = {key: options[key] for key in options if not key.startswith(MAY_CHANGE)}
-        run |= {key: record.get(key) for key in ("stage", "arm", "learning_rates", "quantization")}
+        run |= {key: record.get(key) for key in ("stage", "arm", "quantization")}
+        rates = record.get("learning_rates") or {}
+        run |= {f"the learning rate of {module}": rate for module, rate in rates.items()}
         base = json.dumps([record.get("build"), record.get("before")], sort_keys=True).encode()
-        run["the model to train, by its records"] = sha256(base).hexdigest()[:8]
-        counts = ("source", "used", "images", "shortest", "median", "longest")
+        run["the hash of the records of the model to train"] = sha256(base).hexdigest()[:8]
+        counts = ("used", "images", "shortest", "median", "longest")
         train = [data for data in record["data"] if data["split"] == "train"]
-        return run | {"data": [[data.get(key) for key in counts] for data in train]}
+        sources = (f"{row['source']} {[row.get(key) for key in counts]}" for row in train)
+        return run | {f"the data ({', '.join(counts)})": ", ".join(sources)}
 
     old, new = fixed(before), fixed(record)
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if names:
         changes = "; ".join(f"{name} (was {old.get(name)}, is {new.get(name)})" for name in names)
         raise ValueError(
-            f"{checkpoint} is of a run that differs in {changes}. Undo that or change --output_dir."
+            f"{checkpoint} is of a run that differs in {changes}. Undo that; or start anew without "
+            "--resume_from_checkpoint, in another --output_dir."
         )
 
 
