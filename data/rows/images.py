@@ -95,7 +95,8 @@ class ImageRules:
         if "://" in file:
             return
         if not os.path.isfile(file):
-            remedy = "copy it there, or set image_folder to where the paths start from"
+            start = "the folder or .zip file that the paths start from"
+            remedy = f"copy it there, or set image_folder to {start}"
             raise ValueError(f"{path}: there is no such image; {remedy}")
         folder = os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)
         if not _allows_folder(self, folder) and file != self.archive:

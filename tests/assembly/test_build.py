@@ -130,7 +130,7 @@ def test_arms(folders, arm, norm):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"feature_layer": 9}, "feature_layer 9 does not exist among 4 hidden states"),
+        ({"feature_layer": 9}, "feature_layer 9 does not exist. Hidden states are 0 to 3"),
         ({"select_strategy": "default"}, "drops the first token"),
         ({"vision": "language"}, "'llama' model. .*siglip_vision_model"),
         ({"language": "vision"}, "'siglip_vision_model' model, not a causal language model"),

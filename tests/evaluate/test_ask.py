@@ -75,7 +75,7 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     (tmp_path / "broken.png").write_text("kite")
     (tmp_path / "noise.png").write_bytes(training.image(1))
     cases = {
-        (checkpoint, "kite.png"): "No such file",
+        (checkpoint, "kite.png"): "There is no file",
         (checkpoint, "broken.png"): "broken.png cannot be used",
         (checkpoint.parent / "language", "noise.png"): "is a language model, which cannot be asked",
     }
