@@ -77,7 +77,7 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     cases = {
         (checkpoint, "kite.png"): "There is no file",
         (checkpoint, "broken.png"): "broken.png cannot be used",
-        (checkpoint.parent / "language", "noise.png"): "is a language model, which cannot be asked",
+        (checkpoint.parent / "language", "noise.png"): "is a language model without vision",
     }
     for (model, image), reason in cases.items():
         result = ask(model, tmp_path / image)
