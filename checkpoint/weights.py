@@ -160,6 +160,7 @@ def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def size_of(layout: Mapping[str, Tensor]) -> int:
+    """Bytes of all tensors of a layout, which may lie on meta."""
     return sum(tensor.nbytes for tensor in layout.values())
 
 

@@ -68,6 +68,7 @@ ocrbench = checked("question", "answer", "dataset", question_type=PART_OF_TYPE)
 
 
 def image(document: dict) -> list[Image.Image]:
+    """The image of a question in RGB, or none: ScienceQA has questions without one."""
     return [document["image"].convert("RGB")] if document["image"] else []
 
 
@@ -79,6 +80,7 @@ def text(document: dict) -> str:
 
 
 def mmbench_text(document: dict) -> str:
+    """The prompt of MMBench, which writes "nan" for no hint."""
     hint = "" if document["hint"] in (None, "", "nan") else f"{document['hint']} "
     question = f"{hint}{document['question']} There are several options:"
     return f"<image>{question}\n{_listed(document)}\n\n{ASK_FOR_LETTER}"
