@@ -235,7 +235,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model with lm-evaluation-harness. Finished tasks are skipped the next time."""
     with errors_for_people(extra="evaluate", stopped=AGAIN, full=FEWER):
-        from .evaluate.run import evaluate as run
+        from .evaluation.run import evaluate as run
 
         suites, names = ([*filter(None, ",".join(raw or ()).split(","))] for raw in (suite, tasks))
         evaluated = run(
@@ -260,7 +260,7 @@ def ask(
 ) -> None:
     """Ask a model one question about an image, and print the answer as it comes."""
     with errors_for_people(extra="qlora", full="Use --load-in-4bit."):
-        from .evaluate.ask import ask as run
+        from .evaluation.ask import ask as run
 
         loading = {"dtype": dtype, "load_in_4bit": load_in_4bit}
         run(model, image, question, max_new_tokens, trust_remote_code, **loading)
@@ -274,7 +274,7 @@ def compare(
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):
         from .checkpoint.files import write_json
-        from .evaluate.compare import compare_arms, read_arm
+        from .evaluation.compare import compare_arms, read_arm
 
         comparison = compare_arms([read_arm(model) for model in models])
         write_json(output / "comparison.json", [asdict(row) for row in comparison.differences])

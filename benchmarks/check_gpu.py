@@ -42,7 +42,7 @@ from step import random_checkpoint, write_rows
 
 TESTS = ["architecture", "checkpoint/test_precision.py", "diagnose/test_diagnose_load.py"]
 TESTS += ["test_cli.py"]
-TESTS += [f"evaluate/test_{name}.py" for name in ("ask", "evaluate_batches", "evaluate_run")]
+TESTS += [f"evaluation/test_{name}.py" for name in ("ask", "evaluate_batches", "evaluate_run")]
 
 ALIGN, TUNE = (["--stage", stage] for stage in ("align", "tune"))
 LORA = [*TUNE, "--use_peft", "true"]
@@ -206,7 +206,7 @@ def answer(folder: Path) -> str:
     """Asks a model in 4 bits; what it answers does not matter."""
     from PIL import Image
 
-    from normalign_llava.evaluate.ask import ask
+    from normalign_llava.evaluation.ask import ask
 
     checkpoint, image = str(folder / "checkpoint"), folder / "image.png"
     Image.new("RGB", (64, 64)).save(image)

@@ -20,8 +20,8 @@ from scores import paper_average
 from normalign_llava.checkpoint.files import TRAINING_RECORD, json_or_none, write_json
 from normalign_llava.diagnose.report import REPORT
 from normalign_llava.diagnose.run import DIAGNOSTICS
-from normalign_llava.evaluate.compare import read_arm
-from normalign_llava.evaluate.results import read_evaluations
+from normalign_llava.evaluation.compare import read_arm
+from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.quickstart.results import read_report
 from normalign_llava.quickstart.train import rows_of, words, write_data
 

@@ -23,8 +23,8 @@ from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.files import STATE, TRAINING_RECORD, finished_folder, json_or_none
 from normalign_llava.diagnose.data import batches, load_samples
 from normalign_llava.diagnose.measure.probe import probe
-from normalign_llava.evaluate.results import read_evaluations
-from normalign_llava.evaluate.run import evaluate
+from normalign_llava.evaluation.results import read_evaluations
+from normalign_llava.evaluation.run import evaluate
 from normalign_llava.fetched.convert import convert_language, convert_vision
 from normalign_llava.fetched.easy_vqa import training_data
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration

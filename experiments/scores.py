@@ -18,8 +18,8 @@ from scipy import stats
 
 from normalign_llava.checkpoint.files import atomic_write
 from normalign_llava.diagnose.report import paper_tables
-from normalign_llava.evaluate.compare import CONFIDENCE, Arm, Interval, compare_arms, over_seeds
-from normalign_llava.evaluate.results import Evaluation
+from normalign_llava.evaluation.compare import CONFIDENCE, Arm, Interval, compare_arms, over_seeds
+from normalign_llava.evaluation.results import Evaluation
 
 
 AVERAGE, FIGURE = "average", "scores.png"

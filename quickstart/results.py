@@ -16,9 +16,9 @@ from rich.table import Table
 from ..checkpoint.files import atomic_write
 from ..diagnose.report import PAGE, REPORT
 from ..diagnose.run import DIAGNOSTICS, diagnose
-from ..evaluate.answers import named
-from ..evaluate.results import read_evaluations
-from ..evaluate.run import evaluate
+from ..evaluation.answers import named
+from ..evaluation.results import read_evaluations
+from ..evaluation.run import evaluate
 from ..fetched.easy_vqa import CHOICES, OVERALL, QUESTION_KINDS, Question, load_image
 
 

@@ -34,4 +34,4 @@ def test_the_wheel_has_what_git_has_of_the_package(tmp_path):
     (about,) = {name.split("/")[0] for name in names - package}
     assert about == f"{wheel.name.split('-py3')[0]}.dist-info"
     entries = zipfile.ZipFile(wheel).read(f"{about}/entry_points.txt").decode()
-    assert "[lmms_eval.models]\nnormalign_llava = normalign_llava.evaluate:lmms_model" in entries
+    assert "[lmms_eval.models]\nnormalign_llava = normalign_llava.evaluation:lmms_model" in entries

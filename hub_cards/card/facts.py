@@ -13,7 +13,7 @@ import torch
 from ...checkpoint.files import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD, is_hub_id
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
-from ...evaluate.results import WEIGHT_FILES, files_hash, read_evaluations
+from ...evaluation.results import WEIGHT_FILES, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
 from ..push.source import DIAGNOSTICS, public_report, read_config, read_json, read_norm
 

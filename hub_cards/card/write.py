@@ -16,7 +16,7 @@ from markupsafe import Markup
 from ...checkpoint.files import CARD, atomic_write, check_folder, check_repo_id, only_writer
 from ...checkpoint.untrusted import loading
 from ...diagnose.report import number, paper_ratios, with_error
-from ...evaluate.results import Evaluation
+from ...evaluation.results import Evaluation
 from .facts import Facts, Part
 from .metadata import SECTIONS, added, by_hand, card_in, check_replaceable, is_ours, metadata, terms
 

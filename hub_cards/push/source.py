@@ -16,7 +16,7 @@ from ...checkpoint.files import check_adapter
 from ...checkpoint.untrusted import check_files, check_weights, json_object, loading
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT, SCHEMA_VERSION, report_json
-from ...evaluate.results import EVALUATION, SUMMARY
+from ...evaluation.results import EVALUATION, SUMMARY
 
 
 DIAGNOSTICS = "diagnostics"

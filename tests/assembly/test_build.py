@@ -20,7 +20,7 @@ from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.diagnose.load import resolve_model
-from normalign_llava.evaluate.engine import as_lm
+from normalign_llava.evaluation.engine import as_lm
 
 
 pytestmark = pytest.mark.slow

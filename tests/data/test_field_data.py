@@ -17,7 +17,7 @@ from train_data import assistant, image_bytes, images, llava, read, user, write_
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.sources.mixtures import prepare_rows
-from normalign_llava.evaluate.own_data import own_task
+from normalign_llava.evaluation.own_data import own_task
 from normalign_llava.train.collator import ConversationCollator
 
 

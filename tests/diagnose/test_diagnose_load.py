@@ -15,7 +15,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration, probe
 from normalign_llava.checkpoint.precision import compute_dtype, four_bits
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.diagnose.load import resolve_model
-from normalign_llava.evaluate.engine import as_lm
+from normalign_llava.evaluation.engine import as_lm
 
 
 def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoint):

@@ -18,7 +18,7 @@ from scipy import stats
 from transformers import TrainerControl, TrainerState
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.evaluate.engine import SUITES
+from normalign_llava.evaluation.engine import SUITES
 
 
 EXPERIMENTS = ROOT / "experiments"

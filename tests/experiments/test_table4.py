@@ -25,7 +25,7 @@ from scipy import stats
 from scores import PAPER_COLUMNS, Line, paper_average
 from torch.utils.flop_counter import FlopCounterMode
 
-from normalign_llava.evaluate.results import Evaluation, Metric
+from normalign_llava.evaluation.results import Evaluation, Metric
 from normalign_llava.train.memory import largest_batch
 from normalign_llava.train.modules.model import base_model
 from normalign_llava.train.options import parse

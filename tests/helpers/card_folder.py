@@ -18,7 +18,7 @@ from PIL import Image
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.diagnose.findings import findings, verdict
 from normalign_llava.diagnose.report import Drawing, Gain, Report
-from normalign_llava.evaluate.results import Evaluation, Metric
+from normalign_llava.evaluation.results import Evaluation, Metric
 
 
 SECRET = "Who is the person in the image?"

@@ -11,7 +11,7 @@ from paths import ROOT
 from PIL import Image as Picture
 
 
-TASKS = ROOT / "evaluate" / "tasks"
+TASKS = ROOT / "evaluation" / "tasks"
 
 
 class Script(LM):

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
 from normalign_llava.assembly.build import retrofit_checkpoint
-from normalign_llava.evaluate.results import WEIGHT_FILES, files_hash
+from normalign_llava.evaluation.results import WEIGHT_FILES, files_hash
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.card.metadata import TAGS, by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card, write_card

@@ -15,7 +15,7 @@ import training
 from paths import HELPERS
 from PIL import Image
 
-from normalign_llava.evaluate.results import read_evaluations
+from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.fetched.easy_vqa import OVERALL, QUESTION_KINDS
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.quickstart.results import METRICS, read_report

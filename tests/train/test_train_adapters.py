@@ -17,7 +17,7 @@ from trl import ModelConfig, get_peft_config
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.assembly.adapter import open_adapter
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.evaluate.engine import MultimodalLM
+from normalign_llava.evaluation.engine import MultimodalLM
 from normalign_llava.hub_cards.push.checks import check_checkpoint
 from normalign_llava.train.options import ModelArguments
 from normalign_llava.train.run import main

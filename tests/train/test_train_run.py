@@ -118,7 +118,7 @@ def test_a_run_imports_what_it_uses(tmp_path, parts):
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("IMPORTED"))
     modules = [name.removeprefix("normalign_llava.") for name in line.split()[1:]]
-    above = {name for name in modules if name.startswith(("hub_cards", "evaluate", "diagnose"))}
+    above = {name for name in modules if name.startswith(("hub_cards", "evaluation", "diagnose"))}
     assert above == {"diagnose.measure.families"}
     assert len(modules) <= 55, sorted(modules)
 

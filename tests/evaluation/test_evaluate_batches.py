@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationC
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.diagnose.load import resolve_model
-from normalign_llava.evaluate.engine import as_lm
+from normalign_llava.evaluation.engine import as_lm
 
 
 pytestmark = pytest.mark.slow

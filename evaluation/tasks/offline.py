@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
-from normalign_llava.evaluate.answers import named
+from normalign_llava.evaluation.answers import named
 from normalign_llava.fetched import easy_vqa as data
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.evaluate.ask import AnswerPrinter
+from normalign_llava.evaluation.ask import AnswerPrinter
 
 
 pytestmark = pytest.mark.slow

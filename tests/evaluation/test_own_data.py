@@ -10,8 +10,8 @@ from scripted_tasks import Script
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluate.own_data import own_task
-from normalign_llava.evaluate.results import read_evaluations
+from normalign_llava.evaluation.own_data import own_task
+from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.hub_cards.card.write import write_card
 from normalign_llava.hub_cards.push.checks import check_private
 from normalign_llava.hub_cards.push.source import choose_files

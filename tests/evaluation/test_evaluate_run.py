@@ -13,8 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluate.results import read_evaluations
-from normalign_llava.evaluate.run import evaluate
+from normalign_llava.evaluation.results import read_evaluations
+from normalign_llava.evaluation.run import evaluate
 
 
 pytestmark = pytest.mark.slow
@@ -101,7 +101,7 @@ def test_a_new_commit_on_the_hub_is_evaluated_anew(hub, prepared, room, tmp_path
 WRITES = """
 import sys
 from pathlib import Path
-from normalign_llava.evaluate.results import Evaluation, Metric
+from normalign_llava.evaluation.results import Evaluation, Metric
 
 for number in range(20):
     Evaluation(f"{sys.argv[2]}{number}", "t", [Metric("acc", 1)], 1, 1, []).write(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """What an answer says, in the shapes that models give it."""
 
-from normalign_llava.evaluate.answers import chosen_option, yes_or_no
+from normalign_llava.evaluation.answers import chosen_option, yes_or_no
 
 
 OPTIONS = {"A": "a dog", "B": "a cat", "C": "a red car", "D": "a horse"}

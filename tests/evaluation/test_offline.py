@@ -15,9 +15,9 @@ from scripted_tasks import TASKS, Script
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from normalign_llava import build_checkpoint
-from normalign_llava.evaluate.answers import named
-from normalign_llava.evaluate.engine import OFFLINE
-from normalign_llava.evaluate.run import evaluate
+from normalign_llava.evaluation.answers import named
+from normalign_llava.evaluation.engine import OFFLINE
+from normalign_llava.evaluation.run import evaluate
 from normalign_llava.fetched.easy_vqa import prompt
 
 

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluate.compare import compare_arms, mcnemar, over_seeds, read_arm
-from normalign_llava.evaluate.results import Evaluation, Metric
+from normalign_llava.evaluation.compare import compare_arms, mcnemar, over_seeds, read_arm
+from normalign_llava.evaluation.results import Evaluation, Metric
 
 
 def evaluated(folder, task, metrics, rows, **settings):

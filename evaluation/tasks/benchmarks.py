@@ -12,7 +12,7 @@ from datasets import Dataset
 from PIL import Image
 
 from normalign_llava.data.rows.images import decode_image
-from normalign_llava.evaluate.answers import chosen_option, yes_or_no
+from normalign_llava.evaluation.answers import chosen_option, yes_or_no
 
 
 ASK_FOR_LETTER = "Answer with the option's letter from the given choices directly."
