@@ -29,6 +29,10 @@ TrustOption = Annotated[bool, Option("--trust-remote-code", help="Run a checkpoi
 NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
 ModelArgument = Annotated[str, Argument(help="A model's folder or Hub id, or an adapter's folder.")]
 BaseOption = Annotated[str | None, Option(help="An adapter's base, if moved: folder or Hub id.")]
+BaseQuantizationOption = Annotated[
+    Quantization | None,
+    Option(help="How an adapter's base was quantized.", show_default="as in training.json"),
+]
 BatchOption = Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")]
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this at import
     for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL"):
@@ -193,10 +197,7 @@ def merge(
     adapter: Annotated[str, Argument(help="Folder of an adapter that `normalign train` wrote.")],
     output: NewFolderOption,
     base: BaseOption = None,
-    base_quantization: Annotated[
-        Quantization | None,
-        Option(help="How the base was quantized in training.", show_default="as in training.json"),
-    ] = None,
+    base_quantization: BaseQuantizationOption = None,
     dtype: DtypeOption = "auto",
 ) -> None:
     """Merge a LoRA adapter into its base, a checkpoint that needs no PEFT. The norm is float32."""
@@ -232,6 +233,8 @@ def evaluate(
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
+    base: BaseOption = None,
+    base_quantization: BaseQuantizationOption = None,
 ) -> None:
     """Evaluate a model with lm-evaluation-harness. Finished tasks are skipped the next time."""
     with errors_for_people(extra="evaluate", stopped=AGAIN, full=FEWER):
@@ -242,6 +245,7 @@ def evaluate(
             model, suites=suites, tasks=names, include_path=include_path, data=data, output=output,
             image_folder=image_folder, columns=columns, limit=limit, batch_size=batch_size,
             dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
+            base=base, base_quantization=base_quantization,
         )  # fmt: skip
     Console().print(evaluated)
     Console().print(f"Results: {evaluated.file if evaluated.results else 'none'}.", soft_wrap=True)
@@ -251,19 +255,47 @@ def evaluate(
 @app.command()
 def ask(
     model: ModelArgument,
-    image: Annotated[Path, Argument(help="Image file.")],
-    question: Annotated[str, Argument(help="Question, in quotes.")],
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[IMAGE]... [QUESTION]",
+            help="Image files, or a folder of them; then the question, in quotes.",
+        ),
+    ] = None,
+    system: Annotated[str | None, Option(help="System turn of the conversation.")] = None,
+    data: Annotated[str | None, Option(help="Your questions: file, folder or Hub id.")] = None,
+    image_folder: ImageFolderOption = None,
+    columns: ColumnsOption = None,
+    output: Annotated[
+        Path | None, Option(help="File for the answers, a line of JSON each; it is resumed.")
+    ] = None,
     max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens in an answer.")] = 128,
+    batch_size: BatchOption = 1,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
+    base: BaseOption = None,
+    base_quantization: BaseQuantizationOption = None,
 ) -> None:
-    """Ask a model one question about an image, and print the answer as it comes."""
-    with errors_for_people(extra="qlora", full="Use --load-in-4bit."):
-        from .evaluation.ask import ask as run
+    """Ask a model about images. Without a question, talk with it: it reads lines, and answers."""
+    stopped = AGAIN if output else ""
+    with errors_for_people(extra="qlora", stopped=stopped, full=FEWER):
+        from .evaluation.ask import AskOptions, ask as run
 
-        loading = {"dtype": dtype, "load_in_4bit": load_in_4bit}
-        run(model, image, question, max_new_tokens, trust_remote_code, **loading)
+        options = AskOptions(system, max_new_tokens, batch_size, output)
+        run(
+            model,
+            words or [],
+            options,
+            data=data,
+            image_folder=image_folder,
+            columns=columns,
+            trust_remote_code=trust_remote_code,
+            base=base,
+            base_quantization=base_quantization,
+            dtype=dtype,
+            load_in_4bit=load_in_4bit,
+        )
 
 
 @app.command()
@@ -301,6 +333,8 @@ def diagnose(
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
+    base: BaseOption = None,
+    base_quantization: BaseQuantizationOption = None,
 ) -> None:
     """Report norms, rotation and attention of any vision-language model, as the paper does."""
     with errors_for_people(extra="qlora", stopped="Nothing was written.", full=FEWER):
@@ -310,6 +344,7 @@ def diagnose(
             model, against=against, data=data, image_folder=image_folder, columns=columns,
             samples=samples, output=output, batch_size=batch_size, seed=seed, dtype=dtype,
             load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
+            base=base, base_quantization=base_quantization,
         )  # fmt: skip
     Console().print(*diagnosis.summary(), sep="\n", soft_wrap=True)
 

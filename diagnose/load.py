@@ -67,17 +67,27 @@ class ModelHandle:
 
 
 def resolve_model(
-    model: str, revision: str | None = None, *, trust_remote_code: bool = False
+    model: str,
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    base: str | None = None,
+    base_quantization: str | None = None,
 ) -> ModelHandle:
     """Tells what a folder, Hub id or adapter's folder is, and loads its processor.
 
     Code from the checkpoint runs with `trust_remote_code`, if transformers lacks its architecture.
+    `base` and `base_quantization` are those of an adapter, see [`open_adapter`]. Raises ValueError
+    if the model is of no known kind, or is no adapter and these two are given.
     """
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
     if (path / ADAPTER_CONFIG).is_file():
-        adapter, folder = open_adapter(path), Checkpoint(str(path), None, {})
+        adapter = open_adapter(path, base, base_quantization)
+        folder = Checkpoint(str(path), None, {})
         return ModelHandle(name, folder, adapter.config, adapter.processor, adapter=adapter)
+    if base or base_quantization:
+        raise ValueError(f"{name} is no adapter. Leave out --base and --base-quantization.")
     opened = open_checkpoint(model, revision)
     remote = {} if opened.model_type in CONFIG_MAPPING else opened.stored.get("auto_map", {})
     if remote and not trust_remote_code:

@@ -80,6 +80,8 @@ def diagnose(
     trust_remote_code: bool = False,
     name: str | None = None,
     against_name: str | None = None,
+    base: str | None = None,
+    base_quantization: str | None = None,
 ) -> Diagnosis:
     """Measures `model`, and `against` on the same images, and writes report and figures.
 
@@ -92,6 +94,7 @@ def diagnose(
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
         load_in_4bit: Quantize the layers of both decoders: [`four_bits`].
         trust_remote_code: Run a checkpoint's code if transformers does not have its architecture.
+        base, base_quantization: Of `model`, if it is an adapter; see [`resolve_model`].
         name, against_name: Names in the report; by default those of the folders, or the Hub ids.
 
     Raises:
@@ -100,7 +103,9 @@ def diagnose(
     """
     torch_dtype(dtype)  # for its error
     resolve = partial(resolve_model, trust_remote_code=trust_remote_code)
-    handles = [resolve(source) for source in (model, against) if source is not None]
+    handles = [resolve(model, base=base, base_quantization=base_quantization)]
+    if against is not None:
+        handles.append(resolve(against))
     for handle in handles:
         if handle.processor is None:
             raise ValueError(

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel, ProcessorMixin
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.precision import quantization_name
 from ..diagnose.load import ModelHandle
+from .answering import greedy_config
 from .results import Evaluation, Metric
 
 
@@ -48,12 +49,6 @@ class MultimodalLM(HFMultimodalLM):
         # The harness ties weights, but an adapter may have brought its own head or embeddings.
         model.tie_weights = lambda *args, **kwargs: None
         super().__init__(model, batch_size=batch_size)
-        config = model.generation_config
-        ends = config.eos_token_id
-        ends = {self.eot_token_id, *(ends if isinstance(ends, list) else [ends])}
-        # Otherwise an answer goes on after an end that only the tokenizer has, while others do.
-        config.eos_token_id = [token for token in ends if token is not None]
-        config.max_new_tokens = None  # the task says how many
 
     def _create_tokenizer(self, *args, **kwargs):
         self.tokenizer = text_tokenizer(self.processor.tokenizer)
@@ -101,6 +96,11 @@ def as_lm(handle: ModelHandle, *, batch_size: int, **loading: Any) -> LM:
     model = handle.load(**loading)
     if handle.processor is None:
         tokenizer = handle.checkpoint.preprocessor(AutoTokenizer)
+    else:
+        tokenizer = handle.processor.tokenizer
+    # `generate` takes what a task leaves open, such as a repetition penalty, from the model's own.
+    model.generation_config = greedy_config(model.generation_config, tokenizer)
+    if handle.processor is None:
         return HFLM(model, tokenizer=tokenizer, batch_size=batch_size)
     return MultimodalLM(model, handle.processor, batch_size)
 
@@ -174,10 +174,12 @@ def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) ->
     kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
     made = f"generated with {options}" if kind == "generate_until" else f"chosen by {kind}"
     template = "through the chat template" if chat else "as plain text"
+    greedy = "Nothing else of the model's own generation_config is used than its tokens."
     rule = (config.get("metadata") or {}).get("rule")  # of own data
     sentences = [
         f"lm-evaluation-harness runs its task {config['task']} on {data}.",
         f"Answers are {made}.",
+        *([greedy] if kind == "generate_until" else []),
         f"Prompts are written {template}, after {config.get('num_fewshot') or 0} examples.",
         *([rule] if rule else []),
     ]

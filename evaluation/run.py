@@ -60,6 +60,8 @@ def evaluate(
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
     output: Path | None = None,
+    base: str | None = None,
+    base_quantization: str | None = None,
 ) -> Evaluated:
     """Evaluates a model with lm-evaluation-harness, and writes results to `evaluation/`.
 
@@ -73,6 +75,7 @@ def evaluate(
         data, image_folder, columns: Questions and answers of one's own; see [`own_task`].
         limit: Use the first so many samples of each task. The result is marked as partial.
         dtype, load_in_4bit, trust_remote_code: See [`ModelHandle.load`] and [`resolve_model`].
+        base, base_quantization: Of an adapter; see [`resolve_model`].
         output: Folder of `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
 
     Raises ValueError if model, task or data cannot be read, or a limit would replace whole results.
@@ -85,7 +88,12 @@ def evaluate(
         chosen[task_of_data.config.task] = task_of_data
     if not chosen:
         raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
-    handle = resolve_model(model, trust_remote_code=trust_remote_code)
+    handle = resolve_model(
+        model,
+        trust_remote_code=trust_remote_code,
+        base=base,
+        base_quantization=base_quantization,
+    )
     source = handle.checkpoint
     folder = Path(source.name) if Path(source.name).is_dir() else None
     output = output or folder or Path("evaluations", handle.name.replace("/", "--"))

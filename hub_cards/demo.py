@@ -3,10 +3,12 @@
 
 import json
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from .. import evaluation
 from ..checkpoint.files import find_checkpoint
 from ..errors import check_installed
 from .push.repository import Repository, find_repository, push
@@ -66,9 +68,12 @@ def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
     """Path -> content of all files of a Space, which loads the model from the commit `revision`."""
     title = json.dumps(repo_id.rpartition("/")[2])
     card = SPACE_CARD.format(title=title, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision)
+    app = Path(__file__).with_name("demo_app.py").read_text(encoding="utf-8")
+    beside = app.replace("from ..evaluation.answering import", "from answering import")
     return {
         "README.md": card.encode(),
-        "app.py": Path(__file__).with_name("demo_app.py").read_bytes(),
+        "app.py": beside.encode(),
+        "answering.py": files(evaluation).joinpath("answering.py").read_bytes(),
         "requirements.txt": b"torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n",
         "space.json": json.dumps({"model": repo_id, "revision": revision}).encode(),
     }

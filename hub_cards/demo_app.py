@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A page that asks a model about an image, streams the answer and shows where its words look.
 
-A Hugging Face Space gets this file as its `app.py`, so it imports nothing of the package.
+A Hugging Face Space gets this file as its `app.py`, and `answering.py` beside it, so it imports
+nothing else of the package.
 """
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from threading import Event, get_ident
+from threading import get_ident
 from typing import Any
 
 import gradio as gr
@@ -19,10 +19,17 @@ from gradio.utils import get_upload_folder
 from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
-from transformers.generation import TextIteratorStreamer
+
+from ..evaluation.answering import AnswerStream, greedy_config, model_inputs, user_turn
 
 
 ATTENTION = {"text_config": "eager"}  # the only implementation that gives attention maps
+MAPS = (
+    "Below the answer you see where the model looked. The brighter a patch of the image, the more "
+    "attention the words after the image pay to it. The first map is the mean over layers, the "
+    "others are of one layer each. The percentage is the share of all attention that falls on the "
+    "image."
+)
 SPACE_MEMORY = 12 * 2**30  # bytes of weights for which a free Space, of 16 GB, has room
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # EPS starts Ghostscript
 
@@ -31,6 +38,8 @@ def build_app(
     model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256
 ) -> gr.Blocks:
     """The page of a model, loaded with [`ATTENTION`]; `source` is Markdown that names it."""
+    # Once for all, since several people may ask at the same time.
+    model.generation_config = greedy_config(model.generation_config, processor.tokenizer)
     example = Image.new("RGB", (256, 256), "#E8E4DA")
     ImageDraw.Draw(example).ellipse((64, 64, 192, 192), fill="red")
     sources: list = ["upload", "clipboard"]
@@ -39,7 +48,8 @@ def build_app(
     def ask(file: str | None, question: str) -> Iterator[tuple]:
         # Gradio reads any path of this machine from a request that leaves out `meta`.
         if file and not Path(file).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
-            raise gr.Error("The image is not among those uploaded here: choose it again.")
+            fault = "The image is not among those uploaded here: choose it again."
+            raise gr.Error(fault, print_exception=False)
         yield from answer(model, processor, file, question, max_new_tokens)
 
     return gr.Interface(
@@ -50,12 +60,11 @@ def build_app(
             gr.Textbox(label="Question", placeholder="What is in the image?"),
         ],
         [gr.Textbox(label="Answer"), maps],
-        examples=[[example, "what color is the circle?"]],
+        examples=[[example, "What is in the image?"]],
         cache_examples=False,
         title=title,
-        description=f"{source} Below the answer: attention to the image, averaged over heads and "
-        "the words after it. First the mean of all layers, then each; a percentage is what falls "
-        "on the image.",
+        description=f"{source} {MAPS}",
+        clear_btn=None,  # which a phone would put above the button that asks
         flagging_mode="never",
         api_name="ask",
         analytics_enabled=False,
@@ -77,33 +86,20 @@ def answer(
 
     A thread generates it, which stops at the next token once the iterator is closed.
     """
-    if not file or not (question := question.strip()):
-        raise gr.Error("Give an image and a question.")
-    if processor.image_token in question:
-        raise gr.Error("Leave the image token out of the question: the image is shown before it.")
-    content = [{"type": "image", "image": open_image(file)}, {"type": "text", "text": question}]
-    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
-    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **chat)
-    inputs = inputs.to(model.device, model.dtype)
-    tokens = inputs["input_ids"].shape[1]
-    context = model.config.get_text_config().max_position_embeddings
-    if tokens >= context:
-        raise gr.Error(f"Ask shorter: that is {tokens:,} tokens, and the model reads {context:,}.")
-    streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    stopped, text = Event(), ""
-    criteria = [lambda ids, scores, **_: ids.new_full((1,), stopped.is_set(), dtype=torch.bool)]
-    limit = min(limit, context - tokens)
-    options = {"max_new_tokens": limit, "stopping_criteria": criteria, "streamer": streamer}
-    with ThreadPoolExecutor(1) as pool:
-        generated = pool.submit(model.generate, **inputs, **options, do_sample=False)
-        generated.add_done_callback(lambda _: streamer.end())  # also after an error
-        try:
-            for piece in streamer:
-                text += piece
-                yield text, None
-        finally:
-            stopped.set()
-    maps = heatmaps(model, processor, inputs, generated.result())
+    question = (question or "").strip()
+    if not file or not question:
+        raise gr.Error("Give an image and a question.", print_exception=False)
+    conversation = [user_turn(question, [open_image(file)])]
+    try:
+        inputs = model_inputs(processor, [conversation]).to(model.device, model.dtype)
+        stream = AnswerStream(model, processor, inputs, limit)
+    except ValueError as error:
+        raise gr.Error(str(error), print_exception=False) from error
+    text = ""
+    for piece in stream:
+        text += piece
+        yield text, None
+    maps = heatmaps(model, processor, inputs, stream.ids)
     yield text.strip() or "(The answer is empty.)", maps
 
 
@@ -116,7 +112,8 @@ def open_image(file: str) -> Image.Image:
         layer = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
     except Exception as error:  # decoders raise errors of any kind on broken files
-        raise gr.Error("The image cannot be read. Save it as PNG or JPEG with 8 bits.") from error
+        fault = "The image cannot be read. Save it as PNG or JPEG with 8 bits."
+        raise gr.Error(fault, print_exception=False) from error
 
 
 @torch.no_grad()

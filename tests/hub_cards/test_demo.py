@@ -144,7 +144,7 @@ def test_an_answer_ends_with_the_context_or_when_it_is_stopped(tmp_path, red):
 
 def test_wrong_questions_get_a_message_and_the_page_goes_on(url, red):
     user = client(url)
-    for question, message in ((" \n", "Give an image"), ("is <image> one?", "image token")):
+    for question, message in ((" \n", "Give an image"), ("is <image> one?", "stands for an image")):
         with pytest.raises(AppError, match=message):
             user.predict(handle_file(red), question, api_name="/ask")
     assert user.predict(handle_file(red), QUESTION, api_name="/ask")[0]
@@ -192,17 +192,19 @@ def test_the_command_serves_a_checkpoint_under_this_computer_s_names(prepared, c
 
 def test_the_files_of_a_space():
     files = space_files("user/1.5", COMMIT)
-    assert set(files) == {"README.md", "requirements.txt", "space.json", "app.py"}
+    code = ("app.py", "answering.py")
+    assert set(files) == {"README.md", "requirements.txt", "space.json", *code}
     card = SpaceCard(files["README.md"].decode())
     about = card.data
     assert about.title == "1.5" and about.models == ["user/1.5"] and COMMIT in card.text
     assert (about.sdk, about.sdk_version, about.app_file) == ("gradio", GRADIO_VERSION, "app.py")
     assert len(about.short_description) <= 60  # the Hub's limit
-    imported = set(re.findall(r"^(?:from|import) (\w+)", files["app.py"].decode(), re.MULTILINE))
-    assert b"from ." not in files["app.py"]
+    text = "\n".join(files[name].decode() for name in code)
+    imported = set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE))
+    assert "from ." not in text
     lines = files["requirements.txt"].decode().splitlines()
     required = {Requirement(line).name.replace("pillow", "PIL") for line in lines}
-    assert imported - sys.stdlib_module_names == required | {"gradio"}
+    assert imported - sys.stdlib_module_names == required | {"gradio", "answering"}
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert all(line.startswith(tuple(package)) for line in lines)
 
