@@ -29,6 +29,7 @@ CARD = "README.md"
 BUILD_RECORD = "build.json"  # what `normalign build` built
 TRAINING_RECORD = "training.json"  # how a checkpoint was trained: recipe, data, hardware, versions
 DYNAMICS = "dynamics.jsonl"  # inter-layer cosines in training, a line per measured step (figure 5)
+SAMPLES = "samples.jsonl"  # answers to held-out rows in training
 RECORDS = (TRAINING_RECORD, BUILD_RECORD, DYNAMICS)
 STATE = "trainer_state.json"  # the Trainer's state, with the log
 LOCK, OLD = ".normalign.lock", ".replaced"  # the latter in the temporary folder of what replaces it

@@ -174,7 +174,7 @@ def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) ->
     kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
     made = f"generated with {options}" if kind == "generate_until" else f"chosen by {kind}"
     template = "through the chat template" if chat else "as plain text"
-    greedy = "Nothing else of the model's own generation_config is used than its tokens."
+    greedy = "Of the model's own generation_config only the tokens are used, and no penalty."
     rule = (config.get("metadata") or {}).get("rule")  # of own data
     sentences = [
         f"lm-evaluation-harness runs its task {config['task']} on {data}.",

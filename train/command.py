@@ -104,6 +104,10 @@ class TrainingOptions:
     packing: bool = option(False, "Divide a step's rows into unpadded passes of nearly equal size.")
     probe_steps: list[int] | None = option(None, "Steps at which to record cosines (figure 5).")
     probe_rows: int = option(4, "Rows in the batch on which cosines are recorded.")
+    sample_count: int | None = option(
+        None, "Held-out rows that are answered at each evaluation, in samples.jsonl. Default: 4."
+    )
+    sample_max_new_tokens: int = option(64, "Tokens in an answer to a held-out row.")
     bad_steps: Literal["stop", "skip"] = option(
         "stop", "If loss or gradients are not finite: stop, or skip the step."
     )
@@ -142,8 +146,6 @@ class TrainingOptions:
     parallelism_config: dict[str, Any] | str | None = refused(None, "shard with FSDP2 or ZeRO-3")
     remove_unused_columns: bool = refused(False, "the collator needs every column")
     router_aux_loss_coef: float | None = refused(0.0, "LLaVA's outputs have no router logits")
-    sample_count: int | None = refused(None, ANSWERS)
-    sample_max_new_tokens: int | None = refused(None, ANSWERS)
     shuffle_dataset: bool = refused(False, "rows are shuffled without it")
     truncation_mode: str = refused("keep_start", "rows beyond max_length are dropped, never cut")
     trust_remote_code: bool = refused(False, "this package's code is run, never a checkpoint's own")

@@ -56,6 +56,7 @@ def normalign_config(
         fact = "assistant_only_loss is False, but the loss is on the assistant's turns"
         logger.warning(f"{fact}. Set it to True.")
     options |= {"assistant_only_loss": True, "remove_unused_columns": False}
+    options["sample_count"] = 0  # TRL's trainer answers nothing
     if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
         options["hub_strategy"] = HubStrategy.END
     return NormAlignConfig(**options)

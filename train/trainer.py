@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, LlavaProcessor
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import TrainerCallback
 from transformers.training_args import TrainingArguments
@@ -187,6 +188,14 @@ class NormAlignTrainer(SFTTrainer):
 
             self.probe = CosineProbe.of_rows(self.train_dataset, self.data_collator, args)
             self.add_callback(self.probe)
+        is_ours = isinstance(self.data_collator, ConversationCollator)  # others' rows are unknown
+        if self.eval_dataset is not None and is_ours and args.sample_count != 0:
+            from .callbacks.samples import sample_callback  # late: it imports what answers
+
+            is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+            samples = sample_callback(self.eval_dataset, args, is_sharded=is_sharded)
+            if samples is not None:
+                self.add_callback(samples)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's, which puts a section `bf16` into DeepSpeed's configuration again."""

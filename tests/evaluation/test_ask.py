@@ -266,3 +266,28 @@ def test_an_answer_ends_at_the_model_s_ends_and_at_the_tokenizer_s():
     assert greedy.eos_token_id == [3, 5, tokenizer.eos_token_id]
     assert greedy.suppress_tokens == [9] and greedy.repetition_penalty is None
     assert greedy_config(GenerationConfig(eos_token_id=3)).eos_token_id == [3]
+
+
+def test_an_adapter_of_another_trainer_is_asked_with_the_remedy_of_the_message(
+    telling, images, tmp_path
+):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(telling)
+    targets = r".*\.language_model\..*(q|v)_proj"
+    get_peft_model(model, LoraConfig(r=2, target_modules=targets)).save_pretrained(tmp_path / "dpo")
+    data = tmp_path / "data.csv"
+    data.write_text(f"image,question,answer\nimages/noise-1.png,{QUESTION},7\n")
+    adapter = str(tmp_path / "dpo")
+    commands = {
+        "ask": ["ask", adapter, str(images[0]), QUESTION],
+        "evaluate": ["evaluate", adapter, "--data", str(data)],
+        "diagnose": ["diagnose", adapter, "--data", str(data), "--samples", "1"],
+    }
+    for command in commands.values():
+        refused = CliRunner().invoke(app, command)
+        assert refused.exit_code == 1 and "--base-quantization" in refused.stderr
+        moved = CliRunner().invoke(app, [*command, "--base-quantization", "none", "--base", "gone"])
+        assert moved.exit_code == 1 and "gone" in moved.stderr
+        done = CliRunner().invoke(app, [*command, "--base-quantization", "none"])
+        assert done.exit_code == 0, done.output
+    no_adapter = CliRunner().invoke(app, ["ask", str(telling), QUESTION, "--base", str(telling)])
+    assert "is no adapter" in no_adapter.stderr
