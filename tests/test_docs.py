@@ -26,6 +26,7 @@ ON_TINY = {
     "--per_device_train_batch_size 1 --optim adamw_torch --max_length 512",
     "normalign diagnose": "--samples 1 --batch-size 1",
     "normalign publish": "--no-verify",
+    "normalign ask": "--max-new-tokens 4",
 }
 GIVEN = {  # what a snippet takes for granted
     "diagnose.md": """
@@ -65,6 +66,10 @@ def made(tmp_path_factory, archives, server):
     images = here / "my-images"
     images.mkdir()
     Image.linear_gradient("L").convert("RGB").save(here / "kite.png")
+    for name in ("before.png", "after.png", "photos/one.png", "photos/two.png"):
+        (here / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(here / "kite.png", here / name)
+    (here / "questions.jsonl").write_text('{"image": "kite.png", "question": "What is it?"}\n')
     names = [f"{number}.png" for number in range(4)]
     for name in names:
         shutil.copyfile(here / "kite.png", images / name)
