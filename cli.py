@@ -113,6 +113,7 @@ def gain(
     critical: Annotated[
         bool, Option("--critical", help="Run the model; predict the norm at which rotation drops.")
     ] = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure N_text and the gain of a model; without --critical, it fetches embeddings alone."""
     with errors_for_people():
@@ -124,7 +125,8 @@ def gain(
         if critical:
             from .diagnose.critical import updates_of
 
-            tables = [*tables, updates_of(model, revision).table(model)]
+            updates = updates_of(model, revision, trust_remote_code=trust_remote_code)
+            tables = [*tables, updates.table(model)]
     Console().print(*tables, sep="\n")
 
 

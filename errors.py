@@ -187,7 +187,7 @@ def writing_to(folder: Path) -> Iterator[None]:
                 cause = error.strerror
         if cause is None:
             raise
-        remedy = "Make room, or write elsewhere with --output (of training, --output_dir)."
+        remedy = "Make room, or write to another folder."
         raise NotWritable(f"{folder} cannot be written to: {cause}. {remedy}") from error
 
 

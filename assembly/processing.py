@@ -96,8 +96,8 @@ def settle(processor: LlavaProcessor) -> None:
         if first is None or True in printed:
             raise ValueError(
                 f"The tokenizer puts {added!r} before a text, and the chat template prints it "
-                "before some only, or the text would then have other tokens. Give a template that "
-                "prints it before all with --chat-template."
+                "before some only, or the text would then have other tokens. Build the checkpoint "
+                "with `normalign build --chat-template FILE`, a template that prints it before all."
             )
         template = printing_first(template, first, processor.image_token)
         processor.chat_template = tokenizer.chat_template = template

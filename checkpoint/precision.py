@@ -109,7 +109,7 @@ def dtype_to_load(
             dtype = "bfloat16"
         loaded = f"Loading in {name if dtype == 'auto' else dtype}: this CPU only emulates {name}"
         sizes = f"float32 takes {2 * size / 2**30:,.0f} of {room / 2**30:,.0f} GiB"
-        logger.warning_once(f"{loaded}. {sizes}. See --dtype and --load-in-4bit.")
+        logger.warning_once(f"{loaded}. {sizes}.")
     return dtype
 
 

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 
 import torch
 from rich.table import Table
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assembly.gain import embedding_statistics
 from ..assembly.processing import text_tokenizer
+from ..checkpoint.files import ADAPTER_CONFIG
 from .load import resolve_model
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers
@@ -97,9 +99,16 @@ def measure_updates(
     return Updates(n_text, list(map(math.exp, sizes)), angles)
 
 
-def updates_of(model: str, revision: str | None = None) -> Updates:
-    """Measures a language model, or the decoder of a vision-language model."""
-    handle = resolve_model(model, revision)
+def updates_of(
+    model: str, revision: str | None = None, *, trust_remote_code: bool = False
+) -> Updates:
+    """Measures a language model, or the decoder of a vision-language model.
+
+    Raises ValueError if the model is an adapter, or has code of its own that may not run.
+    """
+    if (Path(model) / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"{model} is an adapter. Measure its base, or merge it first.")
+    handle = resolve_model(model, revision, trust_remote_code=trust_remote_code)
     checkpoint = handle.checkpoint
     n_text = embedding_statistics(checkpoint.name, top=0, revision=checkpoint.revision).n_text
     if handle.processor:

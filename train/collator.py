@@ -73,7 +73,7 @@ class ConversationCollator:
         if (labels == _IGNORED).all():
             raise ValueError(
                 "The chat template marks no answer with {% generation %}, so nothing is learned. "
-                "`normalign build` takes another with --chat-template."
+                "Build the checkpoint with `normalign build --chat-template FILE`."
             )
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -123,7 +123,9 @@ class ConversationCollator:
                 skipped, allowed = len(self._skipped), max(self.skippable, self.share * self._rows)
                 if self.bad_rows != "skip" and skipped > allowed:
                     count = f"This process met {skipped} bad row(s)."
-                    raise BadRow(f"{dropped}. {count} Fix it, or use --bad_rows skip.") from error
+                    raise BadRow(
+                        f"{dropped}. {count} Fix it, or use `normalign train --bad_rows skip`."
+                    ) from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))

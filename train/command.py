@@ -25,7 +25,7 @@ from ..errors import Terminated, check_installed
 
 RECIPES, CONFIGS = (Path(__file__).parent / name for name in ("recipes", "accelerate_configs"))
 USAGE = "normalign train RECIPE [--option value ...]"
-NO_MODEL = "Make it with `normalign build` or the stage before, or change --model_name_or_path."
+NO_MODEL = "Check the path, or make it with `normalign build` or the stage before."
 
 PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit"), ("bitsandbytes", "qlora"))
 PACKAGES |= {"deepspeed": ("deepspeed", "deepspeed")}

@@ -1,0 +1,147 @@
+"""The texts that each command may print, found in the source: which functions it reaches."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from paths import ROOT
+
+
+PACKAGE = "normalign_llava"
+FOLDERS = {file.parent for file in ROOT.glob("*/__init__.py")} - {ROOT / "tests"}
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+COMMAND = re.compile(r"\bnormalign [a-z][^`\n]*")
+
+
+@dataclass
+class Module:
+    """A file of the package: its definitions, and what the names in it stand for."""
+
+    name: str
+    definitions: dict[str, ast.stmt] = field(default_factory=dict)
+    imports: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+
+
+Node = tuple[str, str]  # module and top-level name in it
+
+
+def module_name(file: Path) -> str:
+    """`normalign_llava.train.run` of `train/run.py`."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join((PACKAGE, *parts))
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """All modules of the package by name."""
+    files = [*ROOT.glob("*.py")]
+    for folder in FOLDERS:
+        files += folder.rglob("*.py")
+    return {module_name(file): read(file) for file in files}
+
+
+def read(file: Path) -> Module:
+    module = Module(module_name(file))
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    package = module.name if file.name == "__init__.py" else module.name.rpartition(".")[0]
+    for statement in tree.body:
+        for name in defined(statement):
+            module.definitions[name] = statement
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            source = ".".join([*above, node.module] if node.module else above)
+            source = source if node.level else node.module
+            for alias in node.names:
+                module.imports[alias.asname or alias.name] = (source, alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                module.imports[alias.asname or alias.name] = (alias.name, None)
+    return module
+
+
+def defined(statement: ast.stmt) -> list[str]:
+    """The names that a statement of a module defines."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
+        targets = [statement.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def resolve(module: Module, name: str, attribute: str | None) -> Node | None:
+    """The definition that a name, or an attribute of a module of that name, stands for."""
+    if attribute is None and name in module.definitions:
+        return module.name, name
+    if name not in module.imports:
+        return None
+    source, imported = module.imports[name]
+    inner = f"{source}.{imported}"
+    if inner in modules() and attribute in modules()[inner].definitions:
+        return inner, attribute
+    if source in modules() and imported in modules()[source].definitions:
+        return source, imported
+    return None
+
+
+def references(module: Module, statement: ast.AST) -> Iterator[Node]:
+    """What a definition names, apart from its own arguments and variables."""
+    own = {node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)}
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+    for node in ast.walk(statement):
+        found = None
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id not in own:
+                found = resolve(module, node.value.id, node.attr)
+        elif isinstance(node, ast.Name) and node.id not in own:
+            found = resolve(module, node.id, None)
+        if found is not None:
+            yield found
+
+
+def reached(command: str) -> set[Node]:
+    """All definitions that the function of a command may use."""
+    waiting = [(f"{PACKAGE}.cli", command)]
+    seen = set(waiting)
+    while waiting:
+        module_of, name = waiting.pop()
+        module = modules()[module_of]
+        for node in references(module, module.definitions[name]):
+            if node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return seen
+
+
+def texts(statement: ast.stmt) -> Iterator[str]:
+    """The strings in a definition but docstrings and words of other programs' command lines.
+
+    What is filled in is `X`.
+    """
+    docstrings = set()
+    parts_of_others = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings.add(node.value)
+        if isinstance(node, ast.JoinedStr):
+            parts_of_others.update(node.values)
+    for node in ast.walk(statement):
+        if node in docstrings or node in parts_of_others:
+            continue
+        text = ""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        elif isinstance(node, ast.JoinedStr):
+            filled = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
+            text = "".join(filled)
+        if " " in text.strip():
+            yield text
