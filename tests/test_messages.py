@@ -36,7 +36,7 @@ def check(line):
     """Raises AssertionError unless a command line has a command and options that exist."""
     program, command, *words = shlex.split(line.replace("...", ""))
     assert program == "normalign" and command in COMMANDS, line
-    known = options_of(command)
+    known = {*options_of(command), "--option"}  # any option, in a line on usage
     for word in words:
         if word.startswith("--"):
             assert word.partition("=")[0] in known, f"{line}: there is no {word}"
