@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quickstart's questions: easy-VQA, and the names of emoji; and passages of a speech.
 
-Held out are easy-VQA's own test images, none of which is among its training images, and Microsoft's
-emoji, while Google's are in training. Questions and answers are worded alike in both.
+Held out are easy-VQA's own test images, none of which is among its training images, and emoji as
+Microsoft and Twitter draw them, while Google's are in training. Questions and answers are worded
+alike in both.
 """
 
 import io
@@ -17,7 +18,7 @@ from PIL import Image as PILImage, ImageOps
 
 from ..data.rows.images import decode_image
 from ..data.rows.parse import MESSAGES
-from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, unpack
+from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, TWITTER_EMOJI, unpack
 
 
 EMOJI: tuple[str, ...] = ("dog", "cat", "monkey", "elephant", "whale", "turtle", "apple", "banana")
@@ -39,6 +40,14 @@ class Question(NamedTuple):
     answer: str  # one word in lower case
     image: Path
     taught: str | None  # the answer to train on, if it is trained on
+    is_mirrored: bool = False  # whether the image is shown as in a mirror
+
+    def shown(self) -> PILImage.Image:
+        """The image that is asked about."""
+        image = load_image(self.image)
+        if self.is_mirrored:
+            return ImageOps.mirror(image)
+        return image
 
 
 def easy_vqa(split: str, seed: int) -> list[Question]:
@@ -74,14 +83,36 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
 
 def emoji(split: str) -> list[Question]:
     """The names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
-    google, fluent = unpack(GOOGLE_EMOJI) / "package", unpack(FLUENT_EMOJI) / "package/assets"
-    entries = json.loads((google / "emoji.json").read_text(encoding="utf-8"))
-    entries = {entry["short_name"]: entry for entry in entries}
+    google = unpack(GOOGLE_EMOJI) / "package/img/google/64"
+    microsoft = unpack(FLUENT_EMOJI) / "package/assets"
+    entries = _emoji_entries()
     if split == "train":
-        files = {name: google / "img/google/64" / entries[name]["image"] for name in EMOJI}
+        files = [google / entries[name]["image"] for name in EMOJI]
     else:
-        files = {name: fluent / f"{entries[name]['unified'].lower()}.webp" for name in EMOJI}
-    return [Question("emoji", "what is this?", name, file, name) for name, file in files.items()]
+        files = [microsoft / f"{entries[name]['unified'].lower()}.webp" for name in EMOJI]
+    return _what_is_this(files)
+
+
+def emoji_by_others() -> list[Question]:
+    """48 pictures of the 12 `EMOJI`: Microsoft's and Twitter's drawings, and each mirrored."""
+    twitter = unpack(TWITTER_EMOJI) / "package/img/twitter/64"
+    entries = _emoji_entries()
+    drawn = emoji("test")
+    drawn += _what_is_this([twitter / entries[name]["image"] for name in EMOJI])
+    return drawn + [question._replace(is_mirrored=True) for question in drawn]
+
+
+def _emoji_entries() -> dict[str, dict]:
+    """What the emoji are in files of all vendors, by their short names."""
+    file = unpack(GOOGLE_EMOJI) / "package/emoji.json"
+    entries = json.loads(file.read_text(encoding="utf-8"))
+    return {entry["short_name"]: entry for entry in entries}
+
+
+def _what_is_this(files: list[Path]) -> list[Question]:
+    """The question for the name of each of the `EMOJI`, of which these are the drawings."""
+    pairs = zip(EMOJI, files, strict=True)
+    return [Question("emoji", "what is this?", name, file, name) for name, file in pairs]
 
 
 def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Dataset:

