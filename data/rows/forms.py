@@ -55,6 +55,7 @@ COLUMNS |= {column for form in FORMS for column in form if column}
 
 ALIASES = {
     "conversation": "conversations",
+    "captions": "caption",
     "options": "choices",
     "correct_choice_idx": "answer_index",
     "direct_answers": "answers",
@@ -90,6 +91,13 @@ _LIKE_A_MARKER = re.compile(
 _IMAGE_COLUMN = re.compile(r"(^|[ _-])(?i:image|img|picture|pic|photo|frame)s?($|[ _\-A-Z\d])")
 
 
+# What is told of rows, with their number.
+_ONE_OF_ANSWERS = "of several answers, the commonest is learned, or the first of equals"
+_ONE_OF_CAPTIONS = "of several captions, the commonest is learned, or the first of equals"
+_LIST_OF_ANSWERS = "an answer that is a list in a text is learned as this text; name it answers"
+_LIST_OF_CAPTIONS = "a caption that is a list in a text is learned as this text; name it captions"
+
+
 class UnknownForm(ValueError):
     """A row has none of the known forms."""
 
@@ -105,8 +113,9 @@ def known_row(raw: Any) -> Row:
 def read_row(raw: Any) -> Row:
     """Reads a row of any known form; ValueError, perhaps an [`UnknownForm`], if it cannot be read.
 
-    In a user's string, `<image>` and `<img>path</img>` become image parts, without a line break on
-    either side. If there are none, the images start the first user turn, as in TRL.
+    In a user's string, `<image>` and `<img>path</img>` become image parts, those at its beginning
+    and end without the line break beside them. If there are none, the images start the first user
+    turn, as in TRL.
     """
     if isinstance(raw, bytes):
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
@@ -119,6 +128,8 @@ def read_row(raw: Any) -> Row:
     asks, answers = _form(named, bool(images))
     row, read = Row(asks or answers or "image"), {asks, answers, "image", "images", "system"}
     asked, answer = (named[asks] if asks else PROMPT), named.get(answers)
+    if answers == "caption" and "caption" in names:
+        answer = parsed(answer)  # several, as the name says
     if asks == "question":
         asked, answer = read_question(named, row, read)
     turns = read_turns(asked, asks or "", "user" if answers or not asks else None, row.left_out)
@@ -127,6 +138,10 @@ def read_row(raw: Any) -> Row:
     if accepted := accepted_answers(answer):
         row.accepted = accepted
         answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
+        if len({*accepted}) > 1:
+            row.changed.append(_ONE_OF_ANSWERS if asks else _ONE_OF_CAPTIONS)
+    elif _is_text_of_list(answer):
+        row.changed.append(_LIST_OF_ANSWERS if asks else _LIST_OF_CAPTIONS)
     if answer is not None:
         turns += read_turns(answer, str(answers), "assistant", row.left_out)
     leave_out(row.left_out, raw, read | {name for known, name in names.items() if known in read})
@@ -184,6 +199,13 @@ def _images(raw: Mapping) -> list[Any]:
     if empty := [number for number, image in enumerate(images) if is_empty(image)]:
         raise ValueError(f"{present[0]} has nothing in place of image {empty[0]}; leave it out")
     return images
+
+
+def _is_text_of_list(answer: Any) -> bool:
+    """Whether an answer is a text that holds a list of texts, as tables store several answers."""
+    if not isinstance(answer, str) or not answer.startswith("["):
+        return False
+    return len(accepted_answers(parsed(answer))) > 0
 
 
 def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
@@ -249,8 +271,12 @@ def proposal(raw: Any) -> str:
     tried: list[list[tuple[str, str]]] = []
     for asks, answers in product(_QUESTIONS, _ANSWERS):
         if asks in present and answers in present:
-            tried.append([("question", present[asks]), ("answer", present[answers])])
-    tried += [[("caption", present[name])] for name in _CAPTIONS if name in present]
+            name = present[answers]
+            known = "answers" if _is_text_of_list(raw[name]) else "answer"
+            tried.append([("question", present[asks]), (known, name)])
+    for name in (present[name] for name in _CAPTIONS if name in present):
+        known = "captions" if _is_text_of_list(raw[name]) else "caption"
+        tried.append([(known, name)])
     for name in ("chosen", "preferred_output", *present):
         if name in present and name not in ("rejected", "non_preferred_output", "history"):
             is_list = isinstance(parsed(raw[present[name]]), (list, Mapping))

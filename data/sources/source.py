@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opening a data set: files of rows, a folder of images, or anything that `datasets` reads."""
 
-import functools
 import io
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar, TypeAlias
 
 import datasets
-from accelerate import PartialState
 from datasets import ClassLabel, Dataset, DatasetDict, DatasetInfo, IterableDataset
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
@@ -28,10 +25,17 @@ from ..rows.forms import COLUMNS, renamed
 from ..rows.images import SUFFIXES, ImageRules
 from ..rows.zips import MAX_IMAGE_BYTES
 from .arguments import FILES, DataArguments, DataSource, cores
-from .files import METADATA, READERS, ROWS, files_of_folder, images_of_folder, loaded, open_files
+from .files import (
+    METADATA,
+    READERS,
+    ROWS,
+    files_of_folder,
+    images_of_folder,
+    loaded,
+    open_files,
+    warn_once,
+)
 
-
-logger = logging.getLogger(__name__)
 
 AnyData: TypeAlias = Dataset | IterableDataset
 CHUNK = 500  # rows that are read, checked and cached together
@@ -184,13 +188,6 @@ def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[An
                 raise ValueError("it is a folder of images without splits. Name a folder in it.")
             return Dataset.from_dict({"image": images}), path
     return load(source, streaming, num_proc), path.parent if path.is_file() else path
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Logs a warning in the main process, the first time."""
-    if PartialState().is_main_process:
-        logger.warning(message)
 
 
 def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:

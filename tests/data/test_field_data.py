@@ -6,6 +6,10 @@
 import base64
 import json
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 import zipfile
 from itertools import islice
 
@@ -62,6 +66,7 @@ def check(processor, path, *marked, **options):
 KITE, PAIR = {"image": "red.png"}, {"user": "Q", "assistant": "A"}
 TEXT = {"type": "text", "text": "Q"}
 CAT_OR_DOG, LISTED = {"question": "Which?", "choices": ["cat", "dog"]}, "Which?\nA. cat\nB. dog"
+OF_SEVERAL = "of several {}, the commonest is learned, or the first of equals"
 EXAMPLES = {
     # 1: messages that their author excludes
     "weight, loss and train of OpenAI, ms-swift and axolotl": ({"messages": [
@@ -103,11 +108,20 @@ EXAMPLES = {
         chat("{4}{4}Q", "[[A]]"), {"texts.source": 1}),
     # 9: several accepted answers
     "DocVQA": (dict(question="Q", answers=["one", "two", "two"], questionId=3, **KITE),
-        chat("{4}Q", "[[two]]"), {"questionId": 1}),
+        chat("{4}Q", "[[two]]"), {"questionId": 1, OF_SEVERAL.format("answers"): 1}),
     "VQAv2": (dict(question="Q", answers=[{"answer": "yes", "answer_id": 1}, {"answer": "no"}]),
-        chat("Q", "[[yes]]")),
-    "captions": (dict(caption=["A.", "B."], **KITE), chat("{4}Describe the image.", "[[A.]]")),
-    "numpy's lists": (dict(question="Q", answers="['one' 'two'\n 'two']"), chat("Q", "[[two]]")),
+        chat("Q", "[[yes]]"), {OF_SEVERAL.format("answers"): 1}),
+    "captions": (dict(caption=["A.", "B."], **KITE), chat("{4}Describe the image.", "[[A.]]"),
+        {OF_SEVERAL.format("captions"): 1}),
+    "Flickr30k's table": (dict(captions="['A.', 'B.']", **KITE),
+        chat("{4}Describe the image.", "[[A.]]"), {OF_SEVERAL.format("captions"): 1}),
+    "numpy's lists": (dict(question="Q", answers="['one' 'two'\n 'two']"), chat("Q", "[[two]]"),
+        {OF_SEVERAL.format("answers"): 1}),
+    "quoted words in Python's lists": (
+        dict(conversations=str(llava("'x' 'y'?", "A 'b'")["conversations"])),
+        chat("'x' 'y'?", "[[A 'b']]")),
+    "an option that is nan": (dict(question="Q", choices=["nan", "inf"], answer="B"),
+        chat("Q\nA. nan\nB. inf", "[[B]]")),
     # 11 to 14: turns
     "a leading answer": ({"conversations": [TURNS[1], *TURNS], **KITE},
         chat("{4}Q", "[[A]]"), {"a leading assistant turn is left out": 1}),
@@ -243,6 +257,64 @@ def test_files_of_other_shapes(processor, tmp_path):
         read(coco, processor)
 
 
+COCO = {
+    "info": {"year": 2014},
+    "licenses": [{"id": 1, "url": "u"}],
+    "images": [
+        {"id": 9, "file_name": "red.png", "height": 20},
+        {"id": 4, "file_name": "sub/blue.png", "height": 20},
+        {"id": 5, "file_name": "green.png", "height": 20},
+    ],
+    "annotations": [
+        {"id": 1, "image_id": 4, "caption": "Blue."},
+        {"id": 2, "image_id": 9, "caption": "Red."},
+        {"id": 3, "image_id": 4, "caption": "A blue one."},
+    ],
+}
+
+
+def test_captions_of_coco(processor, tmp_path, caplog):
+    images(tmp_path, "red.png", "green.png", "sub/blue.png")
+    file = tmp_path / "captions_val2014.json"
+    file.write_text(json.dumps(COCO))
+    marked = [chat("{4}Describe the image.", f"[[{text}]]") for text in ("Blue.", "Red.")]
+    rows = check(processor, file, *marked, chat("{4}Describe the image.", "[[A blue one.]]")).train
+    names = [row["images"][0]["path"] for row in rows]
+    assert names == [str(tmp_path / name) for name in ("sub/blue.png", "red.png", "sub/blue.png")]
+    assert "1 of 3 images have no annotation" in caplog.text
+    check(processor, file, *marked, streamed=True)
+    lost = {"id": 4, "image_id": 7, "caption": "Lost."}
+    file.write_text(json.dumps(COCO | {"annotations": [*COCO["annotations"], lost]}))
+    with pytest.raises(ValueError, match=r"row 3: .*images has no id 7.*there is no such image"):
+        read(file, processor)
+    boxes = [{"id": 1, "image_id": 4, "category_id": 2, "bbox": [0, 0, 1, 1]}]
+    file.write_text(json.dumps(COCO | {"annotations": boxes}))
+    with pytest.raises(ValueError, match="its form is not known.*bbox, category_id"):
+        read(file, processor)
+
+
+ONE, OTHER = llava("Q", "A"), llava("R", "B")
+
+
+def test_a_file_with_rows_inside_is_read_or_written_anew_as_its_error_says(processor, tmp_path):
+    file = tmp_path / "my rows.json"
+    for content in ({"data": [ONE, OTHER]}, {"version": 2, "rows": [ONE, OTHER], "names": []}):
+        file.write_text(json.dumps(content))
+        check(processor, file, chat("Q", "[[A]]"), chat("R", "[[B]]"))
+    lines = "\n".join(json.dumps(row, indent=2) for row in (ONE, OTHER))
+    for text in (json.dumps({"train": [ONE, OTHER], "test": [ONE]}),
+                 json.dumps({"7": ONE, "8": OTHER}), lines):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(ValueError, match="my rows.json is no(t valid)? JSON") as error:
+            read(file, processor)
+        (command,) = re.findall("`(.*)`", str(error.value))
+        if command.startswith("jq") and not shutil.which("jq"):
+            continue
+        command = command.replace("python -c", f"{shlex.quote(sys.executable)} -c", 1)
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+        check(processor, tmp_path / "rows.jsonl", chat("Q", "[[A]]"), chat("R", "[[B]]"))
+
+
 def test_shards_have_other_files_and_tables_beside_them(processor, tmp_path, caplog):
     folder, photo = tmp_path / "img2dataset", image_bytes("red", form="JPEG")
     shard(folder / "00000.tar", {"1.jpg": photo, "1.txt": "A kite.", "1.json": {"url": "u"}})
@@ -260,12 +332,18 @@ def test_tables_that_pandas_wrote(processor, tmp_path):
     images(tmp_path, "red.png", "blue.png")
     table = tmp_path / "data.csv"
     table.write_text(
-        """image, question,answer\n"['red.png','blue.png']",Q,"['two', 'one', 'two']"\n"""
+        """image, question,answers\n"['red.png','blue.png']",Q,"['two', 'one', 'two']"\n"""
         """red.png,R,"[0.1, 0.2]"\n"""
     )
-    data = check(processor, table, chat("{4}{4}Q", "[[two]]")).train
-    assert data[1]["messages"][1]["content"][0]["text"] == "[0.1, 0.2]"
+    check(processor, table, chat("{4}{4}Q", "[[two]]"), chat("{4}R", "[[0.1]]"))
     assert own_task(str(table)).eval_docs["answers"][0] == ["two", "one", "two"]
+    table.write_text(table.read_text().replace("answers", "answer"))  # a text, not a list
+    data = read(table, processor)
+    texts = [row["messages"][1]["content"][0]["text"] for row in data.train]
+    assert texts == ["['two', 'one', 'two']", "[0.1, 0.2]"]
+    told = {"an answer that is a list in a text is learned as this text; name it answers": 2}
+    assert data.report.sources[0].changed == told
+    check(processor, table, chat("{4}{4}Q", "[[two]]"), columns="answers=answer")  # as it says
     for text, reason in {
         'question\tanswer\nQ\t"A\nR\tB\nS\tC"\n': "has tabs and line breaks, near line 4",
         'question\tanswer\nQ\t"Stop" sign\n': "'\t' expected after",
