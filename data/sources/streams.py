@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, cycle, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -29,26 +29,61 @@ def stream(rows: Callable[..., Iterator[dict]], arguments: dict[str, Any]) -> It
 
 
 def endless_rows(
-    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, size: int
+    sources: tuple[Source, ...],
+    repeats: tuple[int, ...],
+    checks: Checks,
+    fractions: tuple[float, ...],
+    seed: int,
+    size: int,
 ) -> Iterator[dict[str, Any]]:
-    """The valid rows, source after source or by `fractions`, without end; `size` are shuffled."""
+    """The valid rows without end, drawn by `fractions` or from one source after another in turn.
 
-    def drawn() -> Iterator[dict[str, Any]]:
-        # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
-        groups = [(source,) for source in sources] if fractions else [sources]
-        passes = [(valid_rows(source, checks) for source in cycle(group)) for group in groups]
-        streams = list(map(chain.from_iterable, passes))
-        random = np.random.default_rng(seed)
-        while True:
-            yield next(streams[random.choice(len(streams), p=fractions or None)])
-
+    In turn, a pass has each row of a source as often as `repeats` says. `size` rows are shuffled.
+    """
     # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
-    rows, random = drawn(), np.random.default_rng(seed)
+    if fractions:
+        rows = _drawn(sources, checks, fractions, seed)
+    else:
+        rows = chain.from_iterable(_in_turn(sources, repeats, checks) for _ in repeat(None))
+    random = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
     for row in rows:
         place = random.integers(size)
         yield buffer[place]
         buffer[place] = row
+
+
+def _drawn(
+    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
+) -> Iterator[dict[str, Any]]:
+    """Rows drawn one by one, so that a resumed run, which skips rows, continues with the same."""
+    streams = [_passes(source, checks) for source in sources]
+    random = np.random.default_rng(seed)
+    while True:
+        yield next(streams[random.choice(len(streams), p=fractions)])
+
+
+def _passes(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    """The valid rows of a source again and again."""
+    while True:
+        yield from valid_rows(source, checks)
+
+
+def _in_turn(
+    sources: tuple[Source, ...], repeats: tuple[int, ...], checks: Checks
+) -> Iterator[dict[str, Any]]:
+    """One pass: a row of each source in turn, until every source has ended."""
+    waiting = []
+    for source, count in zip(sources, repeats, strict=True):
+        passes = map(valid_rows, repeat(source, count), repeat(checks))
+        waiting.append(chain.from_iterable(passes))
+    while waiting:
+        for rows in tuple(waiting):
+            row = next(rows, None)
+            if row is None:
+                waiting.remove(rows)
+            else:
+                yield row
 
 
 def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:

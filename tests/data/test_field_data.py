@@ -104,6 +104,9 @@ EXAMPLES = {
     # 8: pairs
     "FineVision": (dict(images=["red.png"], texts=[PAIR, PAIR], relevance_ratings=[4, 5]),
         chat("{4}Q", "[[A]]", "Q", "[[A]]"), {"relevance_ratings": 1}),
+    "a pair that is not learned": (
+        dict(texts=[PAIR | {"weight": 0}, {"user": "R", "assistant": "B"}, PAIR | {"train": True}]),
+        chat("Q", "A", "R", "[[B]]", "Q", "[[A]]")),
     "the Cauldron": (dict(images=["red.png", "blue.png"], texts=[PAIR | {"source": "vqa"}]),
         chat("{4}{4}Q", "[[A]]"), {"texts.source": 1}),
     # 9: several accepted answers
@@ -198,11 +201,33 @@ def test_parquet_has_the_same_forms(processor, tmp_path):
         read(file, processor)
     kind = ClassLabel(names=["cat", "dog"])
     labels = [(1, kind), ([1, 0, 1], List(kind)), ([{"answer": 1}], List({"answer": kind}))]
-    for label, feature in labels:
+    labels += [(0, kind), ([0], List(kind))]
+    for number, (label, feature) in enumerate(labels):
+        learned = "[[dog]]" if number < 3 else "[[cat]]"
         classes = Features({"question": Value("string"), "label": feature})
         Dataset.from_dict({"question": ["Q"], "label": [label]}, features=classes).to_parquet(file)
         for streamed in (False, True):
-            check(processor, file, chat("Q", "[[dog]]"), streamed=streamed, columns="answer=label")
+            check(processor, file, chat("Q", learned), streamed=streamed, columns="answer=label")
+    for bits in (16, 32, 64):  # the number that was written, not its neighbour of 64 bits
+        kinds = Features({"question": Value("string"), "answer": Value(f"float{bits}")})
+        Dataset.from_dict({"question": ["Q"], "answer": [0.1]}, features=kinds).to_parquet(file)
+        check(processor, file, chat("Q", "[[0.1]]"))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", None])
+def test_columns_that_are_hidden_are_not_read(processor, kind):
+    data = Dataset.from_list([{"question": "Q", "answer": "A", "hint": "H", "system": "S"}] * 2)
+    shown = data.with_format(kind, columns=["question", "answer"])
+    for rows, marked in ((data, chat("S:S", "Q", "[[A]]")), (shown, chat("Q", "[[A]]"))):
+        (row, _) = prepare_rows(rows, Checks(processor))[0]
+        batch = ConversationCollator(processor)([row])
+        ids, labels = (batch[name][0].tolist() for name in ("input_ids", "labels"))
+        assert (ids, labels) == by_hand(processor, marked)
+    every = data.with_format(kind, columns=["question"], output_all_columns=True)
+    assert prepare_rows(every, Checks(processor))[0][0]["messages"][0]["role"] == "system"
+    stream = data.to_iterable_dataset().with_format(kind)
+    (row,) = islice(prepare_rows(stream, Checks(processor))[0], 1)
+    assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant"]
 
 
 PROPOSED = {
