@@ -71,6 +71,8 @@ _ANSWERS = ["answer", "response", "output", "outputs", "solution", "suffix", "as
 _ANSWERS += ["completion", "label", "target", "ground_truth", "chosen"]
 _CAPTIONS = ["captions", "description", "caption_str", "sentences", "re_caption", "raw"]
 _CAPTIONS += ["ground_truth", "summary"]
+_ANSWERS_BY_NAME = {*_ANSWERS, *_CAPTIONS, "content", "value", "texts", "conversations", "messages"}
+_QUESTIONS_BY_NAME = {*_QUESTIONS, "system", "choices", "hint", "history"}
 _IMAGES = ["image_path", "img_path", "image_file", "image_file_name", "image_filename"]
 _IMAGES += ["file_name", "filename", "filepath", "image_name", "img_name", "image_base64_str"]
 _IMAGES += ["img", "picture", "photo", "path"]
@@ -92,8 +94,8 @@ _IMAGE_COLUMN = re.compile(r"(^|[ _-])(?i:image|img|picture|pic|photo|frame)s?($
 
 
 # What is told of rows, with their number.
-_ONE_OF_ANSWERS = "of several answers, the commonest is learned, or the first of equals"
-_ONE_OF_CAPTIONS = "of several captions, the commonest is learned, or the first of equals"
+ONE_OF_ANSWERS = "of several answers, the commonest is learned, or the first of equals"
+ONE_OF_CAPTIONS = "of several captions, the commonest is learned, or the first of equals"
 _LIST_OF_ANSWERS = "an answer that is a list in a text is learned as this text; name it answers"
 _LIST_OF_CAPTIONS = "a caption that is a list in a text is learned as this text; name it captions"
 
@@ -139,7 +141,7 @@ def read_row(raw: Any) -> Row:
         row.accepted = accepted
         answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
         if len({*accepted}) > 1:
-            row.changed.append(_ONE_OF_ANSWERS if asks else _ONE_OF_CAPTIONS)
+            row.changed.append(ONE_OF_ANSWERS if asks else ONE_OF_CAPTIONS)
     elif _is_text_of_list(answer):
         row.changed.append(_LIST_OF_ANSWERS if asks else _LIST_OF_CAPTIONS)
     if answer is not None:
@@ -239,6 +241,26 @@ def _check_meaning(raw: Mapping, turns: list[Turn], has_images: bool, caption: s
 def is_about(name: str) -> bool:
     """Whether a column, by its name, tells about the row, as ids, addresses and scores do."""
     return _ABOUT.fullmatch(name) is not None
+
+
+def looks_like(name: str) -> str | None:
+    """What a column, or a key as `messages.content`, is by its name: "an image" and so on; or None.
+
+    Texts as `text <image_1>`, which [`markers`] finds, are like images.
+    """
+    key = name.rpartition(".")[2].strip()
+    known = ALIASES.get(key.lower(), key.lower())
+    if name.startswith("text "):
+        return "an image"
+    if is_about(name):
+        return None
+    if known in {"image", "images", *_IMAGES} or _IMAGE_COLUMN.search(key):
+        return "an image"
+    if known in _ANSWERS_BY_NAME or "answer" in known or "caption" in known:
+        return "an answer"
+    if known in _QUESTIONS_BY_NAME or "question" in known or "prompt" in known:
+        return "a question"
+    return None
 
 
 def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:

@@ -212,8 +212,8 @@ def _elements(text: str) -> Iterator[str]:
 
 def _json_lines(file: str) -> Iterator[str]:
     if _is_utf_16(file):
-        with open(file, encoding="utf-16") as texts:
-            yield from filter(None, map(str.strip, texts))
+        with open(file, encoding="utf-16") as decoded:
+            yield from filter(None, map(str.strip, decoded))
         return
     with open(file, "rb") as lines:
         # No JSON has the escape that an invalid byte becomes.

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
-from ..rows.checks import ABOUT, MANY_ROWS, Checks, DataReport, SourceReport, not_read
+from ..rows.checks import MANY_ROWS, Checks, DataReport, SourceReport, log_not_read
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES
 from .arguments import DataArguments, DataSource
@@ -137,8 +137,7 @@ def prepare_rows(
         prepared, with_images = _prepared(Source(name, ImageRules(), data), checks, report)
     if need_images and not with_images:
         raise _no_images([name])
-    for title, text in not_read(report.left_out, report.changed).items():
-        logger.log(logging.INFO if title == ABOUT else logging.WARNING, f"{name}: {title}: {text}")
+    log_not_read(logger, name, report.left_out, report.changed)
     if report.dropped:
         count = f"{len(report.dropped):,} of {report.found:,} rows"
         logger.warning(f"{name}: {count} dropped. First: {report.dropped[0]}")

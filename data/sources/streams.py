@@ -11,7 +11,7 @@ from datasets import IterableDataset
 
 from ..rows import checks as row_checks
 from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows
-from ..rows.forms import is_about
+from ..rows.forms import looks_like
 from ..rows.images import image_problem
 from ..rows.parse import FEATURES, DroppedRow
 from .source import Source, warn_once
@@ -92,8 +92,9 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
     for row in _valid(source, checks):
         empty = False
         unread = [f"what looks like an image is not read: {row['unread']}"] * bool(row["unread"])
-        left_out = [f"left out: {name}" for name in row["left_out"] if not is_about(name)]
-        for warning in (*unread, *left_out, *row["changed"]):
+        looks = {name: looks_like(name) for name in row["left_out"]}
+        not_used = [f"column not used: {name}, like {like}" for name, like in looks.items() if like]
+        for warning in (*unread, *not_used, *row["changed"]):
             warn_once(f"{source.name}: {warning}.")
         yield {column: row[column] for column in FEATURES}
     if empty:  # repeated without end, it would never give a row

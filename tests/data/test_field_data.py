@@ -16,7 +16,7 @@ from itertools import islice
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, List, Value
 from test_shards import shard
-from train_data import assistant, image_bytes, images, llava, read, user, write_json
+from train_data import answers, assistant, image_bytes, images, llava, read, user, write_json
 
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.checks import Checks
@@ -216,9 +216,9 @@ def test_parquet_has_the_same_forms(processor, tmp_path):
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", None])
 def test_columns_that_are_hidden_are_not_read(processor, kind):
-    data = Dataset.from_list([{"question": "Q", "answer": "A", "hint": "H", "system": "S"}] * 2)
+    data = Dataset.from_list([{"question": "Q", "answer": 3, "hint": "H", "system": "S"}] * 2)
     shown = data.with_format(kind, columns=["question", "answer"])
-    for rows, marked in ((data, chat("S:S", "Q", "[[A]]")), (shown, chat("Q", "[[A]]"))):
+    for rows, marked in ((data, chat("S:S", "Q", "[[3]]")), (shown, chat("Q", "[[3]]"))):
         (row, _) = prepare_rows(rows, Checks(processor))[0]
         batch = ConversationCollator(processor)([row])
         ids, labels = (batch[name][0].tolist() for name in ("input_ids", "labels"))
@@ -228,6 +228,7 @@ def test_columns_that_are_hidden_are_not_read(processor, kind):
     stream = data.to_iterable_dataset().with_format(kind)
     (row,) = islice(prepare_rows(stream, Checks(processor))[0], 1)
     assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant"]
+    assert answers([row]) == ["3"]
 
 
 PROPOSED = {
@@ -379,12 +380,33 @@ def test_tables_that_pandas_wrote(processor, tmp_path):
             read(tmp_path / "data.tsv", processor)
 
 
-def test_what_is_not_read_is_told(processor, tmp_path, caplog):
+def test_columns_that_are_not_used_are_told_and_loudly_if_they_look_used(
+    processor, tmp_path, caplog
+):
+    def told(**columns) -> str:
+        caplog.clear()
+        row = {"question": "Q", "answer": "A", **columns}
+        prepare_rows(Dataset.from_list([row]), Checks(processor), name="mine")
+        (record,) = (record for record in caplog.records if "not used" in record.message)
+        assert record.message.startswith("mine: columns not used: ")
+        return record.levelname
+
+    caplog.set_level("INFO")
+    quiet = {"tools": "x", "similarity": 0.3, "id": "7", "question_id": 7, "prompt_model": "m"}
+    assert told(**quiet) == "INFO"
+    for name in ("response", "gpt", "caption", "direct_answers", "content"):
+        assert told(**quiet, **{name: "x"}) == "WARNING"
+        assert f"columns not used: {name}, like an answer (1 row), tools (1 row), " in caplog.text
+    for name in ("prompt", "query", "history", "input_prompt"):
+        assert told(**quiet, **{name: "x"}) == "WARNING" and ", like a question" in caplog.text
+    image = {"bytes": image_bytes(), "path": None}
+    assert told(image=image, photo_2="x") == "WARNING"
+    assert "photo_2, like an image (1 row)" in caplog.text
     rows = [llava("Q", "A", tools="x"), llava("Q", "A", tools="y", history=["z"], similarity=0.3)]
-    prepare_rows(Dataset.from_list(rows[:1]), Checks(processor), name="mine")
-    assert "mine: left out: tools (1 row)" in caplog.text and "id (1 row)" not in caplog.text
+    caplog.clear()
     list(islice(read(write_json(tmp_path, rows), processor, dataset_streaming=True).train, 2))
-    assert "data.json: left out: history." in caplog.text and "similarity" not in caplog.text
+    assert "data.json: column not used: history, like a question." in caplog.text
+    assert "similarity" not in caplog.text and "tools" not in caplog.text
 
 
 @pytest.mark.parametrize(

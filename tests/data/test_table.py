@@ -121,12 +121,12 @@ def test_a_relative_image_folder_is_that_of_the_working_directory(tmp_path, proc
         images(tmp_path / name / "shown", "red.png")
     inside_one = str(tmp_path / "one" / "shown" / "red.png")
     path = write_json(tmp_path / "data", [llava("<image>Q", "A", inside_one)])
-    monkeypatch.chdir(tmp_path / "one")
-    (row,) = read(path, processor, image_folder="shown").train
-    assert row["images"][0]["path"] == inside_one
     monkeypatch.chdir(tmp_path / "two")
     with pytest.raises(ValueError, match="leaves image_folder shown"):
         read(path, processor, image_folder="shown")
+    monkeypatch.chdir(tmp_path / "one")  # what was found in the other is not taken from the cache
+    (row,) = read(path, processor, image_folder="shown").train
+    assert row["images"][0]["path"] == inside_one
 
 
 def test_a_transform_of_the_data_set_is_kept(processor):
