@@ -96,8 +96,12 @@ _IMAGE_COLUMN = re.compile(r"(^|[ _-])(?i:image|img|picture|pic|photo|frame)s?($
 # What is told of rows, with their number.
 ONE_OF_ANSWERS = "of several answers, the commonest is learned, or the first of equals"
 ONE_OF_CAPTIONS = "of several captions, the commonest is learned, or the first of equals"
-_LIST_OF_ANSWERS = "an answer that is a list in a text is learned as this text; name it answers"
-_LIST_OF_CAPTIONS = "a caption that is a list in a text is learned as this text; name it captions"
+_LIST_OF_ANSWERS = (
+    "an answer that is a list in a text is learned as this text; --columns answers=COLUMN reads it"
+)
+_LIST_OF_CAPTIONS = (
+    "a caption that is a list in a text is learned as this text; --columns captions=COLUMN reads it"
+)
 
 
 class UnknownForm(ValueError):

@@ -136,8 +136,8 @@ def test_several_captions_and_answers_are_told_of():
     assert changed(caption=["A", "A"]) == changed(caption="A") == changed(caption=["A"]) == []
     assert "several answers" in changed(question="Q", answers=["A", "B"])[0]
     assert changed(question="Q", answer="A", answers=["A", "B"]) == []  # says which
-    assert "name it answers" in changed(question="Q", answer="['A', 'B']")[0]
-    assert "name it captions" in changed(caption="['A', 'B']")[0]
+    assert "--columns answers=COLUMN" in changed(question="Q", answer="['A', 'B']")[0]
+    assert "--columns captions=COLUMN" in changed(caption="['A', 'B']")[0]
 
 
 TURNS, QA = llava("Q", "A")["conversations"], [user("Q"), assistant("A")]
