@@ -176,18 +176,30 @@ def data(
     check_images: Annotated[
         bool, Option("--check-images", help="Decode every image, not a sample.")
     ] = False,
+    filters: Annotated[
+        str | None, Option(help="Rows to read, such as relevance_min>=4,language=en.")
+    ] = None,
+    examples: Annotated[
+        int | None, Option(metavar="N", min=1, help="Show N rows; what is learned is marked.")
+    ] = None,
+    row: Annotated[
+        list[int] | None, Option(metavar="N", min=0, help="Show row N of its file, from 0.")
+    ] = None,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault."""
     with errors_for_people():
         from .data.sources.arguments import DataSource
         from .train.data_check import check_data
 
-        named = DataSource.named(source, image_folder=image_folder, columns=columns)
-        check = check_data(named, model, check_images)
+        named = DataSource.named(
+            source, image_folder=image_folder, columns=columns, filters=filters
+        )
+        check = check_data(named, model, check_images, examples=examples, rows=row or ())
     console = Console()
     console.print(check.table(source))
-    if check.example:
-        console.print("\nA row as the model sees it; what is learned is marked:\n")
+    if check.examples:
+        seen = "as the model sees them" if model else "by their turns"
+        console.print(f"\nRows {seen}; what is learned is marked:\n")
         console.print(check.rendered(console.is_terminal), soft_wrap=True)
     if check.faults:
         Console(stderr=True).print("", *check.faults, sep="\n", soft_wrap=True)

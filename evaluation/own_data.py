@@ -13,8 +13,13 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..data.rows.checks import ABOUT, bad_rows_message, check_images_are_read, not_read, parse_rows
-from ..data.rows.forms import MARKER
+from ..data.rows.checks import (
+    bad_rows_message,
+    check_images_are_read,
+    log_not_read,
+    parse_rows,
+)
+from ..data.rows.forms import MARKER, ONE_OF_ANSWERS, ONE_OF_CAPTIONS
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
 from ..data.rows.turns import chosen_letter, plain
@@ -54,9 +59,9 @@ def own_task(
         raise ValueError(f"{data} has no rows.")
     left_out = Counter(name for row in rows for name in row["left_out"])
     changed = Counter(name for row in rows for name in row["changed"])
-    for title, text in not_read(left_out, changed).items():
-        level = logging.INFO if title == ABOUT else logging.WARNING
-        logger.log(level, f"{opened.name}: {title}: {text}")
+    for note in (ONE_OF_ANSWERS, ONE_OF_CAPTIONS):  # here each of them is right
+        changed.pop(note, None)
+    log_not_read(logger, opened.name, left_out, changed)
     unread = Counter(row["unread"] for row in rows if row["unread"])
     check_images_are_read(opened.name, len(rows), sum(row["image_count"] for row in rows), unread)
     path, split = Path(source.path).resolve(), "" if source.split == "train" else f":{source.split}"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of rows before training: their form, length and images; and counts of what was seen."""
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from transformers import LlavaProcessor
 
 from ...errors import Console, escaped, printable
 from ..sources.source import Source, warn_once
-from .forms import PROMPT, image_name, is_about, unread_image
+from .forms import PROMPT, image_name, is_about, looks_like, unread_image
 from .images import ImageRules, image_problem
 from .parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
 from .turns import Row
@@ -29,7 +30,7 @@ The share of a stream is taken of `MANY_ROWS` rows at least. In memory, the imag
 rows are opened.
 """
 
-ABOUT = "also not read"  # title of the columns that tell about rows, such as ids
+NOT_USED = "columns not used"  # title of the columns, and keys of turns, that are not read
 _CHUNK = 64  # rows whose images are checked together
 _SHOWN = 5  # reasons in an error
 _VALUES = re.compile(r"\d+|, got .*")  # which differ between reasons of one kind
@@ -241,11 +242,27 @@ def warn_of_captions(name: str, forms: Iterable[str]) -> None:
 
 
 def not_read(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
-    """Texts by title: what is left out, what was changed, and columns about rows, such as ids."""
-    news = {name: count for name, count in left_out.items() if not is_about(name)}
-    lines = {"left out": counted(news), "changed": counted(changed)}
-    lines[ABOUT] = ", ".join(name for name in left_out if name not in news)
+    """Texts by title: the columns that are not used, and what was changed or is to be known.
+
+    Columns that look like an image, a question or an answer come first, and those that tell about a
+    row, such as ids, last.
+    """
+    looks = {name: looks_like(name) for name in left_out}
+    loud = {f"{name}, like {looks[name]}": left_out[name] for name in left_out if looks[name]}
+    quiet = {name: left_out[name] for name in left_out if not looks[name] and not is_about(name)}
+    about = [name for name in left_out if not looks[name] and is_about(name)]
+    columns = [counted(loud), counted(quiet), ", ".join(about)]
+    lines = {NOT_USED: ", ".join(filter(None, columns)), "note": counted(changed)}
     return {title: text for title, text in lines.items() if text}
+
+
+def log_not_read(
+    logger: logging.Logger, name: str, left_out: Mapping[str, int], changed: Mapping[str, int]
+) -> None:
+    """Logs [`not_read`]: unused columns as a warning only if one looks as if it should be used."""
+    for title, text in not_read(left_out, changed).items():
+        is_quiet = title == NOT_USED and not any(map(looks_like, left_out))
+        logger.log(logging.INFO if is_quiet else logging.WARNING, f"{name}: {title}: {text}")
 
 
 def counted(rows: Mapping[str, int]) -> str:

@@ -55,6 +55,7 @@ COLUMNS |= {column for form in FORMS for column in form if column}
 
 ALIASES = {
     "conversation": "conversations",
+    "captions": "caption",
     "options": "choices",
     "correct_choice_idx": "answer_index",
     "direct_answers": "answers",
@@ -70,6 +71,8 @@ _ANSWERS = ["answer", "response", "output", "outputs", "solution", "suffix", "as
 _ANSWERS += ["completion", "label", "target", "ground_truth", "chosen"]
 _CAPTIONS = ["captions", "description", "caption_str", "sentences", "re_caption", "raw"]
 _CAPTIONS += ["ground_truth", "summary"]
+_ANSWERS_BY_NAME = {*_ANSWERS, *_CAPTIONS, "content", "value", "texts", "conversations", "messages"}
+_QUESTIONS_BY_NAME = {*_QUESTIONS, "system", "choices", "hint", "history"}
 _IMAGES = ["image_path", "img_path", "image_file", "image_file_name", "image_filename"]
 _IMAGES += ["file_name", "filename", "filepath", "image_name", "img_name", "image_base64_str"]
 _IMAGES += ["img", "picture", "photo", "path"]
@@ -90,6 +93,17 @@ _LIKE_A_MARKER = re.compile(
 _IMAGE_COLUMN = re.compile(r"(^|[ _-])(?i:image|img|picture|pic|photo|frame)s?($|[ _\-A-Z\d])")
 
 
+# What is told of rows, with their number.
+ONE_OF_ANSWERS = "of several answers, the commonest is learned, or the first of equals"
+ONE_OF_CAPTIONS = "of several captions, the commonest is learned, or the first of equals"
+_LIST_OF_ANSWERS = (
+    "an answer that is a list in a text is learned as this text; --columns answers=COLUMN reads it"
+)
+_LIST_OF_CAPTIONS = (
+    "a caption that is a list in a text is learned as this text; --columns captions=COLUMN reads it"
+)
+
+
 class UnknownForm(ValueError):
     """A row has none of the known forms."""
 
@@ -105,8 +119,9 @@ def known_row(raw: Any) -> Row:
 def read_row(raw: Any) -> Row:
     """Reads a row of any known form; ValueError, perhaps an [`UnknownForm`], if it cannot be read.
 
-    In a user's string, `<image>` and `<img>path</img>` become image parts, without a line break on
-    either side. If there are none, the images start the first user turn, as in TRL.
+    In a user's string, `<image>` and `<img>path</img>` become image parts, those at its beginning
+    and end without the line break beside them. If there are none, the images start the first user
+    turn, as in TRL.
     """
     if isinstance(raw, bytes):
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
@@ -119,6 +134,8 @@ def read_row(raw: Any) -> Row:
     asks, answers = _form(named, bool(images))
     row, read = Row(asks or answers or "image"), {asks, answers, "image", "images", "system"}
     asked, answer = (named[asks] if asks else PROMPT), named.get(answers)
+    if answers == "caption" and "caption" in names:
+        answer = parsed(answer)  # several, as the name says
     if asks == "question":
         asked, answer = read_question(named, row, read)
     turns = read_turns(asked, asks or "", "user" if answers or not asks else None, row.left_out)
@@ -127,6 +144,10 @@ def read_row(raw: Any) -> Row:
     if accepted := accepted_answers(answer):
         row.accepted = accepted
         answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
+        if len({*accepted}) > 1:
+            row.changed.append(ONE_OF_ANSWERS if asks else ONE_OF_CAPTIONS)
+    elif _is_text_of_list(answer):
+        row.changed.append(_LIST_OF_ANSWERS if asks else _LIST_OF_CAPTIONS)
     if answer is not None:
         turns += read_turns(answer, str(answers), "assistant", row.left_out)
     leave_out(row.left_out, raw, read | {name for known, name in names.items() if known in read})
@@ -186,6 +207,13 @@ def _images(raw: Mapping) -> list[Any]:
     return images
 
 
+def _is_text_of_list(answer: Any) -> bool:
+    """Whether an answer is a text that holds a list of texts, as tables store several answers."""
+    if not isinstance(answer, str) or not answer.startswith("["):
+        return False
+    return len(accepted_answers(parsed(answer))) > 0
+
+
 def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
     if is_empty(system):
         return turns
@@ -219,6 +247,26 @@ def is_about(name: str) -> bool:
     return _ABOUT.fullmatch(name) is not None
 
 
+def looks_like(name: str) -> str | None:
+    """What a column, or a key as `messages.content`, is by its name: "an image" and so on; or None.
+
+    Texts as `text <image_1>`, which [`markers`] finds, are like images.
+    """
+    key = name.rpartition(".")[2].strip()
+    known = ALIASES.get(key.lower(), key.lower())
+    if name.startswith("text "):
+        return "an image"
+    if is_about(name):
+        return None
+    if known in {"image", "images", *_IMAGES} or _IMAGE_COLUMN.search(key):
+        return "an image"
+    if known in _ANSWERS_BY_NAME or "answer" in known or "caption" in known:
+        return "an answer"
+    if known in _QUESTIONS_BY_NAME or "question" in known or "prompt" in known:
+        return "a question"
+    return None
+
+
 def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
     """What looks like an image in a row without any, `column img` or `text <image_1>`; or None."""
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
@@ -249,8 +297,12 @@ def proposal(raw: Any) -> str:
     tried: list[list[tuple[str, str]]] = []
     for asks, answers in product(_QUESTIONS, _ANSWERS):
         if asks in present and answers in present:
-            tried.append([("question", present[asks]), ("answer", present[answers])])
-    tried += [[("caption", present[name])] for name in _CAPTIONS if name in present]
+            name = present[answers]
+            known = "answers" if _is_text_of_list(raw[name]) else "answer"
+            tried.append([("question", present[asks]), (known, name)])
+    for name in (present[name] for name in _CAPTIONS if name in present):
+        known = "captions" if _is_text_of_list(raw[name]) else "caption"
+        tried.append([(known, name)])
     for name in ("chosen", "preferred_output", *present):
         if name in present and name not in ("rejected", "non_preferred_output", "history"):
             is_list = isinstance(parsed(raw[present[name]]), (list, Mapping))

@@ -62,6 +62,8 @@ class ImageRules:
             raise ValueError(f"an image must be {kinds}, got {short(value)}")
         if len(path) > MAX_PATH or printable(path) != path:
             raise ValueError(f"{short(path)} is neither a valid path nor an image file in base64")
+        if path.startswith("~") and not self.archive:
+            path = os.path.expanduser(path)
         return {"path": self._address(path, by_datasets=fields is value), "bytes": None}
 
     def _address(self, path: str, by_datasets: bool) -> str:

@@ -23,13 +23,17 @@ PAIRS += [("question", "answer"), ("input", "output")]
 # Keys of a turn that say whether it is learned: OpenAI's, ms-swift's, axolotl's.
 LEARNED = {"weight", "loss", "loss_scale", "train", "training", "trainable"}
 LETTERS = "ABCDEFGHIJ"  # columns of options, if they are not in `choices`
-# LLaVA's marker, or Qwen's with the path in it, and line breaks beside it, as LLaVA's data have.
-_MARKERS = re.compile(r"(?:\r?\n)?(?:<image>|<img>([^<>\n]+)</img>)(?:\r?\n)?")
+_MARKERS = re.compile(r"<image>|<img>([^<>\n]+)</img>")  # LLaVA's, or Qwen's with the path in it
+_FIRST_BREAK = re.compile(r"\A\r?\n")
+_LAST_BREAK = re.compile(r"\r?\n\Z")
+_BREAKS = ("", "\n", "\r\n")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "source")  # the last is Anthropic's
 _NO_IMAGES = {"type", "text", "index", "detail"}  # llava-instruct-mix has the number of the image
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text"}
 _PARTS |= {"image": "image", "image_url": "image", "input_image": "image"}
-_BETWEEN_TEXTS = re.compile(r"(['\"])\s+(['\"])")
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+# A list of texts as numpy prints it, without commas.
+_NUMPY_TEXTS = re.compile(rf"\[\s*(?:{_QUOTED})(?:\s+(?:{_QUOTED}))*\s*\]", re.S)
 
 
 @dataclass
@@ -56,9 +60,12 @@ class Turn:
 
 
 def read_turns(value: Any, column: str, text_role: str | None, left_out: list[str]) -> list[Turn]:
-    """The turns in a column: a list of them in any form, or the text of a turn of `text_role`."""
+    """The turns in a column: a list of them in any form, or the text of a turn of `text_role`.
+
+    With a `text_role` a text is not parsed, whatever brackets it has. Parts of a turn are one turn.
+    """
     value = as_text(value) if text_role else transposed(parsed(value))
-    if isinstance(value, str) and text_role:
+    if text_role and (isinstance(value, str) or _are_parts(value)):
         return [Turn(text_role, _content(left_out, 0, text_role, value, column))]
     if not isinstance(value, (list, tuple)):
         kinds = "text or a list of turns" if text_role else "a list of turns"
@@ -104,16 +111,27 @@ def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[T
 
 
 def _content(left_out: list[str], number: int, role: str, content: Any, column: str) -> list[dict]:
+    """The parts of a turn. Only the user's may be JSON in a text, and only if they show an image.
+
+    What the assistant says is learned as it is written, whatever it looks like.
+    """
     content = as_text(content)
-    if isinstance(content, str) and content.startswith("[{"):
+    if role == "user" and isinstance(content, str) and content.startswith("[{"):
         parts = parsed(content)
-        if all(isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts):
+        if _are_parts(parts) and any(_PARTS[part["type"]] == "image" for part in parts):
             content = parts
     if isinstance(content, str):
         return _split(content) if role == "user" else [{"type": "text", "text": content}]
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"turn {number} must have text or a list of parts, got {short(content)}")
     return [_part(left_out, number, part, column) for part in content]
+
+
+def _are_parts(value: Any) -> bool:
+    """Whether a value is a list of the parts of a turn, each of a known `type`."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(isinstance(part, Mapping) and part.get("type") in _PARTS for part in value)
 
 
 def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str, Any]:
@@ -138,12 +156,32 @@ def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str,
 
 
 def _split(text: str) -> list[dict[str, Any]]:
+    """The parts of a user's text with markers.
+
+    In LLaVA's data, images have lines of their own at the beginning or the end of a turn. What
+    stands between an image and its question is for the chat template to say, in training as when
+    the model is asked. So the line breaks beside these markers are not read. A marker between two
+    texts leaves both as they are.
+    """
+    pieces = _MARKERS.split(text)
+    texts = pieces[0::2]
+    paths = pieces[1::2]  # those in the markers, or None
+    for number in range(len(paths)):  # markers at the beginning
+        if texts[number] not in _BREAKS:
+            break
+        texts[number] = ""
+        texts[number + 1] = _FIRST_BREAK.sub("", texts[number + 1])
+    for number in reversed(range(len(paths))):  # markers at the end
+        if texts[number + 1] not in _BREAKS:
+            break
+        texts[number + 1] = ""
+        texts[number] = _LAST_BREAK.sub("", texts[number])
     parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(_MARKERS.split(text)):
-        if number % 2:  # the path in the marker, or None
-            parts.append({"type": "image", "image": piece})
-        elif piece:
+    for number, piece in enumerate(texts):
+        if piece:
             parts.append({"type": "text", "text": piece})
+        if number < len(paths):
+            parts.append({"type": "image", "image": paths[number]})
     return parts or [{"type": "text", "text": ""}]
 
 
@@ -233,7 +271,7 @@ def read_question(raw: Mapping, row: Row, read: set[Any]) -> tuple[Any, Any]:
 def accepted_answers(value: Any) -> list[str]:
     """The texts of a list of answers, or what these have in `answer` or `text`; else empty."""
     value = transposed(value)
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, (list, tuple)) or _are_parts(value):
         return []
     texts: list[Any] = []
     for answer in value:
@@ -254,8 +292,9 @@ def options_of(raw: Mapping) -> dict[str, str]:
         choices = dict(zip(ascii_uppercase, texts, strict=False))
     named = choices if isinstance(choices, Mapping) else {}
     named = {str(letter).upper(): as_text(text) for letter, text in named.items()}
-    # Questions of fewer options are filled up, in MMBench with "nan".
-    options = {key: text for key, text in named.items() if not is_empty(text) and text != "nan"}
+    # Questions of fewer options are filled up, in the columns of MMBench with "nan".
+    filling = "nan" if in_columns else None
+    options = {key: text for key, text in named.items() if not is_empty(text) and text != filling}
     if in_columns and len(options) < 2:
         return {}
     if (
@@ -330,9 +369,13 @@ def parsed(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         pass
-    try:  # numpy prints no commas, and Python reads texts without them as one
-        text = _BETWEEN_TEXTS.sub(r"\1, \2", value.strip())
-        return ast.literal_eval(text) if len(value) <= 2**16 else value
+    if len(value) > 2**16:
+        return value
+    text = value.strip()
+    try:
+        if _NUMPY_TEXTS.fullmatch(text):  # Python reads texts without commas as one
+            return [ast.literal_eval(quoted) for quoted in re.findall(_QUOTED, text, re.S)]
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return value
 

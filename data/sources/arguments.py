@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...checkpoint.files import is_hub_id
+from .filters import parse_filters
 
 
 FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")  # suffixes of files of rows
@@ -29,8 +30,15 @@ class DataSource:
     columns: list[str] | dict[str, str] | None = None  # to read, or by known name
     fraction: float | None = None  # share of the mixture
     image_folder: str | None = None  # or zip file; by default the data file's folder
+    repeat: int = 1  # how often each row comes in an epoch
+    filters: str | list[str] | None = None  # conditions on columns of the data's own names
 
     def __post_init__(self):
+        for name in ("path", "data_dir", "data_files", "image_folder"):
+            setattr(self, name, _with_home(getattr(self, name)))
+        parse_filters(self.filters)
+        if isinstance(self.repeat, bool) or not isinstance(self.repeat, int) or self.repeat < 1:
+            raise ValueError(f"repeat must be a whole number from 1 on, got {self.repeat!r}.")
         if not self.columns:
             return
         from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick
@@ -90,7 +98,8 @@ class DataArguments:
         default_factory=list,
         metadata={
             "help": "In YAML, in place of dataset_name: data sets with TRL's keys (path, name, "
-            "split, data_files, ...), image_folder, columns and fraction, a share of the mixture."
+            "split, data_files, ...), image_folder, columns, filters, fraction (a share of the "
+            "mixture) and repeat (how often each row comes)."
         },
     )
     image_folder: str | None = option(
@@ -98,6 +107,9 @@ class DataArguments:
     )
     columns: dict | str | list | None = option(
         None, "Own names: image=path,answer=caption reads the image from the data's column path."
+    )
+    filters: str | None = option(
+        None, "Rows to read, by columns: relevance_min>=4,language=en. Others are not read."
     )
     eval_dataset_name: str | None = option(
         None, "Held-out data, in the forms of dataset_name. Default: its test split."
@@ -119,6 +131,7 @@ class DataArguments:
         held_out = self.test_split_size
         if held_out is not None and not 0 < held_out < 1:
             raise ValueError(f"test_split_size must be between 0 and 1, got {held_out}.")
+        parse_filters(self.filters)
         keys = set(DataSource.__dataclass_fields__)
         for source in self.datasets:
             if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
@@ -137,11 +150,26 @@ class DataArguments:
     @property
     def sources(self) -> list[DataSource]:
         """The data sets to train on."""
-        shared = {"image_folder": self.image_folder, "columns": self.columns}
+        shared = {
+            "image_folder": self.image_folder,
+            "columns": self.columns,
+            "filters": self.filters,
+        }
         if self.datasets:
             return [DataSource(**{**shared, **source}) for source in self.datasets]
         plain = {"name": self.dataset_config, "split": self.dataset_train_split}
         return [DataSource.named(str(self.dataset_name), **shared, **plain)]
+
+
+def _with_home(value: Any) -> Any:
+    """A path, or a list or mapping of paths, in which `~` is one's home folder."""
+    if isinstance(value, str):
+        return os.path.expanduser(value)
+    if isinstance(value, list):
+        return [_with_home(path) for path in value]
+    if isinstance(value, dict):
+        return {name: _with_home(path) for name, path in value.items()}
+    return value
 
 
 def check_choices(options: Any) -> None:

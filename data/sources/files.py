@@ -4,22 +4,27 @@
 So a row is kept as its JSON text, which [`loaded`] parses.
 """
 
+import codecs
 import csv
+import functools
 import json
+import logging
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from accelerate import PartialState
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 
-from ..rows.forms import FORMS
-from ..rows.images import SUFFIXES
-from ..rows.turns import parsed
+from ..rows.forms import FORMS, renamed
+from ..rows.images import SUFFIXES, short
+from ..rows.turns import is_empty
 
 
 METADATA = "metadata"  # name of a file of rows about the images beside it, by their `file_name`
@@ -30,7 +35,13 @@ _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
 _LIST_START = re.compile(r"\s*\[\s*")
 _SEPARATOR = re.compile(r"\s*[,\]]\s*")  # of the elements of a JSON list, or its end
 _TABLES = {".parquet", ".arrow"}
-_ONE_A_LINE = "Write each row in one line, as `jq -c .` does."
+_COCO = {"images", "annotations"}  # lists of a file of COCO, whose images have these keys:
+_COCO_IMAGE = {"id", "file_name"}
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_SEPARATORS = (",", ";", "\t", "|")  # of cells, by the countries and programs that write them
+_NAMED_SEPARATOR = re.compile(r"sep=(.)\s*")  # a first line that Excel reads
+
+logger = logging.getLogger(__name__)
 
 
 def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDataset:
@@ -53,8 +64,17 @@ def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         is_metadata = Path(file).stem == METADATA
         for number, text in enumerate(READERS[Path(file).suffix.lower()](file)):
             if is_metadata and isinstance(raw := loaded(text), dict):
-                text = json.dumps({names.get(key, key): value for key, value in raw.items()})
+                # A column of the known name is not replaced; the other is told as not used.
+                own = {key: name for key, name in names.items() if is_empty(raw.get(name))}
+                text = json.dumps(renamed(raw, {own[key]: key for key in own if key in raw}))
             yield {"file": file, "number": number, "json": text, "images": None}
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning in the main process, the first time."""
+    if PartialState().is_main_process:
+        logger.warning(message)
 
 
 def loaded(text: str) -> Any:
@@ -103,7 +123,10 @@ def images_of_folder(folder: Path) -> list[str]:
 def _json(file: str) -> Iterator[str]:
     with open(file, "rb") as start:
         encoding = json.detect_encoding(start.read(4))
-    text = Path(file).read_text(encoding)
+    try:
+        text = Path(file).read_text(encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}. Save it as UTF-8.") from error
     try:
         yield from _elements(text)
         return
@@ -116,11 +139,63 @@ def _json(file: str) -> Iterator[str]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}. {_ONE_A_LINE}") from error
-    if isinstance(content, dict) and any(content.get(str(form[0] or form[1])) for form in FORMS):
-        yield json.dumps(content)  # the only row
-    elif content != []:
-        raise ValueError(f"{file} is no JSON list of rows. {_ONE_A_LINE} Or name another file.")
+        remedy = "Correct it."
+        if "Extra data" in str(error):
+            command = f"jq -c . {shlex.quote(file)} > rows.jsonl"
+            remedy = f"Write each row in one line: `{command}`"
+        raise ValueError(f"{file} is not valid JSON: {error}. {remedy}") from error
+    if content != []:
+        yield from map(json.dumps, _rows_of_object(content, file))
+
+
+def _rows_of_object(content: Any, file: str) -> Iterable[Any]:
+    """The rows of a file whose JSON is no list: one row, COCO's, or an object with a list of them.
+
+    Raises ValueError, with a command that writes the rows if there is one, in other cases.
+    """
+    problem = f"{file} is no JSON list of rows"
+    if not isinstance(content, dict):
+        raise ValueError(f"{problem} but {short(content)}. Correct it, or name another file.")
+    if any(content.get(str(form[0] or form[1])) for form in FORMS):
+        return [content]
+    lists = {key: value for key, value in content.items() if _are_objects(value)}
+    if lists.keys() >= _COCO and all(image.keys() >= _COCO_IMAGE for image in lists["images"]):
+        return _rows_of_coco(lists["images"], lists["annotations"], file)
+    if len(lists) == 1:
+        return next(iter(lists.values()))
+    held = f"an object with {short(', '.join(map(str, content)) or 'nothing')}"
+    if lists:
+        chosen = f"[{json.dumps(next(iter(lists)))}]"
+        advice = "Write those that you want one a line, here the first:"
+    elif _are_objects([*content.values()]):
+        chosen = ".values()"
+        advice = "If its values are the rows, write them one a line:"
+    else:
+        raise ValueError(f"{problem} but {held}. Correct it, or name another file.")
+    code = f"import json, sys; [print(json.dumps(r)) for r in json.load(open(sys.argv[1])){chosen}]"
+    command = f"python -c {shlex.quote(code)} {shlex.quote(file)} > rows.jsonl"
+    raise ValueError(f"{problem} but {held}. {advice} `{command}`. Or name another file.")
+
+
+def _are_objects(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(element, dict) for element in value)
+
+
+def _rows_of_coco(images: list[dict], annotations: list[dict], file: str) -> Iterator[dict]:
+    """A row for each annotation, with the file of its image; captions, or any columns of a row."""
+    files = {str(image["id"]): image["file_name"] for image in images}
+    used = set[str]()
+    for annotation in annotations:
+        key = str(annotation.get("image_id"))
+        used.add(key)
+        row = {name: value for name, value in annotation.items() if name != "image_id"}
+        # A row without its image is a bad one: as text alone it would be learned.
+        row["image"] = files.get(key, f"(images has no id {key})")
+        yield row
+    if unused := len(files.keys() - used):
+        warn_once(f"{file}: {unused:,} of {len(files):,} images have no annotation: left out.")
 
 
 def _elements(text: str) -> Iterator[str]:
@@ -136,6 +211,10 @@ def _elements(text: str) -> Iterator[str]:
 
 
 def _json_lines(file: str) -> Iterator[str]:
+    if _is_utf_16(file):
+        with open(file, encoding="utf-16") as decoded:
+            yield from filter(None, map(str.strip, decoded))
+        return
     with open(file, "rb") as lines:
         # No JSON has the escape that an invalid byte becomes.
         stripped = filter(None, map(bytes.strip, lines))
@@ -149,9 +228,11 @@ def _json_lines(file: str) -> Iterator[str]:
 
 def _csv(file: str) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)
-    separator = "\t" if file.lower().endswith(".tsv") else ","
-    with open(file, newline="", encoding="utf-8-sig") as lines:
+    usual = "\t" if file.lower().endswith(".tsv") else ","
+    encoding = "utf-16" if _is_utf_16(file) else "utf-8-sig"
+    with open(file, newline="", encoding=encoding) as lines:
         try:
+            separator = _separator(lines, usual)
             rows = csv.DictReader(lines, delimiter=separator, strict=True)
             names = rows.fieldnames = [name.strip() for name in rows.fieldnames or [""]]
             if len({*names}) < len(names):
@@ -161,18 +242,37 @@ def _csv(file: str) -> Iterator[str]:
                 if separator == "\t" and any(broken):
                     near = f"near line {rows.line_num}; are quotes text?"
                     raise csv.Error(f"a cell has tabs and line breaks, {near}")
-                cells = {name: _cell(cell) for name, cell in row.items()}
+                # Lists stay texts: which columns hold lists is for the row's form to say.
+                cells = {name: cell or None for name, cell in row.items()}
                 # More cells than the header: a comma in a text without quotes.
                 yield json.dumps(list(row.values()) if None in row else cells)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} is not valid CSV in UTF-8: {error}.") from error
+        except (csv.Error, UnicodeError) as error:
+            remedy = " Save it as UTF-8." if isinstance(error, UnicodeError) else ""
+            raise ValueError(f"{file} is not valid CSV in UTF-8: {error}.{remedy}") from error
 
 
-def _cell(text: str | None) -> Any:
-    """The text of a cell, or the list of texts that it holds; None if it is empty."""
-    content = parsed(text)
-    is_list = isinstance(content, list) and all(isinstance(element, str) for element in content)
-    return content if content and is_list else text or None
+def _separator(lines: TextIO, usual: str) -> str:
+    """What separates the cells of a table: what divides its first line into most, or the usual.
+
+    The file is left where its header begins.
+    """
+    if named := _NAMED_SEPARATOR.fullmatch(lines.readline()):
+        return named[1]
+    cells = dict[str, int]()
+    for separator in (usual, *_SEPARATORS):
+        lines.seek(0)
+        try:
+            cells[separator] = len(next(csv.reader(lines, delimiter=separator, strict=True), []))
+        except csv.Error:  # quotes that do not fit to this separator
+            continue
+    lines.seek(0)
+    return max(cells, key=lambda separator: cells[separator], default=usual)
+
+
+def _is_utf_16(file: str) -> bool:
+    """Whether a file begins with the mark of UTF-16, as Excel's "Unicode Text"."""
+    with open(file, "rb") as start:
+        return start.read(2) in _UTF_16
 
 
 # By the suffix of a file of rows.

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opening a data set: files of rows, a folder of images, or anything that `datasets` reads."""
 
-import functools
 import io
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, ClassVar, TypeAlias
 
 import datasets
-from accelerate import PartialState
+import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, DatasetInfo, IterableDataset
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
@@ -28,14 +26,23 @@ from ..rows.forms import COLUMNS, renamed
 from ..rows.images import SUFFIXES, ImageRules
 from ..rows.zips import MAX_IMAGE_BYTES
 from .arguments import FILES, DataArguments, DataSource, cores
-from .files import METADATA, READERS, ROWS, files_of_folder, images_of_folder, loaded, open_files
+from .files import (
+    METADATA,
+    READERS,
+    ROWS,
+    files_of_folder,
+    images_of_folder,
+    loaded,
+    open_files,
+    warn_once,
+)
+from .filters import Filter, parse_filters
 
-
-logger = logging.getLogger(__name__)
 
 AnyData: TypeAlias = Dataset | IterableDataset
 CHUNK = 500  # rows that are read, checked and cached together
 _BLOCK = 512  # bytes, of a tar file
+_SHORT_FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32}
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
 
@@ -48,14 +55,19 @@ class Source:
     data: AnyData  # with images not decoded
     columns: list[str] | dict[str, str] | None = None
     dataset: dict[str, Any] | None = None  # id, commit and licence: see [`hub_dataset`]
+    filters: tuple[Filter, ...] = ()  # which rows of a stream are read; for others see `filtered`
+    numbers: list[int] | None = None  # of the rows in memory, if some are not read
 
     def __post_init__(self):
         self._kept_as_text = self.data.features == ROWS
-        # The types of columns that hold numbers of classes, perhaps in lists.
+        # The types of columns that hold numbers of classes, perhaps in lists, or short floats.
         kinds = (self.data.features or {}).items()
-        self._classes = {column: kind for column, kind in kinds if "ClassLabel(" in repr(kind)}
+        self._kinds = {column: kind for column, kind in kinds if _is_restored(kind)}
         if isinstance(self.data, Dataset) and self.data.format["type"] != "custom":
-            self.data = self.data.with_format("arrow")  # one's own transform is kept
+            # One's own transform is kept, and columns that one has hidden stay so.
+            every = self.data.format["output_all_columns"]
+            shown = self.data.column_names if every else self.data.format["columns"]
+            self.data = self.data.with_format("arrow", columns=shown)
 
     def __iter__(self) -> Iterator[tuple[str, int, Any]]:
         if isinstance(self.data, Dataset):
@@ -63,7 +75,10 @@ class Source:
             yield from chain.from_iterable(self.rows(start, CHUNK) for start in starts)
         else:
             stored = self.data.decode(False) if self.data.features else self.data
-            yield from (self._row(number, row) for number, row in enumerate(stored))
+            for number, row in enumerate(stored.with_format(None)):
+                name, number_in_file, raw = self._raw(number, row)
+                if not isinstance(raw, dict) or all(each.keeps(raw) for each in self.filters):
+                    yield name, number_in_file, self._named(raw)
 
     def rows(self, start: int, count: int) -> list[tuple[str, int, Any]]:
         """At most `count` rows in memory from a number on, as iterating gives them."""
@@ -73,10 +88,13 @@ class Source:
             stored = self.data[numbers.start : numbers.stop].to_pylist()
         else:
             stored = [self.data[number] for number in numbers]
-        return list(map(self._row, numbers, stored))
+        rows = [self._raw(number, row) for number, row in zip(numbers, stored, strict=True)]
+        return [(name, number, self._named(raw)) for name, number, raw in rows]
 
-    def _row(self, number: int, raw: Any) -> tuple[str, int, Any]:
+    def _raw(self, number: int, raw: Any) -> tuple[str, int, Any]:
+        """A stored row with its own columns, and the file and the number that name it."""
         name = self.name
+        number = self.numbers[number] if self.numbers else number
         if self._kept_as_text:
             stored, raw = raw, loaded(raw["json"])
             if stored["file"]:
@@ -85,17 +103,25 @@ class Source:
                 raw = {column: value for column, value in raw.items() if column != "image"}
                 raw["images"] = stored["images"]
         if isinstance(raw, dict):
-            for column, kind in self._classes.items():
-                raw = raw | {column: _with_names(raw.get(column), kind)}
-            if isinstance(self.columns, list):
-                raw = {column: raw[column] for column in self.columns if column in raw}
-            elif self.columns:
-                raw = renamed(raw, self.columns)
+            for column, kind in self._kinds.items():
+                if column in raw:
+                    raw = raw | {column: _restored(raw[column], kind)}
         return name, number, raw
+
+    def _named(self, raw: Any) -> Any:
+        """A row with known names of columns."""
+        if not isinstance(raw, dict) or not self.columns:
+            return raw
+        if isinstance(self.columns, list):
+            return {column: raw[column] for column in self.columns if column in raw}
+        return renamed(raw, self.columns)
 
     def check_columns(self) -> None:
         """Raises ValueError if `columns` names one that no row has, or of a stream no early row."""
-        named = {*(self.columns.values() if isinstance(self.columns, dict) else self.columns or ())}
+        columns = self.columns.values() if isinstance(self.columns, dict) else self.columns
+        self._check_named("columns", {*(columns or ())})
+
+    def _check_named(self, option: str, named: set[str]) -> None:
         known = set[str]()
         limit = 1000 if isinstance(self.data, IterableDataset) else None
         for _, _, raw in islice(replace(self, columns=None), limit) if named else ():
@@ -104,18 +130,53 @@ class Source:
                 return
         if absent := ", ".join(map(repr, named - known)):
             has = ", ".join(sorted(known))
-            raise ValueError(f"columns names {absent}, which no row has. Its columns are: {has}")
+            raise ValueError(f"{option} names {absent}, which no row has. Its columns are: {has}")
+
+    def filtered(self, filters: tuple[Filter, ...]) -> "Source":
+        """The source with those of its rows that meet all conditions, which keep their numbers.
+
+        Raises ValueError if a column is in no row, or holds no number where it has to.
+        """
+        if not filters:
+            return self
+        self._check_named("filters", {condition.column for condition in filters})
+        if isinstance(self.data, IterableDataset):
+            return replace(self, filters=filters)
+        stored = self.data
+        if not self._kept_as_text:  # only what is compared is read
+            stored = stored.select_columns(sorted({condition.column for condition in filters}))
+        kept = []
+        for number, (_, _, raw) in enumerate(replace(self, columns=None, data=stored)):
+            # What is no row is kept, since checks name it.
+            if not isinstance(raw, dict) or all(condition.keeps(raw) for condition in filters):
+                kept.append(number)
+        listed = " and ".join(map(str, filters))
+        counts = f"{len(kept):,} of {len(stored):,} rows"
+        if not kept:
+            raise ValueError(f"none of its {len(stored):,} rows has {listed}. Change filters.")
+        warn_once(f"{self.name}: {counts} have {listed}. Others are not read.")
+        return replace(self, data=self.data.select(kept), numbers=kept)
 
 
-def _with_names(value: Any, kind: Any) -> Any:
-    """A value of a type of `datasets`, with the names of classes in place of their numbers."""
+def _is_restored(kind: Any) -> bool:
+    """Whether values of a type of `datasets` are not what their numbers are: see [`_restored`]."""
+    return getattr(kind, "dtype", None) in _SHORT_FLOATS or "ClassLabel(" in repr(kind)
+
+
+def _restored(value: Any, kind: Any) -> Any:
+    """A value of a type of `datasets`, with the names of classes in place of their numbers.
+
+    A number of 16 or 32 bits is the shortest that is stored so: 0.1, not 0.10000000149011612.
+    """
     if isinstance(kind, ClassLabel):
         is_number = isinstance(value, int) and 0 <= value < len(kind.names)
         return kind.names[value] if is_number else value
     if isinstance(value, list):
-        return [_with_names(element, kind.feature) for element in value]
+        return [_restored(element, kind.feature) for element in value]
     if isinstance(value, dict):
-        return {key: _with_names(element, kind[key]) for key, element in value.items()}
+        return {key: _restored(element, kind[key]) for key, element in value.items()}
+    if isinstance(value, float) and kind.dtype in _SHORT_FLOATS:
+        return float(str(_SHORT_FLOATS[kind.dtype](value)))
     return value
 
 
@@ -133,6 +194,7 @@ def open_source(source: DataSource, streaming: bool, num_proc: int | None = None
         rules = ImageRules(source.image_folder or beside, hub)
         opened = Source(source.path, rules, data, source.columns, hub_dataset(hub) if hub else None)
         opened.check_columns()
+        opened = opened.filtered(parse_filters(source.filters))
     except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         name = f"{source.path}{' of the Hub' if hub else ''}, split {source.split!r},"
@@ -145,7 +207,11 @@ def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Sour
     own = arguments.eval_dataset_name
     if (name := own or arguments.dataset_name) is None:
         raise ValueError(f"A mixture has no test split. {_REMEDY}")
-    shared = {"image_folder": arguments.image_folder, "columns": arguments.columns}
+    shared = {
+        "image_folder": arguments.image_folder,
+        "columns": arguments.columns,
+        "filters": arguments.filters,
+    }
     source = DataSource.named(name, split="", **shared)
     if not own or not source.split:
         whole = Path(source.path).is_file() or (Path(source.path) / "state.json").is_file()
@@ -184,13 +250,6 @@ def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[An
                 raise ValueError("it is a folder of images without splits. Name a folder in it.")
             return Dataset.from_dict({"image": images}), path
     return load(source, streaming, num_proc), path.parent if path.is_file() else path
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Logs a warning in the main process, the first time."""
-    if PartialState().is_main_process:
-        logger.warning(message)
 
 
 def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
@@ -259,8 +318,10 @@ class Shards(WebDataset):
                 column = "caption" if name.lower() == "txt" else name.lower().removesuffix(".txt")
                 if f".{column}".endswith(SUFFIXES):
                     images.append({"path": f"{key}.{name}", "bytes": sample[name]})
-                elif column in {"json", *COLUMNS}:
+                elif column == "json":
                     files[column] = sample[name].decode("utf-8-sig", "backslashreplace")
+                elif column in COLUMNS:  # half a surrogate pair makes a bad row of what is no UTF-8
+                    files[column] = sample[name].decode("utf-8-sig", "surrogateescape")
                 else:  # not read, or makes the row bad; `datasets` 4.7 has dots before extensions
                     kinds = {"video": cls.VIDEO_EXTENSIONS, "audio": cls.AUDIO_EXTENSIONS}
                     names = (kind for kind in kinds if {column, f".{column}"} & {*kinds[kind]})

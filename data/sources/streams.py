@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, cycle, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from datasets import IterableDataset
 
 from ..rows import checks as row_checks
 from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows
-from ..rows.forms import is_about
+from ..rows.forms import looks_like
 from ..rows.images import image_problem
 from ..rows.parse import FEATURES, DroppedRow
 from .source import Source, warn_once
@@ -29,26 +29,61 @@ def stream(rows: Callable[..., Iterator[dict]], arguments: dict[str, Any]) -> It
 
 
 def endless_rows(
-    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, size: int
+    sources: tuple[Source, ...],
+    repeats: tuple[int, ...],
+    checks: Checks,
+    fractions: tuple[float, ...],
+    seed: int,
+    size: int,
 ) -> Iterator[dict[str, Any]]:
-    """The valid rows, source after source or by `fractions`, without end; `size` are shuffled."""
+    """The valid rows without end, drawn by `fractions` or from one source after another in turn.
 
-    def drawn() -> Iterator[dict[str, Any]]:
-        # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
-        groups = [(source,) for source in sources] if fractions else [sources]
-        passes = [(valid_rows(source, checks) for source in cycle(group)) for group in groups]
-        streams = list(map(chain.from_iterable, passes))
-        random = np.random.default_rng(seed)
-        while True:
-            yield next(streams[random.choice(len(streams), p=fractions or None)])
-
+    In turn, a pass has each row of a source as often as `repeats` says. `size` rows are shuffled.
+    """
     # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
-    rows, random = drawn(), np.random.default_rng(seed)
+    if fractions:
+        rows = _drawn(sources, checks, fractions, seed)
+    else:
+        rows = chain.from_iterable(_in_turn(sources, repeats, checks) for _ in repeat(None))
+    random = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
     for row in rows:
         place = random.integers(size)
         yield buffer[place]
         buffer[place] = row
+
+
+def _drawn(
+    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
+) -> Iterator[dict[str, Any]]:
+    """Rows drawn one by one, so that a resumed run, which skips rows, continues with the same."""
+    streams = [_passes(source, checks) for source in sources]
+    random = np.random.default_rng(seed)
+    while True:
+        yield next(streams[random.choice(len(streams), p=fractions)])
+
+
+def _passes(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    """The valid rows of a source again and again."""
+    while True:
+        yield from valid_rows(source, checks)
+
+
+def _in_turn(
+    sources: tuple[Source, ...], repeats: tuple[int, ...], checks: Checks
+) -> Iterator[dict[str, Any]]:
+    """One pass: a row of each source in turn, until every source has ended."""
+    waiting = []
+    for source, count in zip(sources, repeats, strict=True):
+        passes = map(valid_rows, repeat(source, count), repeat(checks))
+        waiting.append(chain.from_iterable(passes))
+    while waiting:
+        for rows in tuple(waiting):
+            row = next(rows, None)
+            if row is None:
+                waiting.remove(rows)
+            else:
+                yield row
 
 
 def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
@@ -57,8 +92,9 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
     for row in _valid(source, checks):
         empty = False
         unread = [f"what looks like an image is not read: {row['unread']}"] * bool(row["unread"])
-        left_out = [f"left out: {name}" for name in row["left_out"] if not is_about(name)]
-        for warning in (*unread, *left_out, *row["changed"]):
+        looks = {name: looks_like(name) for name in row["left_out"]}
+        not_used = [f"column not used: {name}, like {like}" for name, like in looks.items() if like]
+        for warning in (*unread, *not_used, *row["changed"]):
             warn_once(f"{source.name}: {warning}.")
         yield {column: row[column] for column in FEATURES}
     if empty:  # repeated without end, it would never give a row

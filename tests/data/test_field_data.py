@@ -6,13 +6,17 @@
 import base64
 import json
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 import zipfile
 from itertools import islice
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, List, Value
 from test_shards import shard
-from train_data import assistant, image_bytes, images, llava, read, user, write_json
+from train_data import answers, assistant, image_bytes, images, llava, read, user, write_json
 
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.checks import Checks
@@ -62,6 +66,7 @@ def check(processor, path, *marked, **options):
 KITE, PAIR = {"image": "red.png"}, {"user": "Q", "assistant": "A"}
 TEXT = {"type": "text", "text": "Q"}
 CAT_OR_DOG, LISTED = {"question": "Which?", "choices": ["cat", "dog"]}, "Which?\nA. cat\nB. dog"
+OF_SEVERAL = "of several {}, the commonest is learned, or the first of equals"
 EXAMPLES = {
     # 1: messages that their author excludes
     "weight, loss and train of OpenAI, ms-swift and axolotl": ({"messages": [
@@ -99,15 +104,27 @@ EXAMPLES = {
     # 8: pairs
     "FineVision": (dict(images=["red.png"], texts=[PAIR, PAIR], relevance_ratings=[4, 5]),
         chat("{4}Q", "[[A]]", "Q", "[[A]]"), {"relevance_ratings": 1}),
+    "a pair that is not learned": (
+        dict(texts=[PAIR | {"weight": 0}, {"user": "R", "assistant": "B"}, PAIR | {"train": True}]),
+        chat("Q", "A", "R", "[[B]]", "Q", "[[A]]")),
     "the Cauldron": (dict(images=["red.png", "blue.png"], texts=[PAIR | {"source": "vqa"}]),
         chat("{4}{4}Q", "[[A]]"), {"texts.source": 1}),
     # 9: several accepted answers
     "DocVQA": (dict(question="Q", answers=["one", "two", "two"], questionId=3, **KITE),
-        chat("{4}Q", "[[two]]"), {"questionId": 1}),
+        chat("{4}Q", "[[two]]"), {"questionId": 1, OF_SEVERAL.format("answers"): 1}),
     "VQAv2": (dict(question="Q", answers=[{"answer": "yes", "answer_id": 1}, {"answer": "no"}]),
-        chat("Q", "[[yes]]")),
-    "captions": (dict(caption=["A.", "B."], **KITE), chat("{4}Describe the image.", "[[A.]]")),
-    "numpy's lists": (dict(question="Q", answers="['one' 'two'\n 'two']"), chat("Q", "[[two]]")),
+        chat("Q", "[[yes]]"), {OF_SEVERAL.format("answers"): 1}),
+    "captions": (dict(caption=["A.", "B."], **KITE), chat("{4}Describe the image.", "[[A.]]"),
+        {OF_SEVERAL.format("captions"): 1}),
+    "Flickr30k's table": (dict(captions="['A.', 'B.']", **KITE),
+        chat("{4}Describe the image.", "[[A.]]"), {OF_SEVERAL.format("captions"): 1}),
+    "numpy's lists": (dict(question="Q", answers="['one' 'two'\n 'two']"), chat("Q", "[[two]]"),
+        {OF_SEVERAL.format("answers"): 1}),
+    "quoted words in Python's lists": (
+        dict(conversations=str(llava("'x' 'y'?", "A 'b'")["conversations"])),
+        chat("'x' 'y'?", "[[A 'b']]")),
+    "an option that is nan": (dict(question="Q", choices=["nan", "inf"], answer="B"),
+        chat("Q\nA. nan\nB. inf", "[[B]]")),
     # 11 to 14: turns
     "a leading answer": ({"conversations": [TURNS[1], *TURNS], **KITE},
         chat("{4}Q", "[[A]]"), {"a leading assistant turn is left out": 1}),
@@ -184,11 +201,34 @@ def test_parquet_has_the_same_forms(processor, tmp_path):
         read(file, processor)
     kind = ClassLabel(names=["cat", "dog"])
     labels = [(1, kind), ([1, 0, 1], List(kind)), ([{"answer": 1}], List({"answer": kind}))]
-    for label, feature in labels:
+    labels += [(0, kind), ([0], List(kind))]
+    for number, (label, feature) in enumerate(labels):
+        learned = "[[dog]]" if number < 3 else "[[cat]]"
         classes = Features({"question": Value("string"), "label": feature})
         Dataset.from_dict({"question": ["Q"], "label": [label]}, features=classes).to_parquet(file)
         for streamed in (False, True):
-            check(processor, file, chat("Q", "[[dog]]"), streamed=streamed, columns="answer=label")
+            check(processor, file, chat("Q", learned), streamed=streamed, columns="answer=label")
+    for bits in (16, 32, 64):  # the number that was written, not its neighbour of 64 bits
+        kinds = Features({"question": Value("string"), "answer": Value(f"float{bits}")})
+        Dataset.from_dict({"question": ["Q"], "answer": [0.1]}, features=kinds).to_parquet(file)
+        check(processor, file, chat("Q", "[[0.1]]"))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", None])
+def test_columns_that_are_hidden_are_not_read(processor, kind):
+    data = Dataset.from_list([{"question": "Q", "answer": 3, "hint": "H", "system": "S"}] * 2)
+    shown = data.with_format(kind, columns=["question", "answer"])
+    for rows, marked in ((data, chat("S:S", "Q", "[[3]]")), (shown, chat("Q", "[[3]]"))):
+        (row, _) = prepare_rows(rows, Checks(processor))[0]
+        batch = ConversationCollator(processor)([row])
+        ids, labels = (batch[name][0].tolist() for name in ("input_ids", "labels"))
+        assert (ids, labels) == by_hand(processor, marked)
+    every = data.with_format(kind, columns=["question"], output_all_columns=True)
+    assert prepare_rows(every, Checks(processor))[0][0]["messages"][0]["role"] == "system"
+    stream = data.to_iterable_dataset().with_format(kind)
+    (row,) = islice(prepare_rows(stream, Checks(processor))[0], 1)
+    assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant"]
+    assert answers([row]) == ["3"]
 
 
 PROPOSED = {
@@ -243,6 +283,64 @@ def test_files_of_other_shapes(processor, tmp_path):
         read(coco, processor)
 
 
+COCO = {
+    "info": {"year": 2014},
+    "licenses": [{"id": 1, "url": "u"}],
+    "images": [
+        {"id": 9, "file_name": "red.png", "height": 20},
+        {"id": 4, "file_name": "sub/blue.png", "height": 20},
+        {"id": 5, "file_name": "green.png", "height": 20},
+    ],
+    "annotations": [
+        {"id": 1, "image_id": 4, "caption": "Blue."},
+        {"id": 2, "image_id": 9, "caption": "Red."},
+        {"id": 3, "image_id": 4, "caption": "A blue one."},
+    ],
+}
+
+
+def test_captions_of_coco(processor, tmp_path, caplog):
+    images(tmp_path, "red.png", "green.png", "sub/blue.png")
+    file = tmp_path / "captions_val2014.json"
+    file.write_text(json.dumps(COCO))
+    marked = [chat("{4}Describe the image.", f"[[{text}]]") for text in ("Blue.", "Red.")]
+    rows = check(processor, file, *marked, chat("{4}Describe the image.", "[[A blue one.]]")).train
+    names = [row["images"][0]["path"] for row in rows]
+    assert names == [str(tmp_path / name) for name in ("sub/blue.png", "red.png", "sub/blue.png")]
+    assert "1 of 3 images have no annotation" in caplog.text
+    check(processor, file, *marked, streamed=True)
+    lost = {"id": 4, "image_id": 7, "caption": "Lost."}
+    file.write_text(json.dumps(COCO | {"annotations": [*COCO["annotations"], lost]}))
+    with pytest.raises(ValueError, match=r"row 3: .*images has no id 7.*there is no such image"):
+        read(file, processor)
+    boxes = [{"id": 1, "image_id": 4, "category_id": 2, "bbox": [0, 0, 1, 1]}]
+    file.write_text(json.dumps(COCO | {"annotations": boxes}))
+    with pytest.raises(ValueError, match="its form is not known.*bbox, category_id"):
+        read(file, processor)
+
+
+ONE, OTHER = llava("Q", "A"), llava("R", "B")
+
+
+def test_a_file_with_rows_inside_is_read_or_written_anew_as_its_error_says(processor, tmp_path):
+    file = tmp_path / "my rows.json"
+    for content in ({"data": [ONE, OTHER]}, {"version": 2, "rows": [ONE, OTHER], "names": []}):
+        file.write_text(json.dumps(content))
+        check(processor, file, chat("Q", "[[A]]"), chat("R", "[[B]]"))
+    lines = "\n".join(json.dumps(row, indent=2) for row in (ONE, OTHER))
+    for text in (json.dumps({"train": [ONE, OTHER], "test": [ONE]}),
+                 json.dumps({"7": ONE, "8": OTHER}), lines):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(ValueError, match="my rows.json is no(t valid)? JSON") as error:
+            read(file, processor)
+        (command,) = re.findall("`(.*)`", str(error.value))
+        if command.startswith("jq") and not shutil.which("jq"):
+            continue
+        command = command.replace("python -c", f"{shlex.quote(sys.executable)} -c", 1)
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+        check(processor, tmp_path / "rows.jsonl", chat("Q", "[[A]]"), chat("R", "[[B]]"))
+
+
 def test_shards_have_other_files_and_tables_beside_them(processor, tmp_path, caplog):
     folder, photo = tmp_path / "img2dataset", image_bytes("red", form="JPEG")
     shard(folder / "00000.tar", {"1.jpg": photo, "1.txt": "A kite.", "1.json": {"url": "u"}})
@@ -260,12 +358,20 @@ def test_tables_that_pandas_wrote(processor, tmp_path):
     images(tmp_path, "red.png", "blue.png")
     table = tmp_path / "data.csv"
     table.write_text(
-        """image, question,answer\n"['red.png','blue.png']",Q,"['two', 'one', 'two']"\n"""
+        """image, question,answers\n"['red.png','blue.png']",Q,"['two', 'one', 'two']"\n"""
         """red.png,R,"[0.1, 0.2]"\n"""
     )
-    data = check(processor, table, chat("{4}{4}Q", "[[two]]")).train
-    assert data[1]["messages"][1]["content"][0]["text"] == "[0.1, 0.2]"
+    check(processor, table, chat("{4}{4}Q", "[[two]]"), chat("{4}R", "[[0.1]]"))
     assert own_task(str(table)).eval_docs["answers"][0] == ["two", "one", "two"]
+    table.write_text(table.read_text().replace("answers", "answer"))  # a text, not a list
+    data = read(table, processor)
+    texts = [row["messages"][1]["content"][0]["text"] for row in data.train]
+    assert texts == ["['two', 'one', 'two']", "[0.1, 0.2]"]
+    told = {
+        "an answer that is a list in a text is learned as this text; --columns answers=COLUMN reads it": 2
+    }
+    assert data.report.sources[0].changed == told
+    check(processor, table, chat("{4}{4}Q", "[[two]]"), columns="answers=answer")  # as it says
     for text, reason in {
         'question\tanswer\nQ\t"A\nR\tB\nS\tC"\n': "has tabs and line breaks, near line 4",
         'question\tanswer\nQ\t"Stop" sign\n': "'\t' expected after",
@@ -276,12 +382,33 @@ def test_tables_that_pandas_wrote(processor, tmp_path):
             read(tmp_path / "data.tsv", processor)
 
 
-def test_what_is_not_read_is_told(processor, tmp_path, caplog):
+def test_columns_that_are_not_used_are_told_and_loudly_if_they_look_used(
+    processor, tmp_path, caplog
+):
+    def told(**columns) -> str:
+        caplog.clear()
+        row = {"question": "Q", "answer": "A", **columns}
+        prepare_rows(Dataset.from_list([row]), Checks(processor), name="mine")
+        (record,) = (record for record in caplog.records if "not used" in record.message)
+        assert record.message.startswith("mine: columns not used: ")
+        return record.levelname
+
+    caplog.set_level("INFO")
+    quiet = {"tools": "x", "similarity": 0.3, "id": "7", "question_id": 7, "prompt_model": "m"}
+    assert told(**quiet) == "INFO"
+    for name in ("response", "gpt", "caption", "direct_answers", "content"):
+        assert told(**quiet, **{name: "x"}) == "WARNING"
+        assert f"columns not used: {name}, like an answer (1 row), tools (1 row), " in caplog.text
+    for name in ("prompt", "query", "history", "input_prompt"):
+        assert told(**quiet, **{name: "x"}) == "WARNING" and ", like a question" in caplog.text
+    image = {"bytes": image_bytes(), "path": None}
+    assert told(image=image, photo_2="x") == "WARNING"
+    assert "photo_2, like an image (1 row)" in caplog.text
     rows = [llava("Q", "A", tools="x"), llava("Q", "A", tools="y", history=["z"], similarity=0.3)]
-    prepare_rows(Dataset.from_list(rows[:1]), Checks(processor), name="mine")
-    assert "mine: left out: tools (1 row)" in caplog.text and "id (1 row)" not in caplog.text
+    caplog.clear()
     list(islice(read(write_json(tmp_path, rows), processor, dataset_streaming=True).train, 2))
-    assert "data.json: left out: history." in caplog.text and "similarity" not in caplog.text
+    assert "data.json: column not used: history, like a question." in caplog.text
+    assert "similarity" not in caplog.text and "tools" not in caplog.text
 
 
 @pytest.mark.parametrize(

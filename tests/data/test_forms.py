@@ -53,7 +53,7 @@ def test_the_pages_examples_are_read(example, processor, tmp_path, monkeypatch):
         path.write_text(text)
     (row,) = read(path, processor).train
     captioned = kind == "json" and not re.search("What is flying", text)
-    image_number = "Picture 1: " if "Picture 1" in text else ""
+    image_number = "Picture 1: \n" if "Picture 1" in text else ""
     options, answer = ("\nA. a kite\nB. a bird", "A") if "choices" in text else ("", ANSWER)
     asked = image_number + (PROMPT if captioned else QUESTION) + options
     assert said(row) == [("user", asked), ("assistant", answer)]

@@ -80,6 +80,12 @@ def test_a_gigantic_image_is_made_smaller(form, mode):
     assert np.abs(np.asarray(opened, float) - np.asarray(whole, float)).mean() < 2
 
 
+@pytest.mark.parametrize("size", [(1000, 8200), (8200, 1000), (4095, 5000), (20_000, 150)])
+def test_an_image_with_a_short_side_keeps_its_size(size):
+    opened = decode_image(saved(Image.new("L", size), "PNG"))
+    assert opened.size == size
+
+
 def test_exif_turns_the_image():
     image = Image.new("RGB", (2, 1), "red")
     image.putpixel((1, 0), (0, 0, 255))
@@ -113,6 +119,20 @@ def test_a_bad_image_has_a_reason_with_the_file(kind, tmp_path):
         decode_image({"path": str(path), "bytes": None})
     with pytest.raises(ValueError, match=f"an image inside the data: .*({reason})"):
         decode_image({"path": None, "bytes": content})
+
+
+def test_a_folder_whose_name_begins_alike_is_another(tmp_path):
+    for name in ("images", "images-private"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(image_bytes())
+    rules = ImageRules(str(tmp_path / "images"))
+    for path in ("../images-private/x.png", str(tmp_path / "images-private" / "x.png")):
+        with pytest.raises(ValueError, match="images-private/x.png leaves image_folder"):
+            rules.image(path)
+    (tmp_path / "images" / "link.png").symlink_to(tmp_path / "images-private" / "x.png")
+    with pytest.raises(ValueError, match="link that leaves image_folder"):
+        rules.check_file(rules.image("link.png")["path"])
+    assert rules.image("../images/x.png")["path"] == str(tmp_path / "images" / "x.png")
 
 
 def test_links_are_followed_in_the_folder(tmp_path):

@@ -44,6 +44,18 @@ def test_other_json_in_a_file_of_lines_is_read_or_refused_in_a_sentence(tmp_path
             rows(other)
 
 
+def test_metadata_with_both_names_of_a_column_keeps_both(tmp_path):
+    (tmp_path / "metadata.csv").write_text("file_name,caption,image\na.png,A,b.png\nc.png,C,\n")
+    both, one = rows(tmp_path / "metadata.csv")
+    assert both == {"file_name": "a.png", "caption": "A", "image": "b.png"}
+    assert one == {"image": "c.png", "caption": "C"}
+
+
+def test_lines_in_utf_16_are_read(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"a": "é"}\n\n{"a": 2}\n', encoding="utf-16")
+    assert rows(tmp_path / "data.jsonl") == [{"a": "é"}, {"a": 2}]
+
+
 def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a":1}\n{"a": "\xff"}\n\n{"a":"\\u00ff"}')
     marked, invalid, last = rows(tmp_path / "data.jsonl")
@@ -57,6 +69,14 @@ def test_tables_of_text_are_separated_as_their_suffix_says(tmp_path, name, separ
     first, second, no_row = rows(tmp_path / name)
     assert first == {"image": "a.png", "question": 'one; "two",\tthree'}
     assert second == {"image": None, "question": "Q"} and isinstance(no_row, list)
+    for other in (",", ";", "\t", "|"):  # as the first line says, whatever the suffix
+        lines = ["image", "question"], ["a.png", '"one, two; three | four\tfive"']
+        (tmp_path / name).write_text("\n".join(map(other.join, lines)))
+        assert rows(tmp_path / name) == [
+            {"image": "a.png", "question": "one, two; three | four\tfive"}
+        ]
+    (tmp_path / name).write_text("sep=;\r\nimage;question\r\na.png;é\r\n", encoding="utf-16")
+    assert rows(tmp_path / name) == [{"image": "a.png", "question": "é"}]
     (tmp_path / name).write_bytes(b"image\n\xff\xfe")
     with pytest.raises(ValueError, match=f"{name} is not valid CSV in UTF-8"):
         rows(tmp_path / name)

@@ -1,5 +1,8 @@
 """Data sets in memory and streamed: the same parsed rows, checked, measured, mixed, held out."""
 
+import json
+import re
+from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -11,6 +14,8 @@ from train_data import answers, images, inside, llava, mixed_rows, read, write_j
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.parse import DroppedRows
 from normalign_llava.data.sources import table
+from normalign_llava.data.sources.arguments import DataSource
+from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.train.collator import ConversationCollator
 
 
@@ -194,7 +199,14 @@ def sources(base, share=None, **counts) -> list[dict]:
 def test_a_streamed_mixture_never_ends_and_keeps_its_shares(load, tmp_path):
     small, large = sources(tmp_path, a=2, b=200)
     plain = load(None, datasets=[small, large], streamed=True).train
-    assert answers(islice(plain, 203)) == ["a0", "a1", *(f"b{n}" for n in range(200)), "a0"]
+    in_turn = ["a0", "b0", "a1", "b1", *(f"b{n}" for n in range(2, 200))]
+    assert answers(islice(plain, 404)) == 2 * in_turn
+    repeated = load(None, datasets=[small | {"repeat": 2}, large], streamed=True).train
+    in_turn[4:6] = ["a0", "b2", "a1", "b3"]
+    assert answers(islice(repeated, 206)) == [*in_turn, "a0", "b0"]
+    with pytest.raises(ValueError, match="Leave repeat of .*a/data.json out"):
+        again = [{**small, "fraction": 1, "repeat": 2}, {**large, "fraction": 1}]
+        load(None, datasets=again, streamed=True)
     options = {"datasets": [{**small, "fraction": 1}, {**large, "fraction": 3}], "streamed": True}
     streams = (load(None, seed=seed, **options).train for seed in (0, 0, 1))
     drawn, again, other = (answers(islice(stream, 800)) for stream in streams)
@@ -203,6 +215,134 @@ def test_a_streamed_mixture_never_ends_and_keeps_its_shares(load, tmp_path):
         rows = [answer for answer in drawn if answer[0] == name]
         assert rows == [f"{name}{n % count}" for n in range(len(rows))]
         assert abs(len(rows) - expected) < 49  # four standard deviations
+
+
+def test_a_stream_is_shuffled_in_its_buffer(load, tmp_path):
+    (listed,) = sources(tmp_path, a=200)
+    options = {"datasets": [listed], "dataset_streaming": True, "shuffle_buffer_size": 16}
+    first = answers(islice(load(None, **options).train, 184))
+    assert answers(islice(load(None, **options).train, 184)) == first
+    numbers = [int(answer[1:]) for answer in first]
+    assert len({*numbers}) == 184 and numbers != sorted(numbers)
+    # A row is read 16 rows before it can be given, so none comes earlier than that.
+    assert all(number < place + 16 for place, number in enumerate(numbers, 1))
+    other = load(None, seed=1, **options).train
+    assert answers(islice(other, 184)) != first
+
+
+def test_too_few_rows_for_a_fraction_are_told_with_what_uses_all(load, tmp_path, caplog):
+    big, small = sources(tmp_path, 0.5, big=300, small=20)
+    load(None, datasets=[big, small])
+    assert f"is 20 rows of {small['path']}. So the mixture has 40 rows" in caplog.text
+    assert f"280 of the 300 rows of {big['path']}" in caplog.text
+    repeats = re.search(r"set repeat: (\d+) for (\S+), or", caplog.text)
+    assert repeats[2] == small["path"] and int(repeats[1]) == 15
+    caplog.clear()
+    data = load(None, datasets=[big, small | {"repeat": 15}])
+    counts = Counter(answers(data.train))
+    assert {counts[f"big{n}"] for n in range(300)} == {1}
+    assert {counts[f"small{n}"] for n in range(20)} == {15} and len(counts) == 320
+    assert [report.used for report in data.report.sources] == [300, 300]
+    assert "fraction" not in caplog.text
+    data = load(None, datasets=[{"path": big["path"]}, {"path": small["path"], "repeat": 2}])
+    assert [report.used for report in data.report.sources] == [300, 40] and len(data.train) == 340
+    for shares, sizes in (((0.9, 0.05, 0.05), (50, 30, 20)), ((1, 2, 4), (7, 100, 11))):
+        names = dict(zip("abc", sizes, strict=True))
+        listed = sources(tmp_path / str(sizes[0]), **names)
+        listed = [row | {"fraction": share} for row, share in zip(listed, shares, strict=True)]
+        caplog.clear()
+        load(None, datasets=listed)
+        for times, path in re.findall(r"repeat: (\d+) for (\S+\.json)", caplog.text):
+            (few,) = (row for row in listed if row["path"] == path)
+            few["repeat"] = int(times)
+        counts = Counter(answers(load(None, datasets=listed).train))
+        shown = {name: sum(counts[f"{name}{n}"] > 0 for n in range(names[name])) for name in names}
+        assert shown == names
+        exact = [sum(counts[f"{name}{n}"] for n in range(names[name])) for name in names]
+        total = sum(exact)
+        assert all(
+            abs(count - total * share / sum(shares)) <= 1
+            for count, share in zip(exact, shares, strict=True)
+        )
+
+
+@pytest.mark.parametrize("wrong", [0, 1.5, "2", True])
+def test_repeat_is_a_whole_number(load, tmp_path, wrong):
+    (listed,) = sources(tmp_path, a=2)
+    with pytest.raises(ValueError, match="repeat must be a whole number from 1 on"):
+        load(None, datasets=[listed | {"repeat": wrong}])
+
+
+def test_a_row_that_is_repeated_is_trained_on_or_held_out(load, tmp_path):
+    few, many = sources(tmp_path, few=8, many=24)
+    listed = [few | {"repeat": 3}, many]
+    data = load(None, datasets=listed, with_eval=True, test_split_size=0.25)
+    trained, out = Counter(answers(data.train)), Counter(answers(data.eval))
+    assert trained.keys() | out.keys() == {*(f"few{n}" for n in range(8))} | {
+        *(f"many{n}" for n in range(24))
+    }
+    assert not trained.keys() & out.keys() and {*out.values()} == {1} and len(out) == 8
+    assert all(count == (3 if name < "g" else 1) for name, count in trained.items())
+    kept = [sum(count for name, count in trained.items() if name[0] == first) for first in "fm"]
+    assert [report.used for report in data.report.sources[:2]] == kept
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_prepared_rows_that_are_too_long_are_dropped(load, processor, tmp_path, streamed):
+    path = write_json(tmp_path, [llava("Q", "yes " * (1 + number % 4)) for number in range(12)])
+    rows = load(path, streamed=streamed).train
+    lengths = sorted({row["length"] for row in islice(rows, 12)})
+    dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
+    limit = lengths[1]
+    short, report = prepare_rows(rows, checks.Checks(processor, limit, dropped_rows=dropped))
+    kept = [row["row"] for row in islice(short, 6)]
+    assert kept == [number for number in range(12) if number % 4 < 2]
+    assert [row.row for row in dropped.read()] == [2, 3, 6, 7, 10, 11][: 4 if streamed else 6]
+    assert dropped.read()[0].tokens == lengths[2]
+    if not streamed:
+        assert (report.found, report.too_long, report.valid) == (12, 6, 6) == (12, 6, len(short))
+        assert report.longest == limit
+    with pytest.raises(ValueError, match="no row is left. All are longer than max_length 3"):
+        list(islice(prepare_rows(rows, checks.Checks(processor, 3))[0], 1))
+    same, _ = prepare_rows(rows, checks.Checks(processor, lengths[-1]))
+    assert len(list(islice(same, 12))) == 12
+
+
+def test_held_out_rows_are_of_the_same_configuration(load, tmp_path):
+    parts = {}
+    for name in ("first", "other"):
+        for split in ("train", "test"):
+            row = {**llava("Q", f"{name} {split}"), "image": None}
+            file = tmp_path / "data" / name / f"{split}.parquet"
+            train_data.write_parquet(file, [row])
+            parts.setdefault(name, []).append({"split": split, "path": f"{name}/{file.name}"})
+    configs = [{"config_name": name, "data_files": files} for name, files in parts.items()]
+    configs[0]["default"] = True
+    (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    data = load(tmp_path / "data", dataset_config="other", with_eval=True)
+    assert answers(data.train) == ["other train"] and answers(data.eval) == ["other test"]
+
+
+def test_a_home_folder_is_found_wherever_a_path_is_given(load, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_json(tmp_path / "rows", [llava("<image>Q", "A", "red.png")])
+    images(tmp_path / "shown", "red.png")
+    given = {"path": "~/rows/data.json", "image_folder": "~/shown"}
+    options = [{"dataset_name": "~/rows/data.json", "image_folder": "~/shown"}]
+    options += [{"datasets": [given]}, {"datasets": [given], "streamed": True}]
+    for option in options:
+        (row,) = islice(load(None, **option).train, 1)
+        assert row["images"][0]["path"] == str(tmp_path / "shown" / "red.png")
+    held = load(None, datasets=[given], with_eval=True, eval_dataset_name="~/rows/data.json").eval
+    assert held[0]["images"][0]["path"] == str(tmp_path / "rows" / "red.png")
+    files = DataSource("json", data_files={"train": ["~/rows/data.json"]}, data_dir="~/rows")
+    assert files.data_files == {"train": [f"{tmp_path}/rows/data.json"]}
+    assert files.data_dir == f"{tmp_path}/rows"
+    write_json(tmp_path / "rows", [llava("<image>Q", "A", "~/shown/red.png")])
+    (row,) = load(None, **options[0]).train
+    assert row["images"][0]["path"] == str(tmp_path / "shown" / "red.png")
+    with pytest.raises(ValueError, match="leaves image_folder"):
+        load("~/rows/data.json")
 
 
 def test_a_streamed_source_that_gives_no_row_is_named_alone(load, tmp_path):

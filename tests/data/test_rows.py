@@ -1,5 +1,7 @@
 """Rows of every format are parsed; each kind of bad row has its reason."""
 
+import json
+
 import pytest
 import tiny_parts
 from huggingface_hub import constants
@@ -22,16 +24,21 @@ def shape(raw, **kwargs) -> list:
     return [(turn["role"], [part["text"] for part in turn["content"]]) for turn in row["messages"]]
 
 
-def test_a_line_break_on_either_side_of_the_marker_alone_is_lost():
+def test_line_breaks_beside_markers_are_lost_only_where_a_turn_begins_or_ends_with_them():
     for text, parts in {
         "<image>\nWhat?": [None, "What?"],
         "<image>\r\nWhat?": [None, "What?"],
-        "A\n<image>\nB": ["A", None, "B"],
+        "What?\n<image>": ["What?", None],
+        "\n<image>\r\n": [None],
+        "A\n<image>\nB": ["A\n", None, "\nB"],
+        "Before: <image>\nWhat?": ["Before: ", None, "\nWhat?"],
+        "<image>\nA\n<image>": [None, "A", None],
         "<image>\n\nB": [None, "\nB"],
         "A <image> B": ["A ", None, " B"],
         "<image>": [None],
     }.items():
-        assert shape(llava(text, "yes", "a.png"))[0] == ("user", parts)
+        images = [f"{number}.png" for number in range(text.count("<image>"))]
+        assert shape(llava(text, "yes", images))[0] == ("user", parts)
 
 
 def test_trl_messages_of_every_kind():
@@ -89,6 +96,48 @@ def test_addresses_are_refused_as_strings_and_as_structs(rules):
         for image in (address, {"path": address, "bytes": None}, {"path": address}):
             with pytest.raises(ValueError, match="address; nothing is fetched"):
                 parse_row({**llava("<image>Q", "A"), "image": image}, rules)
+
+
+IN_BRACKETS = ['["cat", "dog"]', "['cat' 'dog']", '[{"type": "text", "text": "cat"}]', "[1, 2]"]
+IN_BRACKETS += ['{"type": "text", "text": "cat"}', '[{"type": "image"}]', '[{"answer": "cat"}]']
+
+
+@pytest.mark.parametrize("text", IN_BRACKETS)
+def test_an_answer_is_the_text_that_was_written(text):
+    for row in (
+        {"question": "Q", "answer": text},
+        {"prompt": "Q", "completion": text},
+        {"prompt": [user("Q")], "completion": [assistant(text)]},
+        {"messages": [user("Q"), assistant(text)]},
+        {"texts": [{"user": "Q", "assistant": text}]},
+        {"messages": json.dumps([user("Q"), assistant(text)])},
+        llava("Q", text),
+    ):
+        assert shape(row) == [("user", ["Q"]), ("assistant", [text])]
+    if not text.startswith("{"):
+        assert shape({"image": "a.png", "caption": text})[1] == ("assistant", [text])
+    if "image" not in text:  # a user shows images so
+        assert shape({"question": text, "answer": "A"})[0] == ("user", [text])
+
+
+def test_parts_of_one_turn_are_all_learned():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert shape({"question": "Q", "answer": parts})[1] == ("assistant", ["one two"])
+
+
+def test_several_captions_and_answers_are_told_of():
+    def changed(**row):
+        return parse_row({"image": "a.png", **row}, RULES)["changed"]
+
+    for captions in (["A", "B"], ["A", "B", "B"]):
+        (text,) = changed(caption=captions)
+        assert "several captions" in text and changed(captions=captions) == [text]
+        assert changed(captions=json.dumps(captions)) == [text]
+    assert changed(caption=["A", "A"]) == changed(caption="A") == changed(caption=["A"]) == []
+    assert "several answers" in changed(question="Q", answers=["A", "B"])[0]
+    assert changed(question="Q", answer="A", answers=["A", "B"]) == []  # says which
+    assert "--columns answers=COLUMN" in changed(question="Q", answer="['A', 'B']")[0]
+    assert "--columns captions=COLUMN" in changed(caption="['A', 'B']")[0]
 
 
 TURNS, QA = llava("Q", "A")["conversations"], [user("Q"), assistant("A")]

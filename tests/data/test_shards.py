@@ -51,6 +51,13 @@ FILES = {
 }
 
 
+def test_a_text_that_is_no_utf_8_is_not_learned(tmp_path, processor):
+    photo = image_bytes("red", form="JPEG")
+    path = shard(tmp_path / "a.tar", {"0.jpg": photo, "0.txt": "Caf\u00e9.".encode("latin-1")})
+    with pytest.raises(ValueError, match="row 0 .*: turn 1, the assistant's, is not valid Unicode"):
+        read(path, processor)
+
+
 def both(path, **options) -> list[dict]:
     """Rows in memory, which must be those of the stream, which begins again when it ends."""
     processor = train_data.processor()

@@ -6,17 +6,19 @@ import subprocess
 import sys
 
 import pytest
+import train_data
 import training
 from datasets import Dataset
 from paths import HELPERS
 from torch.utils.data import DataLoader
-from train_data import answers, inside, llava, parquet_data, read, write_json, write_parquet
+from train_data import answers, images, inside, llava, parquet_data, read, write_json, write_parquet
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.data.sources import source, table
 from normalign_llava.data.sources.arguments import DataSource, cores
 from normalign_llava.data.sources.mixtures import prepare_rows
+from normalign_llava.train.collator import ConversationCollator
 
 
 COUNT = 100
@@ -100,6 +102,31 @@ def test_a_second_start_reads_the_cache(processor, tmp_path, cache):
     process = subprocess.run(words, env=os.environ | own, capture_output=True, text=True)
     assert process.stdout.split() == ["9"] and len(written) == 2, process.stderr
     assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
+
+
+def test_another_chat_template_has_its_own_lengths(tmp_path, processor):
+    path = write_json(tmp_path / "data", [llava("Q", "yes"), llava("<image>Q", "no", "red.png")])
+    other = train_data.processor()
+    other.chat_template += "!!!"
+    for used in (processor, other, processor):
+        rows = read(path, used).train
+        batches = [ConversationCollator(used)([row]) for row in rows]
+        lengths = [len(batch["input_ids"][0]) for batch in batches]
+        assert rows.with_format(None)["length"][:] == lengths
+    assert read(path, processor).train["length"][:] != read(path, other).train["length"][:]
+
+
+def test_a_relative_image_folder_is_that_of_the_working_directory(tmp_path, processor, monkeypatch):
+    for name in ("one", "two"):
+        images(tmp_path / name / "shown", "red.png")
+    inside_one = str(tmp_path / "one" / "shown" / "red.png")
+    path = write_json(tmp_path / "data", [llava("<image>Q", "A", inside_one)])
+    monkeypatch.chdir(tmp_path / "two")
+    with pytest.raises(ValueError, match="leaves image_folder shown"):
+        read(path, processor, image_folder="shown")
+    monkeypatch.chdir(tmp_path / "one")  # what was found in the other is not taken from the cache
+    (row,) = read(path, processor, image_folder="shown").train
+    assert row["images"][0]["path"] == inside_one
 
 
 def test_a_transform_of_the_data_set_is_kept(processor):

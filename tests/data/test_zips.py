@@ -2,6 +2,7 @@
 
 import multiprocessing
 import stat
+import warnings
 import zipfile
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from itertools import islice
@@ -74,6 +75,18 @@ def test_an_image_that_may_not_or_cannot_be_read_is_a_bad_row(archive, name, edi
     with pytest.raises(ValueError, match=reason):
         raise ValueError((image_problem([rules.image(name)], rules) or ("", "nothing"))[1])
     assert image_problem([rules.image("sub/red.png")], rules) is None
+
+
+def test_of_entries_with_one_name_the_last_is_read(tmp_path):
+    path = tmp_path / "images.zip"
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as file:
+        warnings.simplefilter("ignore")  # of `zipfile`, about the name
+        for number in range(5):
+            file.writestr("a.png", f"old {number}")
+            file.writestr(f"{number}.png", "other")
+        file.writestr("a.png", "new")
+    with zipfile.ZipFile(path) as file:
+        assert file.read("a.png") == zips.read_entry(f"zip://a.png::{path}") == b"new"
 
 
 def test_a_header_that_lies_about_the_size_fills_no_memory(archive, monkeypatch):

@@ -99,8 +99,9 @@ def test_held_out_rows(processor, tmp_path):
 def test_a_resumed_stream_continues_with_the_next_batches(processor, tmp_path):
     listed = sources(tmp_path, {"a": 60, "b": 40})
 
-    def prepared(workers=0):
-        rows = mixture(processor, listed, dataset_streaming=True, shuffle_buffer_size=16).train
+    def prepared(workers=0, buffer=16):
+        options = {"dataset_streaming": True, "shuffle_buffer_size": buffer}
+        rows = mixture(processor, listed, **options).train
         collate = ConversationCollator(processor)
         loader = DataLoader(rows, 4, num_workers=workers, collate_fn=collate)
         return Accelerator(cpu=True).prepare(loader)
@@ -111,5 +112,7 @@ def test_a_resumed_stream_continues_with_the_next_batches(processor, tmp_path):
 
     whole = first(prepared(), 40)  # both sources begin again on the way
     assert first(skip_first_batches(prepared(), 33), 7) == whole[33:]
+    in_order = first(prepared(buffer=1), 40)
+    assert all(batch not in in_order for batch in whole[33:])  # so the buffer is resumed too
     # `datasets` seeds its buffer anew in a worker. One is all that a single shard can use.
     assert first(prepared(workers=2), 5) == first(prepared(workers=1), 5)
