@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from huggingface_hub.hf_api import RepoFile
 from transformers.utils import logging
 
 from .files import atomic_write
@@ -27,7 +28,6 @@ LARGEST_NOTICE = 2**20
 """Bytes of the largest file that is taken for a notice."""
 
 _NAME = re.compile(
-    r"(notices/(vision|language)/)?"  # of a part that is such a checkpoint itself
     r"(licen[cs]es?|notices?|copying|copyright|use_policy)"
     r"([-_. ][-\w. ]*)?",
     re.IGNORECASE,
@@ -37,21 +37,20 @@ _CARRIED = re.compile(r"notices/(vision|language)/[-\w. ]+")
 
 
 def notices_of_part(name: str, revision: str | None) -> dict[str, bytes]:
-    """Licence texts and notices in a part's folder or Hub repository, by path.
+    """Licence texts and notices in a part's folder or Hub repository, by name.
 
     Files of text with such names count, up to [`LARGEST_NOTICE`] bytes. Warns if the Hub cannot be
     asked for them.
     """
     folder = Path(name)
     if folder.is_dir():
-        paths = [*folder.iterdir(), *folder.glob(f"{NOTICES}/*/*")]
-        named = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
-        sizes = {path: (folder / path).stat().st_size for path in named if _is_notice(path)}
+        files = [path for path in folder.iterdir() if path.is_file() and _is_notice(path.name)]
+        sizes = {path.name: path.stat().st_size for path in files}
     else:
         try:
-            listed = HfApi().list_repo_tree(name, revision=revision, recursive=True)
-            files = [entry for entry in listed if getattr(entry, "size", None) is not None]
-            sizes = {file.path: file.size for file in files if _is_notice(file.path)}
+            listed = HfApi().list_repo_tree(name, revision=revision)
+            entries = [entry for entry in listed if isinstance(entry, RepoFile)]
+            sizes = {entry.path: entry.size for entry in entries if _is_notice(entry.path)}
         except FAILURES as error:
             reason = str(error).partition("\n")[0]
             logger.warning(f"The licence and notices of {name} could not be fetched: {reason}")
@@ -73,15 +72,9 @@ def checkpoint_notices(
     return _contents(name, chosen, revision)
 
 
-def place_of(part: str, path: str) -> str:
-    """Where a checkpoint has a part's notice; `part` is `"vision"` or `"language"`.
-
-    Those of a part that is such a checkpoint itself are named after their folders: the notice
-    `notices/language/LICENSE.txt` becomes `LICENSE-of-language.txt`.
-    """
-    file = Path(path)
-    inner = f"-of-{file.parent.name}" if file.parent.name else ""
-    return f"{NOTICES}/{part}/{file.stem}{inner}{file.suffix}"
+def place_of(part: str, name: str) -> str:
+    """Where a checkpoint has a part's notice; `part` is `"vision"` or `"language"`."""
+    return f"{NOTICES}/{part}/{name}"
 
 
 def write_notices(folder: Path, notices: Mapping[str, bytes]) -> None:
@@ -93,11 +86,11 @@ def write_notices(folder: Path, notices: Mapping[str, bytes]) -> None:
             partial.write_bytes(content)
 
 
-def _is_notice(path: str) -> bool:
+def _is_notice(name: str) -> bool:
     """Whether a part's file is a licence text or a notice, by its name."""
-    suffix = Path(path).suffix
+    suffix = Path(name).suffix
     is_text = suffix.lower() in _TEXTS or suffix[1:].isdigit() or suffix.isupper()
-    return is_text and _NAME.fullmatch(path) is not None
+    return is_text and _NAME.fullmatch(name) is not None
 
 
 def _is_carried(path: str) -> bool:
