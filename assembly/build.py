@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import RenderableType
 from rich.table import Table
 from transformers import MODEL_MAPPING, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
@@ -70,9 +71,10 @@ class BuildReport(Printed):
     generation_left_out: dict[str, Any]
     notices: list[str]
 
-    def renderable(self) -> Table:
+    def renderable(self) -> RenderableType:
         """The table of its numbers and words, and what was copied."""
         table = super().renderable()
+        assert isinstance(table, Table)
         for name in ("generation", "generation_left_out"):
             if flags := getattr(self, name):
                 table.add_row(name, in_words(flags))
@@ -254,7 +256,7 @@ def _finish(model, processor, folder, output, vision, language, arm, marks) -> B
 
 def _notices(vision: Checkpoint, language: Checkpoint) -> dict[str, bytes]:
     """The licence texts and notices of both parts, by their paths in the checkpoint."""
-    notices = {}
+    notices = dict[str, bytes]()
     for part, opened in (("vision", vision), ("language", language)):
         found = notices_of_part(opened.name, opened.revision)
         notices |= {place_of(part, path): content for path, content in found.items()}
