@@ -13,10 +13,11 @@ import tiny
 import tiny_parts as parts
 import torch
 import training
-from asking import generate
+from asking import generate, request
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from served import served
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -162,6 +163,20 @@ def test_a_model_trained_in_full(made):
     opened.save_pretrained(folder / "saved")
     AutoProcessor.from_pretrained(older).save_pretrained(folder / "saved")
     assert generated(folder / "saved", files) == ANSWERS
+
+
+@pytest.mark.nightly
+def test_transformers_serve(made):
+    openai = pytest.importorskip("openai")
+    _, _, files, trained = made
+    command = "serve trained --trust-remote-code".split()
+    with served(trained.parent, command) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+        for question, file, answer in zip(QUESTIONS, files, ANSWERS, strict=True):
+            chat = request(question, Image.open(file))
+            options = dict(model="trained", max_tokens=40, temperature=0, messages=chat)
+            choice = client.chat.completions.create(**options).choices[0]
+            assert choice.message.content == answer
 
 
 @pytest.mark.parametrize("older", [False, True])
