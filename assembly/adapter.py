@@ -4,6 +4,7 @@
 import copy
 import warnings
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import LlavaProcessor
+from transformers import AutoTokenizer, LlavaProcessor
 
 from ..checkpoint.files import ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD, check_adapter
 from ..checkpoint.opening import Checkpoint, open_checkpoint, read_record
 from ..checkpoint.precision import NF4, dtype_to_load
+from ..checkpoint.prompts import stop_as_trained
 from ..checkpoint.untrusted import check_files, json_object, loading
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
@@ -49,6 +51,13 @@ class Adapter:
     realigned: bool
     processor: LlavaProcessor
 
+    @property
+    def processors(self) -> list[LlavaProcessor]:
+        """The base's processor, if it has one, and the adapter's: answers end as both end them."""
+        with suppress(OSError, ValueError):
+            return [self.base.processor, self.processor]
+        return [self.processor]
+
     def on_meta(self) -> PeftModel:
         """The base on meta, without weights, and on it the adapter, with its weights."""
         with loading(f"The adapter {self.folder}"):
@@ -67,6 +76,8 @@ class Adapter:
         model = self.base.load(dtype=dtype, device_map=device, **settings)
         if self.realigned:
             model.align_projector_norm()  # as the run that changed it did
+        for processor in self.processors:
+            stop_as_trained(model, processor)
         device = str(model.device)
         with loading(f"The adapter {self.folder}"):
             return PeftModel.from_pretrained(model, self.folder, torch_device=device).eval()
@@ -109,10 +120,28 @@ def open_adapter(
     _check_tensors(adapter, peft_config, config, opened.name)
     changed = before != (config.projector_norm, config.projector_gain_init)
     realigned = changed and config.projector_norm != "none"
-    trained = (adapter / "processor_config.json").exists()
-    processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
+    processor = _processor(adapter, opened)
     settle(processor)
     return Adapter(adapter, peft_config, opened, config, quantization, dtype, realigned, processor)
+
+
+def _processor(adapter: Path, base: Checkpoint) -> LlavaProcessor:
+    """The adapter's processor, or the base's with the adapter's tokenizer, if that alone is saved.
+
+    A tokenizer without the base's image token cannot be the one of training, and is not used.
+    """
+    saved = Checkpoint(str(adapter), None, {})
+    if (adapter / "processor_config.json").exists():
+        return saved.processor
+    processor = base.processor
+    if (adapter / "tokenizer_config.json").exists():
+        tokenizer = saved.preprocessor(AutoTokenizer)
+        image = tokenizer.get_vocab().get(processor.image_token)
+        if image == processor.image_token_id:
+            processor = copy.copy(processor)
+            processor.tokenizer = tokenizer
+            processor.chat_template = tokenizer.chat_template or processor.chat_template
+    return processor
 
 
 def on_meta(config: NormAlignLlavaConfig) -> NormAlignLlavaForConditionalGeneration:

@@ -6,13 +6,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import RenderableType
+from rich.table import Table
 from transformers import MODEL_MAPPING, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..checkpoint.files import BUILD_RECORD, finished_folder, write_json
-from ..checkpoint.opening import check_processor, licence_of, open_checkpoint
+from ..checkpoint.notices import notices_of_part, place_of, write_notices
+from ..checkpoint.opening import Checkpoint, check_processor, licence_of, open_checkpoint
 from ..checkpoint.precision import HALVES
+from ..checkpoint.prompts import PROMPT_DATE, fixes_the_date, stop_as_trained, unrecognized_ends
 from ..checkpoint.untrusted import loading
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
@@ -20,6 +25,7 @@ from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from . import parts
 from .chat_template import has_generation_marks
+from .generation import copied_generation, flags_of, in_words
 from .processing import ARMS, check_feature_layer, make_processor
 
 
@@ -31,12 +37,18 @@ class BuildReport(Printed):
     """The report that `normalign build` prints, and writes into `build.json`.
 
     Attributes:
+        vision_parameters, projector_parameters, language_parameters: All parameters, each in one of
+            the three: the language model's are with its head, once if that is its embeddings.
         n_text: The mean norm with which text embeddings enter the decoder.
         gain: Start of the norm's gain; None without a norm.
         generation_marks: Whether the chat template marks the assistant's turns for training.
         vision_revision, language_revision: Commits of parts from the Hub; None for folders.
         licenses: Licences of `"vision"` and `"language"`, see [`licence_of`].
         from_llava: Whether both parts are one LLaVA checkpoint, to which the norm was added.
+        prompt_date: The date that prompts tell, if the chat template asks for today's; else None.
+        generation: What `generation_config.json` says, see [`copied_generation`].
+        generation_left_out: What that of the language model says besides, which is not copied.
+        notices: Paths of the parts' licence texts and notices in the checkpoint.
     """
 
     output: str
@@ -54,6 +66,21 @@ class BuildReport(Printed):
     language_revision: str | None
     licenses: dict[str, dict[str, str | None] | None]
     from_llava: bool
+    prompt_date: str | None
+    generation: dict[str, Any]
+    generation_left_out: dict[str, Any]
+    notices: list[str]
+
+    def renderable(self) -> RenderableType:
+        """The table of its numbers and words, and what was copied."""
+        table = super().renderable()
+        assert isinstance(table, Table)
+        for name in ("generation", "generation_left_out"):
+            if flags := getattr(self, name):
+                table.add_row(name, in_words(flags))
+        if self.notices:
+            table.add_row("notices", ", ".join(self.notices))
+        return table
 
 
 def build_checkpoint(
@@ -139,10 +166,13 @@ def retrofit_checkpoint(
             )
         encoder, stock = parts.vision_config(opened), opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
+        parts.hide_ends(stock.tokenizer)
         strategy = opened.config.vision_feature_select_strategy
         processor = make_processor(stock.image_processor, stock.tokenizer, encoder, strategy)
         opened.check_image_token(processor)
         model = opened.load(NormAlignLlavaForConditionalGeneration, dtype, **arguments)
+        for name in arguments:  # transformers puts them into both configurations
+            vars(model.generation_config).pop(name, None)
         marks = has_generation_marks(stock.chat_template or "")
         return _finish(model, processor, folder, output, opened, opened, arm, marks)
 
@@ -168,16 +198,35 @@ def _finish(model, processor, folder, output, vision, language, arm, marks) -> B
             "The chat template has no {% generation %} marks, which training on assistant turns "
             "needs. To train this checkpoint, build it with --chat-template."
         )
+    for end in unrecognized_ends(processor.tokenizer, processor.chat_template):
+        logger.warning(
+            f"The chat template ends an answer with {end!r}, which is no token of its own in this "
+            "tokenizer: answers would not stop there. Give a template that ends answers with "
+            f"{processor.tokenizer.eos_token!r} with --chat-template."
+        )
     has_norm, projector = model.config.projector_norm != "none", model.model.multi_modal_projector
     n_text = model.align_projector_norm() if has_norm else model.measure_text_embedding_norm()
+    model.generation_config, left_out = copied_generation(model.generation_config)
+    stop_as_trained(model, processor)
+    # Prompt lookup would repeat an image token of the prompt, for which there are no features.
+    suppressed = {*(model.generation_config.suppress_tokens or ()), model.config.image_token_id}
+    model.generation_config.suppress_tokens = sorted(suppressed)
+    if left_out:
+        logger.warning(
+            f"Not copied from the generation_config.json of {language.name}: {in_words(left_out)}."
+        )
+    notices = _notices(vision, language)
+    vision_parameters = model.model.vision_tower.num_parameters()
+    projector_parameters = sum(parameter.numel() for parameter in projector.parameters())
     report = BuildReport(
         output=str(output),
         vision=_public_name(vision.name),
         language=_public_name(language.name),
         arm=arm,
-        vision_parameters=model.model.vision_tower.num_parameters(),
-        projector_parameters=sum(parameter.numel() for parameter in projector.parameters()),
-        language_parameters=model.model.language_model.num_parameters(),
+        vision_parameters=vision_parameters,
+        projector_parameters=projector_parameters,
+        # A head that is the embeddings is counted once.
+        language_parameters=model.num_parameters() - vision_parameters - projector_parameters,
         n_text=n_text,
         gain=projector.norm.weight[0].item() if has_norm else None,
         tokens_per_image=check_processor(processor, model),
@@ -189,18 +238,29 @@ def _finish(model, processor, folder, output, vision, language, arm, marks) -> B
             "language": licence_of(language.name, language.revision),
         },
         from_llava=vision is language,
+        prompt_date=PROMPT_DATE.isoformat() if fixes_the_date(processor.chat_template) else None,
+        generation=flags_of(model.generation_config),
+        generation_left_out=left_out,
+        notices=sorted(notices),
     )
-    # Prompt lookup would repeat an image token of the prompt, for which there are no features.
-    suppressed = {*(model.generation_config.suppress_tokens or ()), model.config.image_token_id}
-    model.generation_config.suppress_tokens = sorted(suppressed)
     for part in (model.config.text_config, model.config.vision_config):
         part._name_or_path = _public_name(part._name_or_path)
     save_model(model, folder)
     processor.save_pretrained(folder)
+    write_notices(folder, notices)
     record = asdict(report)
     del record["output"]
     write_json(folder / BUILD_RECORD, record)
     return report
+
+
+def _notices(vision: Checkpoint, language: Checkpoint) -> dict[str, bytes]:
+    """The licence texts and notices of both parts, by their paths in the checkpoint."""
+    notices = dict[str, bytes]()
+    for part, opened in (("vision", vision), ("language", language)):
+        found = notices_of_part(opened.name, opened.revision)
+        notices |= {place_of(part, path): content for path, content in found.items()}
+    return notices
 
 
 def _public_name(name: str) -> str:

@@ -7,7 +7,6 @@ Assistant-only losses also need `{% generation %}` marks around what the model h
 come from edits for known families or from TRL, and are kept only if rendering proves them right.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -19,6 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from ..checkpoint.prompts import has_generation_marks, with_fixed_date
 
 
 Tokens = dict[str, Any]
@@ -41,7 +42,8 @@ def multimodal_chat_template(
     """A chat template that reads images, and whether it marks what the model has to generate.
 
     Text-only conversations render exactly as before. Image parts become the image token; parts keep
-    their order, with nothing between them. Marks count only if every marked span is, up to white
+    their order, with nothing between them. A template that prints today's date prints a fixed one:
+    see [`with_fixed_date`]. Marks count only if every marked span is, up to white
     space around it, what follows the generation prompt, through the end-of-turn token.
 
     `template` is the language model's own; None gives Vicuna v1.1's. One that prints `image_token`
@@ -52,13 +54,15 @@ def multimodal_chat_template(
     if template is None:
         template = preamble + _VICUNA
         return template, _marks_hold(template, special_tokens)  # not without an end-of-turn token
-    original = partial(_render, template, special_tokens)
+    fixed_date = with_fixed_date(template).removesuffix(template)
+    original = partial(_render, fixed_date + template, special_tokens)
     text = _outcome(original, [_QUESTION])
     if text.startswith("TemplateSyntaxError"):
         raise ValueError(f"The chat template is not valid Jinja: {text} Correct or replace it.")
     text = _outcome(original, _as_parts([_QUESTION], _IMAGE))
     reads_images = text.count(image_token) == 1 and "What is this?" in text
     preamble = "" if reads_images else preamble
+    preamble += fixed_date
     for candidate in _candidates(template):
         marked = preamble + candidate
         render = partial(_render, marked, special_tokens)
@@ -91,11 +95,6 @@ def check_texts(template: str, special_tokens: Tokens) -> list[str]:
                 messages = _as_parts(chat["messages"], _IMAGE)
                 texts.append(_render(template, special_tokens, messages, chat.get("tools"), prompt))
     return texts
-
-
-def has_generation_marks(template: str) -> bool:
-    """Whether a template has `{% generation %}` marks."""
-    return re.search(r"{%-?\s*generation\b", template) is not None
 
 
 def _render(

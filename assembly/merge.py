@@ -22,8 +22,18 @@ from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from ..checkpoint import weights
-from ..checkpoint.files import ADAPTER_WEIGHTS, CARD, DYNAMICS, RECORDS, finished_folder
+from ..checkpoint.files import (
+    ADAPTER_WEIGHTS,
+    BUILD_RECORD,
+    CARD,
+    DYNAMICS,
+    RECORDS,
+    finished_folder,
+    json_or_none,
+)
+from ..checkpoint.notices import checkpoint_notices, write_notices
 from ..checkpoint.precision import quantization_name
+from ..checkpoint.prompts import stop_as_trained
 from ..checkpoint.untrusted import files_of, loading
 from ..errors import Printed
 from .adapter import Adapter, on_meta, open_adapter, put_on_meta
@@ -98,6 +108,8 @@ def merge_adapter(
         linked = weights.unchanged_files(layout, frozen, weights.index_folder(base, revision))
         with suppress(OSError), loading(f"The generation configuration of {base}"):
             merged.generation_config = GenerationConfig.from_pretrained(base, revision=revision)
+        for processor in opened.processors:
+            stop_as_trained(merged, processor)
         differences = [0.0]
         values = _finite(_merged_tensors(opened, tensors, layout, differences), layout)
         shown = track(values, "Merging", len(layout), console=Console(stderr=True), transient=True)
@@ -112,6 +124,9 @@ def merge_adapter(
                 files = files_of(base, [name], revision) if name != DYNAMICS else []
             for file in files:
                 shutil.copyfile(file, folder / name)
+        build = json_or_none(folder / BUILD_RECORD)
+        notices = checkpoint_notices(build, base, revision)
+        write_notices(folder, notices | checkpoint_notices(build, str(adapter)))
     return MergeReport(
         output=str(output),
         adapter=str(adapter),

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from ..checkpoint.opening import Checkpoint
+from ..checkpoint.prompts import answer_ends
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import (
     NormAlignLlavaForConditionalGeneration,
@@ -69,7 +70,17 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
         token = AddedToken(IMAGE_TOKEN, special=True, normalized=False)
         tokenizer.add_tokens(token, special_tokens=True)
     tokenizer.chat_template = template
+    hide_ends(tokenizer)
     return marks
+
+
+def hide_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes the tokens that end an answer special: decoding then leaves them out of the answer."""
+    for number in answer_ends(tokenizer):
+        token = tokenizer.added_tokens_decoder[number]
+        if not token.special:
+            token.special = True
+            tokenizer.add_tokens(token, special_tokens=True)
 
 
 def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTrainedModel:
@@ -90,14 +101,43 @@ def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTr
 
 @torch.no_grad()
 def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Grows the vocabulary if needed. New rows are the mean row: its logit is never the largest."""
-    old = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) <= old:
-        return
-    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
-    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weight = table.weight
-        weight[old:] = weight[:old].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+    """Grows the vocabulary if needed. New rows are the mean row: its logit is never the largest.
+
+    The image token's embedding is no other token's: transformers tells the places of image features
+    among input embeddings by it. See [`_unlike_others`].
+    """
+    table = model.get_input_embeddings()
+    old = table.num_embeddings
+    if len(tokenizer) > old:
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
+        for grown in (model.get_input_embeddings(), model.get_output_embeddings()):
+            grown.weight[old:] = _mean_row(grown.weight[:old])
+    weight = model.get_input_embeddings().weight
+    image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    weight[image] = _unlike_others(weight, image)
+
+
+def _mean_row(weight: Tensor) -> Tensor:
+    """The mean `(d,)` of the rows `(V, d)`, summed in float32, in their dtype."""
+    return weight.mean(dim=0, dtype=torch.float32).to(weight.dtype)
+
+
+def _unlike_others(weight: Tensor, row: int) -> Tensor:
+    """The row `(d,)` of that number, changed as little as can be if others are the same.
+
+    Its smallest element changes its sign: the norm stays to the bit, by which N_text leaves out the
+    image token and the padding of the vocabulary. A row of zeros becomes the mean row first.
+    """
+    values = weight[row].clone()
+    if not values.any():
+        values = _mean_row(weight)
+    same = (weight == values).all(dim=1)
+    same[row] = False
+    if not same.any():
+        return values
+    smallest = values.abs().masked_fill(values == 0, torch.inf).argmin()
+    values[smallest] = -values[smallest]
+    return values
 
 
 def assemble(

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ..checkpoint.prompts import fix_date
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from .chat_template import check_texts, printing_first
 
@@ -71,13 +72,15 @@ def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
 def settle(processor: LlavaProcessor) -> None:
     """Makes the tokenizer pad left and add no tokens; the chat template prints what it put first.
 
-    Without a chat template it only pads left; a processor that is settled does not change. What was
+    Prompts then tell the same date on any day: see [`fix_date`]. Without a chat template it only
+    pads left; a processor that is settled does not change. What was
     put first is kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`]. Raises
     ValueError if a conversation's tokens would differ from those before, or if the tokenizer drops
     letters without a token.
     """
     tokenizer = processor.tokenizer
     pad_left(tokenizer)
+    fix_date(processor)
     if tokenizer(["a\ua66eb"]).char_to_token(0, 1) is None:  # a letter of one manuscript
         raise ValueError("The tokenizer drops letters that it does not know. Give it an unk_token.")
     start, end = _added(processor)

@@ -27,8 +27,10 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
+from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .files import CARD, find_checkpoint, json_or_none
+from .prompts import fix_date, stop_as_trained
 from .untrusted import AGAIN, check_files, check_weights, files_of, loading
 
 
@@ -72,6 +74,7 @@ class Checkpoint:
             if self.stored:
                 self.check_image_token(processor)
             check_processor(processor)
+            fix_date(processor)
         return processor
 
     def check_image_token(self, processor: LlavaProcessor) -> None:
@@ -128,6 +131,10 @@ class Checkpoint:
                 raise ValueError(f"{self.name} lacks {len(names)} tensors of {listed}.")
             if names and config is None:
                 logger.warning(f"{self.name} has {len(names)} tensors that are not of {listed}.")
+        if self.model_type == NormAlignLlavaConfig.model_type and model.can_generate():
+            # Checkpoints that were made before know the language model's ends alone.
+            with suppress(OSError, ValueError):  # it has no processor, and whoever loads it has one
+                stop_as_trained(model, self.processor)
         return model
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:

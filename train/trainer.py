@@ -29,7 +29,9 @@ from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint import weights
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
+from ..checkpoint.notices import checkpoint_notices, write_notices
 from ..checkpoint.opening import read_record
+from ..checkpoint.prompts import stop_as_trained
 from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.steps import FiniteCheck, Measurements, show_lines
@@ -123,10 +125,12 @@ class NormAlignTrainer(SFTTrainer):
             loaded = load_model(self.checkpoint, args, rates, quantization_config, adapted)
             commit = self.checkpoint.revision
             self.weights_in = weights.index_folder(loaded.name_or_path, commit)
+        stop_as_trained(loaded, processor)  # which may not be the checkpoint's
         if args.fp16_is_tried and not args.dry_run:
             settle_float16(loaded, args, largest_batch(args, train, collator))
         self.record = training_record(loaded, commit, args, rates, report, options)
         self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
+        self.notices = checkpoint_notices(self.build, loaded.name_or_path, commit)
         self.measurements = Measurements(args)
         self.probe: Any = None
         self.first_loader: DataLoader | None = None  # tells the number of steps, then trains
@@ -329,6 +333,7 @@ class NormAlignTrainer(SFTTrainer):
             write_json(folder / TRAINING_RECORD, record)
             if self.build is not None:
                 write_json(folder / BUILD_RECORD, self.build)
+                write_notices(folder, self.notices)
         if folder == Path(self.args.output_dir):
             self.create_model_card()
             if self.args.push_to_hub and not _internal_call:

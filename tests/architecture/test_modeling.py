@@ -34,6 +34,12 @@ ODD = torch.tensor([[1.0], [math.nan], [math.inf]])
         (lambda: mean_embedding_norm(torch.ones(4, 3, dtype=torch.uint8)), "quantized .*uint8"),
         (lambda: NormAlignLlavaConfig(projector_norm="batch"), "layer_norm.*rms_norm.*none.*batch"),
         (lambda: NormAlignLlavaConfig(text_embedding_norm=math.nan), "text_embedding_norm .*nan"),
+        (lambda: NormAlignLlavaConfig(text_embedding_norm=0.0), "text_embedding_norm .*0.0"),
+        (lambda: NormAlignLlavaConfig(gain_floor=0), "gain_floor .* got 0"),
+        (lambda: NormAlignLlavaConfig(gain_floor=math.inf), "gain_floor .* got inf"),
+        (lambda: NormAlignLlavaConfig(gain_floor=None), "gain_floor .* got None"),
+        (lambda: NormAlignLlavaConfig(projector_norm_eps=0.0), "projector_norm_eps .* got 0.0"),
+        (lambda: NormAlignLlavaConfig(projector_norm_eps=-1e-5), "projector_norm_eps .* got -1e"),
     ],
 )
 def test_wrong_values_are_refused_by_name(call, message):
@@ -103,6 +109,7 @@ SCALING = {
     "hyperclovax": (transformers.HyperCLOVAXConfig, dict(embedding_multiplier=10.0)),
     "minicpm3": (transformers.MiniCPM3Config, dict(scale_emb=3, **LATENT)),
     "recurrent_gemma": (transformers.RecurrentGemmaConfig, {}),
+    "vaultgemma": (transformers.VaultGemmaConfig, {}),
 }
 
 

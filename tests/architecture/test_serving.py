@@ -4,19 +4,16 @@ openai client, and by vLLM, if `VLLM_PYTHON` has it; as an engine does, see test
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 
-import httpx
 import pytest
 import tiny
 import tiny_parts as parts
 from asking import generate, request
 from paths import DOCS
 from PIL import Image
-from remote_code import BLOCK
+from served import served
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from normalign_llava.assembly.build import build_checkpoint
@@ -45,27 +42,8 @@ def folder(tmp_path_factory):
 def url(folder):
     """The address of a server, begun by the page's command."""
     (command,) = re.findall(r"^transformers (serve my-model .*)$", PAGE, re.MULTILINE)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address, log = f"http://127.0.0.1:{port}", folder / "log"
-    code = BLOCK + "from transformers.cli.transformers import main; main()"
-    where = ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
-    words = [sys.executable, "-c", code, *command.split(), *where]
-    environment = {**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
-    with open(log, "w") as file:
-        server = subprocess.Popen(words, env=environment, cwd=folder, stdout=file, stderr=file)
-    try:
-        while True:
-            assert server.poll() is None, log.read_text()
-            try:
-                httpx.get(f"{address}/health")
-                break
-            except httpx.ConnectError:
-                time.sleep(0.2)
+    with served(folder, command.split()) as address:
         yield address
-    finally:
-        server.kill()
-        server.wait()
 
 
 def ask(url, messages, **options):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import tiny
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from normalign_llava.assembly.build import ARMS, build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.assembly.processing import check_feature_layer
+from normalign_llava.checkpoint.notices import checkpoint_notices
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluation.engine import as_lm
@@ -86,7 +89,11 @@ def test_the_language_model_is_kept_whole(tmp_path, kind):
     torch.testing.assert_close(ours(input_ids=ids).logits[..., :rows], source(input_ids=ids).logits)
     assert (ours.lm_head.weight is ours.get_input_embeddings().weight) == tied
     padded = ours.get_input_embeddings().weight
-    assert len(padded) % 64 == 0 and (padded[rows:] == padded[rows]).all()
+    image = ours.config.image_token_id
+    others = [row for row in range(rows, len(padded)) if row != image]
+    assert len(padded) % 64 == 0 and (padded[others] == padded[others[0]]).all()
+    assert torch.equal(padded[image].abs(), padded[others[0]].abs())
+    assert not torch.equal(padded[image], padded[others[0]])
     assert torch.equal(padded[:rows], source.get_input_embeddings().weight)
 
 
@@ -105,6 +112,175 @@ def test_prompt_lookup_repeats_no_image_token(folders):
         assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=3), answer)
         with pytest.raises(ValueError, match="features and image tokens do not match"):
             model.generate(**inputs, **options, prompt_lookup_num_tokens=3, suppress_tokens=[5])
+
+
+FLAGS = {
+    "Vicuna's, which draws nothing": (
+        {"temperature": 0.9, "top_p": 0.6},
+        {},
+        {"temperature": 0.9, "top_p": 0.6},
+    ),
+    "Qwen2.5's, which draws": (
+        {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+        {"repetition_penalty": 1.05},
+    ),
+    "of a search that is not made": (
+        {"early_stopping": True, "length_penalty": 2.0, "max_length": 4096},
+        {"max_length": 4096},
+        {"early_stopping": True, "length_penalty": 2.0},
+    ),
+    "of a search": ({"num_beams": 4, "early_stopping": True},)
+    + (
+        {},
+        {"num_beams": 4, "early_stopping": True},
+    ),
+    "of what is not returned": ({"output_scores": True}, {}, {"output_scores": True}),
+    "of no cache": (
+        {"use_cache": False, "cache_implementation": "static"},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+    ),
+    "that transformers does not know": ({"chat_format": "chatml"}, {}, {"chat_format": "chatml"}),
+}
+"""Flags of a language model's generation_config.json, those that are copied, those that are not."""
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_flags_of_generation_that_are_copied_and_those_that_are_named(folders, kind, caplog):
+    vision, language, output = folders
+    stored, copied, left_out = FLAGS[kind]
+    file = Path(language, "generation_config.json")
+    file.write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0, **stored}))
+    report = build_checkpoint(vision, language, output)
+    written = json.loads((output / "generation_config.json").read_text())
+    written.pop("transformers_version")
+    image = AutoProcessor.from_pretrained(output).image_token_id
+    known = {"eos_token_id": 2, "pad_token_id": 0, "suppress_tokens": [image]}
+    assert written == report.generation == {**known, **copied}
+    assert report.generation_left_out == left_out
+    record = json.loads((output / "build.json").read_text())
+    assert record["generation"] == written and record["generation_left_out"] == left_out
+    for name, value in left_out.items():
+        assert f"{name} {value}" in caplog.text
+    model = AutoModelForImageTextToText.from_pretrained(output)
+    model.generation_config.max_new_tokens = 3
+    model.save_pretrained(output.with_name("again"))  # which a changed configuration may refuse
+
+
+def test_an_added_token_is_not_taken_for_an_image_among_embeddings(tmp_path):
+    vision = parts.vision(tmp_path / "vision")
+    for kind in ("grown", "of zeros", "alike"):
+        folder = tmp_path / kind
+        parts.language(folder / "language", rows=None if kind == "grown" else 128)
+        if kind != "grown":
+            source = AutoModelForCausalLM.from_pretrained(folder / "language")
+            with torch.no_grad():
+                reserved = source.get_input_embeddings().weight[95:]
+                reserved.copy_(reserved[:1] * (kind == "alike"))
+            source.save_pretrained(folder / "language")
+        build_checkpoint(vision, str(folder / "language"), folder / "built")
+        processor = AutoProcessor.from_pretrained(folder / "built")
+        model = AutoModelForImageTextToText.from_pretrained(folder / "built")
+        processor.tokenizer.add_tokens(["<cat>"])
+        assert len(processor.tokenizer) <= model.get_input_embeddings().num_embeddings
+        text = prompt(processor, "a <cat> and a <cat>")
+        inputs = processor(images=IMAGES[:1], text=text, return_tensors="pt")
+        expected = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+        ids = inputs.pop("input_ids")
+        embeddings = model.get_input_embeddings()(ids).detach()
+        options = dict(max_new_tokens=5, do_sample=False)
+        answer = model.generate(inputs_embeds=embeddings, **inputs, **options)
+        assert torch.equal(answer, expected[:, ids.shape[1] :]), kind
+        source = AutoModelForCausalLM.from_pretrained(folder / "language")
+        weight = source.get_input_embeddings().weight
+        n_text = tiny.reference_n_text(weight, excluded=range(95, 128))
+        assert model.config.text_embedding_norm == pytest.approx(n_text, rel=1e-6), kind
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_row_that_is_added_to_the_vocabulary_is_ever_said(tmp_path, tied):
+    language = parts.language(tmp_path / "language", tied=tied)
+    build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+    source = AutoModelForCausalLM.from_pretrained(language)
+    head = source.get_output_embeddings().weight.detach().double()
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "built")
+    grown = model.lm_head.weight.detach()
+    added = torch.arange(len(head), len(grown))
+    if tied:  # the image token's embedding is no other's
+        added = added[added != model.config.image_token_id]
+    expected = head.mean(dim=0).float().expand(len(added), -1)
+    torch.testing.assert_close(grown[added], expected, rtol=1e-5, atol=1e-6)
+    torch.manual_seed(0)
+    logits = torch.randn(1000, head.shape[1]) @ grown.T
+    assert logits.argmax(dim=-1).max() < len(head)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_parameters_of_the_parts_add_up(tmp_path, tied):
+    language = parts.language(tmp_path / "language", tied=tied)
+    report = build_checkpoint(parts.vision(tmp_path / "v"), language, tmp_path / "built")
+    stored = weights(tmp_path / "built")  # a tied head is stored once
+    parameters = sum(tensor.numel() for tensor in stored.values())
+    counts = (report.vision_parameters, report.projector_parameters, report.language_parameters)
+    assert sum(counts) == parameters
+    of_language = {
+        name for name in stored if "vision_tower" not in name and "projector" not in name
+    }
+    assert report.language_parameters == sum(stored[name].numel() for name in of_language)
+    assert ("lm_head.weight" in of_language) == (not tied)
+
+
+def test_the_date_of_prompts_is_recorded(folders):
+    vision, language, output = folders
+    assert build_checkpoint(vision, language, output).prompt_date is None
+    dated = "{{ strftime_now('%d %b %Y') }}" + parts.CHATML
+    other = parts.language(output.with_name("dated"), chat_template=dated)
+    report = build_checkpoint(vision, other, output.with_name("dated-model"))
+    record = json.loads((output.with_name("dated-model") / "build.json").read_text())
+    assert report.prompt_date == record["prompt_date"] == "2024-07-26"
+    processor = AutoProcessor.from_pretrained(output.with_name("dated-model"))
+    assert prompt(processor, "a").startswith("26 Jul 2024")
+
+
+NOTICES = {
+    **{
+        name: b"terms" for name in ("LICENSE", "license.md", "NOTICE.txt", "COPYING", "LICENCE-2.0")
+    },
+    "USE_POLICY.md": b"what for",
+}
+OTHERS = {"license.py": b"code", "notices.json": b"{}", "LICENSE.txt": b"x" * (2**20 + 1)}
+OTHERS |= {"README.md": b"---\nlicense: mit\n---\n", "my LICENSE": b"not by its name"}
+
+
+def test_notices_of_both_parts_are_copied_and_no_other_files(folders):
+    vision, language, output = folders
+    for name, content in (NOTICES | OTHERS).items():
+        Path(language, name).write_bytes(content)
+    Path(vision, "LICENSE").write_bytes(b"of the encoder")
+    report = build_checkpoint(vision, language, output)
+    expected = {f"notices/language/{name}": content for name, content in NOTICES.items()}
+    expected["notices/vision/LICENSE"] = b"of the encoder"
+    found = [path for path in (output / "notices").rglob("*") if path.is_file()]
+    assert {path.relative_to(output).as_posix(): path.read_bytes() for path in found} == expected
+    record = json.loads((output / "build.json").read_text())
+    assert record["notices"] == report.notices == sorted(expected)
+
+
+def test_places_of_notices_are_not_believed(tmp_path):
+    """What `build.json` names is read from the checkpoint's folder, and written to another."""
+    model = tmp_path / "model"
+    (model / "notices" / "vision").mkdir(parents=True)
+    (model / "notices" / "vision" / "LICENSE").write_bytes(b"terms")
+    (model / "notices" / "vision" / "code.py").write_bytes(b"code")
+    for name in ("LICENSE", "model/LICENSE"):
+        (tmp_path / name).write_bytes(b"private")
+    named = ["notices/vision/LICENSE", "notices/vision/../../../LICENSE", "../LICENSE", "LICENSE"]
+    named += [str(tmp_path / "LICENSE"), "notices/vision/code.py", "notices/language/LICENSE", 3]
+    found = checkpoint_notices({"notices": named}, str(model))
+    assert found == {"notices/vision/LICENSE": b"terms"}
+    assert checkpoint_notices({"notices": "LICENSE"}, str(model)) == {}
+    assert checkpoint_notices(None, str(model)) == {}
 
 
 @pytest.mark.parametrize("arm, norm", [*((arm, "layer_norm") for arm in ARMS), ("gwc", "rms_norm")])
@@ -144,6 +320,26 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, change, m
     with pytest.raises(ValueError, match=message):
         build_checkpoint(output=tmp_path / "built", **arguments)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_encoder_with_other_features_than_placeholders_is_refused(tmp_path):
+    """The count of placeholders follows from the configuration, that of features from the model."""
+    vision = parts.vision(tmp_path / "vision", "dinov2")
+    file = Path(vision, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_register_tokens": 4}))
+    language = parts.language(tmp_path / "language")
+    with pytest.raises(ValueError, match="An image has 8 image tokens in the prompt, and 8 and 4"):
+        build_checkpoint(vision, language, tmp_path / "built")
+    assert not (tmp_path / "built").exists()
+
+
+def test_hidden_states_that_exist_and_those_that_do_not():
+    config = tiny.vision_config("clip")  # of 3 layers, so of 4 hidden states
+    for layer in (1, 3, -1, -4, [1, 3], [-4, -1]):
+        check_feature_layer(layer, config)
+    for layer in (4, -5, [1, 4], [-5, -1], 0):
+        with pytest.raises(ValueError, match="feature_layer"):
+            check_feature_layer(layer, config)
 
 
 def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_path):

@@ -1,6 +1,8 @@
 """Chat templates: text as before, images and generation marks where they belong."""
 
 import io
+import re
+from datetime import datetime
 from itertools import product
 
 import chat_families as families
@@ -18,10 +20,21 @@ from normalign_llava.assembly import chat_template
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.parts import set_chat_template
 from normalign_llava.assembly.processing import make_processor, text_tokenizer
+from normalign_llava.checkpoint.opening import Checkpoint
+from normalign_llava.checkpoint.prompts import with_fixed_date
 from normalign_llava.data.rows.checks import token_lengths
 from normalign_llava.data.rows.parse import parse_row
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.train.collator import ConversationCollator
+
+
+def on_the_day(template):
+    """A family's template on a day in July: with that day's text in place of each call."""
+    call = re.compile(r"strftime_now\((['\"])(.*?)\1\)")
+    return call.sub(lambda found: repr(datetime(2024, 7, 26).strftime(found[2])), template)
+
+
+DATED = sorted(name for name in TEMPLATES if "strftime_now" in TEMPLATES[name])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -30,7 +43,7 @@ def test_text_only_conversations_render_as_under_the_models_own_template(name):
     options = ({}, {"tools": [families.WEATHER]}, {"enable_thinking": False})
     for messages, prompt, how in product(families.CONVERSATIONS, (False, True), options):
         how = {**how, "add_generation_prompt": prompt}
-        expected = families.outcome(TEMPLATES[name], messages, **how)
+        expected = families.outcome(on_the_day(TEMPLATES[name]), messages, **how)
         assert families.outcome(template, messages, **how) == expected, messages
 
 
@@ -55,6 +68,56 @@ def test_image_parts_become_the_image_token_in_every_family(name):
     with_images = render(template, parts(chat("What?", "This.", "Why?"), *images))
     assert with_images == render(template, chat("<|image's|><|image's|>What?", "This.", "Why?"))
     assert with_images.count("<|image's|>") == 2
+
+
+@pytest.mark.parametrize("name", DATED)
+def test_prompts_tell_a_fixed_date_whatever_the_day(name):
+    assert "llama3_2" in DATED
+    template, messages = multimodal_chat_template(TEMPLATES[name])[0], chat("What?", "A kite.")
+    on_that_day = render(on_the_day(TEMPLATES[name]), messages)
+    assert render(TEMPLATES[name], messages) != on_that_day  # the family's own tells today's
+    assert render(template, messages) == on_that_day
+
+
+def test_every_way_to_write_a_date_is_that_of_strftime():
+    letters = (
+        "a A w u d -d e j -j b h B m -m y Y C g G U W V H -H I -I p M -M S -S f z Z c x X D F T R"
+    )
+    for directive in [f"%{letter}" for letter in letters.split()] + ["%% of %d", "%A, %d. %B %Y"]:
+        dated = f"{{{{ strftime_now({directive!r}) }}}}"
+        text = render(with_fixed_date(dated), chat("Why?"))
+        assert text == datetime(2024, 7, 26).strftime(directive), directive
+
+
+def test_a_template_without_a_date_and_one_with_a_fixed_date_stay():
+    assert with_fixed_date(SMOLLM2) == SMOLLM2
+    fixed = with_fixed_date(TEMPLATES["llama3_2"])
+    assert fixed != TEMPLATES["llama3_2"] and with_fixed_date(fixed) == fixed
+
+
+def test_checkpoints_from_before_tell_the_same_date_too(tmp_path):
+    """Their templates ask for today's date: opening and training put in the fixed one."""
+    processor = built(tmp_path / "built", families.byte_tokenizer(), TEMPLATES["llama3_2"])
+    fixed = processor.chat_template
+    assert (before := fixed.replace(with_fixed_date(" strftime_now")[: -len(" strftime_now")], ""))
+    assert before != fixed and "strftime_now" in before
+    processor.chat_template = processor.tokenizer.chat_template = before
+    processor.save_pretrained(tmp_path / "older")
+    opened = Checkpoint(str(tmp_path / "older"), None, {}).processor
+    given = AutoProcessor.from_pretrained(tmp_path / "older")
+    collator = ConversationCollator(given)
+    messages = parts(chat("Why?"), {"type": "image"})
+    for settled in (opened, opened.tokenizer, collator.processor, collator.processor.tokenizer):
+        text = settled.apply_chat_template(messages, tokenize=False)
+        assert "Today Date: 26 Jul 2024" in text
+
+
+def test_a_template_whose_generation_prompt_alone_would_change_is_refused():
+    prompt = "{{ 'one' if multimodal is defined else 'other' }}"  # which the preamble defines
+    odd = SMOLLM2.replace("{{ '<|im_start|>assistant\n' }}", prompt)
+    assert odd != SMOLLM2
+    with pytest.raises(ValueError, match="renders the conversation .* differently"):
+        multimodal_chat_template(odd)
 
 
 def built(folder, tokenizer, template):

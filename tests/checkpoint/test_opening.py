@@ -11,9 +11,10 @@ import train_data
 import training
 from huggingface_hub import ModelCard
 from paths import ROOT
+from safetensors.torch import save_file
 
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.opening import licence_of
+from normalign_llava.checkpoint.opening import licence_of, open_checkpoint
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.keeping.record import hardware
@@ -35,6 +36,9 @@ def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_p
     language = tiny_parts.language(tmp_path / "language")
     terms = "license: other\nlicense_name: llama3.2\nlicense_link: LICENSE.txt"
     (tmp_path / "language" / "README.md").write_text(f"---\n{terms}\n---\n")
+    (tmp_path / "language" / "LICENSE.txt").write_text("of the language model")
+    (tmp_path / "vision" / "NOTICE").write_text("of the encoder")
+    (tmp_path / "vision" / "LICENSE").write_text("x" * (2**20 + 1))  # no licence is so long
     hub.serve("user/vit", Path(vision))
     hub.serve("user/lm", Path(language))
     assert prepared.run(["-c", BUILD, "user/vit", "user/lm", tmp_path / "built"]).returncode == 0
@@ -44,6 +48,10 @@ def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_p
     assert [record["vision_revision"], record["language_revision"]] == commits
     licence = {"license": "other", "license_name": "llama3.2", "license_link": link}
     assert record["licenses"] == {"vision": None, "language": licence}
+    texts = {path: (tmp_path / "built" / path).read_text() for path in record["notices"]}
+    expected = {"notices/language/LICENSE.txt": "of the language model"}
+    assert texts == {**expected, "notices/vision/NOTICE": "of the encoder"}
+    assert hub.sent["user/vit/LICENSE"] == 0
 
 
 def test_the_licence_of_a_folder_is_its_card_s(tmp_path):
@@ -59,6 +67,11 @@ def test_the_licence_of_a_folder_is_its_card_s(tmp_path):
 
 def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_path):
     built = training.checkpoint(tmp_path / "parts")
+    notice = "notices/language/LICENSE"
+    (built / notice).parent.mkdir(parents=True)
+    (built / notice).write_text("terms")
+    record = json.loads((built / "build.json").read_text()) | {"notices": [notice]}
+    (built / "build.json").write_text(json.dumps(record))
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", "red.png") for i in range(8)]
     train_data.write_json(tmp_path / "parts" / "data", rows)
     first, second, merged = (tmp_path / name for name in ("first", "second", "merged"))
@@ -79,8 +92,29 @@ def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_
         assert records[1]["commit"] in (head, f"{head}-dirty")
     assert records[1]["hardware"] == hardware(torch.device("cpu"))
     for folder in folders:
-        assert (folder / "build.json").read_text() == (built / "build.json").read_text()
+        assert json.loads((folder / "build.json").read_text()) == record
+        assert (folder / notice).read_text() == "terms"
         card = (folder / "README.md").read_text()
         assert is_ours(card) and str(tmp_path) not in (folder / "training.json").read_text() + card
         library = "peft" if folder == second else "transformers"  # the merged model too
         assert ModelCard(card).data.library_name == library
+
+
+@pytest.mark.parametrize(
+    "per_byte, fault", [(5, "parameters, its weights"), (3, "lacks|cannot be")]
+)
+def test_a_configuration_of_more_parameters_than_weights_could_hold_is_refused(
+    tmp_path, per_byte, fault
+):
+    """Weights of 2 bits have four parameters a byte; 16 million more are always allowed."""
+    folder = training.checkpoint(tmp_path) / "config.json"
+    tensors = {"unused": torch.zeros(2**25, dtype=torch.int8)}
+    for file in folder.parent.glob("model*"):
+        file.unlink()
+    save_file(tensors, folder.parent / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads(folder.read_text())
+    width = config["text_config"]["hidden_size"]
+    config["text_config"]["vocab_size"] = per_byte * 2**25 // width
+    folder.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=fault):
+        open_checkpoint(folder.parent).load()

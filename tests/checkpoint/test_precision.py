@@ -8,7 +8,12 @@ import torch
 from transformers import LlamaConfig, LlavaConfig
 
 from normalign_llava.checkpoint import precision
-from normalign_llava.checkpoint.precision import compute_dtype, dtype_to_load, free_memory
+from normalign_llava.checkpoint.precision import (
+    compute_dtype,
+    dtype_to_load,
+    free_memory,
+    half_precision_pays,
+)
 
 
 ASK = """
@@ -31,6 +36,15 @@ def test_of_several_processes_the_first_one_s_measurement_holds(prepared, tmp_pa
     ]
     for process in started:
         assert f"bf16 {seconds[0] < 1}" in process.wait().stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_pays_from_one_and_a_half_times_as_fast(processor, dtype):
+    for faster, pays in ((1.6, True), (1.4, False), (0.2, False), (4.0, True)):
+        name = str(dtype).removeprefix("torch.")
+        other = {"bfloat16": 5.0, "float16": 5.0} | {name: 1 / faster}
+        processor(**other)
+        assert half_precision_pays(dtype, "cpu") == pays
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs a checkpoint's own precision")

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a chat template writes: the tokens that end an answer, and a date that does not change."""
+
+import copy
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import date
+from typing import Any
+
+from transformers import GenerationConfig, LlavaProcessor, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+
+PROMPT_DATE = date(2024, 7, 26)
+"""The date that prompts tell, where a template asks for today's.
+
+It is the one that Llama 3's own templates print where there is no clock. It is the same in every
+checkpoint, so that models that were built on different days can be compared.
+"""
+
+# What `strftime` writes of that day's first moment, in any locale.
+_DIRECTIVES = {
+    **{"%a": "Fri", "%A": "Friday", "%w": "5", "%u": "5"},
+    **{"%d": "26", "%-d": "26", "%e": "26", "%j": "208", "%-j": "208"},
+    **{"%b": "Jul", "%h": "Jul", "%B": "July", "%m": "07", "%-m": "7"},
+    **{"%y": "24", "%Y": "2024", "%C": "20", "%g": "24", "%G": "2024"},
+    **{"%U": "29", "%W": "30", "%V": "30"},
+    **{"%H": "00", "%-H": "0", "%I": "12", "%-I": "12", "%p": "AM"},
+    **{"%M": "00", "%-M": "0", "%S": "00", "%-S": "0", "%f": "000000"},
+    **{"%z": "", "%Z": "", "%s": "1721952000"},
+    **{"%c": "Fri Jul 26 00:00:00 2024", "%x": "07/26/24", "%X": "00:00:00"},
+    **{"%D": "07/26/24", "%F": "2024-07-26", "%T": "00:00:00", "%R": "00:00"},
+    "%%": "%",
+}
+_FIXED_DATE = (
+    "{% macro strftime_now(format) -%}"
+    "{%- set written = namespace(text=format) -%}"
+    f"{{%- for directive, value in {[*_DIRECTIVES.items()]!r} -%}}"
+    "{%- set written.text = written.text | replace(directive, value) -%}"
+    "{%- endfor -%}"
+    "{{- written.text -}}"
+    "{%- endmacro %}\n"  # a line break that Jinja leaves out
+)
+
+_ANSWER = "A red kite."
+_QUESTION = {"role": "user", "content": "What is this?"}
+_EXCHANGE = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
+
+
+def answer_ends(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[int]:
+    """Ids of the tokens that end an answer: the tokenizer's own, and those of the chat template.
+
+    A template ends an answer with the last token that it marks for training, or, without marks,
+    with the last token of the word that it prints after an answer. It counts if it is one of the
+    tokenizer's special or added tokens: others, such as `###` or a line break, occur in answers.
+
+    Args:
+        tokenizer: The tokenizer that training uses.
+        template: The chat template, by default the tokenizer's.
+    """
+    ends = []
+    if tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    for text in end_texts(tokenizer, template):
+        number = _last_added_token(tokenizer, text)
+        if number is not None and number not in ends:
+            ends.append(number)
+    return ends
+
+
+def end_texts(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[str]:
+    """What a chat template prints behind an answer, for the model to generate; see [`answer_ends`].
+
+    White space around it is left out. The list is empty if there is no template, or if it prints
+    nothing there.
+    """
+    template = default_template(template or tokenizer.chat_template)
+    if not template:
+        return []
+    texts = []
+    for exchanges in (1, 2):
+        for text in _behind_answers(template, tokenizer.special_tokens_map, _EXCHANGE * exchanges):
+            if text and text not in texts:
+                texts.append(text)
+    return texts
+
+
+def unrecognized_ends(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[str]:
+    """Of the [`end_texts`], those that are no token of their own: generation cannot stop there."""
+    texts = end_texts(tokenizer, template)
+    return [text for text in texts if _last_added_token(tokenizer, text) is None]
+
+
+def stopping_at(generation: GenerationConfig, ends: Iterable[int]) -> GenerationConfig:
+    """The generation configuration with more tokens that end an answer, behind those it has.
+
+    It is the same object if it has all of them. Otherwise it is a copy, without flags that have no
+    effect: transformers would refuse to save it.
+    """
+    known = _as_list(generation.eos_token_id)
+    added = [number for number in ends if number not in known]
+    if not added:
+        return generation
+    changed, _ = without_idle_flags(generation)
+    numbers = known + added
+    changed.eos_token_id = numbers if len(numbers) > 1 else numbers[0]
+    return changed
+
+
+def stop_as_trained(model: Any, processor: LlavaProcessor) -> None:
+    """Makes a model's answers end where training with this processor ends them."""
+    ends = answer_ends(processor.tokenizer, processor.chat_template)
+    model.generation_config = stopping_at(model.generation_config, ends)
+
+
+def without_idle_flags(generation: GenerationConfig) -> tuple[GenerationConfig, dict[str, Any]]:
+    """A copy without flags that have no effect, such as a temperature without `do_sample`.
+
+    Returns the copy, and the flags that were taken out, with their values. Raises ValueError if
+    transformers refuses the configuration for another reason.
+    """
+    kept = copy.deepcopy(generation)
+    removed = dict[str, Any]()
+    while True:
+        try:
+            kept.validate(strict=True)
+        except ValueError as error:
+            # transformers tells idle flags by their names in a list alone.
+            names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
+            idle = [name for name in names if name not in removed]
+            if not idle:
+                raise
+            for name in idle:
+                removed[name] = getattr(kept, name)
+                setattr(kept, name, getattr(GenerationConfig(), name))
+            continue
+        return kept, removed
+
+
+def has_generation_marks(template: str) -> bool:
+    """Whether a chat template has `{% generation %}` marks."""
+    return re.search(r"{%-?\s*generation\b", template) is not None
+
+
+def default_template(template: Any) -> str | None:
+    """Of several chat templates by name, the one that `apply_chat_template` uses."""
+    if isinstance(template, dict):
+        return template.get("default")
+    return template
+
+
+def asks_for_the_date(template: str) -> bool:
+    """Whether a chat template prints today's date."""
+    return "strftime_now" in template and not fixes_the_date(template)
+
+
+def fixes_the_date(template: str | None) -> bool:
+    """Whether a chat template has a date of its own in place of today's."""
+    return re.search(r"\bmacro\s+strftime_now\b", template or "") is not None
+
+
+def with_fixed_date(template: str) -> str:
+    """The chat template, which prints [`PROMPT_DATE`] wherever it printed today's date.
+
+    The function that it calls is defined in front of it, so it stays as it is.
+    """
+    return _FIXED_DATE + template if asks_for_the_date(template) else template
+
+
+def fix_date(processor: LlavaProcessor) -> None:
+    """Makes prompts the same on any day: see [`with_fixed_date`]."""
+    template = processor.chat_template
+    if isinstance(template, str) and asks_for_the_date(template):
+        processor.chat_template = with_fixed_date(template)
+        processor.tokenizer.chat_template = processor.chat_template
+
+
+def _behind_answers(
+    template: str, special_tokens: dict[str, Any], messages: list[dict[str, Any]]
+) -> list[str]:
+    """The stripped texts behind the answers of a conversation, as [`end_texts`] describes them."""
+    as_parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
+    # One that reads parts prints nothing of a string; others print a list as Python writes it.
+    for form in (messages, as_parts):
+        with suppress(Exception):  # a template may refuse a form with any error
+            (text,), _ = render_jinja_template([form], chat_template=template, **special_tokens)
+            if _ANSWER not in text:
+                continue
+            if not has_generation_marks(template):
+                return text.rpartition(_ANSWER)[2].split()[:1]
+            spans = _marked(template, special_tokens, form)
+            return [span.rpartition(_ANSWER)[2].strip() for span in spans if _ANSWER in span]
+    return []
+
+
+def _marked(
+    template: str, special_tokens: dict[str, Any], messages: list[dict[str, Any]]
+) -> list[str]:
+    """The stretches of a conversation that are to be generated."""
+    options: dict[str, Any] = {"chat_template": template, "return_assistant_tokens_mask": True}
+    (text,), (spans,) = render_jinja_template([messages], **options, **special_tokens)
+    return [text[start:stop] for start, stop in spans]
+
+
+def _last_added_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
+    """The id of the special or added token with which a text ends, or None."""
+    numbers = tokenizer.encode(text, add_special_tokens=False)
+    added = tokenizer.added_tokens_decoder
+    return numbers[-1] if numbers and numbers[-1] in added else None
+
+
+def _as_list(numbers: int | list[int] | None) -> list[int]:
+    if numbers is None:
+        return []
+    return [numbers] if isinstance(numbers, int) else list(numbers)
