@@ -68,14 +68,14 @@ def test_the_weights_that_are_loaded_are_sent(folder, tmp_path):
     assert len(shards) > 1
     stale = "model-00009-of-00009.safetensors"
     shutil.copyfile(sharded / shards[0], sharded / stale)
-    chosen = choose_files(sharded, {}, existing=[stale, shards[0], "mine.safetensors"])
+    chosen = choose_files(sharded, {})
     assert {path for path in chosen.files if "safetensors" in path} == {*shards, INDEX}
-    assert chosen.excluded == chosen.stale == [stale]
+    assert chosen.excluded == [stale]
     # Of two saves, the one that is loaded.
     stored.in_one_file(folder)
     shutil.copyfile(sharded / INDEX, folder / INDEX)
-    chosen = choose_files(folder, {}, existing=[INDEX])
-    assert WEIGHTS in chosen.files and chosen.excluded == chosen.stale == [INDEX]
+    chosen = choose_files(folder, {})
+    assert WEIGHTS in chosen.files and chosen.excluded == [INDEX]
 
 
 def test_a_diagnosis_is_sent_without_samples(folder):
@@ -196,6 +196,6 @@ def test_disguised_files_and_figures_are_looked_into(tmp_path):
     torch.save({"a": 1}, tmp_path / "tokenizer.model")
     expected = {"a.png": f"path, {tmp_path}. ", "b.png": "a pickle", "tokenizer.model": "a pickle"}
     files = {name: (tmp_path / name).read_bytes() for name in expected}
-    faults = private(PublishSource(tmp_path, files, {}, [], []))
+    faults = private(PublishSource(tmp_path, files, {}, []))
     for fault, (name, what) in zip(faults, expected.items(), strict=True):
         assert fault.startswith(f"- {name}") and what in fault
