@@ -17,10 +17,11 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
 from normalign_llava.assembly.build import retrofit_checkpoint
-from normalign_llava.evaluation.results import WEIGHT_FILES, files_hash
+from normalign_llava.evaluation.results import WEIGHT_FILES, Evaluation, Metric, files_hash
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.card.metadata import TAGS, by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card, write_card
+from normalign_llava.hub_cards.push.source import choose_files
 
 
 STALE = "The diagnosis was made of other weights"
@@ -75,6 +76,67 @@ def test_licences(folder, vision, language, dataset, expected):
         card = render_card(folder)
         assert data(card)["license"] == "gemma" and not card.warnings
         assert "Its author states: gemma." in card.text
+
+
+def source(name, split, **dataset):
+    return {"source": name, "split": split, "found": 9, "used": 7, "dataset": dataset}
+
+
+def test_held_out_data_is_not_what_it_was_trained_on(folder):
+    made.licensed(folder, "mit", "mit")
+    learned = source("a", "train", id="user/data", license="mit", language=["en"])
+    held_out = source("b", "eval", id="user/test", license="cc-by-nc-4.0", language=["de"])
+    made.edit(folder / "training.json", stage="align", data=[learned, held_out], options={})
+    card = render_card(folder)
+    content = data(card)
+    assert (content["datasets"], content["language"]) == (["user/data"], ["en"])
+    assert content["license"] == "mit" and "user/test" not in section(card, "Licence")
+    table = rows(section(card, "Training"))
+    assert table["Data"] == ["user/data, 7 of 9 rows"]
+    assert table["Held-out data"] == ["user/test, 7 of 9 rows"]
+
+
+@pytest.mark.parametrize("second, expected", [(["de"], ["en", "de"]), ([], None), (None, None)])
+def test_languages_are_named_if_those_of_all_data_are_known(folder, second, expected):
+    sources = [source("a", "train", id="user/a", language=["en"])]
+    sources.append(source("b", "train", id="user/b", language=second))
+    made.edit(folder / "training.json", stage="align", data=sources, options={})
+    assert data(render_card(folder)).get("language") == expected
+
+
+def test_notices_are_claimed_where_they_are(folder):
+    made.licensed(folder, "mit", "apache-2.0")
+    made.edit(folder / "training.json", stage="align", data=[], options={})
+    told = "licences and notices that came with the parts"
+    assert told not in (text := render_card(folder).text) and "notices stay" not in text
+    file = folder / "notices" / "vision" / "LICENSE"
+    file.parent.mkdir(parents=True)
+    file.write_text("terms")
+    card = render_card(folder)
+    sentence = section(card, "Licence")
+    assert told in sentence and "[notices/vision/LICENSE](notices/vision/LICENSE)." in sentence
+    assert "notices/vision/LICENSE" in choose_files(folder, {}).files
+
+
+def test_scores_on_whole_tasks_are_in_the_metadata(full):
+    whole, of_part = [Metric("accuracy", 0.25)], [Metric("accuracy", 0.75)]
+    Evaluation("gqa", "GQA", whole, 9, 9, [], weights="0" * 64).write(full)  # of other weights
+    Evaluation("textvqa", "TextVQA", of_part, 5, 9, []).write(full)
+    card = render_card(full, repo_id="user/model")
+    content = ModelCard(card.text).data
+    results = [
+        (result.dataset_type, result.dataset_name, result.metric_name, result.metric_value)
+        for result in content.eval_results
+    ]
+    assert content.model_name == "model"
+    assert results == [
+        ("pope", "POPE", "accuracy", 0.8125),
+        ("pope", "POPE", "accuracy, adversarial", 0.7),
+    ]
+    assert "TextVQA" in card.text and "GQA" in card.text  # with what is wrong with them
+    (full / "README.md").write_text(card.text)
+    shutil.rmtree(full / "evaluation")
+    assert "model-index" not in data(render_card(full))
 
 
 def test_what_the_author_wrote_is_kept_byte_for_byte(full):
