@@ -358,7 +358,9 @@ def publish(
     replace_files: Annotated[
         bool, Option("--replace-files", help="Overwrite or remove files of others on the Hub.")
     ] = False,
-    no_verify: Annotated[bool, Option("--no-verify", help="Do not load it from the Hub.")] = False,
+    no_verify: Annotated[
+        bool, Option("--no-verify", help="Do not load it before and after.")
+    ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check; show what would be sent.")] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load that in a clean process."""

@@ -138,7 +138,9 @@ def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
             raise
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)  # where it was raised
         ours = str(frame.f_globals.get("__name__")).startswith(f"{__package__.split('.')[0]}.")
-        is_text = not isinstance(error, UnicodeError)  # Python raises that one in the caller's frame
+        is_text = not isinstance(
+            error, UnicodeError
+        )  # Python raises that one in the caller's frame
         if isinstance(error, ValueError) and ours and is_text:
             raise
         reason = " ".join(first_cause(error)[0].split())

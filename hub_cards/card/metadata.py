@@ -47,9 +47,7 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     return {"license": "other"}, "No licence covers all parts: the conditions of all apply.", differ
 
 
-def metadata(
-    facts: Facts, base: Part | None, licence: dict[str, Any], name: str
-) -> dict[str, Any]:
+def metadata(facts: Facts, base: Part | None, licence: dict[str, Any], name: str) -> dict[str, Any]:
     """The front matter that follows from `facts`, an adapter's base, and the licence of `terms`.
 
     `name` is the model's, beside its scores.

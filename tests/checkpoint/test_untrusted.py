@@ -270,14 +270,20 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
 def test_a_model_has_at_most_four_parameters_for_each_byte(good, tmp_path, per_byte, refused):
     folder = shutil.copytree(good / "model", tmp_path / "model")
     size = 2**23
-    header = json.dumps({"a": {"dtype": "U8", "shape": [size - 128], "data_offsets": [0, size - 128]}})
+    header = json.dumps(
+        {"a": {"dtype": "U8", "shape": [size - 128], "data_offsets": [0, size - 128]}}
+    )
     content = (120).to_bytes(8, "little") + header.ljust(120).encode() + bytes(size - 128)
     (folder / WEIGHTS).write_bytes(content)
     width = json.loads((folder / "config.json").read_text())["text_config"]["hidden_size"]
     # 2^24 parameters are allowed whatever the size.
     rows = int((per_byte * size + 2**24) / width) - 10_000
     edit(folder / "config.json", text_config={"vocab_size": rows, "dtype": "bfloat16"})
-    said = "config.json of .* parameters, its weights 8,388,608 bytes" if refused else "lacks .* tensors"
+    said = (
+        "config.json of .* parameters, its weights 8,388,608 bytes"
+        if refused
+        else "lacks .* tensors"
+    )
     with pytest.raises(ValueError, match=said):
         open_checkpoint(folder).load(dtype=torch.bfloat16)
 

@@ -14,7 +14,9 @@ import tiny_parts as parts
 from card_folder import data, listed, rows, section, tokens
 from diagnosed import diagnosed
 from huggingface_hub import ModelCard
+from PIL import Image
 from safetensors.torch import save_file
+from transformers import AutoProcessor
 
 from normalign_llava.assembly.build import retrofit_checkpoint
 from normalign_llava.evaluation.results import WEIGHT_FILES, Evaluation, Metric, files_hash
@@ -137,6 +139,46 @@ def test_scores_on_whole_tasks_are_in_the_metadata(full):
     (full / "README.md").write_text(card.text)
     shutil.rmtree(full / "evaluation")
     assert "model-index" not in data(render_card(full))
+
+
+def test_the_table_of_an_evaluation_has_what_was_recorded(full):
+    text = section(render_card(full), "Evaluation")
+    assert rows(text) == {
+        "": ["metric", "this model", "blank image", "commonest answer", "n"],
+        "all": ["accuracy", "0.81\xa0±\xa00.02", "0.500", "0.510", "500"],
+        "adversarial": ["accuracy", "0.70\xa0±\xa00.03", "0.400", "–", "250"],
+    }
+    assert "**Partial" not in text
+    Evaluation("pope", "POPE", [Metric("accuracy", 0.5)], 5, 9, []).write(full)
+    assert "**Partial: 5 of 9 samples.**" in section(render_card(full), "Evaluation")
+
+
+def test_the_table_of_training_has_what_was_recorded(full):
+    made.trained(full, steps_done=30)
+    table = rows(section(render_card(full), "Training"))
+    trained, frozen = "projector 0.001, norm 0.002", "vision tower, language model"
+    assert table.pop("Data") == [
+        "first, 500 of 505 rows (3 bad, 2 too long)",
+        "second, 60 of 60 rows",
+    ]
+    assert table == {
+        "": ["stage 1 (align)", "stage 2 (tune)"],
+        "Trained, at a peak learning rate": [trained] * 2,
+        "Frozen": [frozen] * 2,
+        "Steps": ["32", "30 of 32"],
+        "Rows a step: a device × processes × accumulated": ["16 (4 × 2 × 2)"] * 2,
+        "Hardware": ["2 × NVIDIA H200, x86_64 Linux"] * 2,
+        "Time": ["1:30:00", "0:00:42"],
+        "Software": ["torch 2.13.0, normalign_llava 0.1.0"] * 2,
+        "Commit of the code": ["d" * 40] * 2,
+    }
+
+
+def test_the_number_of_visual_tokens_is_the_processor_s(folder):
+    (told,) = re.findall(r"^An image is ([\d,]+) visual tokens", render_card(folder).text, re.M)
+    processor = AutoProcessor.from_pretrained(folder)
+    inputs = processor(images=Image.new("RGB", (30, 20)), text="<image>", return_tensors="pt")
+    assert int(told) == (inputs["input_ids"] == processor.image_token_id).sum()
 
 
 def test_what_the_author_wrote_is_kept_byte_for_byte(full):

@@ -168,7 +168,8 @@ def test_a_file_that_was_changed_on_the_hub_is_not_overwritten(publish, hub, fol
     [
         b"[1]",
         b"not JSON",
-        b'{"files": {"notes.json": ["a"]}}',
+        b'{"schema_version": 1, "files": {"notes.json": ["a"]}}',
+        b'{"schema_version": 2, "written_by": "normalign-llava", "files": {"a": ["a"]}}',
         b'{"schema_version": 1, "written_by": "normalign-llava", "files": [1]}',
     ],
 )

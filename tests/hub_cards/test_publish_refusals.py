@@ -66,7 +66,14 @@ def notice(folder):
     return "notices/vision/LICENSE, line 1: a Hugging Face token"
 
 
+def padding_on_the_right(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"padding_side": "right"}))
+    return "tokenizer_config.json pads on the right"
+
+
 FAULTS = [token, local_path, a_pickle, changed_code, other_code, infinite_gain, half_gain, notice]
+FAULTS += [padding_on_the_right]
 
 
 @pytest.mark.parametrize("spoil", FAULTS)
@@ -105,6 +112,8 @@ def test_no_token_is_in_the_error_of_a_clean_process(folder):
     del config["auto_map"]
     config["model_type"] = SECRET  # which the error names
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="does not work in a process without this package") as shown:
+    with pytest.raises(
+        ValueError, match="does not work in a process without this package"
+    ) as shown:
         ask_clean_process(folder, token=SECRET)
     assert "[token]" in str(shown.value) and SECRET not in str(shown.value)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`push_to_hub`: real runs, in their own processes, that publish their result on a local hub."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,22 @@ def test_a_run_publishes_its_result_once(hub, run, prepared, tmp_path, parts):
     assert is_ours(text) and is_ours((out / "README.md").read_text())
     for path in out.glob("*.safetensors"):
         assert repository.read(path.name) == path.read_bytes()
+
+
+@pytest.mark.parametrize("on_hub", [True, False])
+def test_an_adapter_is_sent_alone_if_its_base_is_on_the_hub(hub, run, parts, on_hub):
+    base = {"model_name_or_path": "lab/base"} if on_hub else {}
+    served = hub.serve("lab/base", parts / "model")
+    done = run(hub.token("ann"), use_peft=True, lora_r=2, **base)
+    assert done.returncode == 0, done.stderr
+    repository = hub.repository(REPO)
+    weights = {path for path in repository.files() if path.endswith(".safetensors")}
+    if not on_hub:
+        assert weights == stored.FILES - {"model.safetensors.index.json"}
+        return
+    assert weights == {"adapter_model.safetensors"}
+    config = json.loads(repository.read("adapter_config.json"))
+    assert (config["base_model_name_or_path"], config["revision"]) == ("lab/base", served.commit)
 
 
 def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tmp_path):
