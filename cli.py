@@ -359,7 +359,7 @@ def publish(
         bool, Option("--replace-files", help="Overwrite or remove files of others on the Hub.")
     ] = False,
     no_verify: Annotated[
-        bool, Option("--no-verify", help="Do not load it before and after.")
+        bool, Option("--no-verify", help="Load it neither before nor after.")
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check; show what would be sent.")] = False,
 ) -> None:

@@ -86,9 +86,8 @@ def find_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Reposit
     if not is_new and "space.json" not in space.files:
         raise ValueError(f"{space.repo_id} is not this package's. Rename it, or leave out --space.")
     if not is_new and not replace_files:
-        check_files_of_others(
-            space, additions(space_files(repo_id, "a commit that is not made yet"))
-        )
+        planned = space_files(repo_id, "the commit that is about to be made")
+        check_files_of_others(space, additions(planned))
     return space
 
 

@@ -47,8 +47,8 @@ class Facts:
     """What a card is rendered from: a checkpoint's or adapter's records; None or empty if absent.
 
     `stages` has the `training.json` of each stage in order, `gain` is that of the norm, as in
-    `report.json`; `notices` are the paths of its parts' licences and notices; `moved`: whether the norm differs from a newly built one; `outdated`: tasks that
-    were evaluated with other weights.
+    `report.json`; `moved`: whether the norm differs from a newly built one; `outdated`: tasks that
+    were evaluated with other weights; `notices`: paths of the licences and notices of its parts.
     """
 
     def __init__(self, checkpoint: Path):

@@ -93,18 +93,18 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
         except errors.RepositoryNotFoundError:
             return Repository(api, name, kind, branch)
         files: dict[str, str] = {}
-        at = {"repo_type": kind, "revision": info.sha}
-        for entry in api.list_repo_tree(name, recursive=True, **at):
+        tree = api.list_repo_tree(name, recursive=True, repo_type=kind, revision=info.sha)
+        for entry in tree:
             if isinstance(entry, RepoFile):
                 files[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
         card = None
         if CARD in files:
-            file = api.hf_hub_download(name, CARD, **at)
+            file = api.hf_hub_download(name, CARD, repo_type=kind, revision=info.sha)
             card = Path(file).read_bytes().decode("utf-8-sig", "replace")
         written: dict[str, Sequence[str]] = {}
         if RECORD in files:
-            record = Path(api.hf_hub_download(name, RECORD, **at)).read_bytes()
-            written = _recorded(record)
+            file = api.hf_hub_download(name, RECORD, repo_type=kind, revision=info.sha)
+            written = _recorded(Path(file).read_bytes())
             if written:  # somebody else's file of that name is not ours
                 written[RECORD] = [files[RECORD]]
     return Repository(api, name, kind, branch, info.sha, bool(info.private), files, written, card)
