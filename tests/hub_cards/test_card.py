@@ -394,5 +394,11 @@ def test_a_diagnosis_and_results_of_other_weights_are_called_so(full):
     assert len(told()) == 2 and "Diagnose again" in " ".join(render_card(full).warnings)
     made.measured(full)
     assert STALE not in told()
+    gain = json.loads((full / "diagnostics" / "report.json").read_text())["report"]["gain"]
+    for factor, is_stale in ((1.005, False), (1.02, True), (1 / 1.02, True)):
+        made.normed(full, gain["mean_abs"] * factor)
+        assert (STALE in told()) == is_stale
+    made.measured(full)
+    assert STALE not in told()
     made.edit(full / "config.json", projector_norm="rms_norm")
     assert STALE in told()

@@ -86,9 +86,13 @@ def test_what_an_earlier_publication_wrote_is_removed_unless_it_was_changed(publ
     whole = shutil.copytree(folder, folder.parent / "whole" / folder.name)
     stored.in_one_file(whole)
     old_weights = shards(folder)
-    old = {"training.json": b'{"seconds": 1.5}', "evaluation/summary.json": SUMMARY}
+    old = {
+        "notices/vision/LICENSE": b"terms of the encoder",
+        "training.json": b'{"seconds": 1.5}',
+        "evaluation/summary.json": SUMMARY,
+    }
     for path, content in {**old, "LICENSE": b"terms", "dynamics.jsonl": b"{}\n"}.items():
-        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
     assert publish(folder, "--no-verify")[0] == 0
     repository = hub.repository("ann/m")
@@ -104,8 +108,8 @@ def test_what_an_earlier_publication_wrote_is_removed_unless_it_was_changed(publ
     kept = {*OTHERS, "README.md", "LICENSE", *here, *changed}
     assert set(repository.head().files) == kept
     assert all(repository.read(path) == content for path, content in changed.items())
-    gone = sorted({*old_weights, "training.json", "dynamics.jsonl"} - here)
-    assert f"removed: {', '.join(gone)}." in shown
+    gone = {*old_weights, "training.json", "dynamics.jsonl", "notices/vision/LICENSE"} - here
+    assert f"removed: {', '.join(sorted(gone))}." in shown
 
 
 THEIRS = {
@@ -180,6 +184,11 @@ def test_a_record_that_is_not_ours_is_not_believed(publish, hub, folder, content
     assert repository.read("publication.json") == content
 
 
+def test_an_owner_is_the_same_in_other_letters(publish, hub, folder):
+    assert publish(folder, "--no-verify", "--repo-id", "ANN/m")[0] == 0
+    assert hub.repository("ANN/m").files()
+
+
 def test_a_record_names_ids_that_the_hub_gives(publish, hub, folder):
     assert publish(folder, "--no-verify")[0] == 0
     repository = hub.repository("ann/m")
@@ -247,6 +256,8 @@ def test_a_commit_that_nobody_can_load(publish, hub, folder):
     [
         (["--adapter"], None, "not an adapter"),
         (["--space"], None, "is not this package's"),
+        (["--space", "--create-pr"], None, "A Space needs a published whole model"),
+        (["--repo-id", "bob/m"], None, "ann may publish as ann/..., not as bob/m"),
         (["--public"], None, "is private"),
         ([], " ", "hf auth login"),
     ],

@@ -8,8 +8,14 @@ import pytest
 import stored
 import torch
 from safetensors.torch import load, save
+from transformers import AutoProcessor
 
-from normalign_llava.hub_cards.push.clean_process import ask_clean_process, difference
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.hub_cards.push.clean_process import (
+    ask_clean_process,
+    difference,
+    first_logits,
+)
 
 
 pytestmark = pytest.mark.slow
@@ -99,6 +105,26 @@ def test_a_commit_that_answers_otherwise_than_the_folder_is_reported(start, hub,
     shown = " ".join(ended.stderr.split())
     assert ended.returncode == 1 and "It answers differently: logits differ by" in shown
     assert f"ann/m is at {repository.commit}" in shown
+
+
+def test_a_clean_process_has_no_cache_and_no_token_of_this_machine(
+    hub, folder, tmp_path, monkeypatch
+):
+    served = hub.serve("lab/m", folder)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("HF_TOKEN", SECRET)  # which the hub would refuse
+    caches = ["HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HUGGINGFACE_HUB_CACHE"]
+    for name in caches:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    logits = ask_clean_process("lab/m", revision=served.commit)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        here = first_logits(model, AutoProcessor.from_pretrained(folder))
+    assert difference(here, logits) is None
+    assert not [name for name in caches if (tmp_path / name).exists()]
+    weights = [path for path in hub.sent if path.endswith(".safetensors")]
+    assert len(weights) == 3  # all were fetched
 
 
 def test_logits_that_differ_by_a_part_in_ten_thousand_are_reported():
