@@ -404,7 +404,12 @@ def publish(
     adapter: Annotated[bool, Option("--adapter", help="Publish an adapter unmerged.")] = False,
     base: BaseOption = None,
     replace_card: Annotated[bool, Option("--replace-card", help="Overwrite your card.")] = False,
-    no_verify: Annotated[bool, Option("--no-verify", help="Do not load it from the Hub.")] = False,
+    replace_files: Annotated[
+        bool, Option("--replace-files", help="Overwrite or remove files of others on the Hub.")
+    ] = False,
+    no_verify: Annotated[
+        bool, Option("--no-verify", help="Load it neither before nor after.")
+    ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check; show what would be sent.")] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load that in a clean process."""
@@ -416,7 +421,8 @@ def publish(
         publication = send(
             checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr,
             space=space, as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run,
-            check_loading=not no_verify, notify=lambda text: console.print(text, soft_wrap=True),
+            check_loading=not no_verify, replace_files=replace_files,
+            notify=lambda text: console.print(text, soft_wrap=True),
         )  # fmt: skip
     console.print(summary(publication), soft_wrap=True)
 

@@ -82,6 +82,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 MORE = "Use a machine with more."
+TRACEBACK = "NORMALIGN_TRACEBACK"  # 1 in the environment: errors are printed with their traceback
 _FULL = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
 _KERNELS = re.compile(r"[\\/](bitsandbytes|flash_attn|(?<=-packages[\\/])(?:triton|kernels))[\\/]")
 _DISK_FULL = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
@@ -121,7 +122,8 @@ def errors_for_people(extra: str = "", stopped: str = "", full: str = MORE) -> I
 
     Ctrl-C and SIGTERM print `stopped`, with status 130 and 143. Of a run's processes on a machine,
     the first that fails prints its error: others fail since it has ended. A missing module belongs
-    to `extra` of this package; `full` says what to do if memory is full.
+    to `extra` of this package; `full` says what to do if memory is full. With `TRACEBACK`, the
+    traceback is printed first.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
@@ -145,7 +147,9 @@ def errors_for_people(extra: str = "", stopped: str = "", full: str = MORE) -> I
                 message = message or str(error)
             if message is None:
                 raise
-            several = os.environ.get("WORLD_SIZE", "1") != "1"
+            if os.environ.get(TRACEBACK) == "1":
+                Console(stderr=True).print("".join(traceback.format_exception(error)).rstrip())
+            several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
             process = f" in process {os.environ['RANK']}" if several else ""
             line = Text.assemble((f"Error{process}:", "bold red"), " ", escaped(message))
             Console(stderr=True).print(line, soft_wrap=True)  # paths stay whole

@@ -138,7 +138,9 @@ def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
             raise
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)  # where it was raised
         ours = str(frame.f_globals.get("__name__")).startswith(f"{__package__.split('.')[0]}.")
-        if isinstance(error, ValueError) and ours:
+        # bytes.decode has no frame of its own, so its error looks like one of ours.
+        is_sentence = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
+        if is_sentence and ours:
             raise
         reason = " ".join(first_cause(error)[0].split())
         if "trust_remote_code" in reason:

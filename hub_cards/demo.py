@@ -11,6 +11,7 @@ from huggingface_hub import HfApi
 from .. import evaluation
 from ..checkpoint.files import find_checkpoint
 from ..errors import check_installed
+from .push.record import additions, check_files_of_others
 from .push.repository import Repository, find_repository, push
 
 
@@ -79,12 +80,19 @@ def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
     }
 
 
-def find_space(api: HfApi, repo_id: str) -> Repository:
-    """The Space of a model as it is now. Raises ValueError if this package did not publish it."""
+def find_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Repository:
+    """The Space of a model as it is now.
+
+    Raises ValueError if this package did not publish it, or if somebody has changed a file that
+    would be overwritten, unless `replace_files`.
+    """
     space = find_repository(api, f"{repo_id}-demo", kind="space")
-    is_new = space.files <= {".gitattributes", "README.md"}
+    is_new = space.files.keys() <= {".gitattributes", "README.md"}
     if not is_new and "space.json" not in space.files:
         raise ValueError(f"{space.repo_id} is not this package's. Rename it, or leave out --space.")
+    if not is_new and not replace_files:
+        planned = space_files(repo_id, "the commit that is about to be made")
+        check_files_of_others(space, additions(planned))
     return space
 
 
@@ -92,7 +100,7 @@ def push_space(space: Repository, model: str, commit: str, notify: Callable[[str
     """Publishes the Space of a commit; returns its page. A new one is private if the model is."""
     try:
         private = find_repository(space.api, model).private
-        push(space, space_files(model, commit), stale=(), private=private)
+        push(space, additions(space_files(model, commit)), removed=(), private=private)
     except (ValueError, OSError) as error:
         state = f"The model is published, at {commit} of {model}; its Space is not."
         raise OSError(f"{state} {error}") from None

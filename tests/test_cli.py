@@ -132,6 +132,26 @@ def test_of_several_processes_the_first_that_fails_prints_its_error(tmp_path):
     assert mistake.startswith("Traceback") and "KeyError: 'a mistake'" in mistake
 
 
+def test_an_error_without_a_rank_is_told(tmp_path):
+    """As where WORLD_SIZE is set by hand, or by a launcher that names ranks otherwise."""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, "-c", FAILS, "ValueError", "no such row"]
+    process = subprocess.run(command, env=environment | {"WORLD_SIZE": "2"}, **CAPTURED)
+    assert process.returncode == 1 and process.stderr == "Error: no such row\n"
+
+
+@pytest.mark.parametrize("switch", [None, "0", "1"])
+def test_the_traceback_of_a_user_s_error_can_be_had(tmp_path, switch):
+    environment = {**os.environ, **({"NORMALIGN_TRACEBACK": switch} if switch else {})}
+    command = [sys.executable, "-m", "normalign_llava", "card", str(tmp_path / "absent")]
+    process = subprocess.run(command, env=environment, **CAPTURED)
+    *before, last = process.stderr.splitlines()
+    assert process.returncode == 1 and last.startswith("Error: ")
+    assert (before[:1] == ["Traceback (most recent call last):"]) == (switch == "1")
+    assert any("check_folder" in line for line in before) == (switch == "1")
+    assert before == [] or switch == "1"
+
+
 def bad_quantization(folder):
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf5")
     NormAlignLlavaForConditionalGeneration.from_pretrained(folder, quantization_config=settings)

@@ -15,7 +15,7 @@ from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluation.results import WEIGHT_FILES, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
-from ..push.source import DIAGNOSTICS, public_report, read_config, read_json, read_norm
+from ..push.source import DIAGNOSTICS, notices, public_report, read_config, read_json, read_norm
 
 
 LLAVA = "LLaVA checkpoint"  # the role of one that had both parts
@@ -48,7 +48,7 @@ class Facts:
 
     `stages` has the `training.json` of each stage in order, `gain` is that of the norm, as in
     `report.json`; `moved`: whether the norm differs from a newly built one; `outdated`: tasks that
-    were evaluated with other weights.
+    were evaluated with other weights; `notices`: paths of the licences and notices of its parts.
     """
 
     def __init__(self, checkpoint: Path):
@@ -57,6 +57,7 @@ class Facts:
         self.adapter = read_json(checkpoint / ADAPTER_CONFIG)
         self.build = read_json(checkpoint / BUILD_RECORD)
         self.has_processor = (checkpoint / "processor_config.json").is_file()
+        self.notices = notices(checkpoint)
         self.stages: list[dict[str, Any]] = []
         record: dict[str, Any] | None = read_json(checkpoint / TRAINING_RECORD)
         while record:

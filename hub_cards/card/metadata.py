@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ...checkpoint.files import CARD
 from ...checkpoint.untrusted import loading
@@ -38,7 +39,7 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     if known.keys() <= {*PERMISSIVE}:
         whole = max(known, key=PERMISSIVE.index)
         names = ", ".join(sorted(known))
-        sentence = f"Parts are under {names}; the whole is under {whole}, and their notices stay."
+        sentence = f"Parts are under {names}; the whole is under {whole}."
         return {"license": whole}, sentence, None
     named = ", ".join(f"{part.name} ({part.terms})" for part in parts)
     differ = f"The metadata has `license: other`: the licences of the parts differ, {named}. "
@@ -46,8 +47,11 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
     return {"license": "other"}, "No licence covers all parts: the conditions of all apply.", differ
 
 
-def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[str, Any]:
-    """The front matter that follows from `facts`, an adapter's base, and the licence of `terms`."""
+def metadata(facts: Facts, base: Part | None, licence: dict[str, Any], name: str) -> dict[str, Any]:
+    """The front matter that follows from `facts`, an adapter's base, and the licence of `terms`.
+
+    `name` is the model's, beside its scores.
+    """
     models, relation = list(dict.fromkeys(part.hub_id for part in facts.parts if part.hub_id)), None
     if facts.adapter:
         models, relation = [str(base.hub_id)] if base else [], "adapter"
@@ -58,6 +62,7 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
     elif len(models) > 1:  # with only one of them on the Hub, the Hub infers the relation
         relation = "merge"
     languages = [part.languages for part in facts.data]
+    scores = eval_results(facts)
     content = {
         **licence,
         # An incomplete list would mislead.
@@ -68,8 +73,29 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any]) -> dict[s
         "base_model_relation": relation if models else None,
         "datasets": list(dict.fromkeys(part.hub_id for part in facts.data if part.hub_id)),
         "tags": TAGS,
+        "model-index": eval_results_to_model_index(name, scores) if scores else None,
     }
     return {key: value for key, value in content.items() if value}
+
+
+def eval_results(facts: Facts) -> list[EvalResult]:
+    """The scores of this model on whole tasks, as the Hub reads them. The card's text has all."""
+    results = []
+    for evaluation in facts.evaluations:
+        if evaluation.partial or evaluation.task in facts.outdated:
+            continue
+        for metric in evaluation.metrics:
+            of_subset = f"{metric.name}, {metric.subset}" if metric.subset else metric.name
+            result = EvalResult(
+                task_type="image-text-to-text",
+                dataset_type=evaluation.task,
+                dataset_name=evaluation.title,
+                metric_type=metric.name,
+                metric_name=of_subset,
+                metric_value=metric.value,
+            )
+            results.append(result)
+    return results
 
 
 def card_in(folder: Path) -> str | None:

@@ -65,7 +65,8 @@ def render_card(
         if not facts.stages and facts.moved:
             licensed.append(Part("data", "what it was trained on"))
         licence, terms_sentence, no_licence = terms(licensed)
-        derived = metadata(facts, base, licence)
+        name = (repo_id or facts.name).rpartition("/")[2]
+        derived = metadata(facts, base, licence, name)
         whole = not facts.adapter and not facts.started_from
         nameless = [part.name for part in facts.parts if whole and not part.hub_id]
         # The author's value wins where the folder does not tell all. Tags are those of both.
@@ -89,7 +90,7 @@ def render_card(
         rendered = environment.get_template("card.md.jinja").render(
             front_matter=Markup(ModelCardData(**content).to_yaml(original_order=[*content])),
             derived=Markup(", ".join(settled)),
-            name=(repo_id or facts.name).rpartition("/")[2],
+            name=name,
             facts=facts,
             source=repo_id or ".",
             revision=revision,
@@ -228,6 +229,9 @@ def _training(stages: Sequence[dict[str, Any]]) -> Markup:
         run, hardware = stage.get("run") or {}, stage.get("hardware") or {}
         name = stage.get("stage")
         title = f"stage {place}" + (f" ({name})" if name else "")
+        data = stage.get("data", ())
+        learned = [source for source in data if source.get("split") == "train"]
+        held_out = [source for source in data if source.get("split") != "train"]
         modules, batch, seconds = run.get("modules", ()), run.get("batch"), stage.get("seconds")
         rates = [f"{row['module']} {row['learning_rate']:g}" for row in modules if row["trained"]]
         steps = dict.fromkeys([stage.get("steps_done"), run.get("steps")])
@@ -239,7 +243,8 @@ def _training(stages: Sequence[dict[str, Any]]) -> Markup:
             "Frozen": ", ".join(row["module"] for row in modules if not row["trained"]),
             "Steps": " of ".join(f"{count:,}" for count in steps if count is not None),
             "Rows a step: a device × processes × accumulated": batch and rows.format(**batch),
-            "Data": "; ".join(map(_rows_used, stage.get("data", ()))),
+            "Data": "; ".join(map(_rows_used, learned)),
+            "Held-out data": "; ".join(map(_rows_used, held_out)),
             "Hardware": ", ".join(filter(None, [devices, hardware.get("machine")])),
             "Time": seconds and str(timedelta(seconds=round(seconds))),
             "Software": ", ".join(f"{key} {version}" for key, version in stage["versions"].items()),
@@ -256,8 +261,7 @@ def _rows_used(source: dict[str, Any]) -> str:
     rows = f", {' of '.join(counts)} rows" if used is not None else ""
     faults = {"bad": source.get("bad"), "too long": source.get("too_long")}
     bad = [f"{count:,} {fault}" for fault, count in faults.items() if count]
-    use = "" if source.get("split") == "train" or name.startswith("held out") else ", held out"
-    return name + rows + (f" ({', '.join(bad)})" if bad else "") + use
+    return name + rows + (f" ({', '.join(bad)})" if bad else "")
 
 
 def _results(evaluation: Evaluation) -> Markup:

@@ -5,12 +5,12 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 
 from ...checkpoint.files import ADAPTER_CONFIG, CARD, check_folder, check_free, check_repo_id
 from ..card.metadata import card_in, check_replaceable
@@ -18,6 +18,7 @@ from ..card.write import render_card
 from ..demo import find_space, push_space
 from .checks import check_checkpoint, check_private, pinned_base
 from .clean_process import ask_clean_process, difference
+from .record import additions, check_files_of_others, files_of_others, stale_files
 from .repository import Repository, find_repository, log_in, push
 from .source import DIAGNOSTICS, EVALUATION, PublishSource, choose_files, read_json
 
@@ -27,13 +28,15 @@ class Publication:
     """What was published to `repository`, the branch before, or would be by a dry run.
 
     `commit` holds the files: a new one, or the head if nothing had to change; None for a dry run.
-    `space` is the page of the Space, if one was published.
+    `removed` are the paths that it took away; `space` is the page of the Space, if one was
+    published.
     """
 
     source: PublishSource
     repository: Repository
     commit: CommitInfo | None = None
     space: str | None = None
+    removed: list[str] = field(default_factory=list)
 
 
 def publish(
@@ -49,13 +52,16 @@ def publish(
     dry_run: bool = False,
     check_loading: bool = True,
     replace_card: bool = False,
+    replace_files: bool = False,
     token: str | None = None,
     notify: Callable[[str], object] = print,
 ) -> Publication:
     """Checks a checkpoint, sends it with its card in one commit, and loads that in a clean process.
 
-    It may be repeated at any time, also after a failure: only what the Hub lacks is sent. In the
-    same commit, files of an earlier publication that this one lacks are removed; others stay.
+    It may be repeated at any time, also after a failure: only what the Hub lacks is sent. The same
+    commit writes `publication.json`, a record of its files, and removes those that an earlier
+    record names, that nobody has changed since, and that this publication lacks. Files of others
+    stay; it is refused if they would be overwritten, or read beside the model.
 
     Args:
         checkpoint: Folder of a checkpoint, or of an adapter, which is merged into its base first.
@@ -70,6 +76,8 @@ def publish(
         check_loading: Load the folder before, and the commit after, in a clean process. Each takes
             the model's memory, and the second its size on disk (of an adapter twice).
         replace_card: Replace a card, on the Hub or in the folder, that this package did not write.
+        replace_files: Overwrite files of others on the Hub, and remove those that would be read
+            beside the model. Without it, the error lists them.
         token: Access token; by default that of `hf auth login` or HF_TOKEN.
         notify: Receives messages about the progress.
 
@@ -94,7 +102,9 @@ def publish(
         if repository.commit and private not in (None, repository.private):
             is_now = "private" if repository.private else "public"
             raise ValueError(f"{repo_id} is {is_now}. Change that in its settings on the Hub.")
-        demo = find_space(repository.api, repo_id) if space else None
+        if is_adapter and not as_adapter and not replace_files:  # before it is merged
+            check_files_of_others(repository)
+        demo = find_space(repository.api, repo_id, replace_files) if space else None
     if not replace_card:
         check_replaceable(card_in(checkpoint), str(checkpoint))
         check_replaceable(repository.card, repo_id)
@@ -121,8 +131,13 @@ def publish(
         card = render_card(folder, repo_id=repo_id, revision=revision, hub_card=theirs, base=pinned)
         for warning in card.warnings:
             notify(f"Warning: {warning}")
-        source = choose_files(folder, {**generated, CARD: card.text.encode()}, repository.files)
+        source = choose_files(folder, {**generated, CARD: card.text.encode()})
         check_private(source, access["token"] or "")
+        added: list[CommitOperationAdd] = []
+        removed: list[str] = []
+        if not dry_run:
+            added = additions(source.files)
+            removed = _to_remove(repository, added, replace_files)
         before = None
         if check_loading and not (dry_run and pinned):
             notify("Loading it in a clean process.")
@@ -131,7 +146,7 @@ def publish(
             notify("It passed the checks." + ("" if before else " It was not loaded."))
             return Publication(source, repository)
         notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
-        commit = push(repository, source.files, source.stale, private=private, create_pr=create_pr)
+        commit = push(repository, added, removed, private=private, create_pr=create_pr)
     if before:
         notify(f"Loading {repo_id} in the same way, at {commit.oid}.")
         try:
@@ -146,7 +161,18 @@ def publish(
     else:
         notify(f"{repo_id} was loaded neither from the folder nor from the Hub: it may not load.")
     page = push_space(demo, repo_id, commit.oid, notify) if demo else None
-    return Publication(source, repository, commit, page)
+    return Publication(source, repository, commit, page, removed)
+
+
+def _to_remove(
+    repository: Repository, added: list[CommitOperationAdd], replace_files: bool
+) -> list[str]:
+    """What the commit takes away. Raises ValueError if files of others stand in the way."""
+    if not replace_files:
+        check_files_of_others(repository, added)
+    sent = {addition.path_in_repo for addition in added}
+    beside = set(files_of_others(repository, added)) - sent
+    return sorted({*stale_files(repository, added), *beside})
 
 
 def summary(publication: Publication) -> str:
@@ -158,7 +184,7 @@ def summary(publication: Publication) -> str:
         return "\n".join([f"Would be sent to {repository.repo_id}:", *files, kept])
     changed = commit.oid != repository.commit
     sent = f"{len(source.files)} files in one commit" if changed else "nothing changed"
-    removed = ", ".join(source.stale) or "nothing"
+    removed = ", ".join(publication.removed) or "nothing"
     lines = [f"Sent to {repository.repo_id}: {sent}; removed: {removed}."]
     lines += [f"Commit: {commit.oid}", f"Repository: {repository.url}"]
     lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []

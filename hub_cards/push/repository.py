@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A repository on the Hub: who may write to it, what it holds, and one commit, whole or none."""
 
-from collections.abc import Collection, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, errors
 from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import get_token
 
 from ... import __version__
 from ...checkpoint.files import CARD
 
 
+RECORD = "publication.json"  # in a repository: what this package wrote to it
 LOG_IN = "Use `hf auth login` or HF_TOKEN, with a token of https://huggingface.co/settings/tokens"
 
 
@@ -22,7 +25,9 @@ class Repository:
     """A branch of a repository, as it was when somebody looked.
 
     `commit` is its head, that of `main` if there is no such branch, None without a repository;
-    `files` are its paths, `card` is the text of its `README.md`. `kind` is "model" or "space".
+    `files` has for each path the id of its content, in LFS the SHA-256, else git's blob id;
+    `written` has the ids of what earlier publications of this package wrote, by their record.
+    `card` is the text of its `README.md`. `kind` is "model" or "space".
     """
 
     api: HfApi
@@ -31,8 +36,13 @@ class Repository:
     branch: str = "main"
     commit: str | None = None
     private: bool = False
-    files: frozenset[str] = frozenset()
+    files: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, Sequence[str]] = field(default_factory=dict)
     card: str | None = None
+
+    def wrote(self, path: str) -> bool:
+        """Whether this package wrote a file, and nobody has changed it since."""
+        return self.files[path] in self.written.get(path, ())
 
     @property
     def url(self) -> str:
@@ -82,30 +92,53 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
             info = api.repo_info(name, repo_type=kind)
         except errors.RepositoryNotFoundError:
             return Repository(api, name, kind, branch)
-        files = frozenset(api.list_repo_files(name, repo_type=kind, revision=info.sha))
+        files: dict[str, str] = {}
+        tree = api.list_repo_tree(name, recursive=True, repo_type=kind, revision=info.sha)
+        for entry in tree:
+            if isinstance(entry, RepoFile):
+                files[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
         card = None
         if CARD in files:
             file = api.hf_hub_download(name, CARD, repo_type=kind, revision=info.sha)
             card = Path(file).read_bytes().decode("utf-8-sig", "replace")
-    return Repository(api, name, kind, branch, info.sha, bool(info.private), files, card)
+        written: dict[str, Sequence[str]] = {}
+        if RECORD in files:
+            file = api.hf_hub_download(name, RECORD, repo_type=kind, revision=info.sha)
+            written = _recorded(Path(file).read_bytes())
+            if written:  # somebody else's file of that name is not ours
+                written[RECORD] = [files[RECORD]]
+    return Repository(api, name, kind, branch, info.sha, bool(info.private), files, written, card)
+
+
+def _recorded(record: bytes) -> dict[str, Sequence[str]]:
+    """The ids by path in the content of `RECORD`; none if this package did not write it."""
+    try:
+        content = json.loads(record)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(content, dict) or content.get("written_by") != "normalign-llava":
+        return {}
+    files = content.get("files")
+    if content.get("schema_version") != 1 or not isinstance(files, dict):
+        return {}
+    return {path: ids for path, ids in files.items() if isinstance(ids, list)}
 
 
 def push(
     repository: Repository,
-    files: Mapping[str, bytes | Path],
-    stale: Collection[str],
+    added: Sequence[CommitOperationAdd],
+    removed: Collection[str],
     *,
     private: bool | None = None,
     create_pr: bool = False,
 ) -> CommitInfo:
-    """Makes a branch hold `files` and no longer `stale`, by one commit, or none if it does already.
+    """Makes a branch hold `added` and no longer `removed`: one commit, or none if it does already.
 
     At any moment it is at the commit before or at the new one; after a failure the same call sends
     the rest. Raises OSError also if somebody has made a commit since `repository` was read.
     """
     api, repo_id, head = repository.api, repository.repo_id, repository.commit
     kind, branch = repository.kind, repository.branch
-    additions = [CommitOperationAdd(path, content) for path, content in files.items()]
     with hub_errors(f"{repo_id} is as it was or complete. Run the command again to send the rest."):
         if head is None:
             sdk = "gradio" if kind == "space" else None
@@ -114,7 +147,7 @@ def push(
             api.create_branch(repo_id, repo_type=kind, branch=branch, revision=head, exist_ok=True)
         return api.create_commit(
             repo_id,
-            [*additions, *map(CommitOperationDelete, stale)],
+            [*added, *map(CommitOperationDelete, removed)],
             commit_message="Publish with normalign-llava",
             repo_type=kind,
             revision=branch,

@@ -2,7 +2,7 @@
 """What is published of a checkpoint folder: the files on a list of names. All others stay."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,6 +20,8 @@ from ...evaluation.results import EVALUATION, SUMMARY
 
 
 DIAGNOSTICS = "diagnostics"
+NOTICES = ("notices/vision", "notices/language")
+"""Folders of the licences and notices that came with the parts."""
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
 WRITTEN: dict[str, tuple[str, ...]] = {
     "": (
@@ -33,11 +35,23 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "chat_templates": ("*.jinja",),
     EVALUATION: (SUMMARY,),
     DIAGNOSTICS: (REPORT, "*.png"),
+    **dict.fromkeys(NOTICES, ("[!.]*",)),
 }
-"""Patterns of the files that this package and transformers write, by folder: in a repository they
-are replaced as a whole. Of weights those are sent that load, of figures those of `report.json`."""
+"""Patterns of the files that this package and transformers write, by folder. What a publication
+wrote of them and the next one lacks is removed. Of weights those are sent that load, of figures
+those of `report.json`."""
+READ: dict[str, tuple[str, ...]] = {
+    "": (
+        *(*WRITTEN[""], "pytorch_model*", "adapter_model.bin", "tf_model*.h5", "flax_model*"),
+        "video_preprocessor_config.json",
+    ),
+    "chat_templates": ("*",),
+    "custom_generate": ("*",),  # code that `generate` would run
+}
+"""Patterns of the files that are read, or could be taken for the model, if they lie beside it."""
 SENT = WRITTEN | {"": (*WRITTEN[""], names.CARD, "LICENSE*", "LICENCE*", "NOTICE*")}
 """Those and what people write, which is never removed from a repository."""
+LARGEST_NOTICE = 2**20  # bytes
 _FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, in no other folder
 
 
@@ -46,22 +60,19 @@ class PublishSource:
     """What is published of a folder.
 
     `files` has the contents by path in the repository, of weights the file, and `sizes` their
-    bytes; `excluded` has the paths that stay here, `stale` those that are removed there.
+    bytes; `excluded` has the paths that stay here.
     """
 
     folder: Path
     files: dict[str, bytes | Path]
     sizes: dict[str, int]
     excluded: list[str]
-    stale: list[str]
 
 
-def choose_files(
-    folder: Path, generated: Mapping[str, bytes], existing: Collection[str] = ()
-) -> PublishSource:
+def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
     """Chooses the files to send, and reads the small ones, so that what is checked is what is sent.
 
-    `generated` is sent instead of the folder's files; `existing` are paths in the repository.
+    `generated` is sent instead of the folder's files.
     """
     folder, generated = folder.resolve(), dict(generated)
     chosen = {path.name for path in weight_files(folder)}
@@ -70,22 +81,57 @@ def choose_files(
         report, figures = public_report((folder / DIAGNOSTICS / REPORT).read_text("utf-8"))
         generated[f"{DIAGNOSTICS}/{REPORT}"] = report
         chosen |= {f"{DIAGNOSTICS}/{name}" for name in figures}
-    files, excluded, paths = dict[str, bytes | Path](), list[str](), list[Path]()
-    for path in folder.iterdir():
-        paths += path.iterdir() if path.name in WRITTEN and path.is_dir() else [path]
-    for path in paths:
+    files: dict[str, bytes | Path] = {}
+    excluded: list[str] = []
+    for path in _paths(folder):
         name = path.relative_to(folder).as_posix()
+        is_notice = path.parent.relative_to(folder).as_posix() in NOTICES
         optional = path.suffix in (".safetensors", ".png") or name == names.INDEX
-        if path.is_file() and _matches(name, SENT) and (name in chosen or not optional):
+        if path.is_file() and is_notice and _matches(name, SENT):
+            files[name] = read_notice(path)
+        elif path.is_file() and _matches(name, SENT) and (name in chosen or not optional):
             files[name] = path if path.suffix == ".safetensors" else path.read_bytes()
         else:
             excluded.append(name + ("/" if path.is_dir() else ""))
     files = dict(sorted({**files, **generated}.items()))
-    stale = sorted(path for path in existing if path not in files and _matches(path, WRITTEN))
     sizes = {}
     for name, content in files.items():
         sizes[name] = len(content) if isinstance(content, bytes) else content.stat().st_size
-    return PublishSource(folder, files, sizes, sorted(excluded), stale)
+    return PublishSource(folder, files, sizes, sorted(excluded))
+
+
+def _paths(folder: Path) -> list[Path]:
+    """What is in a folder, in place of the folders of which files are sent what is in these."""
+    opened = {*WRITTEN, *(Path(notices).parent.as_posix() for notices in NOTICES)}
+    paths: list[Path] = []
+    waiting = sorted(folder.iterdir())
+    while waiting:
+        path = waiting.pop()
+        if path.is_dir() and path.relative_to(folder).as_posix() in opened:
+            waiting += sorted(path.iterdir())
+        else:
+            paths.append(path)
+    return paths
+
+
+def notices(folder: Path) -> list[str]:
+    """Paths of the licences and notices of the parts in a checkpoint folder, as they are sent."""
+    found = (path.relative_to(folder).as_posix() for path in _paths(folder) if path.is_file())
+    return sorted(name for name in found if name.startswith(NOTICES) and _matches(name, SENT))
+
+
+def read_notice(file: Path) -> bytes:
+    """A licence or notice. Raises ValueError unless it is a plain text of up to 1 MiB."""
+    size = file.stat().st_size
+    remedy = "Remove it, or replace it by the text of the licence."
+    if size > LARGEST_NOTICE:
+        raise ValueError(f"{file} has {size:,} bytes, and a notice {LARGEST_NOTICE:,}. {remedy}")
+    content = file.read_bytes()
+    with loading(str(file), remedy=remedy):
+        text = content.decode("utf-8")
+    if "\0" in text:
+        raise ValueError(f"{file} is no plain text: it has a null character. {remedy}")
+    return content
 
 
 def public_report(text: str) -> tuple[bytes, list[str]]:
@@ -134,6 +180,16 @@ def read_norm(folder: Path) -> dict[str, torch.Tensor]:
                 if "multi_modal_projector.norm." in name:
                     norm[name] = file.get_tensor(name)
     return norm
+
+
+def is_written(path: str) -> bool:
+    """Whether a path in a repository is one that this package or transformers writes."""
+    return _matches(path, WRITTEN)
+
+
+def is_read(path: str) -> bool:
+    """Whether what lies in a repository at this path would be read with the model, or for it."""
+    return _matches(path, READ)
 
 
 def _matches(path: str, patterns: Mapping[str, tuple[str, ...]]) -> bool:

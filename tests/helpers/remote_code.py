@@ -16,10 +16,10 @@ sys.meta_path.insert(0, Block())
 """
 
 
-def run_blocked(tmp_path, code, *arguments):
+def run_blocked(tmp_path, code, *arguments, **variables):
     """Runs `code` with the package blocked and an empty cache; what it prints last is JSON."""
     home = tmp_path / "empty home"
-    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", **variables}
     words = [sys.executable, "-c", BLOCK + code, *map(str, arguments)]
     ended = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr

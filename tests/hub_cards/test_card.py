@@ -14,13 +14,16 @@ import tiny_parts as parts
 from card_folder import data, listed, rows, section, tokens
 from diagnosed import diagnosed
 from huggingface_hub import ModelCard
+from PIL import Image
 from safetensors.torch import save_file
+from transformers import AutoProcessor
 
 from normalign_llava.assembly.build import retrofit_checkpoint
-from normalign_llava.evaluation.results import WEIGHT_FILES, files_hash
+from normalign_llava.evaluation.results import WEIGHT_FILES, Evaluation, Metric, files_hash
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.card.metadata import TAGS, by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card, write_card
+from normalign_llava.hub_cards.push.source import choose_files
 
 
 STALE = "The diagnosis was made of other weights"
@@ -75,6 +78,106 @@ def test_licences(folder, vision, language, dataset, expected):
         card = render_card(folder)
         assert data(card)["license"] == "gemma" and not card.warnings
         assert "Its author states: gemma." in card.text
+
+
+def source(name, split, **dataset):
+    return {"source": name, "split": split, "found": 9, "used": 7, "dataset": dataset}
+
+
+def test_held_out_data_is_not_what_it_was_trained_on(folder):
+    made.licensed(folder, "mit", "mit")
+    learned = source("a", "train", id="user/data", license="mit", language=["en"])
+    held_out = source("b", "eval", id="user/test", license="cc-by-nc-4.0", language=["de"])
+    made.edit(folder / "training.json", stage="align", data=[learned, held_out], options={})
+    card = render_card(folder)
+    content = data(card)
+    assert (content["datasets"], content["language"]) == (["user/data"], ["en"])
+    assert content["license"] == "mit" and "user/test" not in section(card, "Licence")
+    table = rows(section(card, "Training"))
+    assert table["Data"] == ["user/data, 7 of 9 rows"]
+    assert table["Held-out data"] == ["user/test, 7 of 9 rows"]
+
+
+@pytest.mark.parametrize("second, expected", [(["de"], ["en", "de"]), ([], None), (None, None)])
+def test_languages_are_named_if_those_of_all_data_are_known(folder, second, expected):
+    sources = [source("a", "train", id="user/a", language=["en"])]
+    sources.append(source("b", "train", id="user/b", language=second))
+    made.edit(folder / "training.json", stage="align", data=sources, options={})
+    assert data(render_card(folder)).get("language") == expected
+
+
+def test_notices_are_claimed_where_they_are(folder):
+    made.licensed(folder, "mit", "apache-2.0")
+    made.edit(folder / "training.json", stage="align", data=[], options={})
+    told = "licences and notices that came with the parts"
+    assert told not in (text := render_card(folder).text) and "notices stay" not in text
+    file = folder / "notices" / "vision" / "LICENSE"
+    file.parent.mkdir(parents=True)
+    file.write_text("terms")
+    card = render_card(folder)
+    sentence = section(card, "Licence")
+    assert told in sentence and "[notices/vision/LICENSE](notices/vision/LICENSE)." in sentence
+    assert "notices/vision/LICENSE" in choose_files(folder, {}).files
+
+
+def test_scores_on_whole_tasks_are_in_the_metadata(full):
+    whole, of_part = [Metric("accuracy", 0.25)], [Metric("accuracy", 0.75)]
+    Evaluation("gqa", "GQA", whole, 9, 9, [], weights="0" * 64).write(full)  # of other weights
+    Evaluation("textvqa", "TextVQA", of_part, 5, 9, []).write(full)
+    card = render_card(full, repo_id="user/model")
+    content = ModelCard(card.text).data
+    results = [
+        (result.dataset_type, result.dataset_name, result.metric_name, result.metric_value)
+        for result in content.eval_results
+    ]
+    assert content.model_name == "model"
+    assert results == [
+        ("pope", "POPE", "accuracy", 0.8125),
+        ("pope", "POPE", "accuracy, adversarial", 0.7),
+    ]
+    assert "TextVQA" in card.text and "GQA" in card.text  # with what is wrong with them
+    (full / "README.md").write_text(card.text)
+    shutil.rmtree(full / "evaluation")
+    assert "model-index" not in data(render_card(full))
+
+
+def test_the_table_of_an_evaluation_has_what_was_recorded(full):
+    text = section(render_card(full), "Evaluation")
+    assert rows(text) == {
+        "": ["metric", "this model", "blank image", "commonest answer", "n"],
+        "all": ["accuracy", "0.81\xa0±\xa00.02", "0.500", "0.510", "500"],
+        "adversarial": ["accuracy", "0.70\xa0±\xa00.03", "0.400", "–", "250"],
+    }
+    assert "**Partial" not in text
+    Evaluation("pope", "POPE", [Metric("accuracy", 0.5)], 5, 9, []).write(full)
+    assert "**Partial: 5 of 9 samples.**" in section(render_card(full), "Evaluation")
+
+
+def test_the_table_of_training_has_what_was_recorded(full):
+    made.trained(full, steps_done=30)
+    table = rows(section(render_card(full), "Training"))
+    trained, frozen = "projector 0.001, norm 0.002", "vision tower, language model"
+    first, second = table.pop("Data")
+    assert first == "first, 500 of 505 rows (3 bad, 2 too long)"
+    assert second == "second, 60 of 60 rows"
+    assert table == {
+        "": ["stage 1 (align)", "stage 2 (tune)"],
+        "Trained, at a peak learning rate": [trained] * 2,
+        "Frozen": [frozen] * 2,
+        "Steps": ["32", "30 of 32"],
+        "Rows a step: a device × processes × accumulated": ["16 (4 × 2 × 2)"] * 2,
+        "Hardware": ["2 × NVIDIA H200, x86_64 Linux"] * 2,
+        "Time": ["1:30:00", "0:00:42"],
+        "Software": ["torch 2.13.0, normalign_llava 0.1.0"] * 2,
+        "Commit of the code": ["d" * 40] * 2,
+    }
+
+
+def test_the_number_of_visual_tokens_is_the_processor_s(folder):
+    (told,) = re.findall(r"^An image is ([\d,]+) visual tokens", render_card(folder).text, re.M)
+    processor = AutoProcessor.from_pretrained(folder)
+    inputs = processor(images=Image.new("RGB", (30, 20)), text="<image>", return_tensors="pt")
+    assert int(told) == (inputs["input_ids"] == processor.image_token_id).sum()
 
 
 def test_what_the_author_wrote_is_kept_byte_for_byte(full):
@@ -289,6 +392,12 @@ def test_a_diagnosis_and_results_of_other_weights_are_called_so(full):
     assert not told() and "Diagnose again" not in " ".join(render_card(full).warnings)
     made.normed(full, 3.0)
     assert len(told()) == 2 and "Diagnose again" in " ".join(render_card(full).warnings)
+    made.measured(full)
+    assert STALE not in told()
+    gain = json.loads((full / "diagnostics" / "report.json").read_text())["report"]["gain"]
+    for factor, is_stale in ((1.005, False), (1.02, True), (1 / 1.02, True)):
+        made.normed(full, gain["mean_abs"] * factor)
+        assert (STALE in told()) == is_stale
     made.measured(full)
     assert STALE not in told()
     made.edit(full / "config.json", projector_norm="rms_norm")

@@ -9,6 +9,7 @@ import training
 from PIL import Image
 from remote_code import run_blocked
 from safetensors.torch import load_file
+from transformers import AutoProcessor
 
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.card.write import render_card
@@ -16,6 +17,18 @@ from normalign_llava.train.modules.model import base_model
 
 
 pytestmark = pytest.mark.slow
+PUBLISHED = """
+import json
+from pathlib import Path
+answers = []
+for snippet in json.loads(Path(sys.argv[1]).read_text()):
+    names = {}
+    exec(snippet, names)
+    answers.append(names["answer"][0])
+    model = names["ask"].model if "ask" in names else names["model"]
+    assert sys.argv[2] in type(model).__module__  # the code of this commit
+print(json.dumps([answers[0].tolist(), answers[1]["generated_text"]]))
+"""
 RUN = """
 import json
 from pathlib import Path
@@ -62,6 +75,24 @@ def adapter(checkpoint, tmp_path_factory):
     settings = json.loads(settings.to_json_string())
     made.trained(folder, config_changes={"gradient_compensation": "global"}, quantization=settings)
     return folder
+
+
+def test_the_snippets_of_a_published_card_load_the_commit_that_publish_names(
+    hub, publish, folder, tmp_path
+):
+    status, shown = publish(folder, "--no-verify")
+    (commit,) = re.findall(r'set revision = "(\w{40})" in the code of its card', shown)
+    repository = hub.repository("ann/m")
+    assert status == 0 and commit == repository.commit
+    card = repository.read("README.md").decode()
+    repository.change({"modeling_normalign_llava.py": b"raise SystemExit('a later commit')"})
+    named = [snippet.replace('"main"', f'"{commit}"') for snippet in snippets(card)[:2]]
+    Image.new("RGB", (20, 16), (200, 40, 0)).save(tmp_path / "image.jpg")
+    (tmp_path / "snippets.json").write_text(json.dumps(named))
+    online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    ids, text = run_blocked(tmp_path, PUBLISHED, tmp_path / "snippets.json", commit, **online)
+    answer = AutoProcessor.from_pretrained(folder).decode(ids, skip_special_tokens=True)
+    assert text and answer.endswith(text)  # both are greedy
 
 
 def test_the_snippets_of_a_model_and_of_an_adapter(adapter, checkpoint, tmp_path):

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`normalign publish` when nothing goes wrong: what is then on the Hub, and whose files stay."""
 
+import hashlib
+import json
+import shutil
+
 import pytest
 import stored
 
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.hub_cards.card.write import render_card
+
 
 pytestmark = pytest.mark.slow
+OTHERS = {".gitattributes", "publication.json"}  # beside what the folder has
+SUMMARY = b'{"schema_version": 2, "evaluations": []}'
 OWN_CARD = "---\nlicense: mit\n---\n# My page\n\nWhat nobody else knows.\n"
 
 
@@ -18,7 +27,7 @@ def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, fold
     assert f"{hub.url}/spaces/ann/m-demo/settings." in shown
     assert f"Commit: {repository.commit}" in shown and len(repository.commits()) == 2
     assert repository.commit in space.read("space.json").decode()
-    assert set(repository.head().files) == {".gitattributes", "README.md", *before}
+    assert set(repository.head().files) == {*OTHERS, "README.md", *before}
     assert all(repository.read(name) == content for name, content in before.items())
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert not list(tmp_path.glob("clean-process-*"))
@@ -39,7 +48,11 @@ def test_published_again_nothing_changes_and_one_file_is_one_commit(publish, hub
 def test_a_pull_request(publish, hub, folder):
     theirs = hub.create("bob/m", files={"config.json": b"{}"})
     before = theirs.head()
-    status, shown = publish(folder, "--create-pr", "--no-verify", "--repo-id", "bob/m")
+    proposal = ["--create-pr", "--no-verify", "--repo-id", "bob/m"]
+    status, shown = publish(folder, *proposal)
+    assert status == 1 and "- config.json, which would be overwritten" in shown
+    assert set(theirs.branches) == {"main"}
+    status, shown = publish(folder, *proposal, "--replace-files")
     proposed = theirs.head("refs/pr/1")
     assert theirs.head() == before and proposed.parent == before.oid
     assert set(proposed.files) >= stored.FILES
@@ -60,21 +73,145 @@ def test_an_empty_space_and_one_of_ours_are_written_again(publish, hub, folder):
     assert b"sdk: gradio" in space.read("README.md") and not space.private
 
 
-def test_stale_files_of_ours_go_and_files_of_others_stay(publish, hub, folder):
-    stale = {
-        *("model-00001-of-00002.safetensors", "model.safetensors", "adapter_model.safetensors"),
-        *("adapter_config.json", "tokenizer.model", "preprocessor_config.json", "training.json"),
-        *("evaluation/summary.json", "diagnostics/report.json", "diagnostics/rotation.png"),
+def shards(folder):
+    """The folder's weights in several files, and its index, as they are in a repository."""
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return {path.name for path in folder.glob("*.safetensors*")}
+
+
+def test_what_an_earlier_publication_wrote_is_removed_unless_it_was_changed(publish, hub, folder):
+    whole = shutil.copytree(folder, folder.parent / "whole" / folder.name)
+    stored.in_one_file(whole)
+    old_weights = shards(folder)
+    old = {
+        "notices/vision/LICENSE": b"terms of the encoder",
+        "training.json": b'{"seconds": 1.5}',
+        "evaluation/summary.json": SUMMARY,
     }
-    theirs = {"notes.md", "my.safetensors", "pytorch_model.bin", "LICENSE", "a/b.png", "last/a.pth"}
-    repository = hub.create("ann/m", files={path: path.encode() for path in stale | theirs})
-    status, shown = publish(folder, "--no-verify")
+    for path, content in {**old, "LICENSE": b"terms", "dynamics.jsonl": b"{}\n"}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    assert publish(folder, "--no-verify")[0] == 0
+    repository = hub.repository("ann/m")
+    assert len(old_weights) > 2 and old_weights <= repository.files().keys()
+    theirs = {"notes.md", "my.safetensors", "a/b.png", "last/a.pth", "diagnostics/mine.png"}
+    # The last is of ours, and was changed since; nothing reads or overwrites it.
+    changed = {path: path.encode() for path in theirs} | {"evaluation/summary.json": b"mine"}
+    repository.change(changed)
+    status, shown = publish(whole, "--no-verify")
     assert status == 0, shown
-    assert len(repository.commits()) == 3, "deleted and added in one commit"
+    assert len(repository.commits()) == 4, "deleted and added in one commit"
+    here = {path.name for path in whole.iterdir()}
+    kept = {*OTHERS, "README.md", "LICENSE", *here, *changed}
+    assert set(repository.head().files) == kept
+    assert all(repository.read(path) == content for path, content in changed.items())
+    gone = {*old_weights, "training.json", "dynamics.jsonl", "notices/vision/LICENSE"} - here
+    assert f"removed: {', '.join(sorted(gone))}." in shown
+
+
+THEIRS = {
+    "config.json": b'{"model_type": "llama"}',
+    "model-00001-of-00002.safetensors": b"their first half",
+    "model-00002-of-00002.safetensors": b"their second half",
+    "tokenizer.model": b"their words",
+    "adapter_config.json": b"{}",
+    "adapter_model.safetensors": b"their adapter",
+    "pytorch_model.bin": b"their older weights",
+    "custom_generate/generate.py": b"print()",
+    "LICENSE": b"their terms",
+}
+OWN = {"notes.md": b"theirs", "images/a.png": b"theirs", "my.safetensors": b"theirs"}
+
+
+@pytest.mark.parametrize("card_of_ours", [False, True])
+@pytest.mark.parametrize("options", [[], ["--revision", "trial"]])
+def test_files_of_somebody_else_are_neither_removed_nor_overwritten(
+    publish, hub, folder, card_of_ours, options
+):
+    (folder / "LICENSE").write_text("other terms")
+    card = {"README.md": render_card(folder).text.encode()} if card_of_ours else {}
+    repository = hub.create("ann/m", files={**THEIRS, **OWN, **card})
+    before, branches = repository.head(), dict(repository.branches)
+    status, shown = publish(folder, *options)
+    assert status == 1 and "--replace-files" in shown
+    for path in THEIRS:
+        fate = "overwritten" if path in ("config.json", "LICENSE") else "read beside the model"
+        assert f"- {path}, which would be {fate}" in shown
+    assert not [path for path in OWN if path in shown]
+    assert repository.branches == branches
+    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
+    status, shown = publish(folder, "--no-verify", "--replace-files", *options)
+    assert status == 0, shown
+    after = repository.head(options[-1] if options else "main")
     here = {path.name for path in folder.iterdir()}
-    assert set(repository.head().files) == {".gitattributes", "README.md", *here, *theirs}
-    assert all(repository.read(path) == path.encode() for path in theirs)
-    assert f"removed: {', '.join(sorted(stale))}." in shown
+    assert set(after.files) == {*OTHERS, "README.md", *here, *OWN} and after.parent == before.oid
+    removed = sorted(THEIRS.keys() - {"config.json", "LICENSE"})
+    assert f"removed: {', '.join(removed)}." in shown
+
+
+def test_a_file_that_was_changed_on_the_hub_is_not_overwritten(publish, hub, folder):
+    assert publish(folder, "--no-verify")[0] == 0
+    repository = hub.repository("ann/m")
+    edited = b'{"max_new_tokens": 9}'
+    repository.change({"generation_config.json": edited})
+    (folder / "training.json").write_text('{"seconds": 1.5}')
+    status, shown = publish(folder, "--no-verify")
+    assert status == 1 and "- generation_config.json, which would be overwritten" in shown
+    assert repository.read("generation_config.json") == edited
+    # The same content is no conflict: it was published from elsewhere.
+    (folder / "generation_config.json").write_bytes(edited)
+    assert publish(folder, "--no-verify")[0] == 0
+    assert repository.read("training.json") == b'{"seconds": 1.5}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[1]",
+        b"not JSON",
+        b'{"schema_version": 1, "files": {"notes.json": ["a"]}}',
+        b'{"schema_version": 2, "written_by": "normalign-llava", "files": {"a": ["a"]}}',
+        b'{"schema_version": 1, "written_by": "normalign-llava", "files": [1]}',
+    ],
+)
+def test_a_record_that_is_not_ours_is_not_believed(publish, hub, folder, content):
+    repository = hub.create("ann/m", files={"publication.json": content})
+    status, shown = publish(folder, "--no-verify")
+    assert status == 1 and "- publication.json, which would be overwritten" in shown
+    assert repository.read("publication.json") == content
+
+
+def test_an_owner_is_the_same_in_other_letters(publish, hub, folder):
+    assert publish(folder, "--no-verify", "--repo-id", "ANN/m")[0] == 0
+    assert hub.repository("ANN/m").files()
+
+
+def test_a_record_names_ids_that_the_hub_gives(publish, hub, folder):
+    assert publish(folder, "--no-verify")[0] == 0
+    repository = hub.repository("ann/m")
+    recorded = json.loads(repository.read("publication.json"))["files"]
+    assert recorded.keys() == repository.files().keys() - OTHERS
+    for path, ids in recorded.items():
+        content = repository.read(path)
+        sha256 = hashlib.sha256(content).hexdigest()
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        assert ids == ([sha256] if path.endswith(".safetensors") else [sha256, git])
+
+
+def test_a_space_that_somebody_changed_is_not_overwritten(publish, hub, folder):
+    assert publish(folder, "--space", "--no-verify")[0] == 0
+    repository, space = hub.repository("ann/m"), hub.repository("ann/m-demo", "space")
+    space.change({"app.py": b"print('mine')", "notes.txt": b"mine"})
+    before = repository.commit, space.commit
+    (folder / "training.json").write_text('{"seconds": 1.5}')
+    status, shown = publish(folder, "--space", "--no-verify")
+    assert status == 1 and "- app.py, which would be overwritten" in shown
+    assert "notes.txt" not in shown and (repository.commit, space.commit) == before
+    assert publish(folder, "--space", "--no-verify", "--replace-files")[0] == 0
+    assert b"gradio" in space.read("app.py") and space.read("notes.txt") == b"mine"
 
 
 @pytest.mark.parametrize("place", ["folder", "Hub"])
@@ -107,7 +244,7 @@ def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
 
 @pytest.mark.nightly
 def test_a_commit_that_nobody_can_load(publish, hub, folder):
-    repository = hub.create("ann/m", files={"config.json": b"{}"})
+    repository = hub.create("ann/m", files={"notes.md": b"mine"})
     before = repository.commit
     hub.fault(404, r"(GET|HEAD) /ann/m/resolve/\w{40}/config.json", times=99)
     status, shown = publish(folder)
@@ -119,6 +256,8 @@ def test_a_commit_that_nobody_can_load(publish, hub, folder):
     [
         (["--adapter"], None, "not an adapter"),
         (["--space"], None, "is not this package's"),
+        (["--space", "--create-pr"], None, "A Space needs a published whole model"),
+        (["--repo-id", "bob/m"], None, "ann may publish as ann/..., not as bob/m"),
         (["--public"], None, "is private"),
         ([], " ", "hf auth login"),
     ],

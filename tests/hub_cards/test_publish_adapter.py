@@ -27,8 +27,14 @@ def adapter(checkpoint, tmp_path_factory):
 
 
 def test_by_default_the_merged_model_is_published(publish, hub, adapter, tmp_path):
-    status, shown = publish(adapter, "--no-verify", TMPDIR=str(tmp_path))
-    assert status == 0, shown
+    theirs = hub.create("ann/m", files={"adapter_config.json": b"{}", "notes.md": b"mine"})
+    absent = ["--base", str(tmp_path / "absent")]  # which merging would need
+    status, shown = publish(adapter, "--no-verify", *absent)
+    assert status == 1 and "- adapter_config.json, which would be read beside" in shown
+    assert len(theirs.commits()) == 2
+    replacing = ["--no-verify", "--replace-files"]
+    status, shown = publish(adapter, *replacing, TMPDIR=str(tmp_path))
+    assert status == 0 and "removed: adapter_config.json." in shown, shown
     files = set(hub.repository("ann/m").head().files) - {".gitattributes"}
     assert {"model.safetensors.index.json", "modeling_normalign_llava.py", "README.md"} <= files
     assert not [path for path in files if path.startswith(("adapter", "optimizer"))]
@@ -66,6 +72,13 @@ def test_as_an_adapter_with_its_base_pinned(publish, hub, checkpoint, adapter, t
     assert here["base_model_name_or_path"] == str(checkpoint)
     assert not {"model.safetensors", "optimizer.pt"} & set(repository.head().files)
     assert served.commit in repository.read("README.md").decode()
+
+    # The merged model takes the place of the adapter, which this package published.
+    status, shown = publish(adapter, "--no-verify")
+    assert status == 0, shown
+    gone = ["adapter_config.json", "adapter_model.safetensors"]
+    assert f"removed: {', '.join(gone)}." in shown and len(repository.commits()) == 3
+    assert not {*gone} & set(repository.head().files)
 
 
 @pytest.mark.nightly

@@ -60,6 +60,32 @@ def test_of_a_folder_what_is_on_the_list_is_sent(folder):
     assert chosen.files[SHARD] == folder / SHARD and chosen.files["README.md"] == b"# Card"
 
 
+def test_notices_of_the_parts_are_sent(folder):
+    notices = ["notices/vision/LICENSE", "notices/language/NOTICE.txt"]
+    add(folder, *notices, "notices/other/LICENSE", "notices/vision/deep/a", "notices/vision/.a")
+    (folder / notices[0]).write_text("Copyright \u00a9 somebody\n", "utf-8")
+    chosen = choose_files(folder, {})
+    assert {path for path in chosen.files if path.startswith("notices")} == {*notices}
+    assert chosen.files[notices[0]] == (folder / notices[0]).read_bytes()
+    left = ["notices/other/", "notices/vision/.a", "notices/vision/deep/"]
+    assert chosen.excluded == left
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"\xff\xfe latin", "cannot be loaded"),
+        (b"a\0b", "null character"),
+        (b"a" * (2**20 + 1), "1,048,577 bytes"),
+    ],
+)
+def test_a_notice_that_is_no_short_text_is_refused(folder, content, said):
+    add(folder, "notices/vision/LICENSE")
+    (folder / "notices/vision/LICENSE").write_bytes(content)
+    with pytest.raises(ValueError, match=f"notices/vision/LICENSE.*{said}"):
+        choose_files(folder, {})
+
+
 def test_the_weights_that_are_loaded_are_sent(folder, tmp_path):
     sharded = Path(shutil.copytree(folder, tmp_path / "sharded"))
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
@@ -68,14 +94,14 @@ def test_the_weights_that_are_loaded_are_sent(folder, tmp_path):
     assert len(shards) > 1
     stale = "model-00009-of-00009.safetensors"
     shutil.copyfile(sharded / shards[0], sharded / stale)
-    chosen = choose_files(sharded, {}, existing=[stale, shards[0], "mine.safetensors"])
+    chosen = choose_files(sharded, {})
     assert {path for path in chosen.files if "safetensors" in path} == {*shards, INDEX}
-    assert chosen.excluded == chosen.stale == [stale]
+    assert chosen.excluded == [stale]
     # Of two saves, the one that is loaded.
     stored.in_one_file(folder)
     shutil.copyfile(sharded / INDEX, folder / INDEX)
-    chosen = choose_files(folder, {}, existing=[INDEX])
-    assert WEIGHTS in chosen.files and chosen.excluded == chosen.stale == [INDEX]
+    chosen = choose_files(folder, {})
+    assert WEIGHTS in chosen.files and chosen.excluded == [INDEX]
 
 
 def test_a_diagnosis_is_sent_without_samples(folder):
@@ -196,6 +222,6 @@ def test_disguised_files_and_figures_are_looked_into(tmp_path):
     torch.save({"a": 1}, tmp_path / "tokenizer.model")
     expected = {"a.png": f"path, {tmp_path}. ", "b.png": "a pickle", "tokenizer.model": "a pickle"}
     files = {name: (tmp_path / name).read_bytes() for name in expected}
-    faults = private(PublishSource(tmp_path, files, {}, [], []))
+    faults = private(PublishSource(tmp_path, files, {}, []))
     for fault, (name, what) in zip(faults, expected.items(), strict=True):
         assert fault.startswith(f"- {name}") and what in fault

@@ -22,7 +22,7 @@ def published(hub, folder, commits):
 @pytest.mark.parametrize("kind, where", [(403, CREATE), (500, COMMIT)])
 def test_a_fault_leaves_the_branch_and_the_next_run_ends_it(publish, hub, folder, kind, where):
     if where != CREATE:
-        hub.create("ann/m", files={"config.json": b"old"})
+        hub.create("ann/m", files={"notes.md": b"old"})
     before = {name: repository.head() for name, repository in hub.repositories.items()}
     hub.fault(kind, where)
     status, shown = publish(folder, "--no-verify")
@@ -35,7 +35,7 @@ def test_a_fault_leaves_the_branch_and_the_next_run_ends_it(publish, hub, folder
 
 
 def test_killed_during_the_upload_and_run_again(start, publish, hub, folder):
-    before = hub.create("ann/m", files={"config.json": b"old"}).head()
+    before = hub.create("ann/m", files={"notes.md": b"old"}).head()
     pause = hub.fault("pause", PUT)
     process = start(folder, "--no-verify")
     assert pause.reached.wait(60)
@@ -49,7 +49,7 @@ def test_killed_during_the_upload_and_run_again(start, publish, hub, folder):
 def test_of_two_publishers_the_slower_gets_an_error(start, publish, hub, folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "training.json").write_text('{"seconds": 1.5}')
-    repository = hub.create("ann/m", files={"config.json": b"old"})
+    repository = hub.create("ann/m", files={"notes.md": b"old"})
     pause = hub.fault("pause", COMMIT)
     slower = start(folder, "--no-verify")
     assert pause.reached.wait(60)

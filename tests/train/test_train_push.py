@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`push_to_hub`: real runs, in their own processes, that publish their result on a local hub."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,16 @@ import training
 
 from normalign_llava.hub_cards.card.metadata import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card
+from normalign_llava.hub_cards.push.record import additions
 
 
 pytestmark = pytest.mark.slow
 REPO = "ann/tiny-llava"
 HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 MODEL = {
-    *(".gitattributes", "README.md", "build.json", "training.json", "chat_template.jinja"),
+    *(".gitattributes", "publication.json", "README.md", "build.json", "training.json"),
     *("configuration_normalign_llava.py", "modeling_normalign_llava.py", *stored.FILES),
-    *("config.json", "generation_config.json"),
+    *("config.json", "generation_config.json", "chat_template.jinja"),
     *("processor_config.json", "tokenizer.json", "tokenizer_config.json"),
 }
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
@@ -40,7 +42,9 @@ def test_a_run_publishes_its_result_once(hub, run, prepared, tmp_path, parts):
     token = hub.token("ann")
     card = render_card(parts / "model").text.replace(HEAD + END, f"{HEAD}Ask Ann.\n{END}")
     stale = {"model-00001-of-00002.safetensors": b"x" * 9, "model.safetensors.index.json": b"{}"}
-    hub.create(REPO, files={"README.md": card.encode(), "notes.txt": b"by a person", **stale})
+    *_, record = additions(stale)  # of an earlier publication
+    files = {"README.md": card.encode(), "publication.json": record.path_or_fileobj}
+    hub.create(REPO, files={**files, "notes.txt": b"by a person", **stale})
     done = run(f"{token}\n", save_total_limit=1)  # as a block of YAML gives it
     assert done.returncode == 0, done.stderr
     assert f"{hub.url}/{REPO}" in "".join(done.stdout.split())
@@ -57,6 +61,22 @@ def test_a_run_publishes_its_result_once(hub, run, prepared, tmp_path, parts):
         assert repository.read(path.name) == path.read_bytes()
 
 
+@pytest.mark.parametrize("on_hub", [True, False])
+def test_an_adapter_is_sent_alone_if_its_base_is_on_the_hub(hub, run, parts, on_hub):
+    base = {"model_name_or_path": "lab/base"} if on_hub else {}
+    served = hub.serve("lab/base", parts / "model")
+    done = run(hub.token("ann"), use_peft=True, lora_r=2, **base)
+    assert done.returncode == 0, done.stderr
+    repository = hub.repository(REPO)
+    weights = {path for path in repository.files() if path.endswith(".safetensors")}
+    if not on_hub:
+        assert weights == stored.FILES - {"model.safetensors.index.json"}
+        return
+    assert weights == {"adapter_model.safetensors"}
+    config = json.loads(repository.read("adapter_config.json"))
+    assert (config["base_model_name_or_path"], config["revision"]) == ("lab/base", served.commit)
+
+
 def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tmp_path):
     hub.fault(403, f"POST /api/models/{REPO}/commit")
     done = run(token := hub.token("ann"), hub_revision="trial", hub_private_repo=True)
@@ -69,16 +89,17 @@ def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tm
 
 
 @pytest.mark.parametrize(
-    ("account", "role", "card", "reason"),
+    ("account", "role", "files", "reason"),
     [
-        ("ann", "read", None, "The token of ann may only read"),
-        ("bob", "write", None, f"bob may publish as bob/..., not as {REPO}"),
-        ("ann", "write", b"# By hand", "not written by this package"),
+        ("ann", "read", {}, "The token of ann may only read"),
+        ("bob", "write", {}, f"bob may publish as bob/..., not as {REPO}"),
+        ("ann", "write", {"README.md": b"# By hand"}, "not written by this package"),
+        ("ann", "write", {"model.safetensors": b"theirs"}, "- model.safetensors, which would be"),
     ],
 )
-def test_a_run_that_could_not_publish_stops_at_once(hub, run, account, role, card, reason):
-    if card:
-        hub.create(REPO, files={"README.md": card})
+def test_a_run_that_could_not_publish_stops_at_once(hub, run, account, role, files, reason):
+    if files:
+        hub.create(REPO, files=files)
     done = run(token := hub.token(account, role), dataset_name="none.json")
     assert done.returncode == 1 and reason in " ".join(done.stderr.split())
-    assert token not in done.stdout + done.stderr and len(hub.repositories) == bool(card)
+    assert token not in done.stdout + done.stderr and len(hub.repositories) == bool(files)
