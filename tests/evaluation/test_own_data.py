@@ -88,6 +88,17 @@ def test_any_of_several_accepted_answers_is_right_and_choices_may_be_numbers(tmp
     assert own_task(lines(tmp_path / "rows.jsonl", *numbers)).eval_docs["answer"] == ["B", "A"]
 
 
+def test_the_longest_true_answer_can_be_generated(tmp_path):
+    """A token may be one byte, and the end of the turn is a token too."""
+    short_answers = own_task(lines(tmp_path / "short.jsonl", asked("what?", "a kite")))
+    assert short_answers.config.generation_kwargs["max_gen_toks"] >= 16
+    long_answer = "zwölf Äpfel " * 20 + "是"
+    for row in (asked("what?", long_answer), asked("what?", "kite", answers=["kite", long_answer])):
+        task = own_task(lines(tmp_path / "long.jsonl", asked("what?", "a kite"), row))
+        allowed = task.config.generation_kwargs["max_gen_toks"]
+        assert allowed >= len(long_answer.encode()) + 2 > len(long_answer) + 20
+
+
 def test_several_images_and_a_system_turn_are_asked(tmp_path):
     image, text = {"type": "image"}, {"type": "text", "text": "or"}
     turns = [{"role": "system", "content": "Brief."}, TURNS[0] | {"content": [image, text, image]}]

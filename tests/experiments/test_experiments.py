@@ -116,6 +116,12 @@ def test_differences_are_paired_and_corrected_as_by_hand():
     assert apart == pytest.approx(by_hand)
     assert interval == pytest.approx((by_hand.mean() - half, by_hand.mean() + half))
     assert p == pytest.approx(2 * stats.t.sf(abs(by_hand.mean()) / error, 5))
+    same = {
+        name: {seed: result(seed, nats) for seed, nats in enumerate(row)}
+        for name, row in {"a": (0.9, 0.8), "b": (0.88, 0.78)}.items()
+    }
+    apart, *unknown = difference(same, ["a", "b"])
+    assert apart == pytest.approx([0.02, 0.02]) and unknown == [None, None]
     results["a"][0]["data"] = "other"
     with pytest.raises(ValueError, match="seed 0 has other data"):
         difference(results, ["a", "b"])
