@@ -64,8 +64,8 @@ def own_task(
         raise ValueError(f"{data} has no rows.")
     if several:
         logger.warning(
-            f"{opened.name}: {several:,} of {len(rows):,} rows have several questions. Each is asked "
-            f"by itself, with the row's images: {len(documents):,} questions in all."
+            f"{opened.name}: {several:,} of {len(rows):,} rows have several questions. Each is "
+            f"asked by itself, with the row's images: {len(documents):,} questions in all."
         )
     left_out = Counter(name for row in rows for name in row["left_out"])
     changed = Counter(name for row in rows for name in row["changed"])

@@ -25,10 +25,10 @@ PARTS = ("projector", "gain", "bias", "language_model", "vision_tower")
 
 EXPLANATION = (
     "I is visual information in nats an answer, the mean over the last 160 steps, at every 40th. "
-    "± is half the 95 % interval over seeds, if these are not all alike; brackets are the 95 % interval of a difference, "
-    "paired by seed. `wrong image` is the cross-entropy with another image minus that with the "
-    "right one, `loss` the mean of the last quarter of training. `clip budget` is the mean share "
-    "of each module in the squared norm of the gradient that is clipped."
+    "± is half the 95 % interval over seeds, if these are not all alike; brackets are the 95 % "
+    "interval of a difference, paired by seed. `wrong image` is the cross-entropy with another "
+    "image minus that with the right one, `loss` the mean of the last quarter of training. `clip "
+    "budget` is the mean share of each module in the squared norm of the gradient that is clipped."
 )
 
 Results = dict[str, dict[int, dict[str, Any]]]  # by "GROUP/VARIANT" and seed

@@ -74,7 +74,7 @@ def test_yes_no_and_neither():
 
 def test_a_letter_within_a_sentence_counts_among_its_last_four_words_alone():
     """VLMEvalKit's rule: up to three words may follow it."""
-    said = "one two three four five six seven eight".split()
+    said = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
     for following in range(9):
         answer = " ".join(["I'd go for", "B,", *said[:following]])
         expected = "B" if following < 4 else None

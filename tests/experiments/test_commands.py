@@ -159,7 +159,7 @@ def changed(file, tmp_path, **changes):
 def test_what_no_command_knows_is_noticed(tmp_path, changes):
     """The checks themselves: of a plan with one wrong word, a command is refused."""
     plan = changed(EXPERIMENTS / "table4.yaml", tmp_path, **changes)
-    with pytest.raises(Exception) as refused:  # noqa: PT011  (a parser's error or an assertion's)
+    with pytest.raises(Exception) as refused:  # a parser's error or an assertion's
         for _, command in commands_of(plan, 8):
             CHECKS[command[0]](command)
     assert not isinstance(refused.value, (AttributeError, NameError, TypeError))
