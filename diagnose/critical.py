@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from ..assembly.gain import embedding_statistics
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.files import ADAPTER_CONFIG
+from .criteria import CRITERIA
 from .load import resolve_model
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers
@@ -73,7 +74,7 @@ class Updates:
         table = Table(title=f"{model}: predicted rotation, by norm on entry", show_header=False)
         table.add_row("N_text, entering the decoder", f"{self.n_text:.4g}")
         table.add_row("update of layer 1", f"{self.sizes[0]:.4g}")
-        for share in (0.9, 0.5):
+        for share in (CRITERIA["rotation"].matters, 0.5):
             norm = self.critical_norm(share)
             cell = "none" if norm is None else f"{norm:.3g} ({norm / self.n_text:.3g} N_text)"
             table.add_row(f"{share} of text's rotation at a norm of", cell)

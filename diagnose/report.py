@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..assembly.gain import EmbeddingStatistics
 
 
-SCHEMA_VERSION = 1  # grows when a field is renamed, removed or changes its meaning
+SCHEMA_VERSION = 2  # grows when a field is renamed, removed or changes its meaning: docs/report.md
 REPORT, PAGE = "report.json", "report.html"
 KINDS = ("visual", "text", "special", "newline", "indicator")  # of token: see docs/report.md
 

@@ -5,7 +5,6 @@ Models are compared over the same questions, so that what makes a question hard 
 of noise are kept apart: other questions (a bootstrap), and other training runs (a t interval).
 """
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +25,8 @@ from .tasks.benchmarks import by_category, whole_questions
 
 
 CONFIDENCE = 0.95
+ROUNDING = 1e-10  # of the largest score: far above rounding, far below what seeds change
+ALIKE = "alike"  # in place of an interval, where runs or questions all differ by the same
 Array = np.ndarray
 Interval = tuple[float, float]
 Scores = dict[tuple[str, int, str], float]  # by task, number, hash of true answer and version
@@ -50,9 +51,10 @@ class Difference:
     questions: int
     score: float  # a mean over questions and runs, as is the reference
     reference: float
-    over_questions: Interval  # of the difference, if other questions of the kind were asked
+    over_questions: Interval | None  # of the difference, if other questions of the kind were asked
     over_seeds: Interval | None  # of the difference over training runs
     mcnemar: float | None  # p-value; None with several runs, or if scores are not right or wrong
+    several_runs: bool = False  # of both
 
     @property
     def value(self) -> float:
@@ -72,12 +74,17 @@ class Comparison(Printed):
         table = Table("task", "model", box=SIMPLE, padding=0, show_edge=False, caption=caption)
         for name in ("n", "score", against, "difference", "over questions", "over seeds", "p"):
             table.add_column(name, justify="right")
+        alike = False
         for row in self.differences:
             scores = (f"{row.score:.3f}", f"{row.reference:.3f}", f"{row.value:+.3f}")
-            intervals = (row.over_questions, row.over_seeds)
-            ends = [f"{over[0]:+.3f} {over[1]:+.3f}" if over else "-" for over in intervals]
+            questions = _ends(row.over_questions, several=row.questions > 1)
+            seeds = _ends(row.over_seeds, several=row.several_runs)
+            alike = alike or ALIKE in (questions, seeds)
             p = "-" if row.mcnemar is None else f"{row.mcnemar:.3f}"
-            table.add_row(row.task, row.arm, f"{row.questions:,}", *scores, *ends, p)
+            table.add_row(row.task, row.arm, f"{row.questions:,}", *scores, questions, seeds, p)
+        if alike:
+            reason = f"{ALIKE!r}: all differ by the same, so no interval can be told."
+            table.caption = f"{caption} {reason}"
         return table
 
     def left_out(self) -> list[str]:
@@ -128,18 +135,25 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
         for name, scores in zip(names[1:], others, strict=True):
             single = len(scores) == len(reference) == 1
             binary = single and np.isin([scores, reference], [0, 1]).all()
+            several = min(len(scores), len(reference)) > 1
             questions = over_questions(scores.mean(0), reference.mean(0), confidence)
             seeds = over_seeds(scores.mean(1), reference.mean(1), confidence)
             means = float(scores.mean()), float(reference.mean())
             p = mcnemar(scores[0], reference[0]) if binary else None
-            rows.append(Difference(task, name, names[0], len(order), *means, questions, seeds, p))
+            row = Difference(task, name, names[0], len(order), *means, questions, seeds, p, several)
+            rows.append(row)
     return Comparison(arms, rows)
 
 
-def over_questions(scores: Array, reference: Array, confidence: float = CONFIDENCE) -> Interval:
-    """Percentile interval of the mean difference of scores `(questions,)`: a paired bootstrap."""
-    if len(scores) == 1:
-        return (float(scores[0] - reference[0]),) * 2
+def over_questions(
+    scores: Array, reference: Array, confidence: float = CONFIDENCE
+) -> Interval | None:
+    """Percentile interval of the mean difference of scores `(questions,)`: a paired bootstrap.
+
+    None for one question, and if all differ by the same: nothing is known of others then.
+    """
+    if len(scores) < 2 or without_spread(scores - reference, scores, reference):
+        return None
     settings = {"n_resamples": 10_000, "batch": 500, "method": "percentile", "rng": 0}
     drawn = stats.bootstrap((scores - reference,), np.mean, confidence_level=confidence, **settings)
     return tuple(drawn.confidence_interval)
@@ -152,16 +166,36 @@ def mcnemar(scores: Array, reference: Array) -> float:
 
 
 def over_seeds(scores: Array, reference: Array, confidence: float = CONFIDENCE) -> Interval | None:
-    """t interval of runs' mean difference: paired if as many, else Welch's; None for one run."""
+    """t interval of runs' mean difference: paired if as many, else Welch's.
+
+    None for one run, and if the variance is 0 to rounding: such an interval would have no width,
+    and would call any difference certain.
+    """
     if min(len(scores), len(reference)) < 2:
         return None
     if len(scores) == len(reference):
+        if without_spread(scores - reference, scores, reference):
+            return None
         test = stats.ttest_rel(scores, reference)
     else:
+        if without_spread(scores, scores) and without_spread(reference, reference):
+            return None
         test = stats.ttest_ind(scores, reference, equal_var=False)
     low, high = test.confidence_interval(confidence)
-    value = float(scores.mean() - reference.mean())
-    return (value, value) if math.isnan(low) else (low, high)  # all runs differ alike
+    return float(low), float(high)
+
+
+def without_spread(values: Array, *computed_from: Array) -> bool:
+    """Whether values are equal but for the rounding of the numbers that they are computed from."""
+    size = max(float(np.abs(numbers).max()) for numbers in computed_from)
+    return float(np.ptp(values)) <= ROUNDING * size
+
+
+def _ends(interval: Interval | None, *, several: bool) -> str:
+    """An interval as the table shows it, or why there is none."""
+    if interval is not None:
+        return f"{interval[0]:+.3f} {interval[1]:+.3f}"
+    return ALIKE if several else "-"
 
 
 def _run(folder: Path) -> dict[str, Scores]:

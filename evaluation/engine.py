@@ -146,7 +146,10 @@ def run_task(
 
 
 def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
-    """Of `acc` references are `blank` and `commonest`, of `acc_colour` `blank_colour` and so on."""
+    """Of `acc` references are `blank` and `commonest`, of `acc_colour` `blank_colour` and so on.
+
+    Of `contains` it is `blank_contains`.
+    """
     metrics = []
     for name in sorted(raw["results"], key=lambda name: name != task):
         scores, samples = raw["results"][name], raw["samples"].get(name)  # a group has no samples
@@ -159,6 +162,7 @@ def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
             error = scores.get(f"{metric}_stderr,{rule}")
             error = float(error) if isinstance(error, int | float) else None
             part = metric.removeprefix("exact_match").removeprefix("acc")
+            part = "_contains" if metric == "contains" else part
             keys = {title: f"{prefix}{part},{rule}" for prefix, title in REFERENCES.items()}
             references = {title: float(scores[key]) for title, key in keys.items() if key in scores}
             count = samples and sum(metric in s["metrics"] for s in samples if s["filter"] == rule)

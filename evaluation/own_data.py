@@ -32,6 +32,12 @@ from .tasks.offline import OfflineTask, blank, commonest
 
 logger = logging.getLogger(__name__)
 
+OWN_TASK = "own_"  # how the name of a task of own data begins
+SEPARATE_QUESTIONS = "texts"  # FineVision's column of turns, which are independent of each other
+# A letter or digit of a script that has spaces between words: beside 猫 nothing parts a word.
+_LETTER = r"[^\W\u2e80-\uffff]"
+LEAST_TOKENS = 64  # that an answer may have: chatty models name the answer within a sentence
+
 
 def own_task(
     data: str, *, image_folder: str | None = None, columns: str | None = None
@@ -46,17 +52,26 @@ def own_task(
     rows = parse_rows(opened, opened.rules, None)
     documents: list[dict[str, Any]] = []
     bad = []
+    several = 0
     for number, row in enumerate(rows):
         try:
             if problem := image_problem(row["images"], opened.rules):
                 raise ValueError(problem[1])
-            documents.append({"row": number, **_document(row, documents[0] if documents else None)})
+            first = documents[0] if documents else None
+            asked = [{"row": number, **document} for document in _documents(row, first)]
+            several += len(asked) > 1
+            documents += asked
         except ValueError as error:
             bad.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
     if bad:
         raise ValueError(bad_rows_message(opened, bad, len(rows), use="evaluated"))
     if not rows:
         raise ValueError(f"{data} has no rows.")
+    if several:
+        logger.warning(
+            f"{opened.name}: {several:,} of {len(rows):,} rows have several questions. Each is "
+            f"asked by itself, with the row's images: {len(documents):,} questions in all."
+        )
     left_out = Counter(name for row in rows for name in row["left_out"])
     changed = Counter(name for row in rows for name in row["changed"])
     for note in (ONE_OF_ANSWERS, ONE_OF_CAPTIONS):  # here each of them is right
@@ -69,16 +84,36 @@ def own_task(
     return _task(label, documents, [row["images"] for row in rows])
 
 
-def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
-    """What a row asks. Raises ValueError with what is not supported in it, and the remedy."""
+def _documents(row: dict[str, Any], first: Mapping | None) -> list[dict[str, Any]]:
+    """What a row asks, a document for each question.
+
+    In FineVision's form the turns of a row are separate questions about its images. In other forms
+    a later turn may need those before it. Raises ValueError with what is not supported in the row,
+    and the remedy.
+    """
     if row["reason"]:
         raise ValueError(row["reason"])
     texts = [[part["text"] for part in turn["content"]] for turn in row["messages"]]  # None: image
     turns = ["".join(MARKER if text is None else text for text in content) for content in texts]
     system = turns.pop(0) if row["messages"][0]["role"] == "system" else ""
-    if len(turns) != 2:
-        raise ValueError(f"it has {len(turns) // 2} questions; save each with its answer as a row")
-    prompt, answer = turns
+    questions, answers = turns[::2], turns[1::2]
+    if len(questions) == 1:
+        return [_document(row, system, questions[0], answers[0], first)]
+    images = MARKER * row["image_count"]
+    if row["form"] != SEPARATE_QUESTIONS or not questions[0].startswith(images):
+        fault = f"it has {len(questions)} questions; save each with its answer as a row"
+        raise ValueError(fault)
+    documents: list[dict[str, Any]] = []
+    for number, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+        prompt = question if number == 0 else images + question
+        documents.append(_document(row, system, prompt, answer, first))
+    return documents
+
+
+def _document(
+    row: dict[str, Any], system: str, prompt: str, answer: str, first: Mapping | None
+) -> dict[str, Any]:
+    """A question of a row. Raises ValueError if it differs in kind from the `first` of the data."""
     options, choices = row["options"], [*row["options"].values()]
     answers = [plain(text) or text for text in row["accepted"] or [answer]]
     if options:
@@ -93,10 +128,15 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
 
 
 def _task(label: str, documents: list[dict], images: list[list[dict]]) -> OfflineTask:
-    metric, rule = "exact_match", "is a true one, but for case, spaces and punctuation at its ends."
+    rule = (
+        "An answer is an exact match if it is a true one, but for case, spaces and punctuation at "
+        "its ends. It contains a true one if that stands in it as whole words, but for case."
+    )
+    metrics: list[tuple[str, Any]] = [("exact_match", "mean"), ("contains", "mean")]
+    metrics += [("blank", blank), ("blank_contains", blank), ("commonest", commonest)]
     if documents[0]["options"]:
-        metric, rule = "acc", "chooses the true option, by its letter or its text."
-    rule = f"An answer is right if it {rule}"
+        rule = "An answer is right if it chooses the true option, by its letter or its text."
+        metrics = [("acc", "mean"), ("blank", blank), ("commonest", commonest)]
     files = [[sha256(stored_bytes(image)).hexdigest() for image in stored] for stored in images]
     version = sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
     alike = defaultdict(list)
@@ -104,11 +144,16 @@ def _task(label: str, documents: list[dict], images: list[list[dict]]) -> Offlin
         alike[document["prompt"]].append(document["answers"])
     rows = [document | {"blank": alike.pop(document["prompt"], [])} for document in documents]
     texts = [text for row in rows for text in (*row["answers"], *row["options"])]
-    longest = max(16, *(len(text.encode()) + 2 for text in texts))  # tokens, of a byte or more
+    longest = max(
+        LEAST_TOKENS, *(len(text.encode()) + 2 for text in texts)
+    )  # tokens, of a byte or more
+    counted = f"{len(images):,} rows"
+    if len(rows) != len(images):
+        counted += f", {len(rows):,} questions"
     generation = {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": longest}
     config: dict[str, Any] = {
-        "task": "own_" + re.sub(r"[^\w.-]+", "-", label),
-        "dataset_path": f"{label}, own data of {len(rows):,} rows (SHA-256 {version}...)",
+        "task": OWN_TASK + re.sub(r"[^\w.-]+", "-", label),
+        "dataset_path": f"{label}, own data of {counted} (SHA-256 {version}...)",
         "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
         "test_split": "test",
         "description": documents[0]["system"],
@@ -121,7 +166,7 @@ def _task(label: str, documents: list[dict], images: list[list[dict]]) -> Offlin
         "generation_kwargs": generation,
         "metric_list": [
             {"metric": name, "aggregation": by, "higher_is_better": by == "mean"}
-            for name, by in ((metric, "mean"), ("blank", blank), ("commonest", commonest))
+            for name, by in metrics
         ],
         "metadata": {"version": version, "title": f"{label} (own data)", "rule": rule},
     }
@@ -129,13 +174,35 @@ def _task(label: str, documents: list[dict], images: list[list[dict]]) -> Offlin
 
 
 def _results(document: dict, answers: list[str]) -> dict[str, Any]:
-    """The answer's score, and of how many questions so worded a blank image's answer is right."""
+    """The answer's scores, and of how many questions so worded a blank image's answer is right."""
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
-    # Letters are compared, or texts without case and marks.
-    read = [
-        chosen_option(text, options) if options else plain(text) or text.strip() for text in answers
-    ]
-    scores = {"acc" if options else "exact_match": float(read[0] in document["answers"])}
-    asked = document["blank"]
-    blanks = {"blank": [sum(read[1] in right for right in asked), len(asked)]} if asked else {}
-    return {**scores, **blanks, "commonest": document["answer"]}
+    if options:
+        chosen = [chosen_option(text, options) for text in answers]
+        rules = {"acc": lambda number, right: chosen[number] in right}
+    else:
+        read = [plain(text) or text.strip() for text in answers]
+        rules = {
+            "exact_match": lambda number, right: read[number] in right,
+            "contains": lambda number, right: contains_any(read[number], right),
+        }
+    scores: dict[str, Any] = {"commonest": document["answer"]}
+    for name, is_right in rules.items():
+        scores[name] = float(is_right(0, document["answers"]))
+        if document["blank"]:
+            of_others = sum(is_right(1, right) for right in document["blank"])
+            blank_name = "blank_contains" if name == "contains" else "blank"
+            scores[blank_name] = [of_others, len(document["blank"])]
+    return scores
+
+
+def contains_any(answer: str, texts: list[str]) -> bool:
+    """Whether one of some texts, not empty, stands in an answer as whole words, in any case.
+
+    "5" stands neither in "-5" nor in "5.2", and "brown" not in "red-brown".
+    """
+    for text in texts:
+        before = rf"(?<!{_LETTER})(?<!\d[.,])(?<!-)"
+        after = rf"(?!{_LETTER})(?![.,]\d)(?!-{_LETTER})"
+        if text and re.search(before + re.escape(text.lower()) + after, answer.lower()):
+            return True
+    return False

@@ -81,6 +81,30 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
         raise ValueError(f"{file} is not valid: {error}. Evaluate again, or remove it.") from error
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A question of own data, what the model answered, and what is right."""
+
+    question: str
+    text: str
+    true: list[str]
+
+
+def read_answers(folder: Path) -> list[Answer]:
+    """The answers to own questions that the harness stored in a task's folder, in their order.
+
+    Empty without any. White images' answers are not among them.
+    """
+    answers = []
+    for file in sorted(folder.glob("samples_*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            sample = json_object(line.encode(), str(file))
+            document = sample["doc"]
+            text = str(sample["filtered_resps"][0])
+            answers.append(Answer(document["prompt"], text, list(document["answers"])))
+    return answers
+
+
 def files_hash(folder: Path, *patterns: str) -> str:
     """SHA-256 over names and contents of the files in a folder that match one of some patterns."""
     digest = hashlib.sha256()

@@ -7,18 +7,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from ..checkpoint.files import finished_folder, only_writer
 from ..diagnose.load import resolve_model
 from ..errors import Console, NotWritable, Printed, device_error
 from .engine import SUITES, as_lm, chosen_tasks, run_task
-from .own_data import own_task
-from .results import EVALUATION, SUMMARY, WEIGHT_FILES, Evaluation, files_hash, read_evaluations
+from .own_data import OWN_TASK, own_task
+from .results import (
+    EVALUATION,
+    SUMMARY,
+    WEIGHT_FILES,
+    Evaluation,
+    files_hash,
+    read_answers,
+    read_evaluations,
+)
 from .tasks.offline import OfflineTask
+
+
+EXAMPLES = 3  # answers that are printed of own data
+WIDEST = 200  # characters of a question or an answer that are printed
 
 
 @dataclass
@@ -29,7 +44,28 @@ class Evaluated(Printed):
     results: list[Evaluation]
     failed: dict[str, str]
 
-    def renderable(self) -> Table:
+    def renderable(self) -> Group:
+        """The table of results and, of own data, the first answers with their truth."""
+        return Group(self.table(), *self.examples())
+
+    def examples(self) -> list[Table]:
+        """For each task of own data the first `EXAMPLES` questions, answers and true answers."""
+        tables = []
+        for result in self.results:
+            answers = read_answers(self.file.parent / result.task)
+            if not result.task.startswith(OWN_TASK) or not answers:
+                continue
+            title = f"The first answers of {result.task}"
+            table = Table("question", "answer", "true", box=SIMPLE, padding=0, show_edge=False)
+            table.title, table.title_justify = title, "left"
+            for answer in answers[:EXAMPLES]:
+                cells = [answer.question, answer.text or "(nothing)", " or ".join(answer.true)]
+                table.add_row(*(Text(shorten(cell, WIDEST, placeholder=" ...")) for cell in cells))
+            tables.append(table)
+        return tables
+
+    def table(self) -> Table:
+        """A row for each metric of a whole task."""
         pairs = [(result, metric) for result in self.results for metric in result.metrics]
         whole = [(result, metric) for result, metric in pairs if metric.subset is None]
         references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from commands import run_commands, steps
+from commands import run_commands, steps, write_own_data
 from filelock import FileLock, Timeout
-from plan import Plan, read_plan
+from plan import Plan, Run, read_plan
 from report import read_result, write_report
 from rich.console import Console
 from runs import make_run, parts
@@ -73,16 +73,21 @@ def print_commands(plan: Plan, options: argparse.Namespace) -> None:
     for run in plan.runs(options.only):
         if read_result(plan, run) is None:
             print(f"# {run.cell}")
+            write_own_data(plan, run, work)
             for step in steps(plan, run, *parts(plan, run.group), work, options.gpus).values():
                 if not step.done:
                     print(f"normalign {shlex.join(step.words)}")
-            kept = ["--results", str(plan.results), "--work", str(work), "--only", run.cell]
-            here = str(Path(__file__).parent)
-            print(shlex.join(["python", here, "run", str(options.plan), *kept]))
+            print(shlex.join(["python", *stored_by(plan, run, options.plan, work)]))
 
 
-def main(words: list[str] | None = None) -> None:
-    """The command."""
+def stored_by(plan: Plan, run: Run, file: Path, work: Path) -> list[str]:
+    """The words after `python` of the command that stores the result of a run."""
+    kept = ["--results", str(plan.results), "--work", str(work), "--only", run.cell]
+    return [str(Path(__file__).parent), "run", str(file), *kept]
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of the command's words."""
     summary = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python experiments", description=summary)
     parser.add_argument("action", choices=["run", "report", "cost"])
@@ -98,6 +103,12 @@ def main(words: list[str] | None = None) -> None:
     peak = "a GPU's peak in bfloat16; by default an H100's"
     parser.add_argument("--tflops", type=float, default=989, help=peak)
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached")
+    return parser
+
+
+def main(words: list[str] | None = None) -> None:
+    """The command."""
+    parser = command_parser()
     options, failed = parser.parse_args(words), {}
     try:
         plan = read_plan(options.plan, options.results)

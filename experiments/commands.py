@@ -36,20 +36,33 @@ class Step(NamedTuple):
     done: bool
 
 
+def own_data(plan: Plan, run: Run, work: Path) -> Path | None:
+    """The folder of the quickstart's data for a run; None if its stages name data sets."""
+    first, second = plan.options(run)
+    if "dataset_name" in first:
+        return None
+    return work / f"data-{run.seed}-{rows_of(first)}-{rows_of(second)}"
+
+
+def write_own_data(plan: Plan, run: Run, work: Path) -> None:
+    """Writes the folder of [`own_data`], with the run's seed, unless it is there."""
+    data = own_data(plan, run, work)
+    if data is None:
+        return
+    first, second = plan.options(run)
+    with FileLock(f"{data}.lock"):
+        write_data(data, rows_of(first), rows_of(second), run.seed)
+
+
 def steps(
     plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: int
 ) -> dict[str, Step]:
-    """The commands of a run by name, in their order.
-
-    Stages without a data set of their own train on the quickstart's data, with the run's seed.
-    """
+    """The commands of a run by name, in their order; they read the data of [`write_own_data`]."""
     names = ("untrained", "stage1", "stage2", "model")
     untrained, stage1, stage2, model = (work / run.key / name for name in names)
     first, second = plan.options(run)
-    if "dataset_name" not in first:
-        data = work / f"data-{run.seed}-{rows_of(first)}-{rows_of(second)}"
-        with FileLock(f"{data}.lock"):
-            write_data(data, rows_of(first), rows_of(second), run.seed)
+    data = own_data(plan, run, work)
+    if data is not None:
         first = {**first, "dataset_name": data / "stage1"}
         second = {**second, "dataset_name": data / "stage2"}
     parts = {"vision": vision, "language": language, "arm": run.variant.arm, "seed": run.seed}
@@ -90,6 +103,7 @@ def run_commands(
     Raises:
         ValueError: A command failed; those before it stay done.
     """
+    write_own_data(plan, run, work)
     folder, commands = work / run.key, steps(plan, run, vision, language, work, gpus)
     times = json_or_none(folder / TIMES) or {}
     for name, step in commands.items():

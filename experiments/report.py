@@ -13,6 +13,7 @@ from scipy import stats
 from scores import markdown, mean, sections
 
 from normalign_llava.checkpoint.files import atomic_write, json_or_none
+from normalign_llava.evaluation.compare import without_spread
 
 
 PAGE, FIGURE = "report.md", "information.png"
@@ -24,10 +25,10 @@ PARTS = ("projector", "gain", "bias", "language_model", "vision_tower")
 
 EXPLANATION = (
     "I is visual information in nats an answer, the mean over the last 160 steps, at every 40th. "
-    "± is half the 95 % interval over seeds; brackets are the 95 % interval of a difference, "
-    "paired by seed. `wrong image` is the cross-entropy with another image minus that with the "
-    "right one, `loss` the mean of the last quarter of training. `clip budget` is the mean share "
-    "of each module in the squared norm of the gradient that is clipped."
+    "± is half the 95 % interval over seeds, if these are not all alike; brackets are the 95 % "
+    "interval of a difference, paired by seed. `wrong image` is the cross-entropy with another "
+    "image minus that with the right one, `loss` the mean of the last quarter of training. `clip "
+    "budget` is the mean share of each module in the squared norm of the gradient that is clipped."
 )
 
 Results = dict[str, dict[int, dict[str, Any]]]  # by "GROUP/VARIANT" and seed
@@ -118,7 +119,7 @@ def difference(
 
     Returns:
         The difference for each seed that all have, `(seeds,)`; its 95 % t interval and p value,
-        None with one seed.
+        None with one seed, and if all seeds differ by the same.
 
     Raises:
         ValueError: Two of them were trained on other data with the same seed.
@@ -132,7 +133,7 @@ def difference(
             )
     values = np.array([[information(results[term][seed]) for seed in seeds] for term in terms])
     apart = (values * np.array([1, -1] * (len(terms) // 2))[:, None]).sum(0)
-    if len(seeds) < 2:
+    if len(seeds) < 2 or without_spread(apart, values):
         return apart, None, None
     test = stats.ttest_1samp(apart, 0)
     low, high = test.confidence_interval(CONFIDENCE)

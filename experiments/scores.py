@@ -18,11 +18,21 @@ from scipy import stats
 
 from normalign_llava.checkpoint.files import atomic_write
 from normalign_llava.diagnose.report import paper_tables
-from normalign_llava.evaluation.compare import CONFIDENCE, Arm, Interval, compare_arms, over_seeds
+from normalign_llava.evaluation.compare import (
+    CONFIDENCE,
+    Arm,
+    Difference,
+    Interval,
+    compare_arms,
+    over_seeds,
+    without_spread,
+)
 from normalign_llava.evaluation.results import Evaluation
 
 
 AVERAGE, FIGURE = "average", "scores.png"
+SEEDS_ALIKE = "all seeds differ by the same: too few to tell"
+QUESTIONS_ALIKE = "all questions differ by the same: too few to tell"
 PAPER_COLUMNS = {
     "MMBench-EN": ("mmbench_en_dev", "acc_circular", 100),
     "MMStar": ("mmstar", "acc_by_category", 100),
@@ -55,6 +65,7 @@ class Line(NamedTuple):
         score, reference: Of the arm and of none, means over seeds.
         paper: The paper's difference, if it has one.
         over_questions, over_seeds: Intervals of the difference, None where not known.
+        unknown: Why nothing can be said, although there are several seeds.
     """
 
     benchmark: str
@@ -63,6 +74,7 @@ class Line(NamedTuple):
     paper: float | None
     over_questions: Interval | None
     over_seeds: Interval | None
+    unknown: str | None = None
 
     @property
     def difference(self) -> float:
@@ -73,9 +85,9 @@ class Line(NamedTuple):
     def interval(self) -> Interval | None:
         """Over seeds and questions: of a sum of independent errors (Zou and Donner 2008, "MOVER").
 
-        None if that over seeds is not known.
+        None if that over seeds is not known, or something is unknown.
         """
-        if self.over_seeds is None:
+        if self.over_seeds is None or self.unknown is not None:
             return None
         value = self.difference
         lows, highs = zip(self.over_seeds, self.over_questions or (value, value), strict=True)
@@ -86,7 +98,7 @@ class Line(NamedTuple):
     def sentence(self) -> str:
         """What can be said, by the rule of table4.md."""
         if self.interval is None:
-            return "too few seeds to tell"
+            return self.unknown or "too few seeds to tell"
         low, high = self.interval
         none, same = low <= 0 <= high, self.paper is not None and low <= self.paper <= high
         if self.paper is None:
@@ -131,7 +143,7 @@ def sections(plan: Plan, results: dict[str, Seeds]) -> list[str]:
         *(verdict if any(papers.values()) else []),
         "The rule of the last column was written before any result (experiments/table4.md). "
         f"Intervals are at 1 - 0.05/{tasks}, for {tasks} benchmarks, the average's at 95 %. "
-        "± is half the 95 % interval over seeds.",
+        "± is half the 95 % interval over seeds, if these are not all alike.",
         "",
         f"![Differences to no norm, and the paper's figure 5]({FIGURE})",
     ]
@@ -178,13 +190,25 @@ def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict
                 for ends in (each.over_questions, each.over_seeds)
             ]
             scores = factor * each.score, factor * each.reference
-            by_arm[arm].append(Line(name, *scores, reported.get(name), *intervals))
+            unknown = _unknown(each)
+            by_arm[arm].append(Line(name, *scores, reported.get(name), *intervals, unknown))
         columns = [[arms[name][seed]["columns"] for seed in common] for name in ("none", arm)]
         none, own = (np.array([run[AVERAGE] for run in of if AVERAGE in run]) for of in columns)
         if len(none) == len(own) == len(common):
             means, interval = (own.mean(), none.mean()), over_seeds(own, none)
-            by_arm[arm].append(Line(AVERAGE, *means, reported.get(AVERAGE), None, interval))
+            unknown = SEEDS_ALIKE if interval is None and len(common) > 1 else None
+            line = Line(AVERAGE, *means, reported.get(AVERAGE), None, interval, unknown)
+            by_arm[arm].append(line)
     return by_arm
+
+
+def _unknown(difference: Difference) -> str | None:
+    """Why nothing can be said of a difference, although there are several seeds and questions."""
+    if difference.over_seeds is None and difference.several_runs:
+        return SEEDS_ALIKE
+    if difference.over_questions is None:
+        return QUESTIONS_ALIKE
+    return None
 
 
 def draw(
@@ -226,9 +250,12 @@ def draw(
 
 
 def mean(values: Sequence[float], digits: int = 3) -> str:
-    """The mean of runs, and half its 95 % interval."""
-    if len(values) < 2:
-        return "".join(f"{value:.{digits}f}" for value in values)
+    """The mean of runs, and half its 95 % interval, if they are several and not all alike."""
+    if not values:
+        return ""
+    runs = np.array(values)
+    if len(runs) < 2 or without_spread(runs, runs):
+        return f"{runs.mean():.{digits}f}"
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)
     half = quantile * np.std(values, ddof=1) / len(values) ** 0.5
     return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"

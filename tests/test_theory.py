@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's theory against random vectors, and where its claims fail: docs/theory.md."""
+"""The paper's theory against random vectors, and where its claims fail: docs/theory.md.
+
+Angles, lags and entropies are those that `diagnose` measures, so that what holds of the theory's
+quantities holds of the report's.
+"""
 
 import math
 
@@ -7,6 +11,8 @@ import pytest
 import torch
 
 from normalign_llava.diagnose.critical import rotation_angle
+from normalign_llava.diagnose.measure.attention import relative_entropy
+from normalign_llava.diagnose.measure.depth import QUANTITIES, quantities
 
 
 DELTAS = [math.radians(degrees) for degrees in range(0, 90, 10)]
@@ -43,6 +49,18 @@ def turned(rows, directions, angle):
     return math.cos(angle) * rows + math.sin(angle) * directions
 
 
+def rotations(before, after):
+    """The angle by which each row is turned, as `diagnose` measures it."""
+    values, defined = quantities(before, after)
+    place = QUANTITIES.index("rotation")
+    assert defined[place].all()
+    return values[place]
+
+
+def assert_turned_by(before, after, angle):
+    assert rotations(before, after).tolist() == pytest.approx([angle] * len(before), abs=1e-7)
+
+
 def kept(omega_visual, omega_text):
     """lambda, the share of a pair's expected cosine that one layer keeps (eq. 16)."""
     return math.cos(omega_visual) * math.cos(omega_text)
@@ -60,7 +78,11 @@ def cosines_of_pairs(dimension, theta, omegas, directions):
     elif directions == "toward":
         to_visual = turned(away, orthogonal(visual, away), math.pi / 3)
         term = math.sin(omegas[0]) * math.cos(omegas[1]) * math.cos(math.pi / 3) * math.sin(theta)
-    cosines = (turned(visual, to_visual, omegas[0]) * turned(text, to_text, omegas[1])).sum(-1)
+    turned_visual = turned(visual, to_visual, omegas[0])
+    turned_text = turned(text, to_text, omegas[1])
+    assert_turned_by(visual, turned_visual, omegas[0])
+    assert_turned_by(3.0 * text, 0.5 * turned_text, omegas[1])  # whatever the norms
+    cosines = (turned_visual * turned_text).sum(-1)
     return cosines, kept(*omegas) * math.cos(theta) + term
 
 
@@ -113,7 +135,9 @@ def test_trace_bound_falls_with_the_cosine_of_the_lag_unless_all_lag_alike():
     directions, projections = orthogonal(visual), torch.linalg.qr(randn(200, 16, 16)).Q
     whole = torch.linalg.svdvals(visual.T @ text).sum().item()
     for delta in DELTAS:
-        covariance = turned(visual, directions, delta).T @ text
+        lagging = turned(visual, directions, delta)
+        assert_turned_by(visual, lagging, delta)
+        covariance = lagging.T @ text
         left, values, right = torch.linalg.svd(covariance)
         bound = values.sum().item()  # of tr(M C) over M of spectral norm 1 (eq. 20, von Neumann)
         assert bound / whole == pytest.approx(math.cos(delta), abs=0.01)
@@ -124,9 +148,9 @@ def test_trace_bound_falls_with_the_cosine_of_the_lag_unless_all_lag_alike():
 
 
 def entropy(scores):
-    """Entropy of the softmax over the last dimension, relative to an even one."""
-    logs = scores.log_softmax(-1)
-    return (-(logs.exp() * logs).sum(-1) / math.log(scores.shape[-1])).mean().item()
+    """Mean over rows of the entropy of the softmax, as `diagnose` measures it of a map."""
+    shares = scores.softmax(-1).flatten(0, -2) if scores.dim() > 1 else scores.softmax(-1)[None]
+    return sum(map(relative_entropy, shares)) / len(shares)
 
 
 def test_attention_spreads_with_the_lag_unless_a_sink_scores_higher():
@@ -134,13 +158,18 @@ def test_attention_spreads_with_the_lag_unless_a_sink_scores_higher():
     away, noise = orthogonal(query), 8 * (keys @ query[..., None]).squeeze(-1)
     spread, share = [], []
     for delta in DELTAS:
-        signal = 8 * (turned(query, away, delta) * query).sum(-1, keepdim=True)
+        key = turned(query, away, delta)
+        assert_turned_by(query, key, delta)
+        signal = 8 * (key * query).sum(-1, keepdim=True)
         ratio = (signal.mean() / noise.std()).item()  # eqs. 10, 21
         assert ratio == pytest.approx(8 * math.cos(delta), abs=0.03)
         scores = torch.cat([signal, noise], dim=-1)
         spread.append(entropy(scores))
         share.append(scores.softmax(-1)[:, 0].mean().item())
     assert spread == sorted(spread) and spread[-1] > 0.85 and share == sorted(share, reverse=True)
+    assert relative_entropy(torch.full((4, 4), 1 / 16)) == pytest.approx(1)
+    by_hand = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(3)
+    assert relative_entropy(torch.tensor([[0.75, 0.25, 0.0]])) == pytest.approx(by_hand)
     with_sink = [entropy(torch.tensor([signal, 6.0, 0, 0, 0])) for signal in (9, 8, 7, 6, 4, 2)]
     above, below = with_sink[:3], with_sink[3:]
     assert above == sorted(above) and below == sorted(below, reverse=True)

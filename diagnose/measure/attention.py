@@ -59,15 +59,13 @@ def attention_maps(
     # Learned queries are not places in the image, even if their number is a square.
     grid = None if config.model_type in RESAMPLED else image_grid(inputs, len(visual))
     maps = [(row / row.sum()).reshape(grid or (1, -1)) for row in received.values()]
-    entropies = [torch.special.entr(shares).sum().item() for shares in maps]
-    even = math.log(len(visual))  # the entropy of an even map
     return Attention(
         question=question,
         image=None,
         grid=grid,
         maps=[shares.tolist() for shares in maps],
         image_share=[row.sum().item() for row in received.values()],
-        entropy=[entropy / even if even else 1.0 for entropy in entropies],
+        entropy=[relative_entropy(shares) for shares in maps],
         bottom_bias=None if grid is None else [bottom_bias(shares) for shares in maps],
         layers=list(received),
     )
@@ -94,6 +92,12 @@ def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None
     columns = tokens // rows
     single = count == 1 and rows * columns == tokens and rows * width == columns * height
     return (rows, columns) if single else None
+
+
+def relative_entropy(shares: Tensor) -> float:
+    """Entropy of shares that sum to 1, of any shape, over that of even ones; 1 of a single one."""
+    even = math.log(shares.numel())
+    return torch.special.entr(shares).sum().item() / even if even else 1.0
 
 
 def bottom_bias(shares: Tensor) -> float:

@@ -90,7 +90,7 @@ def cli(*arguments):
 
 def test_the_report_holds_what_the_api_returned(compared):
     diagnosis, content = compared[0], stored(compared[0].folder)
-    assert content["schema_version"] == report.SCHEMA_VERSION == 1
+    assert content["schema_version"] == report.SCHEMA_VERSION == 2
     finite = json.loads(json.dumps(asdict(diagnosis), default=str), parse_constant=lambda _: None)
     assert finite.pop("folder") == str(diagnosis.folder) and content == {**content, **finite}
     provenance, ours, none = content["provenance"], diagnosis.report, diagnosis.against

@@ -70,3 +70,12 @@ def test_yes_no_and_neither():
     neither = ("", "Yes and no", "yes or no?", "I don't know", "Ja", "是", "nope", "yesterday")
     words = dict.fromkeys(yes, "yes") | dict.fromkeys(no, "no") | dict.fromkeys(neither)
     assert {answer: yes_or_no(answer) for answer in words} == words
+
+
+def test_a_letter_within_a_sentence_counts_among_its_last_four_words_alone():
+    """VLMEvalKit's rule: up to three words may follow it."""
+    said = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    for following in range(9):
+        answer = " ".join(["I'd go for", "B,", *said[:following]])
+        expected = "B" if following < 4 else None
+        assert chosen_option(answer, OPTIONS) == expected, answer

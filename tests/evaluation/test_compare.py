@@ -4,10 +4,17 @@ import json
 
 import numpy as np
 import pytest
+from scipy import stats
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluation.compare import compare_arms, mcnemar, over_seeds, read_arm
+from normalign_llava.evaluation.compare import (
+    compare_arms,
+    mcnemar,
+    over_questions,
+    over_seeds,
+    read_arm,
+)
 from normalign_llava.evaluation.results import Evaluation, Metric
 
 
@@ -93,7 +100,61 @@ def test_interval_over_seeds_by_hand():
     half = 4.3027 * 0.1 / 3**0.5
     assert ends == pytest.approx((0.2 - half, 0.2 + half), abs=1e-4)
     assert over_seeds(np.array([0.6]), np.array([0.5, 0.6])) is None
-    assert over_seeds(np.array([0.6, 0.7]), np.array([0.5, 0.6])) == pytest.approx((0.1, 0.1))
+
+
+def test_interval_over_other_numbers_of_seeds_is_welch_s():
+    """By hand: 4 runs of variance 1/600 and 2 of 1/50; Student's pooled interval is another."""
+    scores, reference = np.array([0.65, 0.7, 0.75, 0.7]), np.array([0.4, 0.6])
+    parts = np.array([scores.var(ddof=1) / 4, reference.var(ddof=1) / 2])
+    assert parts == pytest.approx([1 / 2400, 1 / 100])
+    degrees = parts.sum() ** 2 / (parts**2 / [3, 1]).sum()
+    half = stats.t.ppf(0.975, degrees) * parts.sum() ** 0.5
+    assert over_seeds(scores, reference) == pytest.approx((0.2 - half, 0.2 + half))
+    pooled = ((3 / 600 + 1 / 50) / 4 * (1 / 4 + 1 / 2)) ** 0.5
+    assert half > 2 * stats.t.ppf(0.975, 4) * pooled
+
+
+@pytest.mark.parametrize(
+    ("scores", "reference"),
+    [
+        ([0.9, 0.8], [0.88, 0.78]),  # 0.02 each, but for rounding
+        ([0.6, 0.7], [0.5, 0.6]),
+        ([0.1 + 0.2, 0.5], [0.1, 0.3]),
+        ([61.0, 61.0, 61.0], [60.0, 60.0]),
+        ([0.0, 0.0], [0.0, 0.0]),
+    ],
+)
+def test_runs_that_all_differ_alike_have_no_interval(scores, reference):
+    assert over_seeds(np.array(scores), np.array(reference)) is None
+
+
+def test_what_differs_by_more_than_rounding_has_an_interval():
+    low, high = over_seeds(np.array([0.9, 0.8]), np.array([0.88, 0.78 - 1e-3]))
+    assert low < 0.02 < high
+    low, high = over_seeds(np.array([0.5, 0.5, 0.52]), np.array([0.4, 0.41]))
+    assert low < 0.1 < high
+
+
+def test_questions_that_all_differ_alike_have_no_interval():
+    ones, zeros = np.ones(10), np.zeros(10)
+    assert over_questions(ones, zeros) is over_questions(ones, ones) is None
+    assert over_questions(np.array([1.0]), np.array([0.0])) is None
+    low, high = over_questions(np.array([1.0] * 9 + [0.0]), zeros)
+    assert low < 0.9 < high
+
+
+def test_a_comparison_says_that_runs_or_questions_are_alike(tmp_path):
+    arms = []
+    for name, right in (("none", 0), ("gwc", 1)):
+        folders = [scored(tmp_path / f"{name}-{seed}", [right] * 5) for seed in range(2)]
+        arms.append(f"{name}={','.join(folders)}")
+    command = ["compare", *arms, "--output", str(tmp_path)]
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "160"}).output
+    row = next(line for line in shown.splitlines() if "pope acc" in line)
+    assert row.split()[-3:] == ["alike", "alike", "-"]
+    assert "'alike': all differ by the same" in " ".join(shown.split())
+    (kept,) = json.loads((tmp_path / "comparison.json").read_text())
+    assert kept["over_seeds"] is kept["over_questions"] is None and kept["several_runs"]
 
 
 def test_several_seeds_of_two_arms(tmp_path):

@@ -83,6 +83,25 @@ def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_p
     assert not skipped() and not skipped(model=training.checkpoint(tmp_path / "other", arm="none"))
 
 
+@pytest.mark.parametrize("package", ["lm_eval", "normalign_llava"])
+def test_a_result_of_another_version_is_evaluated_again(room, tmp_path, capsys, package):
+    """A result in the folder counts if the harness and this package are those that made it."""
+    run(room, tmp_path, "tiny_choosing")
+    file = tmp_path / "evaluation" / "summary.json"
+    content = json.loads(file.read_text())
+    (stored,) = content["evaluations"]
+    now = stored["versions"][package]
+    stored["versions"][package] = "0.0.1"
+    file.write_text(json.dumps(content))
+    capsys.readouterr()
+    run(room, tmp_path, "tiny_choosing")
+    assert "done before" not in capsys.readouterr().err
+    (again,) = read_evaluations(tmp_path)
+    assert again.versions[package] == now
+    run(room, tmp_path, "tiny_choosing")
+    assert "done before" in capsys.readouterr().err
+
+
 def test_a_new_commit_on_the_hub_is_evaluated_anew(hub, prepared, room, tmp_path):
     repository = hub.serve("bea/model", room / "model")
 

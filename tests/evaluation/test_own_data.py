@@ -10,7 +10,7 @@ from scripted_tasks import Script
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluation.own_data import own_task
+from normalign_llava.evaluation.own_data import contains_any, own_task
 from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.hub_cards.card.write import write_card
 from normalign_llava.hub_cards.push.checks import check_private
@@ -18,6 +18,7 @@ from normalign_llava.hub_cards.push.source import choose_files
 
 
 METRICS = ("exact_match", "blank", "commonest")
+CHATTY = ("contains", "blank_contains")
 SECRET = "Who lives in this house?"
 TURNS = [{"role": role, "content": "what?"} for role in ("user", "assistant")]
 
@@ -58,6 +59,59 @@ def test_exact_match_by_hand(tmp_path):
     # Right are the first two. Of a white image "A kite." is right to one question of each wording.
     assert [result[name] for name in METRICS] == pytest.approx([2 / 6] * 3)
     assert result["exact_match_stderr"] == pytest.approx((2 / 6 * 4 / 6 / 5) ** 0.5)
+    # "a kite" contains "kite", and "a kite or a bird" contains "a kite"; "-5" is not 5. Of a white
+    # image "A kite." contains what is right to the first, the fourth and the fifth.
+    assert [result[name] for name in CHATTY] == pytest.approx([4 / 6, 3 / 6])
+
+
+def test_what_an_answer_contains():
+    within = {
+        "The shape in the picture is a red circle.": "circle",
+        "It's RED!": "red",
+        "**Red**": "red",
+        "I see 5 kites, in all.": "5",
+        "There are 5.": "5",
+        "It costs 4.50 euros": "4.50",
+        "答案是猫。": "猫",
+        "答案是B": "b",
+        "a kite (a red kite)": "red kite",
+    }
+    outside = {
+        "It is a category.": "cat",
+        "-5": "5",
+        "5.2": "5",
+        "4.5": "5",
+        "15": "5",
+        "It is red-brown.": "brown",
+        "a redder kite": "red",
+        "naïveté": "na",
+        "": "cat",
+        "anything": "",
+    }
+    assert all(contains_any(answer, [text]) for answer, text in within.items())
+    assert not any(contains_any(answer, [text]) for answer, text in outside.items())
+    assert contains_any("a bird", ["kite", "bird"]) and not contains_any("a bird", [])
+
+
+def test_turns_of_finevision_s_rows_are_questions_by_themselves(tmp_path, caplog):
+    """Each with the row's images; of other forms a later turn may need those before it."""
+    pairs = [("what?", "kite"), ("which colour?", "red"), ("how many?", "1")]
+    turns = [{"user": question, "assistant": answer} for question, answer in pairs]
+    rows = [{"texts": turns}, {"texts": [{"user": "what?", "assistant": "bird"}]}]
+    rows.append({"file_names": ["0.png", "1.png"], "texts": turns[:2]})
+    task = own_task(folder_of(tmp_path / "images", *rows))
+    result, requests = scores(task, "a kite", "red", "1", "bird", "kite", "blue", "kite")
+    asked_of = [request for request in requests if request.idx == 0]
+    prompts = [request.args[0] for request in asked_of]
+    one = ["<image>what?", "<image>which colour?", "<image>how many?"]
+    two = ["<image><image>what?", "<image><image>which colour?"]
+    assert prompts == [*one, "<image>what?", *two]
+    counts = [len(request.args[2]["visual"]) for request in asked_of]
+    assert counts == [1, 1, 1, 1, 2, 2]
+    assert task.eval_docs["answer"] == ["kite", "red", "1", "bird", "kite", "red"]
+    assert (result["exact_match"], result["contains"]) == pytest.approx((4 / 6, 5 / 6))
+    assert "2 of 3 rows have several questions" in caplog.text
+    assert "own data of 3 rows, 6 questions" in task.config.dataset_path
 
 
 def test_choices_by_hand(tmp_path):
@@ -88,6 +142,17 @@ def test_any_of_several_accepted_answers_is_right_and_choices_may_be_numbers(tmp
     numbers = [asked("Which?", 1, choices=["yes", "no"])]
     numbers.append(asked("Which?", None, options=["yes", "no"], correct_choice_idx=0))
     assert own_task(lines(tmp_path / "rows.jsonl", *numbers)).eval_docs["answer"] == ["B", "A"]
+
+
+def test_the_longest_true_answer_can_be_generated(tmp_path):
+    """A token may be one byte, and the end of the turn is a token too."""
+    short_answers = own_task(lines(tmp_path / "short.jsonl", asked("what?", "a kite")))
+    assert short_answers.config.generation_kwargs["max_gen_toks"] >= 16
+    long_answer = "zwölf Äpfel " * 20 + "是"
+    for row in (asked("what?", long_answer), asked("what?", "kite", answers=["kite", long_answer])):
+        task = own_task(lines(tmp_path / "long.jsonl", asked("what?", "a kite"), row))
+        allowed = task.config.generation_kwargs["max_gen_toks"]
+        assert allowed >= len(long_answer.encode()) + 2 > len(long_answer) + 20
 
 
 def test_several_images_and_a_system_turn_are_asked(tmp_path):
@@ -121,10 +186,18 @@ def test_a_model_is_asked_compared_and_published(checkpoint, tmp_path):
     def run(*words):
         return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"}).output
 
-    assert "own_my-images exact_match" in run("evaluate", model, "--data", data, "--batch-size", 2)
+    shown = run("evaluate", model, "--data", data, "--batch-size", 2)
+    assert "own_my-images exact_match" in shown and "own_my-images contains" in shown
+    examples = shown.partition("The first answers of own_my-images")[2]
+    (samples,) = (model / "evaluation" / "own_my-images").glob("samples_*.jsonl")
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        (row,) = (row for row in examples.splitlines() if row.rstrip().endswith(sample["target"]))
+        said = sample["filtered_resps"][0] or "(nothing)"
+        assert SECRET in row and " ".join(said.split())[:20] in row
     long = lines(tmp_path / "long.jsonl", asked("what " * 400, "it", image="0.png"))
     said = run("evaluate", model, "--data", long, "--image-folder", data)
-    assert "its 2,023 tokens are more than 240." in said
+    assert "its 2,023 tokens are more than 192." in said
     (result,) = read_evaluations(model)
     assert (result.title, result.total, result.metrics[0].samples) == ("my-images (own data)", 2, 2)
     assert result.metrics[0].references == {"blank image": 0, "commonest answer": 0.5}

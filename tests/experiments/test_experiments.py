@@ -116,6 +116,12 @@ def test_differences_are_paired_and_corrected_as_by_hand():
     assert apart == pytest.approx(by_hand)
     assert interval == pytest.approx((by_hand.mean() - half, by_hand.mean() + half))
     assert p == pytest.approx(2 * stats.t.sf(abs(by_hand.mean()) / error, 5))
+    same = {
+        name: {seed: result(seed, nats) for seed, nats in enumerate(row)}
+        for name, row in {"a": (0.9, 0.8), "b": (0.88, 0.78)}.items()
+    }
+    apart, *unknown = difference(same, ["a", "b"])
+    assert apart == pytest.approx([0.02, 0.02]) and unknown == [None, None]
     results["a"][0]["data"] = "other"
     with pytest.raises(ValueError, match="seed 0 has other data"):
         difference(results, ["a", "b"])
@@ -146,3 +152,37 @@ def test_results_of_a_plan_that_has_changed_are_kept_and_their_figures_are_the_p
         scores = [json.loads(file.read_text())["scores"]["offline_easy_vqa acc"] for file in files]
         row = re.search(rf"^\| {name} \| 0\.\d+, 0\.\d+ \|.*", page, re.MULTILINE)[0]
         assert ", ".join(f"{score:.2f}" for score in scores) in row
+
+
+def clipping(plan, arm):
+    """In percent of stage 2, means over seeds: clipped steps; projector, adapters, gain and bias.
+
+    The last three are shares of the squared norm of the gradient.
+    """
+    groups = (("projector",), ("language_model",), ("gain", "bias"))
+    rows = []
+    for seed in range(200, 206):
+        stored = json.loads((plan.results / f"regime-{arm}-seed{seed}.json").read_text())
+        assert np.mean(stored["curves"]["stage1"]["clip/share"]) == 1
+        curves = stored["curves"]["stage2"]
+        squares = {key: np.square(curves[key]) for key in curves if "grad_norm/" in key}
+        total = sum(squares.values())
+        row = [np.mean(curves["clip/share"])]
+        for group in groups:
+            parts = [squares.get(f"grad_norm/{part}", 0.0) for part in group]
+            row.append(np.mean(sum(parts) / total))
+        rows.append(row)
+    return 100 * np.mean(rows, axis=0)
+
+
+def test_shares_of_clipping_on_the_page_are_those_of_the_stored_results():
+    plan = read_plan(EXPERIMENTS / "regime.yaml")
+    page = (EXPERIMENTS / "README.md").read_text().partition("## Clipping")[2]
+    for arm, name, within in (
+        ("none", "no norm", 0.5),
+        ("aligned", "aligned", 0.5),
+        ("gwc", "GWC", 0.05),
+    ):
+        row = re.search(rf"^\| {name} \|(.+)\|$", page, re.MULTILINE)[1].split("|")
+        shown = [float(cell.strip().removesuffix(" %") or 0) for cell in row]
+        assert shown == pytest.approx(clipping(plan, arm), abs=within)

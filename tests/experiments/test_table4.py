@@ -22,7 +22,7 @@ from PIL import Image
 from plan import read_plan
 from report import write_report
 from scipy import stats
-from scores import PAPER_COLUMNS, Line, paper_average
+from scores import PAPER_COLUMNS, Line, lines_of, main_result, paper_average
 from torch.utils.flop_counter import FlopCounterMode
 
 from normalign_llava.evaluation.results import Evaluation, Metric
@@ -94,13 +94,8 @@ def test_a_plan_of_commands_is_killed_resumed_and_reported(archives, tmp_path):
         assert figure.width > 500
 
 
-def half_interval(pair):
-    """Half the 95 % interval of the mean of two values."""
-    return stats.t.ppf(0.975, 1) * stdev(pair) / math.sqrt(2)
-
-
 def result(arm, seed, right, average, gain):
-    """Of 4 questions of MMBench, some right; all of 10 of POPE are."""
+    """Of 8 questions of MMBench, `right` are; all of 10 of POPE are."""
     answers = {"mmbench_en_dev acc_circular": right, "pope acc": [1.0] * 10}
     diagnosis = {"entry": 2.0 + seed, "rotation": 0.5}
     diagnosis["gain"] = gain and {"mean_abs": gain, "start": 0.02}
@@ -114,40 +109,141 @@ def result(arm, seed, right, average, gain):
     }
 
 
+SEEDS = (42, 43, 44)
+
+
+def resampled(differences, share):
+    """The quantile of the mean of as many drawn questions, exactly: a multinomial convolution.
+
+    `differences` are of questions, in steps of 1/3 (the mean of three seeds of 0 or 1).
+    """
+    steps = [round(3 * value) for value in differences]
+    count = len(steps)
+    sums = {0: 1.0}
+    for _ in range(count):
+        following = {}
+        for total, chance in sums.items():
+            for step in steps:
+                following[total + step] = following.get(total + step, 0.0) + chance / count
+        sums = following
+    below = 0.0
+    for total in sorted(sums):
+        below += sums[total]
+        if below >= share:
+            return total / 3 / count
+    raise AssertionError("shares sum to 1")
+
+
 def test_the_report_is_that_of_a_computation_by_hand(tmp_path):
-    group = {"question": "Is it?", "paper": "Qwen2.5-7B", "seeds": [42, 43]}
+    """Intervals of 2 benchmarks are at 97.5 % (Bonferroni), that of the average at 95 %."""
+    group = {"question": "Is it?", "paper": "Qwen2.5-7B", "seeds": list(SEEDS)}
     group["variants"] = {"none": {"arm": "none"}, "gwc": {"arm": "gwc"}}
     content = {"commands": True, "bf16": None, "tasks": ["mmbench_en_dev", "pope"]}
     content |= {"stage1": {"recipe": "align-qwen2.5-7b"}, "stage2": {"recipe": "tune-qwen2.5-7b"}}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**content, "groups": {"qwen": group}}))
     plan = read_plan(tmp_path / "plan.yaml", tmp_path)
-    scored = {
-        ("none", 42): ([1.0, 0, 0, 0], 60.0, None),
-        ("none", 43): ([1.0, 0, 0, 0], 61.0, None),
-        ("gwc", 42): ([1.0, 1, 0, 0], 60.5, 0.03),
-        ("gwc", 43): ([1.0, 1, 0, 0], 61.7, 0.05),
-    }
+    none = [1.0, 0, 0, 0, 0, 0, 0, 0]
+    better = {42: [1.0, 1, 1, 0, 0, 0, 0, 0], 43: [1.0, 1, 1, 1, 0, 0, 0, 0]}
+    better[44] = [1.0, 1, 0, 0, 0, 0, 0, 0]
+    averages = {"none": (60.0, 61.0, 60.5), "gwc": (60.5, 61.7, 61.1)}
+    gains = {"none": (None,) * 3, "gwc": (0.03, 0.05, 0.04)}
     for run in plan.runs():
+        place = SEEDS.index(run.seed)
+        right = none if run.name == "none" else better[run.seed]
+        measured = right, averages[run.name][place], gains[run.name][place]
         options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
-        stored = {**result(run.name, run.seed, *scored[run.name, run.seed]), "options": options}
+        stored = {**result(run.name, run.seed, *measured), "options": options}
         (tmp_path / f"{run.key}.json").write_text(json.dumps(stored))
     page = write_report(plan).read_text()
-    # By question 0, 1, 0, 0: a mean of 4 drawn has P(0) = 0.32, P(> 0.75) = 0.004 < 0.0125 and
-    # P(0.75) = 0.05. Seeds agree. The paper: 77.66 - 76.80 and 69.41 - 68.49.
-    few, none = "too few questions to tell", "+0.00 to +0.00"
-    assert f"| MMBench-EN | +25.00 | +0.86 | +0.00 to +75.00 | +25.00 to +25.00 | {few} |" in page
-    verdict = "no difference shown, the paper's +0.36 is outside"
-    assert f"| POPE | +0.00 | +0.36 | {none} | {none} | {verdict} |" in page
-    half = half_interval([0.5, 0.7])
+
+    by_seed = [100 * (fmean(better[seed]) - fmean(none)) for seed in SEEDS]
+    half = half_interval(by_seed, 0.975)
+    assert half > 1.3 * half_interval(by_seed, 0.95)  # the level can be told
+    over_seeds = f"{25 - half:+.2f} to {25 + half:+.2f}"
+    differences = [
+        fmean(better[seed][number] - none[number] for seed in SEEDS) for number in range(8)
+    ]
+    ends = [100 * resampled(differences, share) for share in (0.0125, 0.9875)]
+    at_95 = [100 * resampled(differences, share) for share in (0.025, 0.975)]
+    assert ends != at_95
+    over_questions = f"{ends[0]:+.2f} to {ends[1]:+.2f}"
+    few = "too few questions to tell"
+    if 2 * half >= ends[1] - ends[0]:
+        few = "too few seeds to tell"
+    # The paper: 77.66 - 76.80 and 69.41 - 68.49.
+    assert f"| MMBench-EN | +25.00 | +0.86 | {over_questions} | {over_seeds} | {few} |" in page
+    alike = "all seeds differ by the same: too few to tell"
+    assert f"| POPE | +0.00 | +0.36 |  |  | {alike} |" in page
+    half = half_interval([0.5, 0.7, 0.6], 0.95)
     interval = f"{0.6 - half:+.2f} to {0.6 + half:+.2f}"
-    assert f"| average | +0.60 | +0.92 |  | {interval} | too few seeds to tell |" in page
-    assert "**The paper's main result is not shown.**" in page
-    average = f"61.10 ± {half_interval([60.5, 61.7]):.2f}"
-    assert f"| norm and GWC | 2 | 50.00 ± 0.00 | 100.00 ± 0.00 | {average} |" in page
+    assert f"| average | +0.60 | +0.92 |  | {interval} | the paper's +0.92 is outside |" not in page
+    assert (
+        f"| average | +0.60 | +0.92 |  | {interval} | same sign, the paper's +0.92 is outside |"
+        in page
+    )
+    assert "**The paper's main result holds.**" in page
+    average = f"61.10 ± {half_interval([60.5, 61.7, 61.1], 0.95):.2f}"
+    right = f"{37.5:.2f} ± {half_interval([37.5, 50, 25], 0.95):.2f}"
+    assert f"| norm and GWC | 3 | {right} | 100.00 | {average} |" in page
     assert "| the paper's norm and GWC | 1 | 77.66 | 87.87 | 69.41 |" in page
-    gain = f"2.000 ± {half_interval([1.5, 2.5]):.3f}"
-    entry = f"44.500 ± {half_interval([44, 45]):.3f}"
-    assert f"| norm and GWC | {entry} | 0.500 ± 0.000 | {gain} |" in page
+    gain = f"2.000 ± {half_interval([1.5, 2.5, 2.0], 0.95):.3f}"
+    entry = f"45.000 ± {half_interval([44, 45, 46], 0.95):.3f}"
+    assert f"| norm and GWC | {entry} | 0.500 | {gain} |" in page
+
+
+def half_interval(values, confidence=0.95):
+    """Half the t interval of the mean of some values."""
+    quantile = stats.t.ppf((1 + confidence) / 2, len(values) - 1)
+    return quantile * stdev(values) / math.sqrt(len(values))
+
+
+def of_average(low, high):
+    """Lines of a group whose average's interval is this."""
+    line = Line("average", (low + high) / 2, 0.0, 0.9, None, (low, high))
+    other = Line("POPE", 1.0, 0.0, 0.3, (-9.0, -8.0), (-9.0, -8.0))
+    return {"gwc": [other, line], "aligned": [Line("average", 1.0, 0.0, 0.9, None, (-5.0, -4.0))]}
+
+
+@pytest.mark.parametrize(
+    ("intervals", "said"),
+    [
+        ([(0.1, 0.9), (0.2, 1.0)], "holds"),
+        ([(0.1, 0.9), (-0.2, 1.0)], "is not shown"),  # of one of two models
+        ([(-0.1, 0.9), (0.2, 1.0)], "is not shown"),
+        ([(0.1, 0.9)], "is not shown"),  # the other was not run
+        ([(0.1, 0.9), (-0.9, -0.1)], "does not hold"),
+        ([(-0.1, 0.9), (-0.9, -0.1)], "does not hold"),
+    ],
+)
+def test_the_main_result_needs_both_models(intervals, said):
+    by_group = {str(number): of_average(*ends) for number, ends in enumerate(intervals)}
+    assert main_result(by_group, 2) == said
+
+
+def test_intervals_of_nine_benchmarks_are_wider_than_those_of_one():
+    """Bonferroni: each is at 1 - 0.05 / 9; the average's stays at 95 %."""
+    changes = (0.5, 0.7, 0.6)
+    scored = {"none": [60.0, 61.0, 60.5], "gwc": [60.5, 61.7, 61.1]}
+    right = {"none": ([0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1])}
+    right["gwc"] = ([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1])
+    arms = {
+        arm: {
+            seed: {
+                "answers": {"pope acc": {"asked": "same", "scores": right[arm][seed]}},
+                "columns": {"average": scored[arm][seed]},
+            }
+            for seed in range(3)
+        }
+        for arm in scored
+    }
+    by_seed = [100 * (fmean(right["gwc"][seed]) - fmean(right["none"][seed])) for seed in range(3)]
+    for benchmarks in (1, 9):
+        pope, average = lines_of(arms, None, benchmarks)["gwc"]
+        half = half_interval(by_seed, 1 - 0.05 / benchmarks)
+        expected = fmean(by_seed) - half, fmean(by_seed) + half
+        assert pope.over_seeds == pytest.approx(expected)
+        half = half_interval(changes, 0.95)
+        assert average.over_seeds == pytest.approx((0.6 - half, 0.6 + half))
 
 
 def test_the_average_is_that_of_the_papers_nine_columns_of_whole_tasks():
@@ -178,6 +274,24 @@ def test_the_average_is_that_of_the_papers_nine_columns_of_whole_tasks():
 )
 def test_a_difference_is_put_into_words_by_the_rule(over_seeds, over_questions, paper, sentence):
     assert Line("a task", 1.5, 1.0, paper, over_questions, over_seeds).sentence == sentence
+
+
+def test_nothing_is_said_of_seeds_or_questions_that_all_differ_alike():
+    """Two seeds with the same difference do not make it certain."""
+    alike = {"none": ([0, 0, 1], [0, 1, 0]), "gwc": ([1, 0, 1], [0, 1, 1])}
+    unlike = {"none": ([0, 0], [0, 0], [0, 0]), "gwc": ([0, 0], [1, 1], [1, 1])}
+    for scores, sentence in (
+        (alike, "all seeds differ by the same: too few to tell"),
+        (unlike, "all questions differ by the same: too few to tell"),
+    ):
+        arms = {}
+        for arm, of_seeds in scores.items():
+            arms[arm] = {}
+            for seed, right in enumerate(of_seeds):
+                answers = {"pope acc": {"asked": "same", "scores": right}}
+                arms[arm][seed] = {"answers": answers, "columns": {}}
+        (line,) = lines_of(arms, None, 1)["gwc"]
+        assert line.sentence == sentence and line.interval is None
 
 
 METHODS = {"align": "--stage align", "all": "--stage tune"}

@@ -17,7 +17,7 @@ from PIL import Image
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.diagnose.findings import findings, verdict
-from normalign_llava.diagnose.report import Drawing, Gain, Report
+from normalign_llava.diagnose.report import SCHEMA_VERSION, Drawing, Gain, Report
 from normalign_llava.evaluation.results import Evaluation, Metric
 
 
@@ -107,7 +107,7 @@ def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
         Image.new("RGB", (4, 4)).save(folder / "diagnostics" / drawing.file)
     edit(
         folder / "diagnostics" / "report.json",
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         verdict=verdict(report, baseline),
         findings=[asdict(finding) for finding in findings(report, baseline)],
         report=asdict(report),

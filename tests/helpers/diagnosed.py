@@ -1,6 +1,7 @@
 """Reports made by hand: a baseline with large, slow visual tokens, and a model with the norm."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,10 +23,12 @@ def embeddings_of(model: str, top: list[tuple[int, str | None, float]]) -> Embed
 
 def diagnosed(ratio=37.0, norm="none", model="llava-baseline", layers=30, **changes):
     """A report of a model whose visual tokens enter at `ratio` times the norm of text."""
-    spread, bottom = (45.58, 1.61) if norm == "none" else (0.0213, 1.07)
+    spread, bottom = (45.58 * ratio / 37, 1.61) if norm == "none" else (0.0213, 1.07)
     visual, text = report.Moments(ratio * TEXT, spread, 1024), report.Moments(1.234, 0.1113, 713)
     aligned = norm not in (None, "none")
     top = [(1000 + row, f" token{row}", 2.459 - row / 8) for row in range(10)]
+    drawn = attention_of("What shape is in the image?", layers, bottom=bottom)
+    asked = [drawn, replace(drawn, question="Which colour is it?", image=None, maps=[])]
     dynamics = []
     for step in (0, 100, 1000):
         cosines = [0.91 + step / 1e5 + layer / 1000 for layer in range(layers)]
@@ -54,7 +57,7 @@ def diagnosed(ratio=37.0, norm="none", model="llava-baseline", layers=30, **chan
         embeddings=embeddings_of("SmolLM2", top),
         gain=report.Gain(2.2812, 0.04, 0.0152, 0.0197, 0.8765, 0.4321) if aligned else None,
         dynamics=dynamics,
-        attention=[attention_of("What shape is in the image?", layers, bottom=bottom)],
+        attention=asked,
         left_out=["Visual embedding tables: this model has none."],
         norm=norm,
     )
@@ -84,7 +87,7 @@ def depth_of(entry: dict[str, float], layers: int) -> report.Depth:
         log_norm=curves(norms, math.log),
         log_update=curves(dict.fromkeys(entry, sizes), math.log),
         asymmetry=sum(rotation["visual"][:-1]) / sum(rotation["text"][:-1]),
-        asymmetry_error=None,
+        asymmetry_error=0.01,
     )
 
 

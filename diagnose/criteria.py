@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one rule by which a diagnosis agrees with a claim of the paper, and its table of thresholds.
+
+A claim is about effects. Each is measured with a standard error, and has a smallest size that
+matters. The claim holds here if every effect is at least as large as that, beyond two standard
+errors: an effect that is significant but does not matter is "too small", one that matters but is
+not significant is "unclear".
+"""
+
+from dataclasses import dataclass
+
+
+AGREES, DISAGREES, TOO_SMALL, UNCLEAR = "agrees", "disagrees", "too small", "unclear"
+NOT_MEASURED, DOES_NOT_APPLY = "not measured", "does not apply"
+
+ERRORS = 2.0  # standard errors on each side of a measured effect: about 95 %
+EQUAL = 1.25  # sizes within this factor of each other count as equal
+
+ABOVE, BELOW, WITHIN = "at least", "at most", "within"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A measured value, and its standard error; None if one cannot be told."""
+
+    value: float
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What is asked of one effect, and why."""
+
+    claim: str  # the claim of the paper, and its place there
+    effect: str  # what is measured
+    relation: str  # "at least", "at most" or "within"
+    matters: float  # the smallest effect that matters; for "within", the largest that does not
+    opposite: float | None  # from here on the effect is against the claim; None for "within"
+    error: str  # what its standard error is over
+    reason: str
+
+    def outcome(self, effect: Effect) -> str:
+        """ "agrees", "disagrees", "too small" or "unclear", by two standard errors."""
+        if effect.error is None:
+            return UNCLEAR
+        low = effect.value - ERRORS * effect.error
+        high = effect.value + ERRORS * effect.error
+        if self.relation == WITHIN:
+            if high <= self.matters:
+                return AGREES
+            return DISAGREES if low > self.matters else UNCLEAR
+        assert self.opposite is not None
+        matters, opposite = self.matters, self.opposite
+        if self.relation == BELOW:
+            low, high = -high, -low
+            matters, opposite = -matters, -opposite
+        if low >= matters:
+            return AGREES
+        if high <= opposite:
+            return DISAGREES
+        return TOO_SMALL if high < matters else UNCLEAR
+
+
+RQ1 = "RQ1: visual tokens that enter the projector are much larger than text."
+RQ2 = "RQ2: visual tokens that enter the decoder are much larger than text."
+RQ3 = "RQ3: visual tokens, being larger, rotate less per layer than text."
+UPDATES = "Section 3.1: updates of both have the same size and angle to the state."
+BOTTOM = "Appendix G: without the norm, text looks at the bottom of the image."
+NEARNESS = "Figures 4a, 4b: with the norm, norms and rotations of both are nearer to each other."
+FOCUS = "Appendix G: with the norm, attention to the image is less diffuse."
+CLAIMS = (RQ1, RQ2, RQ3, UPDATES, BOTTOM, NEARNESS, FOCUS)
+
+MUCH_LARGER = "Half an order of magnitude. The paper speaks of an order; its smallest ratio is 5.6."
+SAME_AS_CRITICAL = "`normalign gain --critical` calls the norm critical from the same rotation on."
+
+CRITERIA = {
+    "projector": Criterion(
+        RQ1, "norm entering the projector over text's", ABOVE, 3.0, 1 / 3.0, "samples", MUCH_LARGER
+    ),
+    "decoder": Criterion(
+        RQ2, "norm entering the decoder over text's", ABOVE, 3.0, 1 / 3.0, "samples", MUCH_LARGER
+    ),
+    "rotation": Criterion(
+        RQ3, "rotation over text's", BELOW, 0.9, 1 / 0.9, "batches", SAME_AS_CRITICAL
+    ),
+    "layers": Criterion(
+        RQ3,
+        "share of layers where visual tokens rotate less",
+        ABOVE,
+        0.5,
+        0.5,
+        "layers",
+        "The paper's divergence is in all layers; a mean may come of a few. By chance it is half.",
+    ),
+    "update size": Criterion(
+        UPDATES,
+        "factor between sizes of updates",
+        WITHIN,
+        EQUAL,
+        None,
+        "samples",
+        "A quarter is small beside the ratios of norms, from which rotation is to follow.",
+    ),
+    "update angle": Criterion(
+        UPDATES,
+        "degrees between angles of updates",
+        WITHIN,
+        10.0,
+        None,
+        "samples",
+        "At a right angle, 10 degrees change the sine, and so rotation, by 1.5 %.",
+    ),
+    "bottom": Criterion(
+        BOTTOM,
+        "attention on the bottom third over an even share",
+        ABOVE,
+        EQUAL,
+        1 / EQUAL,
+        "questions",
+        "A quarter more than even. The paper shows maps, without numbers.",
+    ),
+    "nearer norms": Criterion(
+        NEARNESS,
+        "factor between norms without the norm, over that with it",
+        ABOVE,
+        EQUAL,
+        1 / EQUAL,
+        "samples",
+        "Sizes within this factor count as equal everywhere in this table.",
+    ),
+    "nearer rotations": Criterion(
+        NEARNESS,
+        "factor between rotations without the norm, over that with it",
+        ABOVE,
+        1 / 0.9,
+        0.9,
+        "batches",
+        "The change of rotation that matters in RQ3.",
+    ),
+    "entropy": Criterion(
+        FOCUS,
+        "entropy of attention without the norm, minus that with it",
+        ABOVE,
+        0.05,
+        -0.05,
+        "questions",
+        "A twentieth of the entropy of even attention. The paper shows maps, without numbers.",
+    ),
+}
+"""Every threshold of a finding. docs/diagnose.md shows this table."""
+
+
+def combined(outcomes: list[str]) -> str:
+    """The outcome of a claim about several effects: the least favourable one."""
+    return next(
+        outcome for outcome in (DISAGREES, TOO_SMALL, UNCLEAR, AGREES) if outcome in outcomes
+    )
