@@ -146,7 +146,8 @@ def errors_for_people(extra: str = "", stopped: str = "", full: str = MORE) -> I
             if message is None:
                 raise
             several = os.environ.get("WORLD_SIZE", "1") != "1"
-            process = f" in process {os.environ['RANK']}" if several else ""
+            rank = os.environ.get("RANK")  # some launchers set the size alone
+            process = f" in process {rank}" if several and rank else ""
             line = Text.assemble((f"Error{process}:", "bold red"), " ", escaped(message))
             Console(stderr=True).print(line, soft_wrap=True)  # paths stay whole
         raise typer.Exit(1) from error

@@ -31,6 +31,28 @@ PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit"), ("bitsandbytes", "qlo
 PACKAGES |= {"deepspeed": ("deepspeed", "deepspeed")}
 """Options that need a package, and the extra that has it."""
 
+OFF = ("none", "false", "no", "off", "f", "n", "0")
+"""Words that switch an option off."""
+
+OVERRULED: dict[str, tuple[str, ...]] = {
+    "use_peft": ("lora_", "use_dora", "use_rslora"),
+    "load_in_4bit": ("bnb_4bit_", "use_bnb_nested_quant"),
+    "eval_strategy": (
+        *("test_split_size", "eval_dataset_name", "eval_steps", "load_best_model_at_end"),
+        *("metric_for_best_model", "greater_is_better", "early_stopping_"),
+    ),
+    "load_best_model_at_end": ("metric_for_best_model", "greater_is_better", "early_stopping_"),
+    "dry_run": ("device_memory",),
+}
+"""What a recipe's options begin with that have no effect if the command line switches another off."""
+
+REPLACED: dict[str, tuple[str, ...]] = {
+    "dataset_name": ("datasets",),
+    "lr_scheduler_type": ("lr_scheduler_kwargs", "warmup_steps"),
+    "global_batch_size": ("gradient_accumulation_steps",),
+}
+"""What a recipe's options begin with that belong to its own value of another option."""
+
 REFUSED = "Refused: "
 """How the help of an option begins that would do nothing here, or harm; the reason follows."""
 
@@ -116,6 +138,12 @@ class TrainingOptions:
     save_steps: float = option(None, "Steps between checkpoints, or their share if below 1.")
     save_total_limit: int | None = option(None, "How many checkpoints are kept, the newest.")
     eval_strategy: Literal["no", "steps", "epoch"] = option("no", "When to evaluate held-out rows.")
+    early_stopping_patience: int | None = option(
+        None, "Stop after so many evaluations without a better one. Needs load_best_model_at_end."
+    )
+    early_stopping_threshold: float = option(
+        0.0, "How much metric_for_best_model must improve to be better, for early stopping."
+    )
     report_to: None | str | list[str] = option("none", "Trackers such as tensorboard or wandb.")
 
     assistant_only_loss: bool = refused(True, "it must be true, or labels would hold image tokens")
@@ -183,6 +211,104 @@ def check_refused(options: Any) -> None:
             raise ValueError(f"{field.name} cannot be used here: {reason} Leave it out.")
 
 
+def _elsewhere() -> dict[str, tuple[tuple[str, ...], str]]:
+    """Names in LLaMA-Factory, axolotl, ms-swift, unsloth and LLaVA: names here, and a remark."""
+    plain = {
+        "max_length": "cutoff_len sequence_len max_seq_length max_seq_len model_max_length seq_len",
+        "lora_r": "lora_rank lora_dim",
+        "lora_target_modules": "lora_target target_modules",
+        "lora_modules_to_save": "additional_target modules_to_save",
+        "use_dora": "peft_use_dora use_dora_adapter",
+        "use_rslora": "peft_use_rslora",
+        "load_in_4bit": "load_in_4_bit",
+        "load_in_8bit": "load_in_8_bit",
+        "bnb_4bit_quant_type": "quantization_type bnb_quant_type quant_type",
+        "use_bnb_nested_quant": "double_quantization double_quant bnb_4bit_use_double_quant",
+        "model_name_or_path": "base_model model model_name model_path model_id model_id_or_path",
+        "dataset_name": "dataset data_path dataset_path train_file train_data",
+        "dataset_streaming": "streaming",
+        "dataset_num_proc": "preprocessing_num_workers dataset_processes preprocess_workers",
+        "eval_dataset_name": "eval_dataset val_dataset validation_file test_datasets",
+        "test_split_size": "val_size val_set_size split_dataset_ratio validation_split_percentage",
+        "shuffle_buffer_size": "buffer_size shuffle_buffer streaming_shuffle_buffer_size",
+        "image_folder": "media_dir image_dir images_dir image_path",
+        "per_device_train_batch_size": "micro_batch_size train_batch_size mbs",
+        "per_device_eval_batch_size": "eval_batch_size",
+        "global_batch_size": "effective_batch_size total_batch_size",
+        "gradient_accumulation_steps": "accumulation_steps grad_accum_steps",
+        "num_train_epochs": "num_epochs epochs n_epochs max_epochs",
+        "learning_rate": "lr lr_rate base_lr",
+        "projector_learning_rate": "mm_projector_lr aligner_lr projector_lr merger_lr",
+        "vision_learning_rate": "vit_lr vision_lr mm_vision_tower_lr vision_tower_lr",
+        "lr_scheduler_type": "lr_scheduler scheduler scheduler_type lr_schedule",
+        "warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_fraction",
+        "max_grad_norm": "gradient_clipping clip_grad grad_clip gradient_clip_val",
+        "optim": "optimizer optimizer_name",
+        "adam_beta1": "beta1",
+        "adam_beta2": "beta2",
+        "neftune_noise_alpha": "neftune_alpha neft_alpha",
+        "gradient_checkpointing": "use_gradient_checkpointing vit_gradient_checkpointing",
+        "attn_implementation": "flash_attn attn_impl flash_attention use_flash_attn",
+        "packing": "sample_packing neat_packing",
+        "dtype": "torch_dtype compute_dtype weight_dtype",
+        "dataloader_num_workers": "num_workers",
+        "output_dir": "output_path save_dir work_dir output save_path",
+        "save_steps": "save_interval save_every",
+        "eval_steps": "eval_interval eval_every val_check_interval",
+        "logging_steps": "log_interval log_every",
+        "resume_from_checkpoint": "resume resume_from auto_resume_from_checkpoints",
+        "early_stopping_patience": "early_stop_interval early_stopping_steps",
+        "seed": "random_seed random_state",
+        "hub_model_id": "hub_repo_id hub_model_name",
+        "max_steps": "max_train_steps train_iters total_steps",
+    }
+    table = {name: ((ours,), "") for ours, names in plain.items() for name in names.split()}
+    frozen = "0 freezes it, and other values train it"
+    language = "language_learning_rate"
+    for name in ("freeze_vision_tower", "freeze_vit", "freeze_vision_model", "unfreeze_vision"):
+        table[name] = (("vision_learning_rate",), frozen)
+    for name in ("finetune_vision_layers", "unfreeze_mm_vision_tower"):
+        table[name] = (("vision_learning_rate",), frozen)
+    for name in ("freeze_multi_modal_projector", "freeze_aligner", "tune_mm_mlp_adapter"):
+        table[name] = (("projector_learning_rate", "norm_learning_rate"), frozen)
+    for name in ("freeze_language_model", "freeze_llm", "freeze_backbone"):
+        table[name] = ((language,), frozen)
+    table["finetune_language_layers"] = ((language,), frozen)
+    for name in ("finetuning_type", "adapter", "train_type", "tuner_type", "sft_type"):
+        table[name] = (("use_peft",), "true trains LoRA adapters")
+    table["lora_enable"] = (("use_peft",), "true trains LoRA adapters")
+    for name in ("lora_target_linear", "target_all_linear"):
+        table[name] = (("lora_target_modules",), "all-linear is the default, on the language model")
+    for name in ("quantization_bit", "quant_bits", "bits"):
+        table[name] = (("load_in_4bit", "load_in_8bit"), "set one of them to true")
+    for name in ("use_wandb", "use_swanlab", "use_tensorboard"):
+        table[name] = (("report_to",), "it takes names of trackers")
+    for name in ("wandb_project", "swanlab_project"):
+        table[name] = (("report_to",), "it takes wandb, and the project is an environment variable")
+    table["overwrite_output_dir"] = (
+        ("output_dir",),
+        "a run writes to a new folder, or goes on with resume_from_checkpoint",
+    )
+    table["mix_strategy"] = (("datasets",), "each data set of the mixture has its fraction")
+    table["interleave_probs"] = (("datasets",), "each data set of the mixture has its fraction")
+    size = "the checkpoint's processor gives every image the size that the vision encoder takes"
+    for name in ("image_max_pixels", "image_min_pixels", "max_pixels", "min_pixels"):
+        table[name] = ((), size)
+    for name in ("image_resolution", "image_size", "image_aspect_ratio", "image_resize_algorithm"):
+        table[name] = ((), size)
+    for name in ("template", "chat_template", "conversation", "prompt_template"):
+        table[name] = ((), "a checkpoint has its own, set by `normalign build --chat-template`")
+    for name in ("max_samples", "num_samples"):
+        table[name] = (
+            (),
+            "`max_steps` ends a run early, and `datasets` with `fraction` takes less",
+        )
+    return table
+
+
+ELSEWHERE = _elsewhere()
+"""Options of other tools by name: what they are called here, if anything, and a remark."""
+
 SHOWN = {
     "Checkpoint": ("model_name_or_path", "output_dir", "stage", "arm"),
     "Data": ("dataset_name", "image_folder", "columns", "bad_rows"),
@@ -217,6 +343,43 @@ def show_help() -> None:
     console.print(table, "\n`normalign train --help-all` lists all options, TRL's among them.")
 
 
+def check_names(words: Sequence[str], recipe: dict[str, Any]) -> None:
+    """Raises ValueError if options have their names in other tools, with the names here."""
+    given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    names = [name.replace("-", "_") for name in [*given, *recipe]]
+    answers = [answer_for(name) for name in dict.fromkeys(names) if name in ELSEWHERE]
+    if answers:
+        raise ValueError(" ".join(answers))
+
+
+def answer_for(name: str) -> str:
+    """What an option of [`ELSEWHERE`] is called here."""
+    called, remark = ELSEWHERE[name]
+    if not called:
+        return f"There is no `{name}` here: {remark}."
+    ours = " and ".join(f"`{option}`" for option in called)
+    are = "is" if len(called) == 1 else "are"
+    return f"`{name}` {are} called {ours} here{f': {remark}' if remark else ''}."
+
+
+def without_overruled(recipe: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """The recipe without options that the command line leaves without effect, as [`OVERRULED`]."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in (*OVERRULED, *REPLACED):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
+    given, _ = parser.parse_known_args(words)
+    prefixes: list[str] = []
+    for name, dependent in OVERRULED.items():
+        value = getattr(given, name)
+        if value is not None and value.lower() in OFF:
+            prefixes += dependent
+    for name, dependent in REPLACED.items():
+        value = getattr(given, name)
+        if value is not None and value != str(recipe.get(name)):
+            prefixes += dependent
+    return {name: recipe[name] for name in recipe if not name.startswith(tuple(prefixes))}
+
+
 def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """The options of a command line, and of its recipe: the first word, or the file of --config."""
     words = list(words)
@@ -230,7 +393,7 @@ def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 def recipe_file(recipe: str | os.PathLike, folder: Path = RECIPES) -> Path:
     """The file of a recipe: that path, or the file of that name in a `folder` of the package."""
-    for file in (Path(recipe), folder / f"{recipe}.yaml"):
+    for file in (Path(recipe).expanduser(), folder / f"{recipe}.yaml"):
         if file.is_file():
             return file
     known = names_of_files(folder)
@@ -242,19 +405,69 @@ def names_of_files(folder: Path) -> str:
     return ", ".join(sorted(file.stem for file in folder.iterdir()))
 
 
+class Texts(yaml.SafeLoader):
+    """Reads YAML with every scalar but null as it is written: `no` may be a name or a strategy."""
+
+
+class Values(yaml.SafeLoader):
+    """Reads YAML with numbers such as 5e-1, which YAML 1.1 takes for text, and without dates."""
+
+
+def _resolvers(*kinds: str) -> dict[str, list]:
+    """Those of YAML 1.1 for some kinds of scalars."""
+    tags = {f"tag:yaml.org,2002:{kind}" for kind in kinds}
+    known = yaml.SafeLoader.yaml_implicit_resolvers
+    return {
+        first: [(tag, pattern) for tag, pattern in patterns if tag in tags]
+        for first, patterns in known.items()
+    }
+
+
+Texts.yaml_implicit_resolvers = _resolvers("null", "merge")
+Values.yaml_implicit_resolvers = _resolvers("null", "merge", "bool")
+Values.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][\d_]*)$"), list("-+0123456789")
+)
+Values.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$
+        |[-+]?\d[\d_]*[eE][-+]?\d+$
+        |[-+]?\.(inf|Inf|INF)$
+        |\.(nan|NaN|NAN)$""",
+        re.VERBOSE,
+    ),
+    list("-+.0123456789"),
+)
+
+AS_WRITTEN = ("datasets", "columns", "env")
+"""Options that hold names and paths, in which no text is a number or means yes or no."""
+
+
 def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
-    """The options that a recipe sets. Raises ValueError if it is not YAML, or not a mapping."""
+    """The options that a recipe sets. Raises ValueError if it is not YAML, or not a mapping.
+
+    Scalars and lists of them are texts, as on the command line: the option's type tells what they
+    mean. Mappings of arguments for libraries have numbers, and booleans for yes, no, on and off.
+    """
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        content = Path(file).read_text(encoding="utf-8")
+        texts = yaml.load(content, Texts)
+        values = yaml.load(content, Values)
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
-    if not isinstance(content, dict):
+    if not isinstance(texts, dict):
         raise ValueError(f"{file} is no mapping of options. Give data with --dataset_name {file}.")
-    return content
+    recipe = {}
+    for name, text in texts.items():
+        is_mapping = isinstance(text, dict) and name not in AS_WRITTEN
+        recipe[name] = values[name] if is_mapping else text
+    return recipe
 
 
 def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
-    """Checks, without importing TRL, for a secret, for packages, and for a checkpoint to train."""
+    """Checks, without importing TRL, for names, a secret, packages, and a checkpoint to train."""
+    check_names(words, recipe)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("model_name_or_path", "hub_token", *PACKAGES):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
@@ -263,7 +476,7 @@ def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
         raise ValueError("Everybody on this machine can read a command line. Set HF_TOKEN instead.")
     options = recipe | {name: value for name, value in vars(known).items() if value is not None}
     for name, (package, extra) in PACKAGES.items():
-        if str(options.get(name)).lower() not in ("none", "false"):
+        if str(options.get(name)).lower() not in OFF:
             check_installed(package, extra, name)
     if not options.get("model_name_or_path"):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER.")

@@ -31,6 +31,15 @@ class DataSource:
     image_folder: str | None = None  # or zip file; by default the data file's folder
 
     def __post_init__(self):
+        self.path = os.path.expanduser(self.path)
+        self.image_folder = _expanded(self.image_folder)
+        self.data_dir = _expanded(self.data_dir)
+        self.data_files = _expanded(self.data_files)
+        if isinstance(self.fraction, str):
+            try:
+                self.fraction = float(self.fraction)
+            except ValueError:
+                pass  # refused with the fractions of the other data sets
         if not self.columns:
             return
         from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick
@@ -113,6 +122,9 @@ class DataArguments:
 
     def __post_init__(self):
         check_choices(self)
+        self.dataset_name = _expanded(self.dataset_name)
+        self.eval_dataset_name = _expanded(self.eval_dataset_name)
+        self.image_folder = _expanded(self.image_folder)
         if bool(self.dataset_name) == bool(self.datasets):
             both = "not both" if self.dataset_name else "to say what to train on"
             raise ValueError(f"Give dataset_name (one data set) or datasets (a mixture), {both}.")
@@ -142,6 +154,17 @@ class DataArguments:
             return [DataSource(**{**shared, **source}) for source in self.datasets]
         plain = {"name": self.dataset_config, "split": self.dataset_train_split}
         return [DataSource.named(str(self.dataset_name), **shared, **plain)]
+
+
+def _expanded(paths: Any) -> Any:
+    """Paths, of which there may be several, with the home folder in place of `~`."""
+    if isinstance(paths, str):
+        return os.path.expanduser(paths)
+    if isinstance(paths, list):
+        return [_expanded(path) for path in paths]
+    if isinstance(paths, dict):
+        return {name: _expanded(path) for name, path in paths.items()}
+    return paths
 
 
 def check_choices(options: Any) -> None:

@@ -120,8 +120,7 @@ def prepare_rows(
     What this or [`load_data`] returned comes back unchanged. All processes must call it together.
     """
     report = SourceReport(name, split)
-    transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
-    if data.features == FEATURES or isinstance(transform, RowReader):
+    if is_prepared(data):
         if isinstance(data, Dataset):
             measure(data, report)
         return data, report
@@ -135,6 +134,12 @@ def prepare_rows(
         logger.warning(f"{name}: {count} dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])
     return prepared, report
+
+
+def is_prepared(data: AnyData) -> bool:
+    """Whether rows are what [`prepare_rows`] or [`load_data`] returned."""
+    transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
+    return data.features == FEATURES or isinstance(transform, RowReader)
 
 
 def _prepared(source: Source, checks: Checks, report: SourceReport) -> tuple[AnyData, bool]:
