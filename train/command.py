@@ -44,14 +44,14 @@ OVERRULED: dict[str, tuple[str, ...]] = {
     "load_best_model_at_end": ("metric_for_best_model", "greater_is_better", "early_stopping_"),
     "dry_run": ("device_memory",),
 }
-"""What a recipe's options begin with that have no effect if the command line switches another off."""
+"""Options that the command line may switch off, and prefixes of those that then have no effect."""
 
 REPLACED: dict[str, tuple[str, ...]] = {
     "dataset_name": ("datasets",),
     "lr_scheduler_type": ("lr_scheduler_kwargs", "warmup_steps"),
     "global_batch_size": ("gradient_accumulation_steps",),
 }
-"""What a recipe's options begin with that belong to its own value of another option."""
+"""Options whose new value on the command line leaves others of the recipe without their own."""
 
 REFUSED = "Refused: "
 """How the help of an option begins that would do nothing here, or harm; the reason follows."""

@@ -60,7 +60,7 @@ CHECKPOINTING = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
-"""Names of options since transformers 5.24, and the names that they had, which warn by themselves."""
+"""Names of options since transformers 5.24, and their former names, which warn by themselves."""
 
 
 @dataclass(repr=False)

@@ -171,6 +171,7 @@ class NormAlignTrainer(SFTTrainer):
         self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
         self.measurements = Measurements(args)
         self.probe: Any = None
+        self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
         # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
         for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
@@ -273,17 +274,22 @@ class NormAlignTrainer(SFTTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The Trainer's, with a learning rate for each module (huggingface/transformers#10140)."""
         if self.optimizer is None:
-            # The optimizer's own rate, of which min_lr is a share, is that of its first group.
-            rates = [self.learning_rates[module] for module in parts.MODULES]
-            first = next((rate for rate in rates if rate), self.args.learning_rate)
-            with parts.replaced(self.args, learning_rate=first):
-                optimizer = super().create_optimizer(model)
-            named = (model or self.model).named_parameters()
+            named = list((model or self.model).named_parameters())
             modules = {parameter: parts.module_of(name) for name, parameter in named}
+            trained = {modules[value] for _, value in named if value.requires_grad}
+            first = next((module for module in parts.MODULES if module in trained), None)
+            # The optimizer's own rate, of which min_lr is a share, is that of its first group.
+            rate = self.learning_rates.get(first, self.args.learning_rate)
+            with parts.replaced(self.args, learning_rate=rate):
+                optimizer = super().create_optimizer(model)
             groups = []
             for group, module in product(optimizer.param_groups, parts.MODULES):
-                if values := [value for value in group["params"] if modules[value] == module]:
+                values = [value for value in group["params"] if modules[value] == module]
+                if values:
                     groups.append(group | {"params": values, "lr": self.learning_rates[module]})
+            # The Trainer logs the rate of the first group: a norm alone has no weight decay.
+            leading = [group for group in groups if modules[group["params"][0]] == first][:1]
+            groups = leading + [group for group in groups if group is not leading[0]]
             optimizer.param_groups = groups
             if self.is_fsdp_enabled:
                 optimizer.register_step_pre_hook(parts.fill_gradients)
@@ -534,12 +540,10 @@ class NormAlignTrainer(SFTTrainer):
             "metric": best_metric(self.args),
             "value": self.state.best_metric,
         }
-        show(
-            self.state,
-            "The weights of step {step} of {of_steps} are kept: {metric} {value:.4g}, the best.".format(
-                **self._best
-            ),
-        )
+        step, steps = self._best["step"], self._best["of_steps"]
+        metric, value = self._best["metric"], self._best["value"]
+        said = f"The weights of step {step} of {steps} are kept: {metric} {value:.4g}, the best."
+        show(self.state, said)
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         # The Trainer's saves all weights again where they are divided among processes.

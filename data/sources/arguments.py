@@ -2,6 +2,7 @@
 """Options: which data sets to read, and what to do with bad rows."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -36,10 +37,8 @@ class DataSource:
         self.data_dir = _expanded(self.data_dir)
         self.data_files = _expanded(self.data_files)
         if isinstance(self.fraction, str):
-            try:
+            with suppress(ValueError):  # refused with the fractions of the other data sets
                 self.fraction = float(self.fraction)
-            except ValueError:
-                pass  # refused with the fractions of the other data sets
         if not self.columns:
             return
         from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick

@@ -44,7 +44,6 @@ def scheduled(trainer) -> None:
 def saved_metrics(trainer) -> None:
     trainer.log_metrics("eval", {"eval_loss": 1.0})
     trainer.save_metrics("eval", {"eval_loss": 1.0})
-    assert trainer.metrics_format({"eval_loss": 1.0})
 
 
 def logged(trainer) -> None:
@@ -56,11 +55,15 @@ def logged(trainer) -> None:
         trainer.log({"train_runtime": 1.0, "train_loss": 1.0})
 
 
+class Silent(TrainerCallback):
+    """Does nothing."""
+
+
 def callbacks(trainer) -> None:
-    trainer.add_callback(TrainerCallback)
-    trainer.remove_callback(TrainerCallback)
-    trainer.add_callback(TrainerCallback())
-    assert trainer.pop_callback(TrainerCallback)
+    trainer.add_callback(Silent)
+    trainer.remove_callback(Silent)
+    trainer.add_callback(Silent())
+    assert trainer.pop_callback(Silent)
 
 
 def saved(trainer) -> None:
@@ -86,11 +89,11 @@ def predicted(trainer) -> None:
 
 
 def loaders(trainer) -> None:
-    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
-        assert next(iter(loader))["input_ids"].shape[0] == 2
+    loaded = {"train": trainer.get_train_dataloader(), "eval": trainer.get_eval_dataloader()}
+    sizes = {name: len(next(iter(loader))["input_ids"]) for name, loader in loaded.items()}
+    assert sizes == {"train": 2, "eval": 3}
     loader = trainer.get_train_dataloader()
     assert trainer.num_examples(loader) == len(trainer.train_dataset)
-    assert trainer.num_tokens(loader) > 0
     assert trainer.set_initial_training_values(trainer.args, loader)
     batches, _ = trainer.get_batch_samples(iter(loader), 2, trainer.args.device)
     assert len(batches) == 2
@@ -122,14 +125,14 @@ METHODS = {
     "create_optimizer create_optimizer_and_scheduler create_scheduler": scheduled,
     "evaluate": evaluated,
     "evaluation_loop get_test_dataloader predict prediction_step": predicted,
-    "get_batch_samples get_eval_dataloader get_train_dataloader num_examples num_tokens "
+    "get_batch_samples get_eval_dataloader get_train_dataloader num_examples "
     "set_initial_training_values": loaders,
     "compute_loss_context_manager estimate_memory floating_point_ops get_decay_parameter_names "
     "get_learning_rates get_num_trainable_parameters get_optimizer_cls_and_kwargs "
     "get_optimizer_group get_sp_size get_total_train_batch_size get_tp_size is_local_process_zero "
     "is_world_process_zero store_flos summary": facts,
     "log": logged,
-    "log_metrics metrics_format save_metrics": saved_metrics,
+    "log_metrics save_metrics": saved_metrics,
     "training_step": step,
 }
 """Each public method, and what is done with it."""
@@ -139,6 +142,7 @@ ELSEWHERE = {
     *("call_model_init", "hyperparameter_search"),  # need a model_init, which SFTTrainer has not
     *("autocast_smart_context_manager", "compare_trainer_and_checkpoint_args"),  # the Trainer's
     *("create_accelerator_and_postprocess", "is_fsdp_xla_enabled", "propagate_args_to_deepspeed"),
+    "metrics_format",  # the Trainer's fails wherever it is called as a method
     *("torch_jit_model_eval", "ipex_optimize_model", "get_cp_size", "tokenizer", "num_tokens"),
 }
 
@@ -272,11 +276,12 @@ def test_the_step_of_the_weights_that_are_kept_is_recorded_and_said(
     tmp_path, checkpoint, capsys, use_peft
 ):
     own = {} if use_peft else {"vision_learning_rate": 0.0}
+    own |= dict(metric_for_best_model="eval_loss", greater_is_better=True)  # an early step
     trainer = make(tmp_path / "out", checkpoint, use_peft=use_peft, **BEST, **own)
     trainer.train()
     trainer.save_model()
     losses = held_out_losses(trainer)
-    best = min(losses, key=losses.get)
+    best = max(losses, key=losses.get)
     assert best < 4
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert record["steps_done"] == record["best"]["step"] == best
@@ -430,7 +435,11 @@ def test_a_summary_is_printed_in_python_as_by_the_command(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint, stage="align", global_batch_size=4)
     text = str(trainer.summary())
     for module in trainer.facts["modules"]:
-        (line,) = (line for line in text.splitlines() if line.startswith(f"{module['module']} "))
+        (line,) = (
+            line
+            for line in text.splitlines()
+            if line.split()[:1] == module["module"].split()[:1] and module["module"] in line
+        )
         assert f"{module['parameters']:,}" in line
     assert "Tokens per image" in text and max(map(len, text.splitlines())) <= 100
     (row,) = trainer.facts["data"]
