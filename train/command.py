@@ -384,10 +384,10 @@ def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """The options of a command line, and of its recipe: the first word, or the file of --config."""
     words = list(words)
     if words and not words[0].startswith("-"):
-        return words[1:], read_recipe(recipe_file(words[0]))
+        return words[1:], read_options(recipe_file(words[0]))
     if "--config" in words[:-1]:
         place = words.index("--config")
-        return words[:place] + words[place + 2 :], read_recipe(words[place + 1])
+        return words[:place] + words[place + 2 :], read_options(Path(words[place + 1]).expanduser())
     return words, {}
 
 
@@ -445,24 +445,36 @@ AS_WRITTEN = ("datasets", "columns", "env")
 
 
 def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
-    """The options that a recipe sets. Raises ValueError if it is not YAML, or not a mapping.
+    """The options that a recipe sets, with numbers and booleans where they look like such.
 
-    Scalars and lists of them are texts, as on the command line: the option's type tells what they
-    mean. Mappings of arguments for libraries have numbers, and booleans for yes, no, on and off.
+    Raises ValueError if it is not YAML, or not a mapping.
     """
-    try:
-        content = Path(file).read_text(encoding="utf-8")
-        texts = yaml.load(content, Texts)
-        values = yaml.load(content, Values)
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid YAML: {error}") from error
-    if not isinstance(texts, dict):
-        raise ValueError(f"{file} is no mapping of options. Give data with --dataset_name {file}.")
-    recipe = {}
+    return _read_yaml(file, Values)
+
+
+def read_options(file: str | os.PathLike) -> dict[str, Any]:
+    """The options that a recipe sets, in the words in which the command line would have them.
+
+    The option's type tells what a scalar or a list of scalars means: `no` may be a strategy, a
+    name, or false. Mappings of arguments for libraries are as of [`read_recipe`].
+    """
+    texts = _read_yaml(file, Texts)
+    values = read_recipe(file)
+    options = {}
     for name, text in texts.items():
         is_mapping = isinstance(text, dict) and name not in AS_WRITTEN
-        recipe[name] = values[name] if is_mapping else text
-    return recipe
+        options[name] = values[name] if is_mapping else text
+    return options
+
+
+def _read_yaml(file: str | os.PathLike, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
+    try:
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), loader)
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is no mapping of options. Give data with --dataset_name {file}.")
+    return content
 
 
 def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:

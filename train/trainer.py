@@ -51,7 +51,7 @@ from .keeping.record import (
     summary,
     training_record,
 )
-from .memory import estimate_memory, largest_batch
+from .memory import MemoryEstimate, estimate_memory, largest_batch
 from .modules import model as parts
 from .modules.load import load_model, settle_float16
 from .options import best_metric, is_resumed, keep_float32
@@ -202,7 +202,7 @@ class NormAlignTrainer(SFTTrainer):
 
     def _describe(self, report: DataReport) -> None:
         """Counts the steps of a run on the training rows, for `facts` and `record`."""
-        loader = super().get_train_dataloader()
+        loader = self.get_train_dataloader()
         steps = self.set_initial_training_values(self.args, loader)[-1]
         self.facts = summary(self, report, steps)
         self.facts["disk"] = disk_use(self.model, self.args, steps, self.weights_in)
@@ -289,8 +289,8 @@ class NormAlignTrainer(SFTTrainer):
                     groups.append(group | {"params": values, "lr": self.learning_rates[module]})
             # The Trainer logs the rate of the first group: a norm alone has no weight decay.
             leading = [group for group in groups if modules[group["params"][0]] == first][:1]
-            groups = leading + [group for group in groups if group is not leading[0]]
-            optimizer.param_groups = groups
+            others = [group for group in groups if all(group is not one for one in leading)]
+            optimizer.param_groups = leading + others
             if self.is_fsdp_enabled:
                 optimizer.register_step_pre_hook(parts.fill_gradients)
         return self.optimizer
@@ -325,7 +325,10 @@ class NormAlignTrainer(SFTTrainer):
         rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, "eval")
         return super().get_test_dataloader(rows)
 
-    estimate_memory = estimate_memory
+    def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
+        """The memory of a step on the longest rows: see [`estimate_memory`]."""
+        self._take_train_rows()
+        return estimate_memory(self, gradient_checkpointing)
 
     def summary(self) -> RunSummary:
         """The tables that `normalign train` prints before its first step: `print` shows them."""

@@ -78,7 +78,7 @@ def draw_losses(
             label = f"held out: {name}" if name else "held out"
             axes.plot(steps, losses, marker="o", linewidth=1.8, label=label)
     if best:
-        axes.axvline(best, color="0.8", linestyle="--", linewidth=1, label="best step")
+        axes.axvline(best, color="0.8", linestyle="--", linewidth=1, zorder=0, label="best step")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
