@@ -93,6 +93,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
                 setattr(self, name, defaults[name])
         before = {name: getattr(self, name) for name in defaults}
         self._complete()
+        self.hub_token = (before["hub_token"] or "").strip() or None  # YAML may add a line break
         self.followed = {}
         for name, value in before.items():
             now = getattr(self, name)
@@ -123,7 +124,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         return {**vars(self), "followed": following}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        self.__dict__.update(state)
         # A pickle has each number twice, and `is_given` asks whether both are one.
         self.followed = {name: getattr(self, name) for name in self.followed}
 
@@ -173,7 +174,6 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             self.deepspeed_plugin.set_deepspeed_weakref()  # ZeRO-3 loads models in its precision
         # The filter hides bad steps from the log, and waits for the device at every batch.
         self.logging_nan_inf_filter = self.bad_steps == "skip"
-        self.hub_token = (self.hub_token or "").strip() or None  # YAML may add a line break
 
     def _choose_precision(self) -> None:
         configured = os.environ.get("ACCELERATE_MIXED_PRECISION")  # in accelerate's configuration

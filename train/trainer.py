@@ -114,6 +114,8 @@ class NormAlignTrainer(SFTTrainer):
         ValueError: An argument, the model or the data is wrong; it is named.
     """
 
+    train_dataset: Any
+
     def __init__(
         self,
         model: str | os.PathLike | NormAlignLlavaForConditionalGeneration,
@@ -197,7 +199,7 @@ class NormAlignTrainer(SFTTrainer):
             )
         self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
         self._set_up_model()
-        self._described = self.train_dataset
+        self._described: Any = self.train_dataset  # the rows that `facts` and `record` tell of
         self._describe(report)
 
     def _describe(self, report: DataReport) -> None:
@@ -277,7 +279,7 @@ class NormAlignTrainer(SFTTrainer):
             named = list((model or self.model).named_parameters())
             modules = {parameter: parts.module_of(name) for name, parameter in named}
             trained = {modules[value] for _, value in named if value.requires_grad}
-            first = next((module for module in parts.MODULES if module in trained), None)
+            first = next((module for module in parts.MODULES if module in trained), "")
             # The optimizer's own rate, of which min_lr is a share, is that of its first group.
             rate = self.learning_rates.get(first, self.args.learning_rate)
             with parts.replaced(self.args, learning_rate=rate):

@@ -16,7 +16,6 @@ from documented import PAGE, page_from_fields
 from trl import SFTConfig
 
 from normalign_llava.train.command import (
-    ELSEWHERE,
     OVERRULED,
     RECIPES,
     REFUSED,
@@ -26,6 +25,7 @@ from normalign_llava.train.command import (
     read_command,
     recipe_file,
 )
+from normalign_llava.train.elsewhere import ELSEWHERE
 from normalign_llava.train.options import WITHOUT_WARMUP, NormAlignConfig, option_parser, parse
 from normalign_llava.train.prepare import accumulation_steps
 
