@@ -21,6 +21,7 @@ from rich.table import Table
 
 from ..data.sources.arguments import DataArguments, option
 from ..errors import Terminated, check_installed
+from .elsewhere import ELSEWHERE, answer_for
 
 
 RECIPES, CONFIGS = (Path(__file__).parent / name for name in ("recipes", "accelerate_configs"))
@@ -30,6 +31,28 @@ NO_MODEL = "Check the path, or make it with `normalign build` or the stage befor
 PACKAGES = dict.fromkeys(("load_in_4bit", "load_in_8bit"), ("bitsandbytes", "qlora"))
 PACKAGES |= {"deepspeed": ("deepspeed", "deepspeed")}
 """Options that need a package, and the extra that has it."""
+
+OFF = ("none", "false", "no", "off", "f", "n", "0")
+"""Words that switch an option off."""
+
+OVERRULED: dict[str, tuple[str, ...]] = {
+    "use_peft": ("lora_", "use_dora", "use_rslora"),
+    "load_in_4bit": ("bnb_4bit_", "use_bnb_nested_quant"),
+    "eval_strategy": (
+        *("test_split_size", "eval_dataset_name", "eval_steps", "load_best_model_at_end"),
+        *("metric_for_best_model", "greater_is_better", "early_stopping_"),
+    ),
+    "load_best_model_at_end": ("metric_for_best_model", "greater_is_better", "early_stopping_"),
+    "dry_run": ("device_memory",),
+}
+"""Options that the command line may switch off, and prefixes of those that then have no effect."""
+
+REPLACED: dict[str, tuple[str, ...]] = {
+    "dataset_name": ("datasets",),
+    "lr_scheduler_type": ("lr_scheduler_kwargs", "warmup_steps"),
+    "global_batch_size": ("gradient_accumulation_steps",),
+}
+"""Options whose new value on the command line leaves others of the recipe without their own."""
 
 REFUSED = "Refused: "
 """How the help of an option begins that would do nothing here, or harm; the reason follows."""
@@ -120,6 +143,12 @@ class TrainingOptions:
     save_steps: float = option(None, "Steps between checkpoints, or their share if below 1.")
     save_total_limit: int | None = option(None, "How many checkpoints are kept, the newest.")
     eval_strategy: Literal["no", "steps", "epoch"] = option("no", "When to evaluate held-out rows.")
+    early_stopping_patience: int | None = option(
+        None, "Stop after so many evaluations without a better one. Needs load_best_model_at_end."
+    )
+    early_stopping_threshold: float = option(
+        0.0, "How much metric_for_best_model must improve to be better, for early stopping."
+    )
     report_to: None | str | list[str] = option("none", "Trackers such as tensorboard or wandb.")
 
     assistant_only_loss: bool = refused(True, "it must be true, or labels would hold image tokens")
@@ -219,20 +248,47 @@ def show_help() -> None:
     console.print(table, "\n`normalign train --help-all` lists all options, TRL's among them.")
 
 
+def check_names(words: Sequence[str], recipe: dict[str, Any]) -> None:
+    """Raises ValueError if options have their names in other tools, with the names here."""
+    given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    names = [name.replace("-", "_") for name in [*given, *recipe]]
+    answers = [answer_for(name) for name in dict.fromkeys(names) if name in ELSEWHERE]
+    if answers:
+        raise ValueError(" ".join(answers))
+
+
+def without_overruled(recipe: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """The recipe without options that the command line leaves without effect, as [`OVERRULED`]."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in (*OVERRULED, *REPLACED):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
+    given, _ = parser.parse_known_args(words)
+    prefixes: list[str] = []
+    for name, dependent in OVERRULED.items():
+        value = getattr(given, name)
+        if value is not None and value.lower() in OFF:
+            prefixes += dependent
+    for name, dependent in REPLACED.items():
+        value = getattr(given, name)
+        if value is not None and value != str(recipe.get(name)):
+            prefixes += dependent
+    return {name: recipe[name] for name in recipe if not name.startswith(tuple(prefixes))}
+
+
 def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """The options of a command line, and of its recipe: the first word, or the file of --config."""
     words = list(words)
     if words and not words[0].startswith("-"):
-        return words[1:], read_recipe(recipe_file(words[0]))
+        return words[1:], read_options(recipe_file(words[0]))
     if "--config" in words[:-1]:
         place = words.index("--config")
-        return words[:place] + words[place + 2 :], read_recipe(words[place + 1])
+        return words[:place] + words[place + 2 :], read_options(Path(words[place + 1]).expanduser())
     return words, {}
 
 
 def recipe_file(recipe: str | os.PathLike, folder: Path = RECIPES) -> Path:
     """The file of a recipe: that path, or the file of that name in a `folder` of the package."""
-    for file in (Path(recipe), folder / f"{recipe}.yaml"):
+    for file in (Path(recipe).expanduser(), folder / f"{recipe}.yaml"):
         if file.is_file():
             return file
     known = names_of_files(folder)
@@ -244,10 +300,71 @@ def names_of_files(folder: Path) -> str:
     return ", ".join(sorted(file.stem for file in folder.iterdir()))
 
 
+class Texts(yaml.SafeLoader):
+    """Reads YAML with every scalar but null as it is written: `no` may be a name or a strategy."""
+
+
+class Values(yaml.SafeLoader):
+    """Reads YAML with numbers such as 5e-1, which YAML 1.1 takes for text, and without dates."""
+
+
+def _resolvers(*kinds: str) -> dict[str, list]:
+    """Those of YAML 1.1 for some kinds of scalars."""
+    tags = {f"tag:yaml.org,2002:{kind}" for kind in kinds}
+    known = yaml.SafeLoader.yaml_implicit_resolvers
+    return {
+        first: [(tag, pattern) for tag, pattern in patterns if tag in tags]
+        for first, patterns in known.items()
+    }
+
+
+Texts.yaml_implicit_resolvers = _resolvers("null", "merge")
+Values.yaml_implicit_resolvers = _resolvers("null", "merge", "bool")
+Values.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][\d_]*)$"), list("-+0123456789")
+)
+Values.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$
+        |[-+]?\d[\d_]*[eE][-+]?\d+$
+        |[-+]?\.(inf|Inf|INF)$
+        |\.(nan|NaN|NAN)$""",
+        re.VERBOSE,
+    ),
+    list("-+.0123456789"),
+)
+
+AS_WRITTEN = ("datasets", "columns", "env")
+"""Options that hold names and paths, in which no text is a number or means yes or no."""
+
+
 def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
-    """The options that a recipe sets. Raises ValueError if it is not YAML, or not a mapping."""
+    """The options that a recipe sets, with numbers and booleans where they look like such.
+
+    Raises ValueError if it is not YAML, or not a mapping.
+    """
+    return _read_yaml(file, Values)
+
+
+def read_options(file: str | os.PathLike) -> dict[str, Any]:
+    """The options that a recipe sets, in the words in which the command line would have them.
+
+    The option's type tells what a scalar or a list of scalars means: `no` may be a strategy, a
+    name, or false. Mappings of arguments for libraries are as of [`read_recipe`].
+    """
+    texts = _read_yaml(file, Texts)
+    values = read_recipe(file)
+    options = {}
+    for name, text in texts.items():
+        is_mapping = isinstance(text, dict) and name not in AS_WRITTEN
+        options[name] = values[name] if is_mapping else text
+    return options
+
+
+def _read_yaml(file: str | os.PathLike, loader: type[yaml.SafeLoader]) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), loader)
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
@@ -256,7 +373,8 @@ def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
 
 
 def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
-    """Checks, without importing TRL, for a secret, for packages, and for a checkpoint to train."""
+    """Checks, without importing TRL, for names, a secret, packages, and a checkpoint to train."""
+    check_names(words, recipe)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("model_name_or_path", "hub_token", *PACKAGES):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
@@ -265,7 +383,7 @@ def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
         raise ValueError("Everybody on this machine can read a command line. Set HF_TOKEN instead.")
     options = recipe | {name: value for name, value in vars(known).items() if value is not None}
     for name, (package, extra) in PACKAGES.items():
-        if str(options.get(name)).lower() not in ("none", "false"):
+        if str(options.get(name)).lower() not in OFF:
             check_installed(package, extra, name)
     if not options.get("model_name_or_path"):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER.")

@@ -26,7 +26,7 @@ from ..data.sources.mixtures import load_data, prepare_rows
 from .collator import ConversationCollator
 from .command import NO_MODEL
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
-from .options import NormAlignConfig
+from .options import NormAlignConfig, best_metric
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -48,7 +48,9 @@ def normalign_config(
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
     if isinstance(args, NormAlignConfig):
-        return copy.copy(args)
+        own = copy.copy(args)
+        own.accelerator_config = copy.copy(args.accelerator_config)
+        return own
     known = {field.name for field in fields(NormAlignConfig) if field.init}
     options = {name: value for name, value in vars(args).items() if name in known}
     is_ours = collator is None or isinstance(collator, ConversationCollator)
@@ -74,7 +76,7 @@ def check_options(args: NormAlignConfig, model: Any) -> None:
         )
     if args.dry_run and is_deepspeed_zero3_enabled():
         raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
-    args.gradient_accumulation_steps = accumulation_steps(args)
+    args.let_follow("gradient_accumulation_steps", accumulation_steps(args))
     if args.process_index == 0 and not args.dry_run:
         if args.push_to_hub:
             from ..hub_cards.card.metadata import check_replaceable
@@ -195,10 +197,7 @@ def read_data(
             f"positions. --max_length {positions} drops longer rows."
         )
     if streams := isinstance(train, IterableDataset):
-        if args.max_steps <= 0:
-            raise ValueError("A streamed data set has no length. Set max_steps.")
-        if args.packing or args.train_sampling_strategy == "group_by_length":
-            raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
+        check_stream(args)
         args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has one shard
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
@@ -209,6 +208,34 @@ def read_data(
         share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
         collator = replace(collator, skippable=skippable // readers, share=share)
     return train, held_out, collator, report
+
+
+def check_stream(args: NormAlignConfig) -> None:
+    """Raises ValueError if a stream of training rows does not go with the options."""
+    if args.max_steps <= 0:
+        raise ValueError("A streamed data set has no length. Set max_steps.")
+    if args.packing or args.train_sampling_strategy == "group_by_length":
+        raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
+
+
+def check_best_metric(args: NormAlignConfig, held_out: Any, has_metrics: bool) -> None:
+    """Raises ValueError if what tells the best step is not measured on the held-out rows.
+
+    The Trainer would find out when it saves its first checkpoint. Several data sets have their
+    names in their metrics, and metrics of somebody's own are not known before.
+    """
+    if not args.load_best_model_at_end:
+        return
+    if held_out is None:
+        raise ValueError("load_best_model_at_end needs held-out rows. Give eval_dataset.")
+    metric = best_metric(args)
+    names = [f"{name}_" for name in held_out] if isinstance(held_out, dict) else [""]
+    losses = [f"eval_{name}loss" for name in names]
+    is_own = has_metrics and metric.startswith(tuple(f"eval_{name}" for name in names))
+    if metric not in losses and not is_own:
+        raise ValueError(
+            f"metric_for_best_model {metric} is not measured here. Set it to {' or '.join(losses)}."
+        )
 
 
 def checked_rows(

@@ -18,7 +18,7 @@ from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
 from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
-from .keeping.record import check_same_run, gib, render, render_dropped
+from .keeping.record import check_same_run, gib, render_dropped
 from .modules.model import base_model
 from .options import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
@@ -54,7 +54,7 @@ def train(
     with only_run(output):
         trainer, resume = make_trainer(data, args, model, callbacks)
         console = Console(quiet=not trainer.is_world_process_zero())
-        console.print(render(trainer.record, trainer.facts, output))
+        console.print(trainer.summary())
         dropped = DroppedRows(output / DROPPED_ROWS)
         console.print(*(before := render_dropped(dropped)), sep="\n")
         try:
@@ -96,7 +96,6 @@ def make_trainer(
     if resume and (before := json_or_none(resume / TRAINING_RECORD)):
         before["build"] = json_or_none(resume / BUILD_RECORD)
         check_same_run(before, {**trainer.record, "build": trainer.build}, resume)
-        trainer.record["seconds"] = before.get("seconds", 0.0)
     return trainer, resume
 
 
@@ -109,7 +108,7 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
     trainer = make()
     estimate = trainer.estimate_memory()
     console = Console(quiet=not trainer.is_world_process_zero())
-    console.print(render(trainer.record, trainer.facts, trainer.args.output_dir), estimate)
+    console.print(trainer.summary(), estimate)
     other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
     with_or_without = "With" if checkpointing else "Without"
     console.print(f"{with_or_without} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
+import io
 import os
 import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from tempfile import gettempdir
@@ -14,7 +16,9 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import save_fsdp_optimizer
+from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
+from rich.console import Group
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -23,29 +27,68 @@ from torch.utils.data import DataLoader
 from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, LlavaProcessor
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_callback import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint import weights
-from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
+from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none, write_json
 from ..checkpoint.notices import checkpoint_notices, write_notices
 from ..checkpoint.opening import read_record
 from ..checkpoint.prompts import stop_as_trained
+from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
+from ..data.sources.mixtures import is_prepared
+from ..errors import Console, Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .callbacks.steps import FiniteCheck, Measurements, show_lines
+from .callbacks.loss_curve import LossCurve
+from .callbacks.steps import FiniteCheck, Measurements, show, show_lines
 from .collator import ConversationCollator, PackedAttentionCheck, blank_image, train_sampler
-from .keeping.checkpoints import only_run, writing_checkpoint
-from .keeping.record import check_disk, disk_use, summary, training_record
-from .memory import estimate_memory, largest_batch
+from .keeping.checkpoints import began_in, only_run, writing_checkpoint
+from .keeping.record import (
+    check_disk,
+    data_record,
+    disk_use,
+    render,
+    summary,
+    training_record,
+)
+from .memory import MemoryEstimate, estimate_memory, largest_batch
 from .modules import model as parts
 from .modules.load import load_model, settle_float16
-from .options import keep_float32
-from .prepare import Rows, check_options, checked_rows, normalign_config, open_model, read_data
+from .options import best_metric, is_resumed, keep_float32
+from .prepare import (
+    Rows,
+    check_best_metric,
+    check_options,
+    check_stream,
+    checked_rows,
+    normalign_config,
+    open_model,
+    read_data,
+)
 
 
 logger = get_logger(__name__)  # logs in one process only
+
+
+@dataclass(frozen=True)
+class RunSummary(Printed):
+    """The options, modules, data, batch, steps and disk of a run, as tables in 100 columns."""
+
+    record: dict[str, Any]
+    facts: dict[str, Any]
+    output_dir: str
+
+    def renderable(self) -> Group:
+        """What `rich` and a notebook show."""
+        return render(self.record, self.facts, self.output_dir)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100).print(self.renderable())
+        return text.getvalue()
 
 
 class NormAlignTrainer(SFTTrainer):
@@ -74,6 +117,8 @@ class NormAlignTrainer(SFTTrainer):
         ValueError: An argument, the model or the data is wrong; it is named.
     """
 
+    train_dataset: Any
+
     def __init__(
         self,
         model: str | os.PathLike | NormAlignLlavaForConditionalGeneration,
@@ -98,10 +143,12 @@ class NormAlignTrainer(SFTTrainer):
             raise ValueError("formatting_func makes text without images. Give rows of messages.")
         if optimizers != (None, None):
             raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
+        if isinstance(model, str):
+            model = os.path.expanduser(model)
         args = normalign_config(args, model, data_collator)
         _, of_optimizer = optimizer_cls_and_kwargs or (None, {})
         if "lr" in of_optimizer:
-            args.learning_rate, args.learning_rate_is_given = of_optimizer["lr"], True
+            args.give("learning_rate", of_optimizer["lr"])
         if compute_metrics is not None and getattr(data_collator or args, "padding_free", False):
             raise ValueError("compute_metrics needs rows, which padding_free joins. Leave one out.")
         # All is checked, and args are completed, before weights are loaded.
@@ -111,13 +158,11 @@ class NormAlignTrainer(SFTTrainer):
         )
         adapted = peft_config is not None
         self.learning_rates = rates = args.learning_rates(adapted)
-        # That of the optimizer's first group, which is logged, and of which min_lr is a share.
-        trained = [rates[module] for module in parts.MODULES if rates[module]]
-        args.learning_rate = trained[0] if trained else args.learning_rate
         need_images = args.stage == "align" or not rates["language"]
         train, held_out, collator, report = read_data(
             train_dataset, eval_dataset, data_collator, processor, config, args, need_images
         )
+        check_best_metric(args, held_out, has_metrics=compute_metrics is not None)
         loaded: Any = model
         commit = None
         self.weights_in = list[Path]()  # folders with files of frozen modules, the newest first
@@ -133,7 +178,8 @@ class NormAlignTrainer(SFTTrainer):
         self.notices = checkpoint_notices(self.build, loaded.name_or_path, commit)
         self.measurements = Measurements(args)
         self.probe: Any = None
-        self.first_loader: DataLoader | None = None  # tells the number of steps, then trains
+        self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+        self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
         # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
         for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
         if not isinstance(collator, ConversationCollator):  # another checks its rows itself
@@ -158,11 +204,40 @@ class NormAlignTrainer(SFTTrainer):
             )
         self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
         self._set_up_model()
-        self.first_loader = self.get_train_dataloader()
-        steps = self.set_initial_training_values(args, self.first_loader)[-1]
+        self._described: Any = self.train_dataset  # the rows that `facts` and `record` tell of
+        self._describe(report)
+
+    def _describe(self, report: DataReport) -> None:
+        """Counts the steps of a run on the training rows, for `facts` and `record`."""
+        loader = self.get_train_dataloader()
+        steps = self.set_initial_training_values(self.args, loader)[-1]
         self.facts = summary(self, report, steps)
-        self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
+        self.facts["disk"] = disk_use(self.model, self.args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
+
+    def _take_train_rows(self) -> None:
+        """Checks training rows that were set since the trainer was made, and describes the run."""
+        if self.train_dataset is self._described:
+            return
+        if isinstance(self.train_dataset, IterableDataset):
+            check_stream(self.args)
+        need_images = self.args.stage == "align" or not self.learning_rates["language"]
+        rows, counted = checked_rows(
+            self.train_dataset,
+            "train_dataset",
+            self.data_collator,
+            self.args,
+            "train",
+            need_images,
+        )
+        self.train_dataset = self._described = rows
+        held_out = [source for source in self.facts["data"] if source["split"] != "train"]
+        self._describe(DataReport([] if counted is None else [counted]))
+        self.facts["data"] += held_out
+        kept = [source for source in self.record["data"] if source["split"] != "train"]
+        self.record["data"] = data_record(DataReport([] if counted is None else [counted])) + kept
+        if self.probe is not None:
+            self.probe.batch = type(self.probe).of_rows(rows, self.data_collator, self.args).batch
 
     def _set_up_model(self) -> None:
         """Freezes modules, makes the others float32, wraps the forward pass, adds callbacks."""
@@ -186,6 +261,10 @@ class NormAlignTrainer(SFTTrainer):
         self.add_callback(self.finite)
         if args.padding_free:
             self.add_callback(PackedAttentionCheck)
+        if args.early_stopping_patience is not None:
+            patience, threshold = args.early_stopping_patience, args.early_stopping_threshold
+            self.add_callback(EarlyStoppingCallback(patience, threshold))
+        self.add_callback(LossCurve)
         show_lines(self)
         if args.probe_steps:
             from .callbacks.depth_probe import CosineProbe  # late: few runs have one
@@ -210,14 +289,23 @@ class NormAlignTrainer(SFTTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The Trainer's, with a learning rate for each module (huggingface/transformers#10140)."""
         if self.optimizer is None:
-            optimizer = super().create_optimizer(model)
-            named = (model or self.model).named_parameters()
+            named = list((model or self.model).named_parameters())
             modules = {parameter: parts.module_of(name) for name, parameter in named}
+            trained = {modules[value] for _, value in named if value.requires_grad}
+            first = next((module for module in parts.MODULES if module in trained), "")
+            # The optimizer's own rate, of which min_lr is a share, is that of its first group.
+            rate = self.learning_rates.get(first, self.args.learning_rate)
+            with parts.replaced(self.args, learning_rate=rate):
+                optimizer = super().create_optimizer(model)
             groups = []
             for group, module in product(optimizer.param_groups, parts.MODULES):
-                if values := [value for value in group["params"] if modules[value] == module]:
+                values = [value for value in group["params"] if modules[value] == module]
+                if values:
                     groups.append(group | {"params": values, "lr": self.learning_rates[module]})
-            optimizer.param_groups = groups
+            # The Trainer logs the rate of the first group: a norm alone has no weight decay.
+            leading = [group for group in groups if modules[group["params"][0]] == first][:1]
+            others = [group for group in groups if all(group is not one for one in leading)]
+            optimizer.param_groups = leading + others
             if self.is_fsdp_enabled:
                 optimizer.register_step_pre_hook(parts.fill_gradients)
         return self.optimizer
@@ -231,14 +319,20 @@ class NormAlignTrainer(SFTTrainer):
         return args.global_batch_size or super().get_total_train_batch_size(args)
 
     def get_train_dataloader(self) -> DataLoader:
-        """The Trainer's data loader."""
-        loader, self.first_loader = self.first_loader, None
-        return super().get_train_dataloader() if loader is None else loader
+        """The Trainer's data loader, of rows in any form that the constructor takes."""
+        self._take_train_rows()
+        return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: str | Rows | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Rows):  # the Trainer would keep their loader for other rows
             return self.get_test_dataloader(eval_dataset)
+        rows = self.eval_dataset
+        if isinstance(eval_dataset, str):
+            rows = rows[eval_dataset]
+        is_ours = isinstance(self.data_collator, ConversationCollator)
+        if is_ours and isinstance(rows, Rows) and not is_prepared(rows):  # set since
+            return self.get_test_dataloader(rows)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Rows) -> DataLoader:
@@ -246,19 +340,53 @@ class NormAlignTrainer(SFTTrainer):
         rows, _ = checked_rows(test_dataset, "eval_dataset", self.data_collator, self.args, "eval")
         return super().get_test_dataloader(rows)
 
-    estimate_memory = estimate_memory
+    def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
+        """The memory of a step on the longest rows: see [`estimate_memory`]."""
+        self._take_train_rows()
+        return estimate_memory(self, gradient_checkpointing)
 
-    def train(self, *args, **kwargs):
-        """The Trainer's. ValueError if another run writes to `output_dir`, or the disk is full."""
+    def summary(self) -> RunSummary:
+        """The tables that `normalign train` prints before its first step: `print` shows them."""
+        self._take_train_rows()
+        return RunSummary(self.record, self.facts, str(self.args.output_dir))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """The Trainer's.
+
+        Raises:
+            ValueError: Another run writes to `output_dir`; the disk is full; or a resumed run would
+                go on in another precision, which nobody chose.
+        """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
+        self._take_train_rows()
         if self.args.should_save:
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
+        self._check_precision(resume_from_checkpoint)
+        self._best = None
+        if is_resumed(resume_from_checkpoint):
+            folder: Any = resume_from_checkpoint
+            if folder is True:
+                folder = get_last_checkpoint(self.args.output_dir)
+            before = json_or_none(Path(str(folder)) / TRAINING_RECORD) or {}
+            self.record["seconds"] = before.get("seconds", 0.0)
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
-            result = super().train(*args, **kwargs)
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
+
+    def _check_precision(self, resume: str | bool | None) -> None:
+        if not is_resumed(resume) or self.args.is_given("bf16"):
+            return
+        began = began_in(resume, self.args.output_dir)
+        if began not in (None, (self.args.bf16, self.args.fp16)):
+            bf16, fp16 = began
+            raise ValueError(
+                f"The run to resume began with bf16={bf16} and fp16={fp16}, and this one has "
+                f"bf16={self.args.bf16} and fp16={self.args.fp16}. Give NormAlignConfig "
+                "resume_from_checkpoint too, or bf16 and fp16."
+            )
 
     # TRL's own count would start again when a run is resumed; the Trainer saves its state.
     _total_train_tokens = property(
@@ -280,6 +408,9 @@ class NormAlignTrainer(SFTTrainer):
         """TRL's loss, with frozen modules in evaluation mode."""
         if self.model.training:
             parts.eval_frozen(parts.base_model(self.model))
+            if self.label_smoother is not None and num_items_in_batch is not None:
+                # The label smoother divides by it, and a step may have no labels.
+                num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training:
             self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
@@ -330,6 +461,8 @@ class NormAlignTrainer(SFTTrainer):
             if self.is_in_train:
                 self.record["seconds"] = round(time.perf_counter() - self._began, 3)
             record = {**self.record, "steps_done": self.state.global_step}
+            if self._best is not None:
+                record |= {"steps_done": self._best["step"], "best": self._best}
             write_json(folder / TRAINING_RECORD, record)
             if self.build is not None:
                 write_json(folder / BUILD_RECORD, self.build)
@@ -417,6 +550,19 @@ class NormAlignTrainer(SFTTrainer):
             self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
         else:
             super()._load_best_model()
+        folder = Path(self.state.best_model_checkpoint)
+        if not folder.exists():  # of which the Trainer warns
+            return
+        self._best = {
+            "step": int(folder.name.rpartition("-")[2]),
+            "of_steps": self.state.global_step,
+            "metric": best_metric(self.args),
+            "value": self.state.best_metric,
+        }
+        step, steps = self._best["step"], self._best["of_steps"]
+        metric, value = self._best["metric"], self._best["value"]
+        said = f"The weights of step {step} of {steps} are kept: {metric} {value:.4g}, the best."
+        show(self.state, said)
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         # The Trainer's saves all weights again where they are divided among processes.
@@ -449,8 +595,11 @@ class NormAlignTrainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
 
 
+OURS = {"_check_precision", "_describe", "_set_up_model", "_take_train_rows"}
+"""Private methods that override none."""
+
 # A method of ours that overrides none of theirs any more would be passed over without a word.
 private = {name for name in vars(NormAlignTrainer) if re.match("_[a-z]", name)}
 theirs = {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}
-if renamed := ", ".join(sorted(private - theirs - {"_set_up_model"})):
+if renamed := ", ".join(sorted(private - theirs - OURS)):
     raise ImportError(f"TRL's SFTTrainer has no {renamed} any more. Install an older transformers.")

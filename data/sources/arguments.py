@@ -2,6 +2,7 @@
 """Options: which data sets to read, and what to do with bad rows."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -36,6 +37,9 @@ class DataSource:
     def __post_init__(self):
         for name in ("path", "data_dir", "data_files", "image_folder"):
             setattr(self, name, _with_home(getattr(self, name)))
+        if isinstance(self.fraction, str):
+            with suppress(ValueError):  # refused with the fractions of the other data sets
+                self.fraction = float(self.fraction)
         parse_filters(self.filters)
         if isinstance(self.repeat, bool) or not isinstance(self.repeat, int) or self.repeat < 1:
             raise ValueError(f"repeat must be a whole number from 1 on, got {self.repeat!r}.")
@@ -125,6 +129,9 @@ class DataArguments:
 
     def __post_init__(self):
         check_choices(self)
+        self.dataset_name = _with_home(self.dataset_name)
+        self.eval_dataset_name = _with_home(self.eval_dataset_name)
+        self.image_folder = _with_home(self.image_folder)
         if bool(self.dataset_name) == bool(self.datasets):
             both = "not both" if self.dataset_name else "to say what to train on"
             raise ValueError(f"Give dataset_name (one data set) or datasets (a mixture), {both}.")

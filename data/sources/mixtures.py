@@ -129,8 +129,7 @@ def prepare_rows(
     processes must call it together.
     """
     report = SourceReport(name, split)
-    transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
-    if data.features == FEATURES or isinstance(transform, RowReader):
+    if is_prepared(data):
         prepared: AnyData = _without_long_rows(data, checks, report)
         with_images = True
     else:
@@ -192,6 +191,12 @@ class ShortRows:
 
 def _no_row_left(name: str, checks: Checks) -> str:
     return f"{name}: no row is left. All are longer than max_length {checks.max_length}."
+
+
+def is_prepared(data: AnyData) -> bool:
+    """Whether rows are what [`prepare_rows`] or [`load_data`] returned."""
+    transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
+    return data.features == FEATURES or isinstance(transform, RowReader)
 
 
 def _prepared(source: Source, checks: Checks, report: SourceReport) -> tuple[AnyData, bool]:

@@ -29,14 +29,22 @@ def item(option) -> str:
     return textwrap.fill(text, 128, subsequent_indent="  ")
 
 
+def refusal(option) -> str:
+    """A refused option and the only value that it may have, as YAML writes that."""
+    value = option.default
+    if value is None or isinstance(value, bool):
+        value = "null" if value is None else str(value).lower()
+    return f"`{option.name}: {value}`"
+
+
 def page_from_fields(page: str) -> str:
     """The page with its lists of options made again."""
     known = [*fields(ModelOptions), *fields(DataArguments), *fields(TrainingOptions)]
     used = [option for option in known if not option.metadata["help"].startswith(REFUSED)]
-    refused = ", ".join(sorted(f"`{option.name}`" for option in known if option not in used))
+    refused = ", ".join(sorted(refusal(option) for option in known if option not in used))
     for head, text in {
         "defaults in brackets:\n": "\n".join(map(item, used)),
-        "refused with the reason:\n": textwrap.fill(refused, 128),
+        "left out altogether:\n": textwrap.fill(refused, 128, break_on_hyphens=False),
     }.items():
         before, after = page.split(f"{head}\n")
         page = f"{before}{head}\n{text}\n\n" + after.split("\n\n", 1)[1]

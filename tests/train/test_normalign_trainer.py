@@ -16,7 +16,7 @@ from transformers import AutoProcessor, BitsAndBytesConfig, LlavaConfig, Trainin
 from transformers.models.llava import LlavaForConditionalGeneration
 from trl import SFTConfig, SFTTrainer
 
-from normalign_llava import NormAlignConfig, NormAlignTrainer, half_precision_pays
+from normalign_llava import NormAlignConfig, NormAlignTrainer
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import normalign_config
@@ -98,12 +98,16 @@ def test_a_path_a_model_a_stream_and_trls_options_train_the_same(tmp_path, check
         assert_equal(*(weights(trained(*given).model) for given in (first, second)))
 
 
-def test_without_options_it_trains_on_a_cpu_by_trls_defaults(tmp_path, checkpoint, monkeypatch):
+def test_without_options_it_trains_on_a_cpu_by_trls_defaults(
+    tmp_path, checkpoint, monkeypatch, processor
+):
     monkeypatch.chdir(tmp_path)
-    args = NormAlignTrainer(str(checkpoint), train_dataset=rows(count=2)).args
-    assert args.use_cpu == (not torch.accelerator.is_available())
-    assert (args.output_dir, args.learning_rate) == ("model-SFT", 2e-5)
-    assert args.bf16 == half_precision_pays()
+    for ratio, bf16 in ((0.3, True), (5.0, False)):
+        processor(ratio)
+        args = NormAlignTrainer(str(checkpoint), train_dataset=rows(count=2)).args
+        assert args.use_cpu == (not torch.accelerator.is_available())
+        assert (args.output_dir, args.learning_rate) == ("model-SFT", 2e-5)
+        assert args.bf16 is bf16 or not args.use_cpu
 
 
 def test_several_gpus_in_one_process_are_refused_before_anything_is_read(tmp_path, model):

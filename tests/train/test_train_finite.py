@@ -83,7 +83,9 @@ def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path):
     said, last = stopped(make(learning_rate=1e30)), tmp_path / "out" / "checkpoint-1"
     assert said.startswith("Step 2 has values that are not finite") and "--bad_steps skip" in said
     assert f"The last complete checkpoint is {last}." in said and missing_from(last, 1) == []
-    assert {path.name for path in (tmp_path / "out").glob("*")} <= {"checkpoint-1", "runs"}
+    assert {path.name for path in (tmp_path / "out").glob("*")} <= {
+        *("checkpoint-1", "runs", "loss.png")
+    }
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,20 @@ def test_a_step_can_be_skipped(make, tmp_path, caplog):
 def test_skipping_every_step_ends(make):
     trainer = make(bad_steps="skip", max_steps=30, save_strategy="no")
     assert stopped(with_infinite_gradients(trainer, range(3, 30))).startswith("Step 12 has values")
+
+
+@pytest.mark.parametrize(("scale", "stops"), [(0.5, True), (2.0, False)])
+def test_gradients_that_overflow_at_a_scale_below_1_stop_a_run(make, monkeypatch, scale, stops):
+    trainer = make(save_strategy="no", max_steps=1)
+    monkeypatch.setattr(trainer.args, "fp16", True)
+    monkeypatch.setattr(trainer.accelerator, "native_amp", True)
+    monkeypatch.setattr(trainer.accelerator, "scaler", GradScaler("cpu", init_scale=scale))
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
+    broken = with_infinite_gradients(trainer, {1})
+    if stops:
+        assert "first in the gradients, with finite outputs" in stopped(broken)
+    else:
+        broken.train()
 
 
 def test_gradients_that_overflow_in_fp16_are_the_scalers_affair(make, monkeypatch):

@@ -1,17 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options and recipes: what they stand for, what is refused and why, and their page."""
 
+import copy
 import dataclasses
 import importlib.util
 import os
+import pickle
+import subprocess
+import sys
+import warnings
 
 import pytest
 import yaml
 from documented import PAGE, page_from_fields
 from trl import SFTConfig
 
-from normalign_llava.train.command import RECIPES, REFUSED, TrainingOptions, recipe_file
-from normalign_llava.train.options import WITHOUT_WARMUP, NormAlignConfig, parse
+from normalign_llava.train.command import (
+    OVERRULED,
+    RECIPES,
+    REFUSED,
+    REPLACED,
+    TrainingOptions,
+    check_command,
+    read_command,
+    recipe_file,
+)
+from normalign_llava.train.elsewhere import ELSEWHERE
+from normalign_llava.train.options import WITHOUT_WARMUP, NormAlignConfig, option_parser, parse
 from normalign_llava.train.prepare import accumulation_steps
 
 
@@ -62,6 +77,113 @@ def test_a_recipe_overrides_the_stage_and_the_command_line_the_recipe(tmp_path, 
     args = options(tmp_path, "--seed", "7", *words, **recipe)
     assert (args.seed, args.vision_learning_rate, args.max_steps) == (7, 3e-6, 5)
     assert args.learning_rate == (1e-3 if words else 1e-5)
+
+
+def plain(args) -> dict:
+    """All options, with their values as text."""
+    return {field.name: str(getattr(args, field.name)) for field in dataclasses.fields(args)}
+
+
+COPIES = {
+    "replace": lambda args: dataclasses.replace(args, output_dir=args.output_dir),
+    "pickle": lambda args: pickle.loads(pickle.dumps(args)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "printed": lambda args: (repr(args), str(args), args)[2],
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("stage", ["align", "tune", None])
+def test_a_copy_of_the_options_means_the_same(tmp_path, way, stage):
+    held_out = dict(eval_strategy="steps", load_best_model_at_end=True)
+    for own in ({}, dict(packing=True, learning_rate=3e-4), held_out):
+        args = NormAlignConfig(str(tmp_path), stage=stage, use_cpu=True, **own)
+        copied = COPIES[way](COPIES[way](args))
+        assert plain(copied) == plain(args)
+        assert [rates(copied, adapters) for adapters in (True, False)] == [
+            rates(args, adapters) for adapters in (True, False)
+        ]
+        changed = dataclasses.replace(copied, seed=1)
+        assert rates(changed, True) == rates(args, True) and changed.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        (dict(stage="tune"), dict(stage="align")),
+        (dict(stage="align", learning_rate=5e-4), dict(stage="tune")),
+        (dict(stage="tune"), dict(learning_rate=1e-5)),  # which would follow, and is given now
+        (dict(stage="tune"), dict(learning_rate=None, seed=3)),
+        (dict(packing=True), dict(packing=False)),
+        (dict(eval_strategy="steps"), dict(eval_strategy="no")),
+        (dict(eval_strategy="steps"), dict(logging_steps=3)),
+        (dict(dataloader_num_workers=2), dict(dataloader_num_workers=0)),
+        (dict(bad_steps="skip"), dict(bad_steps="stop")),
+        (dict(stage="tune", lr_scheduler_type="constant"), dict(lr_scheduler_type="cosine")),
+        (dict(gradient_checkpointing=True), dict(gradient_checkpointing=False)),
+        (dict(bf16=None, fp16=True), dict(fp16=False)),
+        (
+            dict(
+                eval_strategy="steps", load_best_model_at_end=True, save_steps=500, eval_steps=500
+            ),
+            dict(metric_for_best_model="eval_accuracy"),
+        ),
+    ],
+)
+def test_options_that_are_replaced_are_as_if_given_at_once(tmp_path, processor, given, changes):
+    processor(5.0)
+    at_once = config(tmp_path, **{**given, **changes})
+    for copied in (config(tmp_path, **given), COPIES["pickle"](config(tmp_path, **given))):
+        replaced = dataclasses.replace(copied, **changes)
+        assert plain(replaced) == plain(at_once)
+        for adapters in (True, False):
+            assert rates(replaced, adapters) == rates(at_once, adapters)
+
+
+def test_an_option_that_is_set_later_is_a_given_one(tmp_path):
+    args = config(tmp_path, stage="tune")
+    args.learning_rate = 3e-4
+    assert rates(args) == rates(config(tmp_path, stage="tune", learning_rate=3e-4)) == [3e-4] * 4
+    assert rates(dataclasses.replace(COPIES["pickle"](args), seed=2), True)[1:] == [3e-4] * 3
+
+
+def test_precision_that_followed_follows_anew(tmp_path, monkeypatch, processor):
+    processor(5.0)
+    for name in ("bf16", "fp16"):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
+        args = config(tmp_path, bf16=None)
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+        replaced = dataclasses.replace(args, seed=1)
+        assert (replaced.bf16, replaced.fp16) == (False, False)
+    given = dataclasses.replace(config(tmp_path, bf16=True), seed=1)
+    assert (given.bf16, given.fp16) == (True, False)
+
+
+def test_a_token_is_not_printed(tmp_path):
+    args = config(tmp_path, hub_token="hf_secret", stage="tune")
+    for text in (repr(args), str(args), f"{args}"):
+        assert "hf_secret" not in text and "stage=tune" in text
+
+
+def test_a_given_learning_rate_is_that_of_every_module_the_stage_trains(tmp_path):
+    assert rates(config(tmp_path, stage="tune", learning_rate=5e-5)) == [5e-5] * 4
+    assert rates(config(tmp_path, learning_rate=5e-5)) == [5e-5] * 4
+    assert rates(config(tmp_path, stage="align", learning_rate=5e-5)) == [0.0, 5e-5, 5e-5, 0.0]
+    assert rates(config(tmp_path, stage="tune", learning_rate=5e-5), True) == [0.0, *[5e-5] * 3]
+    own = dict(vision_learning_rate=1e-6, projector_learning_rate=1e-4)
+    assert rates(config(tmp_path, stage="tune", learning_rate=5e-5, **own)) == [
+        *(1e-6, 1e-4, 5e-5, 5e-5)
+    ]
+    frozen = config(tmp_path, stage="tune", learning_rate=0.0, norm_learning_rate=1e-4)
+    assert rates(frozen) == [0.0, 0.0, 1e-4, 0.0]
+
+
+def test_nobody_is_warned_of_an_option_that_nobody_set(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert config(tmp_path, stage="tune").gradient_checkpointing
+        assert not config(tmp_path, gradient_checkpointing=False).gradient_checkpointing
 
 
 def test_under_tune_adapters_have_learning_rates_of_their_own(tmp_path):
@@ -177,8 +299,12 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
         (dict(lora_r=4), "lora_r is for adapters. Add --use_peft"),
         (dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is for 4 bits. Add --load_in_4bit"),
         (dict(bnb_4bit_quant_storage="uint8"), "_quant_storage cannot be used here: .*FSDP"),
-        (dict(datasets=[{"path": "a"}]), "Give dataset_name .* or datasets .*, not both"),
-        (dict(learing_rate=1), "no option --learing_rate 1. `normalign train --help-all` lists"),
+        (dict(learing_rate=1), "no option --learing_rate. Did you mean --learning_rate?"),
+        (dict(max_steps=1.5), "max_steps.* must be a whole number, got '1.5'"),
+        (dict(use_peft="maybe"), "use_peft.* must be true or false, got 'maybe'"),
+        (dict(early_stopping_patience=2), "needs eval_strategy .*, and load_best_model_at_end"),
+        (dict(early_stopping_patience=0), "early_stopping_patience must be at least 1, got 0"),
+        (dict(early_stopping_threshold=0.1), "_threshold needs early_stopping_patience"),
     ],
 )
 def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
@@ -219,3 +345,205 @@ def test_a_deepspeed_configuration_that_undoes_options_is_refused(tmp_path, sect
     zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", **section}
     with pytest.raises(ValueError, match=error):
         config(tmp_path, deepspeed=zero, **own)
+
+
+def read(tmp_path, text: str, *words: str):
+    """Data, training and model of a recipe's text, which names data itself if it is to."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    model = ["--model_name_or_path", "model", "--bf16", "false", "--output_dir", str(tmp_path)]
+    return parse([str(file), *model, *words])
+
+
+FALSE, TRUE = ("no", "No", "off", "false", "False", "n"), ("yes", "on", "True", "true", "y")
+MEANT = [
+    *(("save_strategy", word, "no") for word in ("no", "off", "false", "'no'", "No")),
+    *(("eval_strategy", word, "no") for word in ("no", "off", "False")),
+    *(("logging_strategy", word, "no") for word in ("no", "off")),
+    *(("gradient_checkpointing", word, False) for word in FALSE),
+    *(("gradient_checkpointing", word, True) for word in TRUE),
+    *(("use_peft", word, False) for word in FALSE),
+    *(("use_peft", word, True) for word in TRUE),
+    *(("dataset_streaming", word, True) for word in TRUE),
+    *(("disable_tqdm", word, False) for word in FALSE),
+    *(("report_to", word, []) for word in ("none", "no", "off", "false")),
+    ("resume_from_checkpoint", "no", None),
+    ("max_steps", "1e3", 1000),
+    ("max_steps", "1_000", 1000),
+    ("max_length", "null", None),
+    ("max_length", "none", None),
+    ("learning_rate", "5e-1", 0.5),
+    ("learning_rate", "1", 1.0),
+    ("weight_decay", ".5", 0.5),
+    ("seed", "007", 7),
+    ("dataset_config", "2024-01-01", "2024-01-01"),
+    ("dataset_config", "no", "no"),
+    ("dataset_config", "010", "010"),
+    ("model_revision", "1234567", "1234567"),
+    ("model_revision", "12e4567", "12e4567"),
+    ("bad_rows", "1e-2", "1e-2"),
+    ("fsdp", "no", False),
+    ("deepspeed", "no", None),
+]
+
+
+@pytest.mark.parametrize(("name", "word", "meant"), MEANT)
+def test_a_recipe_and_the_command_line_mean_what_people_mean(tmp_path, name, word, meant):
+    data = "dataset_name: data\n"
+    by_recipe = read(tmp_path, f"{data}{name}: {word}\n")
+    is_null = word in ("null", "'no'")  # words of YAML alone
+    by_words = by_recipe if is_null else read(tmp_path, data, f"--{name}", word)
+    for parsed in (by_recipe, by_words):
+        (owner,) = (part for part in parsed if name in vars(part))
+        value = getattr(owner, name)
+        if name == "resume_from_checkpoint":
+            value = None if value in ("no", None) else value
+        assert value == meant and (isinstance(value, str) or type(value) is type(meant))
+
+
+def test_numbers_and_booleans_in_mappings_are_read_as_people_mean(tmp_path):
+    text = """
+    dataset_name: data
+    lr_scheduler_type: cosine_with_min_lr
+    lr_scheduler_kwargs: {min_lr: 1e-7}
+    gradient_checkpointing_kwargs: {use_reentrant: no}
+    accelerator_config: {use_seedable_sampler: off}
+    probe_steps: [0, 1e2]
+    lora_target_modules: [q_proj, no]
+    use_peft: yes
+    env: {NORMALIGN_TEST_WORD: no}
+    """
+    _, training, model = read(tmp_path, text)
+    assert training.lr_scheduler_kwargs == {"min_lr": 1e-7}
+    assert training.gradient_checkpointing_kwargs == {"use_reentrant": False}
+    assert training.accelerator_config.use_seedable_sampler is False
+    assert training.probe_steps == [0, 100]
+    assert model.lora_target_modules == ["q_proj", "no"]
+    assert os.environ.pop("NORMALIGN_TEST_WORD") == "no"
+
+
+def test_a_mixture_is_read_as_people_mean(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = """
+    image_folder: ~/all
+    datasets:
+      - {path: ~/a.json, fraction: 5e-1, name: no, data_files: [~/x.json, y.json]}
+      - {path: owner/b, fraction: 1, split: on, image_folder: ~/own, columns: {image: no}}
+    """
+    first, second = read(tmp_path, text)[0].sources
+    assert (first.path, first.image_folder) == (f"{tmp_path}/a.json", f"{tmp_path}/all")
+    assert (first.fraction, first.name) == (0.5, "no")
+    assert first.data_files == [f"{tmp_path}/x.json", "y.json"]
+    assert (second.path, second.image_folder) == ("owner/b", f"{tmp_path}/own")
+    assert (second.fraction, second.split, second.columns) == (1.0, "on", {"image": "no"})
+
+
+PATHS = ("output_dir", "model_name_or_path", "resume_from_checkpoint", "dataset_name")
+PATHS += ("eval_dataset_name", "image_folder")
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_the_home_folder_stands_for_a_tilde_in_every_path(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    others = "" if name == "dataset_name" else "dataset_name: data\n"
+    others += "eval_strategy: steps\n"
+    file = tmp_path / "recipe.yaml"
+    model = [] if name == "model_name_or_path" else ["--model_name_or_path", "model"]
+    for text, words in ((f"{others}{name}: ~/x y\n", []), (others, [f"--{name}=~/x y"])):
+        file.write_text(text)
+        parsed = parse(["~/recipe.yaml", *model, "--bf16", "false", *words])
+        (owner,) = (part for part in parsed if name in vars(part))
+        assert getattr(owner, name) == f"{tmp_path}/x y"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("use_peft: true\nlora_r: 8\nlora_dropout: 0.1\nuse_dora: true", ["--use_peft", "false"]),
+        ("load_in_4bit: true\nbnb_4bit_quant_type: fp4", ["--load-in-4bit=no"]),
+        ("eval_strategy: steps\ntest_split_size: 0.1", ["--eval_strategy", "no"]),
+        ("eval_strategy: steps\neval_dataset_name: held", ["--eval_strategy", "no"]),
+        (
+            "eval_strategy: epoch\nsave_strategy: epoch\nload_best_model_at_end: true\n"
+            "early_stopping_patience: 2",
+            ["--eval_strategy", "no"],
+        ),
+        ("dry_run: true\ndevice_memory: 24GiB", ["--dry_run", "false"]),
+        ("lr_scheduler_type: cosine\nwarmup_steps: 5", ["--lr_scheduler_type", "constant"]),
+        ("gradient_accumulation_steps: 4\nglobal_batch_size: 32", ["--global_batch_size", "8"]),
+    ],
+)
+def test_what_the_command_line_switches_off_takes_its_own_options_along(tmp_path, recipe, words):
+    data, training, model = read(tmp_path, f"dataset_name: data\n{recipe}\n", *words)
+    alone = read(tmp_path, "dataset_name: data\n", *words)
+    assert model == alone[2] or "load" in recipe
+    assert data == alone[0]
+    assert training.eval_strategy == "no" and training.early_stopping_patience is None
+    accumulation_steps(training)
+
+
+def test_a_data_set_of_the_command_line_replaces_the_recipes_mixture(tmp_path):
+    data, *_ = read(tmp_path, "datasets: [{path: a}]\n", "--dataset_name", "b")
+    assert [source.path for source in data.sources] == ["b"]
+    with pytest.raises(ValueError, match=r"Give dataset_name .* or datasets .*, not both"):
+        read(tmp_path, "datasets: [{path: a}]\ndataset_name: b\n")
+
+
+def test_what_is_taken_along_are_options():
+    names = {field for action in option_parser()._actions for field in [action.dest]}
+    for name, prefixes in {**OVERRULED, **REPLACED}.items():
+        assert name in names
+        for prefix in prefixes:
+            assert any(option.startswith(prefix) for option in names), prefix
+
+
+def test_names_of_other_tools_are_no_options_and_lead_to_some():
+    names = {action.dest for action in option_parser()._actions}
+    assert not ELSEWHERE.keys() & names
+    for name, (called, remark) in ELSEWHERE.items():
+        assert set(called) <= names, name
+        assert called or remark, name
+    refused = {option for called, _ in ELSEWHERE.values() for option in called} & REFUSALS.keys()
+    assert not refused
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_name_of_another_tool_is_answered_with_ours(tmp_path, name):
+    for text, words in (
+        (f"dataset_name: data\n{name}: 5\n", []),
+        ("dataset_name: data\n", [f"--{name}", "5"]),
+        ("dataset_name: data\n", [f"--{name.replace('_', '-')}=5"]),
+    ):
+        with pytest.raises(ValueError) as error:
+            read(tmp_path, text, *words)
+        for option in ELSEWHERE[name][0]:
+            assert f"`{option}`" in str(error.value)
+    with pytest.raises(ValueError, match=f"`{name}`"):  # before a checkpoint is asked for
+        check_command([f"--{name}", "5"], {})
+
+
+def test_only_the_name_of_an_unknown_option_is_named(tmp_path):
+    for words in (["--learning_speed", "3"], ["--learning_speed=3"]):
+        with pytest.raises(ValueError) as error:
+            read(tmp_path, "dataset_name: data\n", *words)
+        assert "--learning_speed." in str(error.value) and "3" not in str(error.value)
+    with pytest.raises(ValueError, match="'stray' belongs to no option"):
+        read(tmp_path, "dataset_name: data\n", "--seed", "3", "stray")
+
+
+def test_a_command_says_what_a_name_is_called_here_without_importing_trl(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("base_model: x\nmicro_batch_size: 2\n")
+    words, recipe = read_command([str(tmp_path / "recipe.yaml"), "--cutoff-len", "512"])
+    with pytest.raises(ValueError, match=r"`max_length`.*`model_name_or_path`.*`per_device_train"):
+        check_command(words, recipe)
+
+
+def test_the_size_of_a_run_without_a_rank_does_not_hide_an_error():
+    code = "from normalign_llava.errors import errors_for_people\n"
+    code += "with errors_for_people():\n    raise ValueError('what went wrong')\n"
+    environment = {**os.environ, "WORLD_SIZE": "2"}
+    environment.pop("RANK", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert "what went wrong" in done.stderr and "KeyError" not in done.stderr

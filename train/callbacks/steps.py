@@ -27,6 +27,8 @@ from ..options import NormAlignConfig
 
 logger = get_logger(__name__)  # logs in one process only
 
+_IGNORED = -100  # the label of a token that is not learned
+
 GRADIENT_PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
 """Parts whose gradients are measured. The norm's gain and bias are apart from the projector."""
 
@@ -44,7 +46,8 @@ class Measurements(TrainerCallback):
         self._measuring = False
         self._inputs: dict[str, Any] = {}  # of the forward pass, until its tokens are measured
         self._divisor: Tensor | float = 1.0  # of this step's clipping
-        self._clipped: list[Tensor] = []  # whether gradients were, of each step since the last log
+        self._clipped: Tensor | int = 0  # how many steps since the last log were
+        self._steps = 0  # since the last log
         self._grad_norms: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}  # the sum of norms, and their number
 
@@ -54,7 +57,8 @@ class Measurements(TrainerCallback):
             return
         ratio = (_whole(total_norm) + 1e-6) / self.max_grad_norm  # as torch computes it
         self._divisor = torch.as_tensor(ratio).clamp(min=1.0)
-        self._clipped.append(self._divisor > 1)
+        self._clipped = self._clipped + (self._divisor > 1)
+        self._steps += 1
 
     def collect(self) -> dict[str, float]:
         """What was measured at a logged step, over all processes, which must call this together."""
@@ -66,13 +70,14 @@ class Measurements(TrainerCallback):
         for name, (total, count) in reduce(self._norms, "sum").items():
             if count:
                 values[name] = (total / count).item()
-        if self._clipped:
-            values["clip/share"] = torch.stack(self._clipped).float().mean().item()
-        self._clipped = []
+        if self._steps:
+            values["clip/share"] = int(self._clipped) / self._steps
+        self._clipped = self._steps = 0
         return values
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._model = parts.base_model(model)
+        self._clipped = self._steps = 0
         state.compute_steps(args, state.max_steps)  # a resumed state has those of earlier options
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -159,13 +164,18 @@ class FiniteCheck(TrainerCallback):
     processes, so that all of them stop or none, and read, which waits for the device. With fp16,
     infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step
     and lowers its scale. There only the loss counts, until the scale is below 1.
+
+    A step without any label, as all its rows were skipped, has zero gradients. It is not taken
+    either: an optimizer would still decay weights and follow its momentum.
     """
 
     def __init__(self, args: NormAlignConfig):
         self.args = args
-        self._not_finite = torch.zeros(2, dtype=torch.int32, device=args.device)  # losses, norms
+        # Losses and norms that are not finite, and labels.
+        self._counts = torch.zeros(3, dtype=torch.int32, device=args.device)
         self._batches: list[Mapping[str, Any]] = []  # of this step
         self._step = self._skipped = 0
+        self._in_training = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if damaged := weights_not_finite(model):
@@ -174,13 +184,21 @@ class FiniteCheck(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         """Forgets the step before, also one that was never taken."""
         self._step, self._batches = state.global_step + 1, []
-        self._not_finite.zero_()
+        self._in_training = True
+        self._counts.zero_()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Forgets the last step's batches: a loss that is computed later belongs to no step."""
+        self._in_training, self._batches = False, []
 
     def check_loss(self, loss: Tensor, batch: Mapping[str, Any]) -> None:
         """Checks the loss of a batch, which is kept until the step is taken."""
-        if not self._step:
-            return  # of an estimate of memory
-        self._not_finite[0] += ~loss.detach().isfinite().all().to(self._not_finite.device)
+        if not self._in_training:
+            return  # of an estimate of memory, or of somebody's call
+        self._counts[0] += ~loss.detach().isfinite().all().to(self._counts.device)
+        labels = batch.get("labels")
+        count = 1 if labels is None else (labels != _IGNORED).sum().to(self._counts.device)
+        self._counts[2] += count
         self._batches.append(batch)
 
     def is_step_finite(
@@ -189,12 +207,14 @@ class FiniteCheck(TrainerCallback):
         """Whether the optimizer may take this step. All processes must call it at the same time."""
         if total_norm is not None:  # DeepSpeed may not know it, or give -1 if it is not finite
             norm = torch.as_tensor(_whole(total_norm), device=self.args.device)
-            self._not_finite[1] += ~(norm.isfinite() & (norm >= 0))
-        losses, gradients = reduce(self._not_finite, "sum").tolist()
+            self._counts[1] += ~(norm.isfinite() & (norm >= 0))
+        losses, gradients, labels = reduce(self._counts, "sum").tolist()
         batches, self._batches = self._batches, []  # before the next ones are read
         if not (losses or gradients):
             self._skipped = 0
-            return True
+            if not labels:
+                logger.warning(f"Step {self._step} has no labels, and is passed over.")
+            return labels > 0 or AcceleratorState().distributed_type == DistributedType.DEEPSPEED
         if self.args.fp16 and not losses and (scaler is None or scaler.get_scale() >= 1):
             return True
         elsewhere = "the loss" if losses else "the gradients, with finite outputs"
@@ -286,6 +306,11 @@ class Bars(ProgressCallback):
 class ProgressLines(TrainerCallback):
     """Prints a line, 80 columns at most, for a logged step or held-out loss; `-`: not measured."""
 
+    def __init__(self):
+        # Evaluation and `Trainer.log` may come before training.
+        self._first_step, self._began = 0, time.perf_counter()
+        self._explained = False
+
     def on_train_begin(self, args, state, control, **kwargs):
         self._first_step, self._began = state.global_step, time.perf_counter()
         names = (f"{name:>{width}}" for name, (_, width, _) in LOG_COLUMNS.items())
@@ -294,13 +319,12 @@ class ProgressLines(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         step, steps = f"{state.global_step}/{state.max_steps}", state.global_step - self._first_step
         if "loss" in logs:
-            pace = (time.perf_counter() - self._began) / steps
-            left = timedelta(seconds=round(pace * (state.max_steps - state.global_step)))
             cells = []
             for key, width, form in LOG_COLUMNS.values():
                 value = format(logs[key], form) if key in logs else "-"
                 cells.append(f"{value:>{width}}")
-            _print(state, step, *cells, f"{left!s:>9}")
+            _print(state, step, *cells, f"{self._time_left(state, steps):>9}")
+            self._explain(args, state, logs)
         elif "train_runtime" in logs:
             took = timedelta(seconds=round(logs["train_runtime"]))
             loss = f", mean loss {logs['train_loss']:.4g}" if steps else ": the run was complete"
@@ -309,9 +333,32 @@ class ProgressLines(TrainerCallback):
             for key in (key for key in logs if key.endswith("_loss")):
                 _print(state, step, f"{key} {logs[key]:.4g}")
 
+    def _time_left(self, state, steps: int) -> str:
+        if steps < 1:
+            return "-"
+        pace = (time.perf_counter() - self._began) / steps
+        return str(timedelta(seconds=round(pace * (state.max_steps - state.global_step))))
+
+    def _explain(self, args, state, logs: Mapping[str, float]) -> None:
+        """Says once why steps are clipped with GWC: its factor is in the gradient that is shown."""
+        factor, clipped = logs.get("gwc/factor", 1.0), logs.get("clip/share", 0.0)
+        if self._explained or factor <= 1 or clipped <= 0.5:
+            return
+        self._explained = True
+        show(
+            state,
+            f"GWC multiplies the gradients of projector and vision tower by {factor:.3g}, so the "
+            f"gradient is large and clipped to max_grad_norm {args.max_grad_norm:g}: as intended.",
+        )
+
+
+def show(state, text: str) -> None:
+    """Prints a line in the first process, above the bars."""
+    if state.is_world_process_zero:
+        tqdm.write(text)
+        sys.stdout.flush()  # a file is read while it is written
+
 
 def _print(state, first: str, *cells: str) -> None:
-    if state.is_world_process_zero:
-        width = max(len("step"), 2 * len(str(state.max_steps)) + 1)
-        tqdm.write(" ".join([f"{first:>{width}}", *cells]))  # above the bars
-        sys.stdout.flush()  # a file is read while it is written
+    width = max(len("step"), 2 * len(str(state.max_steps)) + 1)
+    show(state, " ".join([f"{first:>{width}}", *cells]))

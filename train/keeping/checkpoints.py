@@ -14,6 +14,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 from ...checkpoint.files import ADAPTER_CONFIG, STATE, TRAINING_RECORD, json_or_none, only_writer
 from ...errors import Console, write_failure
+from ..command import OFF
 
 
 RESULT = ("config.json", ADAPTER_CONFIG, TRAINING_RECORD)
@@ -125,14 +126,14 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
     """
     option, earlier = str(resume).lower(), checkpoints_in(output)
     has_result = any((output / name).exists() for name in RESULT)
-    if option in ("none", "false"):
+    if option in OFF:
         if earlier:
             remedy = "Add --resume_from_checkpoint, or change --output_dir."
             raise ValueError(f"{output} holds an earlier run. {remedy}")
         if has_result:
             raise ValueError(f"{output} holds a model. Choose another --output_dir.")
         return None
-    if option not in ("last", "true"):
+    if option not in ("last", "true", "yes", "on"):
         named = Path(str(resume))
         if not named.is_dir():
             known = ", ".join(path.name for path in earlier) or "no checkpoint"
@@ -172,7 +173,9 @@ def after_stop(output: Path, world_size: int, step: int) -> str:
     """What is lost of a run that was stopped after `step`, and how to resume it."""
     if not step:
         return "Nothing was trained."
-    if (json_or_none(output / TRAINING_RECORD) or {}).get("steps_done") == step:
+    record = json_or_none(output / TRAINING_RECORD) or {}
+    last = (record.get("best") or {}).get("of_steps", record.get("steps_done"))
+    if last == step:
         return f"The trained model is complete in {output}."
     done = f"Step {step} was done."
     if newest := newest_complete(output, world_size):

@@ -43,7 +43,7 @@ MAY_CHANGE = (
     *("save_", "logging_", "log_", "eval_", "report_to", "probe_", "max_steps", "num_train_epochs"),
     *("hub_", "push_to_hub", "dataloader_", "dataset_num_proc", "dry_run", "device_memory"),
     *("test_split", "dataset_test", "model_name", "dataset_name", "image_folder", "learning_rate"),
-    *("bad_steps", "bad_rows", "check_images"),
+    *("bad_steps", "bad_rows", "check_images", "early_stopping_"),
 )
 """Prefixes of options that may change in a resumed run. Data are compared by their reports instead,
 and learning rates by module."""
@@ -76,7 +76,6 @@ def training_record(
         options |= _changed(more, set())
     options |= _changed(args, {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"})
     quantization = getattr(model.config, "quantization_config", None)
-    read = [vars(data) | {"dropped": [row.row for row in data.dropped]} for data in report.sources]
     libraries = ("torch", "transformers", "trl", "peft", "accelerate")
     return {
         "stage": args.stage,
@@ -88,13 +87,19 @@ def training_record(
         "quantization": None if quantization is None else json.loads(quantization.to_json_string()),
         "text_embedding_norm": model.config.text_embedding_norm,
         "model_revision": commit,
-        "data": _plain(read),
+        "data": data_record(report),
         "hardware": hardware(args.device),
         "versions": {name: version(name) for name in libraries} | {"normalign_llava": __version__},
         "commit": code_commit(),
         "before": read_record(model.name_or_path, TRAINING_RECORD, commit),  # an earlier training's
         "seconds": 0.0,
     }
+
+
+def data_record(report: DataReport) -> list[dict[str, Any]]:
+    """What was read of each source as JSON, dropped rows by number."""
+    read = [vars(data) | {"dropped": [row.row for row in data.dropped]} for data in report.sources]
+    return _plain(read)
 
 
 def code_commit() -> str | None:

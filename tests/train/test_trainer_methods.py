@@ -1,0 +1,552 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every public method of a Trainer before, between and after training; and what is set before."""
+
+import inspect
+import json
+
+import pytest
+import stored
+import torch
+import training
+from datasets import Dataset, IterableDataset
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from normalign_llava import NormAlignTrainer
+
+
+pytestmark = pytest.mark.slow
+
+
+def batch(trainer) -> dict:
+    return trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
+
+
+def step(trainer) -> None:
+    trainer.model.train()
+    loss = trainer.training_step(trainer.model, batch(trainer))
+    assert loss.isfinite()
+    trainer.model.zero_grad()
+
+
+def loss(trainer) -> None:
+    for mode in (True, False):
+        trainer.model.train(mode)
+        assert trainer.compute_loss(trainer.model, batch(trainer)).isfinite()
+    trainer.model.zero_grad()
+
+
+def scheduled(trainer) -> None:
+    trainer.create_optimizer()
+    trainer.create_scheduler(num_training_steps=2)
+    trainer.create_optimizer_and_scheduler(num_training_steps=2)
+
+
+def saved_metrics(trainer) -> None:
+    trainer.log_metrics("eval", {"eval_loss": 1.0})
+    trainer.save_metrics("eval", {"eval_loss": 1.0})
+
+
+def logged(trainer) -> None:
+    for mode in (True, False):
+        trainer.model.train(mode)
+        trainer.log({"loss": 1.5, "learning_rate": 1e-3})
+        trainer.log({"eval_loss": 1.5})
+        trainer.log({"own": 1})
+        trainer.log({"train_runtime": 1.0, "train_loss": 1.0})
+
+
+class Silent(TrainerCallback):
+    """Does nothing."""
+
+
+def callbacks(trainer) -> None:
+    trainer.add_callback(Silent)
+    trainer.remove_callback(Silent)
+    trainer.add_callback(Silent())
+    assert trainer.pop_callback(Silent)
+
+
+def saved(trainer) -> None:
+    trainer.save_model()
+    trainer.save_model(f"{trainer.args.output_dir}-elsewhere")
+    trainer.save_state()
+    trainer.create_model_card()
+
+
+def evaluated(trainer) -> None:
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.evaluate(training.rows(2))["eval_loss"] > 0
+    assert trainer.evaluate({"a": training.rows(2)})["eval_a_loss"] > 0
+
+
+def predicted(trainer) -> None:
+    assert trainer.predict(training.rows(2)).metrics["test_loss"] > 0
+    loader = trainer.get_test_dataloader(training.rows(2))
+    assert trainer.evaluation_loop(loader, "test").num_samples == 2
+    inputs = batch(trainer)
+    value, _, _ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
+    assert value.isfinite()
+
+
+def loaders(trainer) -> None:
+    loaded = {"train": trainer.get_train_dataloader(), "eval": trainer.get_eval_dataloader()}
+    sizes = {name: len(next(iter(loader))["input_ids"]) for name, loader in loaded.items()}
+    assert sizes == {"train": 2, "eval": 3}
+    loader = trainer.get_train_dataloader()
+    assert trainer.num_examples(loader) == len(trainer.train_dataset)
+    assert trainer.set_initial_training_values(trainer.args, loader)
+    batches, _ = trainer.get_batch_samples(iter(loader), 2, trainer.args.device)
+    assert len(batches) == 2
+
+
+def facts(trainer) -> None:
+    trained = sum(value.numel() for value in trainer.model.parameters() if value.requires_grad)
+    assert trainer.get_num_trainable_parameters() == trained
+    assert trainer.get_decay_parameter_names(trainer.model)
+    assert trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    assert trainer.get_total_train_batch_size(trainer.args) == 2
+    assert (trainer.get_sp_size(), trainer.get_tp_size()) == (1, 1)
+    assert trainer.is_world_process_zero() and trainer.is_local_process_zero()
+    assert trainer.floating_point_ops({"input_ids": torch.ones(1, 3)}) >= 0
+    trainer.store_flos()
+    trainer.create_optimizer()
+    assert trainer.get_learning_rates() and trainer.get_optimizer_group()
+    assert trainer.learning_rates["norm"] > 0
+    assert "projector" in str(trainer.summary())
+    assert trainer.estimate_memory().total > 0
+    with trainer.compute_loss_context_manager():
+        pass
+
+
+METHODS = {
+    "add_callback pop_callback remove_callback": callbacks,
+    "compute_loss": loss,
+    "create_model_card save_model save_state": saved,
+    "create_optimizer create_optimizer_and_scheduler create_scheduler": scheduled,
+    "evaluate": evaluated,
+    "evaluation_loop get_test_dataloader predict prediction_step": predicted,
+    "get_batch_samples get_eval_dataloader get_train_dataloader num_examples "
+    "set_initial_training_values": loaders,
+    "compute_loss_context_manager estimate_memory floating_point_ops get_decay_parameter_names "
+    "get_learning_rates get_num_trainable_parameters get_optimizer_cls_and_kwargs "
+    "get_optimizer_group get_sp_size get_total_train_batch_size get_tp_size is_local_process_zero "
+    "is_world_process_zero store_flos summary": facts,
+    "log": logged,
+    "log_metrics save_metrics": saved_metrics,
+    "training_step": step,
+}
+"""Each public method, and what is done with it."""
+
+ELSEWHERE = {
+    *("train", "init_hf_repo", "publish", "push_to_hub", "end"),  # in other files
+    *("call_model_init", "hyperparameter_search"),  # need a model_init, which SFTTrainer has not
+    *("autocast_smart_context_manager", "compare_trainer_and_checkpoint_args"),  # the Trainer's
+    *("create_accelerator_and_postprocess", "is_fsdp_xla_enabled", "propagate_args_to_deepspeed"),
+    "metrics_format",  # the Trainer's fails wherever it is called as a method
+    *("torch_jit_model_eval", "ipex_optimize_model", "get_cp_size", "tokenizer", "num_tokens"),
+}
+
+
+def test_each_public_method_is_tried():
+    methods = dict(inspect.getmembers(NormAlignTrainer, callable))
+    public = {name for name in methods if not name.startswith("_")}
+    tried = {name for names in METHODS for name in names.split()}
+    assert tried <= public
+    assert public - tried - ELSEWHERE == set()
+
+
+def make(folder, checkpoint, **options) -> NormAlignTrainer:
+    return training.trainer(folder, checkpoint, held_out=training.rows(3), **options)
+
+
+@pytest.mark.parametrize("names", METHODS)
+def test_each_works_before_between_and_after_training(tmp_path, checkpoint, names):
+    trainer = make(tmp_path / "out", checkpoint)
+    plain = make(tmp_path / "plain", checkpoint)
+    METHODS[names](trainer)
+    if names not in ("create_optimizer create_optimizer_and_scheduler create_scheduler",):
+        trainer.optimizer = trainer.lr_scheduler = None  # as of a trainer that was not asked
+    for each in (trainer, plain):
+        torch.manual_seed(0)
+        each.train()
+    losses = [
+        [entry["loss"] for entry in each.state.log_history if "grad_norm" in entry]
+        for each in (trainer, plain)
+    ]
+    assert losses[0][-2:] == losses[1][-2:] and len(losses[1]) == 2
+    METHODS[names](trainer)
+    trainer.train()
+    METHODS[names](trainer)
+    trainer.save_model()
+    assert stored.weights(tmp_path / "out")
+
+
+def test_what_is_computed_after_training_is_not_kept(tmp_path, checkpoint):
+    trainer = make(tmp_path, checkpoint)
+    trainer.train()
+    for _ in range(3):
+        loss(trainer)
+    assert not trainer.finite._batches
+
+
+def losses_of(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def words(count: int) -> Dataset:
+    """Rows as a user has them: not parsed, and without images."""
+    turns = [
+        {"role": role, "content": f"{role} says {number}"}
+        for number in range(count)
+        for role in ("user", "assistant")
+    ]
+    return Dataset.from_list(
+        [{"messages": turns[2 * number : 2 * number + 2]} for number in range(count)]
+    )
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_that_are_set_before_training_are_trained_on(tmp_path, checkpoint, packing):
+    options = dict(max_steps=-1, num_train_epochs=1, packing=packing, global_batch_size=4)
+    options |= dict(per_device_train_batch_size=2, warmup_steps=0)
+    given = training.trainer(tmp_path / "given", checkpoint, words(12), **options)
+    for other in (words(12), given.train_dataset):
+        trainer = training.trainer(tmp_path / "set", checkpoint, training.rows(8), **options)
+        assert trainer.facts["steps"] == 2
+        trainer.train_dataset = other
+        trainer.train()
+        assert trainer.state.max_steps == trainer.facts["steps"] == 3
+        trainer.save_model()
+        record = json.loads((tmp_path / "set" / "training.json").read_text())
+        assert (record["data"][0]["used"], record["run"]["steps"]) == (12, 3)
+        if not given.state.log_history:
+            given.train()
+        assert losses_of(trainer) == losses_of(given)
+
+
+def test_rows_that_cannot_be_trained_on_are_refused_when_they_are_set(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, max_steps=-1, num_train_epochs=1)
+    trainer.train_dataset = Dataset.from_list([{"prompt": "what?"}])
+    with pytest.raises(ValueError, match="train_dataset"):
+        trainer.train()
+    trainer.train_dataset = IterableDataset.from_generator(lambda: iter(words(4)))
+    with pytest.raises(ValueError, match="A streamed data set has no length. Set max_steps"):
+        trainer.train()
+    trainer.train_dataset = [1, 2]
+    with pytest.raises(TypeError, match="train_dataset is a list"):
+        trainer.train()
+
+
+def test_a_collator_that_is_set_before_training_makes_the_batches(tmp_path, checkpoint):
+    trainer, seen = training.trainer(tmp_path, checkpoint), []
+    own = trainer.data_collator
+
+    def collate(examples):
+        seen.append(len(examples))
+        return own(examples)
+
+    trainer.data_collator = collate
+    trainer.train()
+    assert seen[:2] == [2, 2]
+
+
+def test_held_out_rows_that_are_set_later_are_evaluated(tmp_path, checkpoint):
+    trainer = make(tmp_path, checkpoint)
+    expected = trainer.evaluate(words(4))["eval_loss"]
+    before = trainer.evaluate()["eval_loss"]
+    trainer.eval_dataset = words(4)
+    assert trainer.evaluate()["eval_loss"] == expected != before
+    trainer.eval_dataset = {"talk": words(4), "shown": training.rows(3)}
+    both = trainer.evaluate()
+    assert both["eval_talk_loss"] == expected
+    assert both["eval_shown_loss"] == pytest.approx(before)
+
+
+BEST = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, max_steps=4)
+BEST |= dict(load_best_model_at_end=True, learning_rate=0.3, lr_scheduler_type="constant")
+
+
+def held_out_losses(trainer) -> dict[int, float]:
+    history = trainer.state.log_history
+    return {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_the_step_of_the_weights_that_are_kept_is_recorded_and_said(
+    tmp_path, checkpoint, capsys, use_peft
+):
+    own = {} if use_peft else {"vision_learning_rate": 0.0}
+    own |= dict(metric_for_best_model="eval_loss", greater_is_better=True)  # an early step
+    trainer = make(tmp_path / "out", checkpoint, use_peft=use_peft, **BEST, **own)
+    trainer.train()
+    trainer.save_model()
+    losses = held_out_losses(trainer)
+    best = max(losses, key=losses.get)
+    assert best < 4
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert record["steps_done"] == record["best"]["step"] == best
+    assert record["best"]["of_steps"] == 4
+    assert record["best"]["metric"] == "eval_loss"
+    assert record["best"]["value"] == pytest.approx(losses[best])
+    said = [line for line in capsys.readouterr().out.splitlines() if "kept" in line]
+    assert len(said) == 1 and f"step {best} of 4" in said[0]
+    checkpoint_record = json.loads(
+        (tmp_path / "out" / f"checkpoint-{best}" / "training.json").read_text()
+    )
+    assert checkpoint_record["steps_done"] == best and "best" not in checkpoint_record
+    if not use_peft:
+        kept = stored.weights(tmp_path / "out" / f"checkpoint-{best}")
+        training.assert_equal(stored.weights(tmp_path / "out"), kept)
+
+
+def test_a_run_stops_early_and_a_resumed_one_at_the_same_step(tmp_path, checkpoint):
+    options = {**BEST, "max_steps": 8, "early_stopping_patience": 3}
+    whole = make(tmp_path / "whole", checkpoint, **options)
+    whole.train()
+    losses = held_out_losses(whole)
+    best = min(losses, key=losses.get)
+    # By hand: the run ends three evaluations after the last that was better than all before.
+    assert whole.state.global_step == best + 3 < 8
+    first = make(tmp_path / "stopped", checkpoint, **{**options, "max_steps": best + 2})
+    first.train()
+    again = make(tmp_path / "stopped", checkpoint, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "stopped" / f"checkpoint-{best + 2}"))
+    assert again.state.global_step == best + 3
+    count = sum(isinstance(own, EarlyStoppingCallback) for own in again.callback_handler.callbacks)
+    assert count == 1
+
+
+def test_a_threshold_says_how_much_better_is_better(tmp_path, checkpoint):
+    options = {**BEST, "max_steps": 6, "learning_rate": 1e-4, "early_stopping_patience": 2}
+    steps = []
+    for threshold in (0.0, 100.0):
+        trainer = make(
+            tmp_path / str(threshold), checkpoint, early_stopping_threshold=threshold, **options
+        )
+        trainer.train()
+        steps.append(trainer.state.global_step)
+    # The first evaluation is compared with none, or with itself once it is the best.
+    assert steps[0] == 6 and steps[1] <= 3
+
+
+def test_what_tells_the_best_step_must_be_measured(tmp_path, checkpoint):
+    for own, held_out in (
+        (dict(metric_for_best_model="eval_accuracy"), training.rows(3)),
+        ({}, {"easy": training.rows(3), "hard": training.rows(3)}),
+        (dict(metric_for_best_model="eval_medium_loss"), {"easy": training.rows(3)}),
+    ):
+        with pytest.raises(ValueError, match="metric_for_best_model .* is not measured here"):
+            training.trainer(tmp_path, checkpoint, held_out=held_out, **BEST, **own)
+    own = dict(metric_for_best_model="eval_easy_loss", greater_is_better=False, max_steps=1)
+    trainer = training.trainer(
+        tmp_path, checkpoint, held_out={"easy": training.rows(3)}, **{**BEST, **own}
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+
+
+def unlabelled(rows: Dataset, numbers: set[int]) -> Dataset:
+    """Rows of which some are not learned."""
+    learned = [
+        [False] * len(row["learned"]) if number in numbers else row["learned"]
+        for number, row in enumerate(rows.with_format(None))
+    ]
+    features = rows.features
+    return rows.remove_columns("learned").add_column("learned", learned).cast(features)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_step_without_labels_is_passed_over(tmp_path, checkpoint, smoothing, packing):
+    rows = unlabelled(training.rows(12), {4, 5, 6, 7})
+    options = dict(label_smoothing_factor=smoothing, train_sampling_strategy="sequential")
+    options |= dict(
+        per_device_train_batch_size=2, global_batch_size=4, max_steps=3, packing=packing
+    )
+    options |= dict(save_strategy="steps", save_steps=1, weight_decay=0.1, learning_rate=1e-2)
+    trainer = training.trainer(tmp_path, checkpoint, rows, **options)
+    trainer.train()
+    first, second, third = (stored.weights(tmp_path / f"checkpoint-{n}") for n in (1, 2, 3))
+    training.assert_equal(second, first)
+    assert any(not torch.equal(first[name], third[name]) for name in first)
+    assert losses_of(trainer)[1] == 0 and all(torch.tensor(losses_of(trainer)).isfinite())
+
+
+def test_a_step_with_some_labels_counts_these_alone(tmp_path, checkpoint):
+    options = dict(label_smoothing_factor=0.1, train_sampling_strategy="sequential", max_steps=1)
+    options |= dict(per_device_train_batch_size=2, global_batch_size=4)
+    rows = unlabelled(training.rows(4), {2, 3})
+    trainer = training.trainer(tmp_path, checkpoint, rows, **options)
+    inputs = trainer.data_collator([rows[0], rows[1]])
+    with torch.no_grad():
+        fields = {name: inputs[name] for name in inputs if name != "labels"}
+        logits = trainer.model.train()(**fields).logits[:, :-1].double()
+    labels = inputs["labels"][:, 1:]
+    log_probabilities = logits.log_softmax(-1)[labels != -100]
+    chosen = log_probabilities.gather(1, labels[labels != -100][:, None])
+    expected = -(0.9 * chosen.mean() + 0.1 * log_probabilities.mean())
+    trainer.train()
+    assert losses_of(trainer)[0] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_rate_that_is_logged_is_that_of_the_first_trained_module(tmp_path, checkpoint):
+    rates = dict(vision=1e-6, projector=2e-5, norm=3e-4, language=4e-3)
+    order = ("language", "projector", "norm", "vision")
+    for frozen in range(4):
+        own = {name: 0.0 if name in order[:frozen] else rates[name] for name in rates}
+        named = {f"{name}_learning_rate": rate for name, rate in own.items()}
+        options = dict(lr_scheduler_type="cosine_with_min_lr", max_steps=2, warmup_steps=0)
+        options |= dict(lr_scheduler_kwargs={"min_lr_rate": 0.5})
+        trainer = training.trainer(tmp_path / str(frozen), checkpoint, **named, **options)
+        trainer.train()
+        logged_rates = [
+            entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry
+        ]
+        first = rates[order[frozen]]
+        assert logged_rates[0] == pytest.approx(first)
+        assert trainer.optimizer.defaults["lr"] == pytest.approx(first)
+
+
+def test_the_options_of_a_trainer_give_another_trainer_the_same(tmp_path, checkpoint):
+    import dataclasses
+
+    from peft import LoraConfig
+
+    args = training.arguments(tmp_path, stage="tune", global_batch_size=4, max_steps=1)
+    args = dataclasses.replace(args, learning_rate=None)
+    before = repr(args)
+
+    def made(options):
+        adapters = LoraConfig(r=2)
+        return NormAlignTrainer(
+            str(checkpoint), options, train_dataset=training.rows(), peft_config=adapters
+        )
+
+    first = made(args)
+    assert repr(args) == before and args.accelerator_config.dispatch_batches is None
+    assert first.learning_rates["projector"] == 2e-5
+    second = made(dataclasses.replace(first.args, seed=5))
+    assert second.learning_rates == first.learning_rates
+    smaller = made(dataclasses.replace(first.args, per_device_train_batch_size=1))
+    assert smaller.args.gradient_accumulation_steps == 4
+
+
+def test_a_summary_is_printed_in_python_as_by_the_command(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, stage="align", global_batch_size=4)
+    text = str(trainer.summary())
+    for module in trainer.facts["modules"]:
+        (line,) = (
+            line
+            for line in text.splitlines()
+            if line.split()[:1] == module["module"].split()[:1] and module["module"] in line
+        )
+        assert f"{module['parameters']:,}" in line
+    assert "Tokens per image" in text and max(map(len, text.splitlines())) <= 100
+    (row,) = trainer.facts["data"]
+    assert f"{row['used']:,}" in text
+
+
+class Curves:
+    """Reads the points of a picture's curves from what matplotlib draws."""
+
+    def __init__(self, monkeypatch):
+        from matplotlib.figure import Figure
+
+        self.drawn = []
+        save = Figure.savefig
+
+        def saved(figure, file, **kwargs):
+            (axes,) = figure.axes
+            lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+            self.drawn.append(lines)
+            return save(figure, file, **kwargs)
+
+        monkeypatch.setattr(Figure, "savefig", saved)
+
+
+def test_the_loss_curve_has_all_steps_of_a_resumed_run(tmp_path, checkpoint, monkeypatch):
+    from PIL import Image
+
+    curves = Curves(monkeypatch)
+    options = dict(BEST, max_steps=2, learning_rate=1e-2)
+    make(tmp_path, checkpoint, **options).train()
+    trainer = make(tmp_path, checkpoint, **{**options, "max_steps": 4})
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    drawn = curves.drawn[-1]
+    assert [step for step, _ in drawn["training"]] == [1, 2, 3, 4]
+    assert [loss for _, loss in drawn["training"]] == losses_of(trainer)
+    assert dict(map(tuple, drawn["held out"])) == held_out_losses(trainer)
+    with Image.open(tmp_path / "loss.png") as picture:
+        assert picture.size[0] > 500
+
+
+def test_a_picture_that_cannot_be_written_does_not_stop_a_run(tmp_path, checkpoint, caplog):
+    trainer = training.trainer(tmp_path, checkpoint)
+    (tmp_path / "loss.png").mkdir(parents=True)
+    (tmp_path / "loss.png" / "full").touch()
+    trainer.train()
+    trainer.save_model()
+    assert stored.weights(tmp_path) and "loss.png was not drawn" in caplog.text
+
+
+def test_why_steps_are_clipped_is_said_once_and_with_gwc_alone(tmp_path, capsys):
+    for arm, lines in (("gwc", 1), ("aligned", 0)):
+        folder = training.checkpoint(tmp_path / arm, arm=arm)
+        trainer = training.trainer(tmp_path / f"{arm}-run", folder, max_grad_norm=1e-6)
+        trainer.train()
+        factor = [entry["gwc/factor"] for entry in trainer.state.log_history if "loss" in entry]
+        said = [line for line in capsys.readouterr().out.splitlines() if "clipped to" in line]
+        assert len(said) == lines
+        if lines:
+            assert f"by {factor[0]:.3g}," in said[0]
+
+
+def test_what_is_counted_between_logs_does_not_grow(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, logging_strategy="epoch", max_steps=6)
+    trainer.train()
+    own = vars(trainer.measurements).values()
+    sizes = [len(value) for value in own if isinstance(value, list | dict)]
+    sizes += [value.numel() for value in own if isinstance(value, torch.Tensor)]
+    assert max(sizes) <= 5
+
+
+def test_a_run_resumed_in_python_does_not_change_its_precision(tmp_path, checkpoint, processor):
+    def made(**own):
+        return training.trainer(
+            tmp_path, checkpoint, save_strategy="steps", save_steps=1, **{"bf16": None, **own}
+        )
+
+    processor(0.3)
+    first = made(max_steps=1)
+    first.train()
+    assert first.args.bf16
+    processor(5.0)
+    assert not made().args.bf16  # a new run in the same folder
+    last = str(tmp_path / "checkpoint-1")
+    with pytest.raises(ValueError, match="began with bf16=True.*NormAlignConfig resume_from_ch"):
+        made().train(resume_from_checkpoint=last)
+    resumed = made(resume_from_checkpoint=True)
+    assert resumed.args.bf16
+    resumed.train(resume_from_checkpoint=last)
+    assert resumed.state.global_step == 2
+    made(bf16=False).train(resume_from_checkpoint=last)  # chosen
+
+
+def test_seconds_of_a_resumed_run_include_those_before(tmp_path, checkpoint):
+    saved_steps = dict(save_strategy="steps", save_steps=1)
+    training.trainer(tmp_path, checkpoint, max_steps=1, **saved_steps).train()
+    file = tmp_path / "checkpoint-1" / "training.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "seconds": 5000.0}))
+    for resume in (str(file.parent), True):
+        trainer = training.trainer(tmp_path, checkpoint, max_steps=2, **saved_steps)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+        written = json.loads((tmp_path / "training.json").read_text())["seconds"]
+        assert 5000.0 < written < 5600.0
+        in_checkpoint = json.loads((tmp_path / "checkpoint-2" / "training.json").read_text())
+        assert 5000.0 < in_checkpoint["seconds"] <= written
+        if isinstance(resume, str):
+            import shutil
+
+            shutil.rmtree(tmp_path / "checkpoint-2")
