@@ -33,8 +33,14 @@ from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.steps import FiniteCheck, Measurements, show_lines
 from .collator import ConversationCollator, PackedAttentionCheck, blank_image, train_sampler
-from .keeping.checkpoints import only_run, writing_checkpoint
+from .keeping.checkpoints import (
+    only_run,
+    reading_checkpoint,
+    resolve_resume,
+    writing_checkpoint,
+)
 from .keeping.record import check_disk, disk_use, summary, training_record
+from .keeping.same_run import check_resumed
 from .memory import estimate_memory, largest_batch
 from .modules import model as parts
 from .modules.load import load_model, settle_float16
@@ -124,7 +130,17 @@ class NormAlignTrainer(SFTTrainer):
             self.weights_in = weights.index_folder(loaded.name_or_path, commit)
         if args.fp16_is_tried and not args.dry_run:
             settle_float16(loaded, args, largest_batch(args, train, collator))
-        self.record = training_record(loaded, commit, args, rates, report, options)
+        self.record = training_record(
+            loaded,
+            commit,
+            args,
+            rates,
+            report,
+            options,
+            rows=train,
+            optimizer=optimizer_cls_and_kwargs,
+            adapters=peft_config,
+        )
         self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
         self.measurements = Measurements(args)
         self.probe: Any = None
@@ -157,6 +173,7 @@ class NormAlignTrainer(SFTTrainer):
         steps = self.set_initial_training_values(args, self.first_loader)[-1]
         self.facts = summary(self, report, steps)
         self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
+        self.record["sharding"] = parts.sharding()
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _set_up_model(self) -> None:
@@ -209,6 +226,14 @@ class NormAlignTrainer(SFTTrainer):
                 optimizer.register_step_pre_hook(parts.fill_gradients)
         return self.optimizer
 
+    def _get_dataloader(self, *args, **kwargs) -> DataLoader:
+        # A loader that begins an epoch draws a number. Drawn from the common random state, it would
+        # change dropout with the number of readers, with evaluations, and when a run is resumed.
+        loader = super()._get_dataloader(*args, **kwargs)
+        own = getattr(loader, "base_dataloader", loader)
+        own.generator = torch.Generator().manual_seed(self.args.seed)
+        return loader
+
     def _get_train_sampler(self, train_dataset=None):
         rows = self.train_dataset if train_dataset is None else train_dataset
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
@@ -235,15 +260,29 @@ class NormAlignTrainer(SFTTrainer):
 
     estimate_memory = estimate_memory
 
-    def train(self, *args, **kwargs):
-        """The Trainer's. ValueError if another run writes to `output_dir`, or the disk is full."""
+    def check_resumed(self, checkpoint: Path) -> None:
+        """Raises ValueError unless this run can go on from a checkpoint; takes over its seconds."""
+        self.record["seconds"] = check_resumed(self.record, self.build, checkpoint)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """The Trainer's. ValueError if another run writes to `output_dir`, or the disk is full.
+
+        `True` resumes from the newest complete checkpoint in `output_dir`.
+        """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
+        if resume_from_checkpoint:
+            output, processes = Path(self.args.output_dir), self.args.world_size
+            checkpoint = resolve_resume(resume_from_checkpoint, output, processes)
+            if checkpoint is None:
+                raise ValueError(f"{output} holds no complete checkpoint to resume from.")
+            self.check_resumed(checkpoint)
+            resume_from_checkpoint = str(checkpoint)
         if self.args.should_save:
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
-            result = super().train(*args, **kwargs)
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
 
@@ -388,15 +427,28 @@ class NormAlignTrainer(SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32, and makes all of it trainable: both are undone.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
-            parts.load_sharded(self.model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with reading_checkpoint(resume_from_checkpoint):
+            if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
+                parts.load_sharded(self.model, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
         parts.freeze(self.model, self.learning_rates)
         self.weights_in.insert(0, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled:

@@ -310,6 +310,13 @@ def memory_shares(args: TrainingArguments) -> dict[str, float]:
     return shares
 
 
+def sharding() -> str:
+    """How the model is divided among processes, which decides how its states are saved."""
+    kind = AcceleratorState().distributed_type
+    names = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}
+    return names.get(kind, "none")
+
+
 def _zero_stage() -> int:
     """Which stage of ZeRO divides as much as this run does."""
     state = AcceleratorState()
