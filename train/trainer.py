@@ -124,6 +124,7 @@ class NormAlignTrainer(SFTTrainer):
         loaded: Any = model
         commit = None
         self.weights_in = list[Path]()  # folders with files of frozen modules, the newest first
+        self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
         if self.checkpoint is not None:
             loaded = load_model(self.checkpoint, args, rates, quantization_config, adapted)
             commit = self.checkpoint.revision
@@ -172,7 +173,9 @@ class NormAlignTrainer(SFTTrainer):
         self.first_loader = self.get_train_dataloader()
         steps = self.set_initial_training_values(args, self.first_loader)[-1]
         self.facts = summary(self, report, steps)
-        self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
+        self.facts["disk"] = disk_use(
+            self.model, args, steps, self.weights_in, optimizer_cls_and_kwargs
+        )
         self.record["sharding"] = parts.sharding()
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
@@ -413,16 +416,36 @@ class NormAlignTrainer(SFTTrainer):
         folder, model = Path(output_dir or self.args.output_dir), self.model
         frozen = parts.frozen_modules(model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
-            # What is frozen is written as it was read.
-            trained = parts.trained_parameters(model)
-            model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
-            model.load_state_dict(trained, strict=False)
+            model, state_dict = self._unquantized_model(frozen), None
         with weights.no_progress_bar(), parts.replaced(self, model=model):
             super()._save(str(folder), {})
         layout = weights.stored_tensors(model, state_dict)
         linked = weights.unchanged_files(layout, frozen, self.weights_in)
         weights.write_weights(folder, layout, linked=linked)
         self.weights_in.insert(0, folder)
+        if model is not self.model:
+            self.unquantized = model.to("meta")
+            self.unquantized.tie_weights()
+
+    def _unquantized_model(self, frozen: set[str]) -> nn.Module:
+        """The quantized model in the precision that it was read in, with what was trained.
+
+        What is frozen is written as it was read. It is on meta if an earlier save has its files.
+        """
+        own = self.model.state_dict()
+        now = {name: own[name] for name in own if weights.module_of_file(name) not in frozen}
+        if self.unquantized is not None:
+            layout = weights.stored_tensors(self.unquantized)
+            needed = set()
+            for file, names in weights.shards_of(layout).items():
+                if weights.module_of_file(names[0]) in frozen:
+                    needed.add(file)
+            if needed <= weights.unchanged_files(layout, frozen, self.weights_in).keys():
+                self.unquantized.load_state_dict(now, strict=False, assign=True)
+                return self.unquantized
+        model = load_model(self.checkpoint, self.args, self.learning_rates)
+        model.load_state_dict(now, strict=False)
+        return model
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32, and makes all of it trainable: both are undone.
@@ -490,5 +513,5 @@ class NormAlignTrainer(SFTTrainer):
 # A method of ours that overrides none of theirs any more would be passed over without a word.
 private = {name for name in vars(NormAlignTrainer) if re.match("_[a-z]", name)}
 theirs = {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}
-if renamed := ", ".join(sorted(private - theirs - {"_set_up_model"})):
+if renamed := ", ".join(sorted(private - theirs - {"_set_up_model", "_unquantized_model"})):
     raise ImportError(f"TRL's SFTTrainer has no {renamed} any more. Install an older transformers.")

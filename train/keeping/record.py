@@ -239,12 +239,16 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
 
 
 def disk_use(
-    model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Sequence[Path]
+    model: nn.Module,
+    args: NormAlignConfig,
+    steps: int,
+    weights_in: Sequence[Path],
+    optimizer_class: parts.OptimizerClass | None = None,
 ) -> dict[str, int]:
     """Bytes of a checkpoint, how many are kept at a time, and bytes of these and the result."""
     kind = AcceleratorState().distributed_type
     sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    optimizer = parts.static_bytes(model, args)[parts.OPTIMIZER]
+    optimizer = parts.static_bytes(model, args, optimizer_class)[parts.OPTIMIZER]
     optimizer *= args.world_size if sharded else 1
     trained = sum(map(parts.tensor_bytes, parts.trained_parameters(model).values()))
     if kind == DistributedType.DEEPSPEED or (sharded and isinstance(model, PeftModel)):
