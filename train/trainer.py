@@ -28,7 +28,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint import weights
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
-from ..checkpoint.opening import read_record
+from ..checkpoint.opening import Checkpoint, read_record
 from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.steps import FiniteCheck, Measurements, show_lines
@@ -416,7 +416,7 @@ class NormAlignTrainer(SFTTrainer):
         folder, model = Path(output_dir or self.args.output_dir), self.model
         frozen = parts.frozen_modules(model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
-            model, state_dict = self._unquantized_model(frozen), None
+            model, state_dict = self._unquantized_model(self.checkpoint, frozen), None
         with weights.no_progress_bar(), parts.replaced(self, model=model):
             super()._save(str(folder), {})
         layout = weights.stored_tensors(model, state_dict)
@@ -427,7 +427,7 @@ class NormAlignTrainer(SFTTrainer):
             self.unquantized = model.to("meta")
             self.unquantized.tie_weights()
 
-    def _unquantized_model(self, frozen: set[str]) -> nn.Module:
+    def _unquantized_model(self, checkpoint: Checkpoint, frozen: set[str]) -> nn.Module:
         """The quantized model in the precision that it was read in, with what was trained.
 
         What is frozen is written as it was read. It is on meta if an earlier save has its files.
@@ -443,7 +443,7 @@ class NormAlignTrainer(SFTTrainer):
             if needed <= weights.unchanged_files(layout, frozen, self.weights_in).keys():
                 self.unquantized.load_state_dict(now, strict=False, assign=True)
                 return self.unquantized
-        model = load_model(self.checkpoint, self.args, self.learning_rates)
+        model = load_model(checkpoint, self.args, self.learning_rates)
         model.load_state_dict(now, strict=False)
         return model
 

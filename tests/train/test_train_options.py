@@ -179,7 +179,10 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
         (dict(packing=True, pad_to_multiple_of=8), "pad_to_multiple_of cannot be .* with packing"),
         (dict(packing=True, train_sampling_strategy="batch_rebalance"), "batch_rebalance cannot"),
         (dict(packing=True, average_tokens_across_devices=False), "_across_devices false cannot"),
-        (dict(packing=True, save_strategy="no", accelerator_config=UNSEEDED), "sampler false cannot"),
+        (
+            dict(packing=True, save_strategy="no", accelerator_config=UNSEEDED),
+            "sampler false cannot",
+        ),
         (dict(lora_r=4), "lora_r is for adapters. Add --use_peft"),
         (dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is for 4 bits. Add --load_in_4bit"),
         (dict(bnb_4bit_quant_storage="uint8"), "_quant_storage cannot be used here: .*FSDP"),

@@ -40,7 +40,7 @@ def test_of_every_option_it_is_decided_whether_it_changes_steps():
     assert not FREE & COMPARED
     undecided = options() - FREE - COMPARED
     assert not undecided, "put each into FREE or COMPARED of train/keeping/same_run.py"
-    assert FREE | COMPARED == options()
+    assert options() == FREE | COMPARED
     assert {field.name for field in dataclasses.fields(AcceleratorConfig)} == OF_ACCELERATOR.keys()
 
 
@@ -201,7 +201,9 @@ def test_a_damaged_file_is_named_and_the_remedy_works(checkpoint, run, name):
     content[start : start + 60] = b"\xff" * 60
     file.write_bytes(content)
     trainer = training.trainer(run, checkpoint, **{**ADAPTERS, **SAVED, "max_steps": 5})
-    with pytest.raises(ValueError, match=f"checkpoint-4/{name} is damaged: .* Remove .*checkpoint-4"):
+    with pytest.raises(
+        ValueError, match=f"checkpoint-4/{name} is damaged: .* Remove .*checkpoint-4"
+    ):
         trainer.train(resume_from_checkpoint=True)
     shutil.rmtree(file.parent)
     trainer = training.trainer(run, checkpoint, **{**ADAPTERS, **SAVED, "max_steps": 5})

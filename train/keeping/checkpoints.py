@@ -69,9 +69,10 @@ def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
         damaged = [] if checkpoint is None else _unreadable(Path(checkpoint))
         if not damaged:
             raise
+        lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
-            f"{damaged[0]} is damaged: {str(error).splitlines()[0]} Remove {checkpoint}, and resume "
-            "from the one before with --resume_from_checkpoint; or copy the file there again."
+            f"{damaged[0]} is damaged: {lines[0]} Remove {checkpoint}, and resume from the one "
+            "before with --resume_from_checkpoint; or copy the file there again."
         ) from error
 
 

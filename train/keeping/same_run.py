@@ -137,8 +137,9 @@ def _check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: 
         if was != now:
             changes.append(f"{name} (was {was}, is {now})")
     if changes:
+        named = "; ".join(changes)
         raise ValueError(
-            f"{checkpoint} is of a run that differs in {'; '.join(changes)}. Undo that; or start anew without "
+            f"{checkpoint} is of a run that differs in {named}. Undo that; or start anew without "
             "--resume_from_checkpoint, in another --output_dir."
         )
 
