@@ -347,9 +347,8 @@ def optimizer_bytes(
     bitsandbytes' are counted by its rules. Any other optimizer takes a step on tensors that have
     shapes alone; one that cannot is counted as AdamW, with two states of each parameter's size.
     """
-    if optimizer is None:
-        name = args.optim.value
-    else:
+    name = args.optim.value
+    if optimizer is not None:
         name = optimizer[0].__name__.lower()
     if "8bit" in name or "32bit" in name:
         return sum(_bitsandbytes_state(name, tensor, tensor in embeddings) for tensor in trained)
