@@ -165,6 +165,7 @@ class TrainingOptions:
     fp16_full_eval: bool = refused(False, PRECISION)
     hub_always_push: bool = refused(False, PUSHES)
     hub_strategy: str = refused("end", PUSHES)
+    ignore_data_skip: bool = refused(False, "a resumed run would train on the same rows again")
     include_num_input_tokens_seen: str | bool = refused("no", "num_tokens is logged without it")
     label_names: list[str] | None = refused(None, "the labels are always called labels")
     length_column_name: str = refused("length", "lengths are counted here, with image tokens")

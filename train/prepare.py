@@ -26,7 +26,7 @@ from ..data.sources.mixtures import load_data, prepare_rows
 from .collator import ConversationCollator
 from .command import NO_MODEL
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
-from .options import NormAlignConfig, best_metric
+from .options import NormAlignConfig, best_metric, check_fsdp
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -66,6 +66,7 @@ def normalign_config(
 
 def check_options(args: NormAlignConfig, model: Any) -> None:
     """Checks that options can be used here and by this account; sets the accumulation."""
+    check_fsdp(args)
     init_kwargs = args.model_init_kwargs or {}
     is_placed = getattr(model, "hf_device_map", None) or "device_map" in init_kwargs
     if args.n_gpu > 1 and not is_placed:  # which TRL refuses after loading

@@ -28,14 +28,13 @@ from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, Llava
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import EarlyStoppingCallback, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint import weights
-from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none, write_json
+from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
 from ..checkpoint.notices import checkpoint_notices, write_notices
-from ..checkpoint.opening import read_record
+from ..checkpoint.opening import Checkpoint, read_record
 from ..checkpoint.prompts import stop_as_trained
 from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
@@ -45,15 +44,23 @@ from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.loss_curve import LossCurve
 from .callbacks.steps import FiniteCheck, Measurements, show, show_lines
 from .collator import ConversationCollator, PackedAttentionCheck, blank_image, train_sampler
-from .keeping.checkpoints import began_in, only_run, writing_checkpoint
+from .keeping.checkpoints import (
+    began_in,
+    only_run,
+    reading_checkpoint,
+    resolve_resume,
+    writing_checkpoint,
+)
 from .keeping.record import (
     check_disk,
     data_record,
+    digest_of_lengths,
     disk_use,
     render,
     summary,
     training_record,
 )
+from .keeping.same_run import check_resumed
 from .memory import MemoryEstimate, estimate_memory, largest_batch
 from .modules import model as parts
 from .modules.load import load_model, settle_float16
@@ -166,6 +173,7 @@ class NormAlignTrainer(SFTTrainer):
         loaded: Any = model
         commit = None
         self.weights_in = list[Path]()  # folders with files of frozen modules, the newest first
+        self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
         if self.checkpoint is not None:
             loaded = load_model(self.checkpoint, args, rates, quantization_config, adapted)
             commit = self.checkpoint.revision
@@ -173,7 +181,16 @@ class NormAlignTrainer(SFTTrainer):
         stop_as_trained(loaded, processor)  # which may not be the checkpoint's
         if args.fp16_is_tried and not args.dry_run:
             settle_float16(loaded, args, largest_batch(args, train, collator))
-        self.record = training_record(loaded, commit, args, rates, report, options)
+        self.record = training_record(
+            loaded,
+            commit,
+            args,
+            rates,
+            report,
+            options,
+            optimizer=optimizer_cls_and_kwargs,
+            adapters=peft_config,
+        )
         self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
         self.notices = checkpoint_notices(self.build, loaded.name_or_path, commit)
         self.measurements = Measurements(args)
@@ -212,7 +229,11 @@ class NormAlignTrainer(SFTTrainer):
         loader = self.get_train_dataloader()
         steps = self.set_initial_training_values(self.args, loader)[-1]
         self.facts = summary(self, report, steps)
-        self.facts["disk"] = disk_use(self.model, self.args, steps, self.weights_in)
+        self.facts["disk"] = disk_use(
+            self.model, self.args, steps, self.weights_in, self.optimizer_cls_and_kwargs
+        )
+        self.record["row_lengths"] = digest_of_lengths(self.train_dataset)
+        self.record["sharding"] = parts.sharding()
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _take_train_rows(self) -> None:
@@ -310,6 +331,14 @@ class NormAlignTrainer(SFTTrainer):
                 optimizer.register_step_pre_hook(parts.fill_gradients)
         return self.optimizer
 
+    def _get_dataloader(self, *args, **kwargs) -> DataLoader:
+        # A loader that begins an epoch draws a number. Drawn from the common random state, it would
+        # change dropout with the number of readers, with evaluations, and when a run is resumed.
+        loader = super()._get_dataloader(*args, **kwargs)
+        own = getattr(loader, "base_dataloader", loader)
+        own.generator = torch.Generator().manual_seed(self.args.seed)
+        return loader
+
     def _get_train_sampler(self, train_dataset=None):
         rows = self.train_dataset if train_dataset is None else train_dataset
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
@@ -350,26 +379,31 @@ class NormAlignTrainer(SFTTrainer):
         self._take_train_rows()
         return RunSummary(self.record, self.facts, str(self.args.output_dir))
 
+    def check_resumed(self, checkpoint: Path) -> None:
+        """Raises ValueError unless this run can go on from a checkpoint; takes over its seconds."""
+        self.record["seconds"] = check_resumed(self.record, self.build, checkpoint)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """The Trainer's.
+        """The Trainer's. `True` resumes from the newest complete checkpoint in `output_dir`.
 
         Raises:
-            ValueError: Another run writes to `output_dir`; the disk is full; or a resumed run would
-                go on in another precision, which nobody chose.
+            ValueError: Another run writes to `output_dir`; the disk is full; or a resumed run is
+                another one, or would go on in another precision, which nobody chose.
         """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
         self._take_train_rows()
+        self._check_precision(resume_from_checkpoint)
+        if is_resumed(resume_from_checkpoint):
+            output = Path(self.args.output_dir)
+            checkpoint = resolve_resume(resume_from_checkpoint, output, self.args.world_size)
+            if checkpoint is None:
+                raise ValueError(f"{output} holds no complete checkpoint to resume from.")
+            self.check_resumed(checkpoint)
+            resume_from_checkpoint = str(checkpoint)
         if self.args.should_save:
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
-        self._check_precision(resume_from_checkpoint)
         self._best = None
-        if is_resumed(resume_from_checkpoint):
-            folder: Any = resume_from_checkpoint
-            if folder is True:
-                folder = get_last_checkpoint(self.args.output_dir)
-            before = json_or_none(Path(str(folder)) / TRAINING_RECORD) or {}
-            self.record["seconds"] = before.get("seconds", 0.0)
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
             result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -521,29 +555,62 @@ class NormAlignTrainer(SFTTrainer):
         folder, model = Path(output_dir or self.args.output_dir), self.model
         frozen = parts.frozen_modules(model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
-            # What is frozen is written as it was read.
-            trained = parts.trained_parameters(model)
-            model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
-            model.load_state_dict(trained, strict=False)
+            model, state_dict = self._unquantized_model(self.checkpoint, frozen), None
         with weights.no_progress_bar(), parts.replaced(self, model=model):
             super()._save(str(folder), {})
         layout = weights.stored_tensors(model, state_dict)
         linked = weights.unchanged_files(layout, frozen, self.weights_in)
         weights.write_weights(folder, layout, linked=linked)
         self.weights_in.insert(0, folder)
+        if model is not self.model:
+            self.unquantized = model.to("meta")
+            self.unquantized.tie_weights()
+
+    def _unquantized_model(self, checkpoint: Checkpoint, frozen: set[str]) -> nn.Module:
+        """The quantized model in the precision that it was read in, with what was trained.
+
+        What is frozen is written as it was read. It is on meta if an earlier save has its files.
+        """
+        own = self.model.state_dict()
+        now = {name: own[name] for name in own if weights.module_of_file(name) not in frozen}
+        if self.unquantized is not None:
+            layout = weights.stored_tensors(self.unquantized)
+            needed = set()
+            for file, names in weights.shards_of(layout).items():
+                if weights.module_of_file(names[0]) in frozen:
+                    needed.add(file)
+            if needed <= weights.unchanged_files(layout, frozen, self.weights_in).keys():
+                self.unquantized.load_state_dict(now, strict=False, assign=True)
+                return self.unquantized
+        model = load_model(checkpoint, self.args, self.learning_rates)
+        model.load_state_dict(now, strict=False)
+        return model
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32, and makes all of it trainable: both are undone.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
-            parts.load_sharded(self.model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with reading_checkpoint(resume_from_checkpoint):
+            if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
+                parts.load_sharded(self.model, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
         parts.freeze(self.model, self.learning_rates)
         self.weights_in.insert(0, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled:
@@ -596,6 +663,7 @@ class NormAlignTrainer(SFTTrainer):
 
 
 OURS = {"_check_precision", "_describe", "_set_up_model", "_take_train_rows"}
+OURS |= {"_unquantized_model"}
 """Private methods that override none."""
 
 # A method of ours that overrides none of theirs any more would be passed over without a word.
