@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import LlavaProcessor
 
 from ..checkpoint.files import ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD, check_adapter
@@ -49,15 +50,26 @@ class Adapter:
     realigned: bool
     processor: LlavaProcessor
 
-    def on_meta(self) -> PeftModel:
-        """The base on meta, without weights, and on it the adapter, with its weights."""
+    def on_meta(self) -> tuple[PeftModel, dict[str, str]]:
+        """The base on meta, without weights, and on it the adapter, with its weights.
+
+        And the names of the tensors in that model by their names in the adapter's file. Raises
+        ValueError if the file has two values for one of them.
+        """
         with loading(f"The adapter {self.folder}"):
             adapted = put_on_meta(on_meta(self.config), self.peft_config)
             tensors = load_file(self.folder / ADAPTER_WEIGHTS)
-            places = _saved_tensors(adapted, tensors)
-            values = {places[name]: value for name, value in tensors.items()}
+            saved = _saved_tensors(adapted, tensors)
+            places = {name: saved[name] for name in tensors}
+            values: dict[str, Tensor] = {}
+            for name, value in tensors.items():
+                place = places[name]
+                if place in values and not torch.equal(values[place], value):
+                    fault = f"{self.folder} has two values for {place}, one of them {name}"
+                    raise ValueError(f"{fault}. Save the adapter again with its model.")
+                values[place] = value
             adapted.load_state_dict(values, strict=False, assign=True)
-        return adapted
+        return adapted, places
 
     def load(self) -> PeftModel:
         """The base as in training and the adapter on it, on a GPU if there is one, in eval mode."""
