@@ -84,10 +84,8 @@ class Adapter:
             return PeftModel.from_pretrained(model, self.folder, torch_device=device).eval()
 
 
-def open_adapter(
-    adapter: Path, base: str | None = None, base_quantization: str | None = None
-) -> Adapter:
-    """Finds an adapter's base and checks that both fit; loads nothing. See [`merge_adapter`]."""
+def read_peft_config(adapter: Path) -> LoraConfig:
+    """The configuration of a LoRA adapter; raises ValueError for another, or one that is none."""
     check_adapter(adapter)
     check_files(adapter)
     with loading(f"The configuration of the adapter {adapter}"):
@@ -99,6 +97,14 @@ def open_adapter(
         remedy = "Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
         fault = f"{adapter} was trained with init_lora_weights {start!r}, which changes the base"
         raise ValueError(f"{fault}. {remedy}")
+    return peft_config
+
+
+def open_adapter(
+    adapter: Path, base: str | None = None, base_quantization: str | None = None
+) -> Adapter:
+    """Finds an adapter's base and checks that both fit; loads nothing. See [`merge_adapter`]."""
+    peft_config = read_peft_config(adapter)
     quantization, dtype, changes = _training_settings(adapter, base_quantization)
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")

@@ -169,7 +169,11 @@ def _finish(model, processor, folder, output, vision, language, arm, marks) -> B
             "needs. To train this checkpoint, build it with --chat-template."
         )
     has_norm, projector = model.config.projector_norm != "none", model.model.multi_modal_projector
-    n_text = model.align_projector_norm() if has_norm else model.measure_text_embedding_norm()
+    if has_norm:
+        n_text = model.align_projector_norm()
+    else:
+        n_text = model.measure_text_embedding_norm()
+        model.config.text_embedding_norm = n_text
     report = BuildReport(
         output=str(output),
         vision=_public_name(vision.name),

@@ -17,10 +17,10 @@ from ..checkpoint.files import CARD, DYNAMICS, RECORDS, check_not_in_run, finish
 from ..checkpoint.precision import quantization_name
 from ..checkpoint.untrusted import files_of, loading
 from ..errors import Printed
-from .adapter import open_adapter
+from .adapter import open_adapter, read_peft_config
 from .base_tensors import BaseTensors
 from .build import torch_dtype
-from .merged_tensors import MergedTensors
+from .merged_tensors import MergedTensors, check_settings
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def merge_adapter(
     adapter, dtype = Path(adapter), torch_dtype(dtype)
     check_not_in_run(Path(output))
     with finished_folder(output) as folder:
+        check_settings(adapter, read_peft_config(adapter))
         opened = open_adapter(adapter, base, base_quantization)
         base, revision = opened.base.name, opened.base.revision
         if opened.base.stored.get("quantization_config"):

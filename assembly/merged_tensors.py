@@ -5,8 +5,10 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import torch
+from peft import LoraConfig
 from peft.tuners import lora
 from peft.tuners.lora.layer import ParamWrapper, _ConvNd
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -62,7 +64,7 @@ class MergedTensors:
     """
 
     def __init__(self, adapter: Adapter, base: BaseTensors, dtype: torch.dtype):
-        check_mergeable(adapter)
+        check_layers(adapter)
         self._folder = adapter.folder
         self._base = base
         self.model = on_meta(adapter.config)
@@ -121,22 +123,12 @@ class MergedTensors:
             raise ValueError(f"{left}. Nothing was written.")
 
     def _check_wrapped(self) -> None:
-        """Raises ValueError for a layer that is none of the merged kinds, or has two adapters."""
-        expected = dict(self.model.named_modules())
+        """Raises ValueError for a layer of a kind that is not merged, or that the base lacks."""
+        expected = {name for name, _ in self.model.named_modules()}
         for path, module in self._wrapped.items():
-            inner = module
-            if isinstance(module, ModulesToSaveWrapper):
-                inner = module.modules_to_save["default"]
-            elif isinstance(module, TrainableTokensWrapper):
-                inner = module.token_adapter.base_layer
-            else:
-                inner = module.get_base_layer()
-            kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
-            nested = any(isinstance(part, kinds) for part in inner.modules())
-            if not isinstance(module, _KINDS) or nested or path not in expected:
-                kind = "two adapters in one another" if nested else type(module).__name__
-                fault = f"{self._folder} has {kind} at {path}, which is not merged"
-                raise ValueError(f"{fault}. Train without it, or use the adapter with PEFT.")
+            if not isinstance(module, _KINDS) or path not in expected:
+                fault = f"{self._folder} adapts {path}, a {type(module).__name__} of PEFT"
+                raise ValueError(f"{fault}, which is not merged. Use the adapter with PEFT.")
 
     def _sort(self, places: Mapping[str, str], values: Mapping[str, Tensor]) -> None:
         """Finds out what each tensor of the adapter's file is for, by its place in the model."""
@@ -286,19 +278,21 @@ class MergedLayer:
             return relative_change({"outputs": self._layer(self._inputs)}, self._expected)
 
 
-def check_mergeable(adapter: Adapter) -> None:
+def check_settings(adapter: Path, config: LoraConfig) -> None:
     """Raises ValueError for settings of an adapter whose effect merging would lose."""
-    config = adapter.peft_config
     default = vars(type(config)())
-    set_here = {name: value for name, value in vars(config).items() if value != default.get(name)}
-    if odd := {name: value for name, value in set_here.items() if name not in MERGED}:
-        name = min(odd)
-        fault = f"{adapter.folder} was trained with {name} {odd[name]!r}, which is not merged"
+    changed = {name: value for name, value in vars(config).items() if value != default.get(name)}
+    odd = sorted(changed.keys() - MERGED)
+    if odd:
+        fault = f"{adapter} was trained with {odd[0]} {changed[odd[0]]!r}, which is not merged"
         raise ValueError(f"{fault}. Use the adapter with PEFT, or train one without it.")
-    with loading(
-        f"The adapter {adapter.folder}", remedy="Use it with PEFT, or train one that PEFT can merge."
-    ):
-        put_on_meta(on_meta(adapter.config), config).merge_and_unload()
+
+
+def check_layers(adapter: Adapter) -> None:
+    """Raises ValueError if PEFT cannot merge a layer; tried on meta."""
+    remedy = "Use it with PEFT, or train one that PEFT can merge."
+    with loading(f"The adapter {adapter.folder}", remedy=remedy):
+        put_on_meta(on_meta(adapter.config), adapter.peft_config).merge_and_unload()
 
 
 def relative_change(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
