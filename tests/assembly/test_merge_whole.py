@@ -20,8 +20,11 @@ from transformers import (
 )
 from transformers.trainer_utils import sort_checkpoints
 
+from normalign_llava.assembly.adapter import open_adapter
+from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.assembly.merged_tensors import MergedTensors
 from normalign_llava.checkpoint.files import ADAPTER_WEIGHTS
 
 
@@ -174,6 +177,23 @@ def test_a_layer_of_another_kind_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"vision_tower.*head\.attention"):
         merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=base)
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_tensor_that_is_left_out_is_an_error(bases, tmp_path):
+    """As it would be if a later version forgot one: each is counted as it is written."""
+    make_adapter(bases["tied"], tmp_path / "adapter", bias="all")
+    opened = open_adapter(tmp_path / "adapter")
+    merged = MergedTensors(opened, BaseTensors(opened), torch.float32)
+    in_file = len(load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS))
+    with pytest.raises(ValueError, match=f"{in_file} tensors of .*adapter_model.safetensors"):
+        merged.check_complete()
+    values = iter(merged)
+    names = [next(values)[0] for _ in range(len(merged.layout) - 1)]
+    with pytest.raises(ValueError, match="would be lost"):
+        merged.check_complete()
+    names += [name for name, _ in values]
+    merged.check_complete()
+    assert sorted(names) == sorted(merged.layout)
 
 
 def share(values, expected):
