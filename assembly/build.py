@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import MODEL_MAPPING, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from ..checkpoint.files import BUILD_RECORD, finished_folder, write_json
+from ..checkpoint.files import BUILD_RECORD, check_not_in_run, finished_folder, write_json
 from ..checkpoint.opening import check_processor, licence_of, open_checkpoint
 from ..checkpoint.precision import HALVES
 from ..checkpoint.untrusted import loading
@@ -92,6 +92,7 @@ def build_checkpoint(
     if seed is not None:
         torch.manual_seed(seed)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
+    check_not_in_run(Path(output))
     with finished_folder(output) as folder:
         vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
         encoder = parts.vision_config(vision_part)
@@ -131,6 +132,7 @@ def retrofit_checkpoint(
 ) -> BuildReport:
     """Adds the aligned norm to a LLaVA, whose tensors stay the same; see [`build_checkpoint`]."""
     arguments, dtype = _norm_arguments(arm, norm), torch_dtype(dtype)
+    check_not_in_run(Path(output))
     with finished_folder(output) as folder:
         opened = open_checkpoint(llava)
         if opened.model_type != "llava":
