@@ -169,7 +169,7 @@ def test_a_model_trained_in_full(made):
 def test_transformers_serve(made):
     openai = pytest.importorskip("openai")
     _, _, files, trained = made
-    command = "serve trained --trust-remote-code".split()
+    command = ["serve", "trained", "--trust-remote-code"]
     with served(trained.parent, command) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
         for question, file, answer in zip(QUESTIONS, files, ANSWERS, strict=True):
