@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
@@ -68,11 +68,17 @@ class Source:
     def rows(self, start: int, count: int) -> list[tuple[str, int, Any]]:
         """At most `count` rows in memory from a number on, as iterating gives them."""
         assert isinstance(self.data, Dataset)
-        numbers = range(start, min(start + count, len(self.data)))
-        if self.data.format["type"] == "arrow":
+        return self.rows_at(range(start, min(start + count, len(self.data))))
+
+    def rows_at(self, numbers: Sequence[int]) -> list[tuple[str, int, Any]]:
+        """The rows in memory of these numbers, as iterating gives them; read at once."""
+        assert isinstance(self.data, Dataset)
+        if self.data.format["type"] != "arrow":  # one's own transform
+            stored = [self.data[number] for number in numbers]
+        elif isinstance(numbers, range):
             stored = self.data[numbers.start : numbers.stop].to_pylist()
         else:
-            stored = [self.data[number] for number in numbers]
+            stored = self.data[list(numbers)].to_pylist()
         return list(map(self._row, numbers, stored))
 
     def _row(self, number: int, raw: Any) -> tuple[str, int, Any]:
