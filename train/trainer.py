@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import save_fsdp_optimizer
+from accelerate.utils import reduce, save_fsdp_optimizer
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,7 +32,13 @@ from ..checkpoint.opening import read_record
 from ..data.sources.arguments import DataArguments
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.steps import FiniteCheck, Measurements, show_lines
-from .collator import ConversationCollator, PackedAttentionCheck, blank_image, train_sampler
+from .collator import (
+    ConversationCollator,
+    PackedAttentionCheck,
+    blank_image,
+    count_rows_with_labels,
+    train_sampler,
+)
 from .keeping.checkpoints import only_run, writing_checkpoint
 from .keeping.record import check_disk, disk_use, summary, training_record
 from .memory import estimate_memory, largest_batch
@@ -128,6 +134,8 @@ class NormAlignTrainer(SFTTrainer):
         self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
         self.measurements = Measurements(args)
         self.probe: Any = None
+        # While rows are evaluated: the sum of their losses, their number, and that of skipped ones.
+        self._evaluated: Tensor | None = None
         self.first_loader: DataLoader | None = None  # tells the number of steps, then trains
         # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
         for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
@@ -243,6 +251,11 @@ class NormAlignTrainer(SFTTrainer):
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
+            resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
+            if not resume and isinstance(self.data_collator, ConversationCollator):
+                self.accelerator.wait_for_everyone()
+                self.data_collator.skipped_rows.clear()
+                self.accelerator.wait_for_everyone()
             result = super().train(*args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
@@ -268,9 +281,48 @@ class NormAlignTrainer(SFTTrainer):
         if self.model.training:
             parts.eval_frozen(parts.base_model(self.model))
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not self.model.training:
+            self._count_evaluated(inputs, loss[0] if return_outputs else loss)
         if self.model.training:
             self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
         return loss
+
+    def _count_evaluated(self, inputs: dict[str, Any], loss: Tensor) -> None:
+        """Adds a batch to the sums of [`evaluation_loop`]: its loss counts for rows with labels."""
+        if "labels" not in inputs or self._evaluated is None:
+            return
+        with_labels, others = count_rows_with_labels(inputs)
+        counts = torch.stack([loss.detach() * with_labels, with_labels, others])
+        self._evaluated += counts.to(self._evaluated)
+
+    def evaluation_loop(
+        self,
+        dataloader,
+        description,
+        prediction_loss_only=None,
+        ignore_keys=None,
+        metric_key_prefix="eval",
+    ):
+        """The Trainer's. Rows without labels, as those that are skipped, are in no average."""
+        self._evaluated = torch.zeros(3, device=self.args.device)
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            losses, with_labels, others = reduce(self._evaluated, "sum").tolist()
+        finally:
+            self._evaluated = None
+        name = f"{metric_key_prefix}_loss"
+        if not others or name not in output.metrics:
+            return output
+        output.metrics[name] = losses / with_labels if with_labels else float("nan")
+        # Of a batch without labels, TRL has zeros.
+        averages = self._metrics["eval"]
+        pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)
+        if kept := [pair for pair in pairs if pair != (0.0, 0.0)]:
+            averages["entropy"] = [entropy for entropy, _ in kept]
+            averages["mean_token_accuracy"] = [accuracy for _, accuracy in kept]
+        return output
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
         # In several processes, accelerate does not tell our samplers the epoch of a resumed run.
@@ -438,5 +490,5 @@ class NormAlignTrainer(SFTTrainer):
 # A method of ours that overrides none of theirs any more would be passed over without a word.
 private = {name for name in vars(NormAlignTrainer) if re.match("_[a-z]", name)}
 theirs = {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}
-if renamed := ", ".join(sorted(private - theirs - {"_set_up_model"})):
+if renamed := ", ".join(sorted(private - theirs - {"_set_up_model", "_count_evaluated"})):
     raise ImportError(f"TRL's SFTTrainer has no {renamed} any more. Install an older transformers.")

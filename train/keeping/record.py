@@ -130,6 +130,8 @@ def check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: P
     def fixed(record: dict[str, Any]) -> dict[str, Any]:
         options = record["options"]
         run = {key: options[key] for key in options if not key.startswith(MAY_CHANGE)}
+        if run.get("packing"):  # more epochs may need more passes, for the same steps
+            run.pop("gradient_accumulation_steps", None)
         run |= {key: record.get(key) for key in ("stage", "arm", "quantization")}
         rates = record.get("learning_rates") or {}
         run |= {f"the learning rate of {module}": rate for module, rate in rates.items()}
