@@ -243,7 +243,7 @@ class NormAlignTrainer(SFTTrainer):
 
     estimate_memory = estimate_memory
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """The Trainer's. ValueError if another run writes to `output_dir`, or the disk is full."""
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
@@ -251,14 +251,18 @@ class NormAlignTrainer(SFTTrainer):
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
-            resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
-            if not resume and isinstance(self.data_collator, ConversationCollator):
-                self.accelerator.wait_for_everyone()
-                self.data_collator.skipped_rows.clear()
-                self.accelerator.wait_for_everyone()
-            result = super().train(*args, **kwargs)
+            if not resume_from_checkpoint:
+                self._forget_skipped_rows()
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
+
+    def _forget_skipped_rows(self) -> None:
+        """Has the count of rows with bad images begin at 0, in all processes at once."""
+        if isinstance(self.data_collator, ConversationCollator):
+            self.accelerator.wait_for_everyone()
+            self.data_collator.skipped_rows.clear()
+            self.accelerator.wait_for_everyone()
 
     # TRL's own count would start again when a run is resumed; the Trainer saves its state.
     _total_train_tokens = property(
@@ -488,7 +492,8 @@ class NormAlignTrainer(SFTTrainer):
 
 
 # A method of ours that overrides none of theirs any more would be passed over without a word.
+OURS = {"_set_up_model", "_count_evaluated", "_forget_skipped_rows"}
 private = {name for name in vars(NormAlignTrainer) if re.match("_[a-z]", name)}
 theirs = {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}
-if renamed := ", ".join(sorted(private - theirs - {"_set_up_model", "_count_evaluated"})):
+if renamed := ", ".join(sorted(private - theirs - OURS)):
     raise ImportError(f"TRL's SFTTrainer has no {renamed} any more. Install an older transformers.")

@@ -162,8 +162,8 @@ def test_another_chat_template_has_lengths_of_its_own(tmp_path):
         processor = train_data.processor(template=template)
         rows = read(path, processor).train
         lengths.append(rows["length"][:])
-        for messages, length in zip(rows["messages"], lengths[-1], strict=True):
-            text = processor.apply_chat_template(messages, tokenize=False)
+        for row, length in zip(rows, lengths[-1], strict=True):
+            text = processor.apply_chat_template(row["messages"], tokenize=False)
             assert length == len(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
     assert lengths[0] != lengths[1]
 
