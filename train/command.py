@@ -124,7 +124,9 @@ class TrainingOptions:
         "Whether processes that read batches last until the run ends. Default: yes."
     )
     padding_free: bool = option(False, "Put the rows of a batch into one sequence without padding.")
-    packing: bool = option(False, "Divide a step's rows into unpadded passes of nearly equal size.")
+    packing: bool = option(
+        False, "Put the rows of a step into as few unpadded passes as hold max_length tokens."
+    )
     probe_steps: list[int] | None = option(None, "Steps at which to record cosines (figure 5).")
     probe_rows: int = option(4, "Rows in the batch on which cosines are recorded.")
     sample_count: int | None = option(

@@ -23,8 +23,9 @@ from ..data.rows.checks import MANY_ROWS, Checks, DataReport, SourceReport
 from ..data.rows.parse import DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
-from .collator import ConversationCollator
+from .collator import ConversationCollator, passes_in_step, rows_in_step
 from .command import NO_MODEL
+from .keeping.skipped import SKIPPED_ROWS, SkippedRows
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
 from .options import NormAlignConfig, best_metric, check_fsdp
 
@@ -77,6 +78,8 @@ def check_options(args: NormAlignConfig, model: Any) -> None:
         )
     if args.dry_run and is_deepspeed_zero3_enabled():
         raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
+    if args.packing and args.max_length is None:
+        raise ValueError("packing fills forward passes up to max_length tokens. Set --max_length.")
     args.let_follow("gradient_accumulation_steps", accumulation_steps(args))
     if args.process_index == 0 and not args.dry_run:
         if args.push_to_hub:
@@ -200,14 +203,18 @@ def read_data(
     if streams := isinstance(train, IterableDataset):
         check_stream(args)
         args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has one shard
+    if args.packing:
+        args.let_follow("global_batch_size", rows_in_step(args))
+        args.let_follow("gradient_accumulation_steps", passes_in_step(args, train))
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
     if is_ours:
-        # A reader counts only what it skips itself.
-        readers = args.world_size * max(1, args.dataloader_num_workers or 0)
         skippable = sum(source.skippable for source in report.sources)
         share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
-        collator = replace(collator, skippable=skippable // readers, share=share)
+        collator = replace(collator, skippable=skippable, share=share)
+        if not args.dry_run:  # all processes of the run have this file, and a resumed run has it
+            skipped = SkippedRows(Path(args.output_dir) / SKIPPED_ROWS)
+            collator = replace(collator, skipped_rows=skipped)
     return train, held_out, collator, report
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import save_fsdp_optimizer
+from accelerate.utils import reduce, save_fsdp_optimizer
 from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
 from rich.console import Group
@@ -43,7 +43,13 @@ from ..errors import Console, Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.loss_curve import LossCurve
 from .callbacks.steps import FiniteCheck, Measurements, show, show_lines
-from .collator import ConversationCollator, PackedAttentionCheck, blank_image, train_sampler
+from .collator import (
+    ConversationCollator,
+    PackedAttentionCheck,
+    blank_image,
+    count_rows_with_labels,
+    train_sampler,
+)
 from .keeping.checkpoints import (
     began_in,
     only_run,
@@ -197,6 +203,8 @@ class NormAlignTrainer(SFTTrainer):
         self.probe: Any = None
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
+        # While rows are evaluated: the sum of their losses, their number, and that of skipped ones.
+        self._evaluated: Tensor | None = None
         # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
         for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
         if not isinstance(collator, ConversationCollator):  # another checks its rows itself
@@ -406,6 +414,8 @@ class NormAlignTrainer(SFTTrainer):
         self._best = None
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
+            if not is_resumed(resume_from_checkpoint):
+                self._forget_skipped_rows()
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
@@ -421,6 +431,13 @@ class NormAlignTrainer(SFTTrainer):
                 f"bf16={self.args.bf16} and fp16={self.args.fp16}. Give NormAlignConfig "
                 "resume_from_checkpoint too, or bf16 and fp16."
             )
+
+    def _forget_skipped_rows(self) -> None:
+        """Has the count of rows with bad images begin at 0, in all processes at once."""
+        if isinstance(self.data_collator, ConversationCollator):
+            self.accelerator.wait_for_everyone()
+            self.data_collator.skipped_rows.clear()
+            self.accelerator.wait_for_everyone()
 
     # TRL's own count would start again when a run is resumed; the Trainer saves its state.
     _total_train_tokens = property(
@@ -446,9 +463,48 @@ class NormAlignTrainer(SFTTrainer):
                 # The label smoother divides by it, and a step may have no labels.
                 num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not self.model.training:
+            self._count_evaluated(inputs, loss[0] if return_outputs else loss)
         if self.model.training:
             self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
         return loss
+
+    def _count_evaluated(self, inputs: dict[str, Any], loss: Tensor) -> None:
+        """Adds a batch to the sums of [`evaluation_loop`]: its loss counts for rows with labels."""
+        if "labels" not in inputs or self._evaluated is None:
+            return
+        with_labels, others = count_rows_with_labels(inputs)
+        counts = torch.stack([loss.detach() * with_labels, with_labels, others])
+        self._evaluated += counts.to(self._evaluated)
+
+    def evaluation_loop(
+        self,
+        dataloader,
+        description,
+        prediction_loss_only=None,
+        ignore_keys=None,
+        metric_key_prefix="eval",
+    ):
+        """The Trainer's. Rows without labels, as those that are skipped, are in no average."""
+        self._evaluated = torch.zeros(3, device=self.args.device)
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            losses, with_labels, others = reduce(self._evaluated, "sum").tolist()
+        finally:
+            self._evaluated = None
+        name = f"{metric_key_prefix}_loss"
+        if not others or name not in output.metrics:
+            return output
+        output.metrics[name] = losses / with_labels if with_labels else float("nan")
+        # Of a batch without labels, TRL has zeros.
+        averages = self._metrics["eval"]
+        pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)
+        if kept := [pair for pair in pairs if pair != (0.0, 0.0)]:
+            averages["entropy"] = [entropy for entropy, _ in kept]
+            averages["mean_token_accuracy"] = [accuracy for _, accuracy in kept]
+        return output
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
         # In several processes, accelerate does not tell our samplers the epoch of a resumed run.
@@ -663,7 +719,7 @@ class NormAlignTrainer(SFTTrainer):
 
 
 OURS = {"_check_precision", "_describe", "_set_up_model", "_take_train_rows"}
-OURS |= {"_unquantized_model"}
+OURS |= {"_unquantized_model", "_count_evaluated", "_forget_skipped_rows"}
 """Private methods that override none."""
 
 # A method of ours that overrides none of theirs any more would be passed over without a word.

@@ -29,6 +29,8 @@ FREE = frozenset(
         *("per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches"),
         *("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
         *("batch_eval_metrics", "eval_dataset_name", "dataset_test_split"),
+        *("early_stopping_patience", "early_stopping_threshold"),
+        *("sample_count", "sample_max_new_tokens"),
         # What is saved, and published.
         *("save_strategy", "save_steps", "save_total_limit", "save_only_model"),
         *("save_on_each_node", "enable_jit_checkpoint", "push_to_hub", "hub_token"),
@@ -147,6 +149,8 @@ def _check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: 
 def _compared(record: dict[str, Any]) -> dict[str, Any]:
     """What must be equal in two records of one run, by names that users know."""
     compared = {name: value for name, value in record["options"].items() if name not in FREE}
+    if compared.get("packing"):  # more epochs may need more passes, for the same steps
+        compared.pop("gradient_accumulation_steps", None)
     for name in ("stage", "arm", "quantization", *LATER):
         compared[name] = record.get(name)
     for module, rate in (record.get("learning_rates") or {}).items():
