@@ -170,7 +170,7 @@ class ConversationCollator:
         if count is None:
             return None
         met = f"Training met {count:,} bad row(s), and {int(allowed):,} may be skipped."
-        return f"{met} Fix it, or use --bad_rows skip."
+        return f"{met} Fix it, or use `normalign train --bad_rows skip`."
 
     def _remove_labels(self, labels: Tensor, example: dict[str, Any], bad: bool) -> None:
         """Removes labels that are not to be learned from one row `(T,)`, in place."""

@@ -248,6 +248,8 @@ class NormAlignTrainer(SFTTrainer):
         """Checks training rows that were set since the trainer was made, and describes the run."""
         if self.train_dataset is self._described:
             return
+        if self.args.packing:  # the number of passes in a step follows from the rows
+            raise ValueError("With packing, give the constructor the rows to train on.")
         if isinstance(self.train_dataset, IterableDataset):
             check_stream(self.args)
         need_images = self.args.stage == "align" or not self.learning_rates["language"]
@@ -260,6 +262,8 @@ class NormAlignTrainer(SFTTrainer):
             need_images,
         )
         self.train_dataset = self._described = rows
+        if isinstance(self.data_collator, ConversationCollator) and counted is not None:
+            self.data_collator.skippable = counted.skippable
         held_out = [source for source in self.facts["data"] if source["split"] != "train"]
         self._describe(DataReport([] if counted is None else [counted]))
         self.facts["data"] += held_out

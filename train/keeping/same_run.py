@@ -58,6 +58,7 @@ COMPARED = frozenset(
         *("seed", "data_seed", "full_determinism", "train_sampling_strategy"),
         *("dataloader_drop_last", "dataloader_in_order", "accelerator_config"),
         *("dataset_config", "dataset_train_split", "dataset_streaming", "datasets", "columns"),
+        "filters",
         *("test_split_size", "shuffle_buffer_size", "dataset_kwargs"),
         *("max_length", "packing", "padding_free", "pad_to_multiple_of", "eos_token"),
         # The loss.
