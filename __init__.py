@@ -24,6 +24,7 @@ _EXPORTS = {
     "half_precision_pays": "checkpoint.precision",
     "probe": "diagnose.measure.probe",
     "publish": "hub_cards.push.publish",
+    "ConversationCollator": "train.collator",
     "NormAlignConfig": "train.options",
     "NormAlignTrainer": "train.trainer",
 }
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         NormAlignLlavaModel,
         mean_embedding_norm,
     )
+    from .train.collator import ConversationCollator
     from .train.options import NormAlignConfig
     from .train.trainer import NormAlignTrainer
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -79,13 +80,23 @@ class _CompensatedRMSNorm(torch.autograd.Function):
 
 
 class _CompensatedNorm(nn.Module):
+    # Trainers put frozen modules into evaluation mode, this norm among them, while others below it
+    # are trained: NormAlignLlavaModel says so here before the norm is computed.
+    model_trains = False
+
     def __init__(
         self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True
     ):
         super().__init__(hidden_size, eps=eps, dtype=torch.float32)
         self.gain_floor, self.compensate = gain_floor, compensate
 
+    def compensates(self, x: Tensor) -> bool:
+        """Whether the gradient at `x` will be divided: it has one, and this is training."""
+        trains = self.training or self.model_trains
+        return self.compensate and trains and x.requires_grad and torch.is_grad_enabled()
+
     def train(self, mode: bool = True):
+        self.model_trains = False
         gain = self.weight  # the optimizer's: in a step FSDP2 has a copy. DeepSpeed's is float32
         if mode and gain.requires_grad and gain.itemsize < 4 and deepspeed_config() is None:
             logger.warning_once(
@@ -100,13 +111,16 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
 
     Forward of `x` `(..., d)`: `gain * (x - mean) / sqrt(var + eps) + bias`, bit for bit torch's.
     Backward (eqs. 12, 24-26): only the gradient at the normalised `x` is divided, by
-    `max(mean |gain|, gain_floor)`, unless `compensate=False`. Gain and bias are float32, since a
-    gain of 0.0134 in bfloat16 moves in steps of 6e-5. The result has the dtype of `x`.
+    `max(mean |gain|, gain_floor)`, unless `compensate=False`. That is so in training alone: in
+    evaluation mode gradients are true, for saliency and attribution. In a model, training means
+    that the model is in training mode, or its vision tower or projector, or a module of theirs.
+    Gain and bias are float32, since a gain of 0.0134 in bfloat16 moves in steps of 6e-5. The result
+    has the dtype of `x`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         gain, bias = self.weight, self.bias
-        if self.compensate and x.requires_grad and torch.is_grad_enabled():
+        if self.compensates(x):
             return _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, gain, bias).to(x.dtype)
         dtype = torch.promote_types(x.dtype, gain.dtype)
         gain, bias = gain.to(dtype), bias.to(dtype)
@@ -117,7 +131,7 @@ class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
     """The same for `gain * x / sqrt(mean(x^2) + eps)` (eq. 3): norm sqrt(d) before the gain."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.compensate and x.requires_grad and torch.is_grad_enabled():
+        if self.compensates(x):
             return _CompensatedRMSNorm.apply(x, self.eps, self.gain_floor, self.weight).to(x.dtype)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         gain = self.weight.to(dtype)
@@ -200,19 +214,19 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         return self.base_model.language_model.dtype
 
     def measure_text_embedding_norm(self) -> float:
-        """N_text, the mean norm of text entering the decoder (eq. 11); also set in the config."""
+        """N_text, the mean norm of text entering the decoder (eq. 11). Changes nothing."""
         norms = embedding_row_norms(self.get_input_embeddings().weight)
         added = torch.isin(norms, norms[self.config.image_token_id :][:1])  # padding repeats it
         scale_text, scale_all = embedding_scales(self.config.text_config)
         mean = mean_embedding_norm(norms, added.nonzero().flatten().tolist())
-        self.config.text_embedding_norm = mean * scale_text * scale_all
-        return self.config.text_embedding_norm
+        return mean * scale_text * scale_all
 
     def align_projector_norm(self) -> float:
-        """Sets the gain to N_text / sqrt(d) (eq. 11) and the bias to 0; writes and returns N_text.
+        """Sets the gain to N_text / sqrt(d) (eq. 11) and the bias to 0; returns N_text.
 
-        With `projector_gain_init="one"` the gain is 1. A factor on all input embeddings (Granite)
-        divides the gain. Raises ValueError without a norm, or as [`mean_embedding_norm`] does.
+        The configuration's `text_embedding_norm` is set to N_text. With `projector_gain_init="one"`
+        the gain is 1. A factor on all input embeddings (Granite) divides the gain. Raises
+        ValueError without a norm, or as [`mean_embedding_norm`] does.
         """
         norm = self.base_model.multi_modal_projector.norm
         if isinstance(norm, nn.Identity):
@@ -221,6 +235,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         with torch.no_grad(), _gathered(*norm.parameters()):
             for name, parameter in norm.named_parameters():
                 parameter.fill_(initial_gain(self.config, n_text) if name == "weight" else 0.0)
+        self.config.text_embedding_norm = n_text
         return n_text
 
     def _init_weights(self, module: nn.Module):
@@ -229,7 +244,9 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         elif not module.weight.is_meta:
             # transformers guards what is called here: what was loaded keeps its values.
             self.base_model.language_model._initialize_weights(self.get_input_embeddings())
-            gain = initial_gain(self.config, self.measure_text_embedding_norm())
+            n_text = self.measure_text_embedding_norm()
+            self.config.text_embedding_norm = n_text
+            gain = initial_gain(self.config, n_text)
             for name, parameter in module.named_parameters():
                 nn.init.constant_(parameter, gain if name == "weight" else 0.0)
 
@@ -312,6 +329,19 @@ class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, llava.LlavaModel):
         self.multi_modal_projector = NormAlignLlavaMultiModalProjector(config)
         self.post_init()
 
+    @wraps(llava.LlavaModel.get_image_features)  # generate reads its signature
+    def get_image_features(self, *args, **kwargs):
+        below = [*self.vision_tower.modules(), *self.multi_modal_projector.modules()]
+        trains = self.training or any(module.training for module in below)
+        for module in below:
+            if isinstance(module, _CompensatedNorm):
+                module.model_trains = trains
+        return super().get_image_features(*args, **kwargs)
+
+
+_ARGUMENTS = [*signature(llava.LlavaForConditionalGeneration.forward).parameters]
+_LABELS = _ARGUMENTS.index("labels") - 1  # without self
+
 
 class NormAlignLlavaForConditionalGeneration(
     NormAlignLlavaPreTrainedModel, llava.LlavaForConditionalGeneration
@@ -340,7 +370,11 @@ class NormAlignLlavaForConditionalGeneration(
     @can_return_tuple
     @wraps(llava.LlavaForConditionalGeneration.forward)
     def forward(self, *args, labels=None, **kwargs):
-        outputs, text = super().forward(*args, return_dict=True, **kwargs), self.config.text_config
+        if len(args) > _LABELS:  # or the loss would be of logits that are not scaled yet
+            labels = args[_LABELS]
+            args = (*args[:_LABELS], None, *args[_LABELS + 1 :])
+        outputs = super().forward(*args, return_dict=True, **kwargs)
+        text = self.config.text_config
         scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)
         scale = 1.0 / scale if text.model_type == "hyperclovax" else scale
         if scale != 1.0:  # as in the language model's own class: Cohere, Granite

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoTokenizer, LlavaProcessor
 
 from ..checkpoint.files import ADAPTER_WEIGHTS, BUILD_RECORD, TRAINING_RECORD, check_adapter
@@ -58,15 +59,26 @@ class Adapter:
             return [self.base.processor, self.processor]
         return [self.processor]
 
-    def on_meta(self) -> PeftModel:
-        """The base on meta, without weights, and on it the adapter, with its weights."""
+    def on_meta(self) -> tuple[PeftModel, dict[str, str]]:
+        """The base on meta, without weights, and on it the adapter, with its weights.
+
+        And the names of the tensors in that model by their names in the adapter's file. Raises
+        ValueError if the file has two values for one of them.
+        """
         with loading(f"The adapter {self.folder}"):
             adapted = put_on_meta(on_meta(self.config), self.peft_config)
             tensors = load_file(self.folder / ADAPTER_WEIGHTS)
-            places = _saved_tensors(adapted, tensors)
-            values = {places[name]: value for name, value in tensors.items()}
+            saved = _saved_tensors(adapted, tensors)
+            places = {name: saved[name] for name in tensors}
+            values: dict[str, Tensor] = {}
+            for name, value in tensors.items():
+                place = places[name]
+                if place in values and not torch.equal(values[place], value):
+                    fault = f"{self.folder} has two values for {place}, one of them {name}"
+                    raise ValueError(f"{fault}. Save the adapter again with its model.")
+                values[place] = value
             adapted.load_state_dict(values, strict=False, assign=True)
-        return adapted
+        return adapted, places
 
     def load(self) -> PeftModel:
         """The base as in training and the adapter on it, on a GPU if there is one, in eval mode."""
@@ -83,10 +95,8 @@ class Adapter:
             return PeftModel.from_pretrained(model, self.folder, torch_device=device).eval()
 
 
-def open_adapter(
-    adapter: Path, base: str | None = None, base_quantization: str | None = None
-) -> Adapter:
-    """Finds an adapter's base and checks that both fit; loads nothing. See [`merge_adapter`]."""
+def read_peft_config(adapter: Path) -> LoraConfig:
+    """The configuration of a LoRA adapter; raises ValueError for another, or one that is none."""
     check_adapter(adapter)
     check_files(adapter)
     with loading(f"The configuration of the adapter {adapter}"):
@@ -98,6 +108,14 @@ def open_adapter(
         remedy = "Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
         fault = f"{adapter} was trained with init_lora_weights {start!r}, which changes the base"
         raise ValueError(f"{fault}. {remedy}")
+    return peft_config
+
+
+def open_adapter(
+    adapter: Path, base: str | None = None, base_quantization: str | None = None
+) -> Adapter:
+    """Finds an adapter's base and checks that both fit; loads nothing. See [`merge_adapter`]."""
+    peft_config = read_peft_config(adapter)
     quantization, dtype, changes = _training_settings(adapter, base_quantization)
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")

@@ -82,6 +82,10 @@ class BaseTensors:
             value = bnb.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
         return value.T if layer.source_cls is Conv1D else value
 
+    def has_as_stored(self, prefix: str) -> bool:
+        """Whether training had all tensors of these names as files have them, but for the dtype."""
+        return not any(name.startswith(prefix) for name in self._quantized)
+
     def _stored(self, name: str) -> Tensor:
         file, stored = self._files[name]
         return file.get_tensor(stored)

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from transformers import MODEL_MAPPING, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from ..checkpoint.files import BUILD_RECORD, finished_folder, write_json
+from ..checkpoint.files import BUILD_RECORD, check_not_in_run, finished_folder, write_json
 from ..checkpoint.notices import notices_of_part, place_of, write_notices
 from ..checkpoint.opening import Checkpoint, check_processor, licence_of, open_checkpoint
 from ..checkpoint.precision import HALVES
@@ -119,6 +119,7 @@ def build_checkpoint(
     if seed is not None:
         torch.manual_seed(seed)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
+    check_not_in_run(Path(output))
     with finished_folder(output) as folder:
         vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
         encoder = parts.vision_config(vision_part)
@@ -158,6 +159,7 @@ def retrofit_checkpoint(
 ) -> BuildReport:
     """Adds the aligned norm to a LLaVA, whose tensors stay the same; see [`build_checkpoint`]."""
     arguments, dtype = _norm_arguments(arm, norm), torch_dtype(dtype)
+    check_not_in_run(Path(output))
     with finished_folder(output) as folder:
         opened = open_checkpoint(llava)
         if opened.model_type != "llava":
@@ -205,7 +207,11 @@ def _finish(model, processor, folder, output, vision, language, arm, marks) -> B
             f"{processor.tokenizer.eos_token!r} with --chat-template."
         )
     has_norm, projector = model.config.projector_norm != "none", model.model.multi_modal_projector
-    n_text = model.align_projector_norm() if has_norm else model.measure_text_embedding_norm()
+    if has_norm:
+        n_text = model.align_projector_norm()
+    else:
+        n_text = model.measure_text_embedding_norm()
+        model.config.text_embedding_norm = n_text
     model.generation_config, left_out = copied_generation(model.generation_config)
     stop_as_trained(model, processor)
     # Prompt lookup would repeat an image token of the prompt, for which there are no features.

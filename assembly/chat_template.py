@@ -86,6 +86,24 @@ def printing_first(template: str, text: str, image_token: str) -> str:
     return preamble + block + template.removeprefix(preamble)
 
 
+def without_preamble(template: str, messages: Messages, image_token: str) -> tuple[str, Messages]:
+    """A template and messages that print the same as these, several times faster.
+
+    The parts of each message are joined here, and not by the template's preamble. A template
+    without a preamble, and its messages, are returned as they are.
+    """
+    preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
+    if not template.startswith(preamble):
+        return template, messages
+    joined = []
+    for message in messages:
+        texts = []
+        for part in message["content"]:
+            texts.append(image_token if part["type"] == "image" else part["text"])
+        joined.append({**message, "content": "".join(texts)})
+    return template.removeprefix(preamble), joined
+
+
 def check_texts(template: str, special_tokens: Tokens) -> list[str]:
     """The check's conversations with an image, printed with and without generation prompt."""
     texts = []

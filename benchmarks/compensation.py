@@ -42,7 +42,7 @@ def load_model(checkpoint: Path, compensation: str) -> NormAlignLlavaForConditio
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(
         checkpoint, gradient_compensation=compensation
     )
-    return model.requires_grad_(False)
+    return model.requires_grad_(False).train()  # in evaluation mode nothing is compensated
 
 
 def batches(checkpoint: Path, count: int) -> list[dict[str, torch.Tensor]]:

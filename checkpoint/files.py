@@ -4,6 +4,7 @@
 import glob
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -214,6 +215,30 @@ def _clear(temporary: Path, target: Path) -> None:
     if (temporary / OLD).exists() and not target.exists():
         os.replace(temporary / target.name, target)
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_not_in_run(folder: Path) -> None:
+    """Raises ValueError if a training run takes a folder for one of its checkpoints, or has it in.
+
+    The Trainer reads the beginning of names: `checkpoint-6-merged` is step 6 to it. It resumes from
+    such folders, and deletes the oldest.
+    """
+    folder = folder.resolve()
+    for taken in (folder, *folder.parents):
+        if re.match(r"checkpoint-\d", taken.name) and _is_run(taken.parent, taken):
+            inside = "is named as" if taken == folder else f"lies in {taken.name}, which is"
+            remedy = f"Choose a folder outside {taken.parent}, or another name in it."
+            raise ValueError(
+                f"{folder} {inside} a checkpoint of the run in {taken.parent}, which may delete it "
+                f"and would try to resume from it. {remedy}"
+            )
+
+
+def _is_run(folder: Path, candidate: Path) -> bool:
+    """Whether a folder is a training run's: it holds a trained model, or other checkpoints."""
+    trained = any((folder / name).is_file() for name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE))
+    beside = [path for path in folder.glob("checkpoint-*") if path != candidate]
+    return trained or any((path / STATE).is_file() for path in [candidate, *beside])
 
 
 def json_or_none(path: Path) -> Any:

@@ -2,6 +2,7 @@
 """The precision to load and run a model in: whether half precision is fast here is measured."""
 
 import timeit
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +21,11 @@ from transformers.utils import is_torch_bf16_gpu_available, logging
 logger = logging.get_logger(__name__)
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+LIMITS = {"": ("memory.max", "memory.current")}
+LIMITS |= {"memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+"""Files with the limit and the usage of a control group, by the folder of its version."""
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 """bitsandbytes' settings of `load_in_4bit`, in training and everywhere else: those of QLoRA."""
@@ -139,19 +145,47 @@ class ProductsInBfloat16(TorchFunctionMode):
         return func(*args, **kwargs).half()
 
 
-def free_memory() -> int:
-    """Bytes free for this process in machine and container (cgroup); pages of files count."""
-    free = [psutil.virtual_memory().available]
-    for folder, limit, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+def memory_limit() -> int:
+    """Bytes that this process may have: the machine's, or the least limit of its containers."""
+    limits = [psutil.virtual_memory().total]
+    for folder, (name, _) in _containers():
         with suppress(OSError, ValueError):  # there is none, or no limit: "max"
-            most, taken = (int(Path(folder, name).read_text()) for name in (limit, used))
-            lines = Path(folder, "memory.stat").read_text().splitlines()
+            limits.append(int((folder / name).read_text()))
+    return min(limits)
+
+
+def free_memory() -> int:
+    """Bytes free for this process in machine and containers; pages of files count."""
+    free = [psutil.virtual_memory().available]
+    for folder, names in _containers():
+        with suppress(OSError, ValueError, KeyError):  # there is none, or no limit: "max"
+            most, taken = (int((folder / name).read_text()) for name in names)
+            lines = (folder / "memory.stat").read_text().splitlines()
             counted = dict(line.split() for line in lines)
             free.append(most - taken + int(counted["active_file"]) + int(counted["inactive_file"]))
     return max(0, min(free))
+
+
+def _containers() -> Iterator[tuple[Path, tuple[str, str]]]:
+    """Folders of this process's control groups up to the root, and names of limit and usage.
+
+    `/proc/self/cgroup` has a line for each hierarchy: `0::PATH` of version 2, and of version 1
+    `NUMBER:memory:PATH`. In a container the path may be the host's, which is not there.
+    """
+    paths = {"": "/", "memory": "/"}
+    with suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                paths["memory"] = path
+            elif not controllers:
+                paths[""] = path
+    for controller, names in LIMITS.items():
+        root = GROUPS / controller
+        own = root / paths[controller].strip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(root):
+                yield folder, names
 
 
 @cache

@@ -71,8 +71,12 @@ def load_samples(
         name, questions = "easy-VQA and emoji", held_out(per_kind=100)
         rng.shuffle(questions)
         candidates = (
-            Sample(f"{kind} ({file.name})", text, {"path": str(file), "bytes": None})
-            for kind, text, _, file, _ in questions
+            Sample(
+                f"{asked.kind} ({asked.image.name})",
+                asked.text,
+                {"path": str(asked.image), "bytes": None},
+            )
+            for asked in questions
         )
     else:
         source = DataSource.named(data, image_folder=image_folder, columns=columns)

@@ -11,7 +11,6 @@ from huggingface_hub import HfApi
 from .. import evaluation
 from ..checkpoint.files import find_checkpoint
 from ..errors import check_installed
-from .push.record import additions, check_files_of_others
 from .push.repository import Repository, find_repository, push
 
 
@@ -86,6 +85,8 @@ def find_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Reposit
     Raises ValueError if this package did not publish it, or if somebody has changed a file that
     would be overwritten, unless `replace_files`.
     """
+    from .push.record import additions, check_files_of_others  # it imports torch
+
     space = find_repository(api, f"{repo_id}-demo", kind="space")
     is_new = space.files.keys() <= {".gitattributes", "README.md"}
     if not is_new and "space.json" not in space.files:
@@ -98,6 +99,8 @@ def find_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Reposit
 
 def push_space(space: Repository, model: str, commit: str, notify: Callable[[str], object]) -> str:
     """Publishes the Space of a commit; returns its page. A new one is private if the model is."""
+    from .push.record import additions  # it imports torch
+
     try:
         private = find_repository(space.api, model).private
         push(space, additions(space_files(model, commit)), removed=(), private=private)

@@ -3,7 +3,7 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
 from math import ceil
@@ -24,7 +24,8 @@ from ..assembly.processing import settle
 from ..checkpoint.untrusted import loading
 from ..data.rows.checks import tokens_per_image
 from ..data.rows.images import decode_image
-from ..data.rows.parse import BadRow, DroppedRow, DroppedRows
+from ..data.rows.parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
+from .keeping.skipped import SkippedRows
 from .modules.model import evaluating
 from .options import NormAlignConfig
 
@@ -34,6 +35,7 @@ _PROBE = [
     {"role": "assistant", "content": [{"type": "text", "text": "A red kite."}]},
 ]
 _IGNORED = -100
+_PARSED = {"images", "messages", "learned", "source", "row"}  # columns that tell a parsed row
 
 
 @dataclass
@@ -52,7 +54,9 @@ class ConversationCollator:
         pad_to_multiple_of, padding_free: As in `SFTConfig`; for the latter see [`without_padding`].
         bad_rows: `"stop"` raises ValueError at a bad image, `"skip"` records the row in
             `dropped_rows`, a share or None skips `skippable` rows, see [`prepare_rows`].
-        skippable, share: Rows that a process may skip, and the share of its rows, if that is more.
+        skippable: Different rows that all epochs, processes and their workers together may skip.
+        share: Of a stream, the share of the rows read so far that may be skipped, if that is more.
+        skipped_rows: Where these rows are counted. By default, copies of this collator share them.
     """
 
     processor: LlavaProcessor
@@ -62,10 +66,10 @@ class ConversationCollator:
     padding_free: bool = False
     skippable: int = 0
     share: float = 0.0
+    skipped_rows: SkippedRows = field(default_factory=SkippedRows)
 
     def __post_init__(self):
-        self._skipped: set[tuple[str, int]] = set()
-        self._rows = 0
+        self._last_rows: dict[str, int] = {}  # the highest number of a row read of each source
         settle(self.processor)
         self._tokens_per_image = tokens_per_image(self.processor)
         with loading("The chat template"):
@@ -77,8 +81,14 @@ class ConversationCollator:
             )
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Ids, mask and labels `(rows, tokens)`, padded on the right, and `pixel_values`."""
-        self._rows += len(examples)
+        """Ids, mask and labels `(rows, tokens)`, padded on the right, and `pixel_values`.
+
+        Rows may have any form of docs/data.md, also with PIL images; those that the trainer gives
+        are parsed. Raises ValueError for a row that cannot be trained on.
+        """
+        examples = [self._parsed(example, number) for number, example in enumerate(examples)]
+        if self.share:
+            self._count_rows(examples)
         opened = [self._images(example) for example in examples]
         encoded, rows = self._encoded(examples), []
         for (ids, labels), example, (_, bad) in zip(encoded, examples, opened, strict=True):
@@ -97,6 +107,19 @@ class ConversationCollator:
         if images := [image for images, _ in opened for image in images]:
             batch |= self.processor.image_processor(images, return_tensors="pt")
         return without_padding(batch) if self.padding_free else batch
+
+    def _parsed(self, example: dict[str, Any], number: int) -> dict[str, Any]:
+        """A row in parsed form; `number` is its place in the batch, for errors."""
+        if example.keys() >= _PARSED:
+            return example
+        name = "a row given to the collator"
+        image_token = self.processor.image_token
+        control = control_tokens(self.processor.tokenizer)
+        try:
+            row = parse_row(example, image_token=image_token, control_tokens=control)
+        except ValueError as error:
+            raise BadRow(f"{name}, row {number} of its batch: {error}") from error
+        return {**row, "source": name, "row": number}
 
     def _encoded(self, examples: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """Token ids and labels of each row, `(T,)`, with one image token for each image."""
@@ -119,18 +142,35 @@ class ConversationCollator:
                 images.append(decode_image(image))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
-                self._skipped.add((dropped.source, dropped.row))
-                skipped, allowed = len(self._skipped), max(self.skippable, self.share * self._rows)
-                if self.bad_rows != "skip" and skipped > allowed:
-                    count = f"This process met {skipped} bad row(s)."
-                    raise BadRow(
-                        f"{dropped}. {count} Fix it, or use `normalign train --bad_rows skip`."
-                    ) from error
+                if too_many := self._too_many(dropped):
+                    raise BadRow(f"{dropped}. {too_many}") from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))
                 bad = True
         return images, bad
+
+    def _count_rows(self, examples: list[dict[str, Any]]) -> None:
+        """Takes note of how far a stream was read.
+
+        Rows are numbered, and every process reads the stream in the same order and takes its part,
+        so the highest number tells how many different rows all of them read, in any epoch.
+        """
+        for example in examples:
+            source = example["source"]
+            self._last_rows[source] = max(example["row"], self._last_rows.get(source, 0))
+
+    def _too_many(self, dropped: DroppedRow) -> str | None:
+        """Counts a row with a bad image; what to do if more are bad than allowed, or None."""
+        if self.bad_rows == "skip":
+            return None
+        rows_read = sum(last + 1 for last in self._last_rows.values())
+        allowed = max(self.skippable, self.share * rows_read)
+        count = self.skipped_rows.add(dropped.source, dropped.row, allowed)
+        if count is None:
+            return None
+        met = f"Training met {count:,} bad row(s), and {int(allowed):,} may be skipped."
+        return f"{met} Fix it, or use `normalign train --bad_rows skip`."
 
     def _remove_labels(self, labels: Tensor, example: dict[str, Any], bad: bool) -> None:
         """Removes labels that are not to be learned from one row `(T,)`, in place."""
@@ -177,13 +217,58 @@ def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
     seed = args.seed if args.data_seed is None else args.data_seed
     sampler: Sampler
     if grouped:
-        rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        sampler = SeededLengthGroups(lengths, rows_per_step, seed)
+        sampler = SeededLengthGroups(lengths, rows_in_step(args), seed)
     elif args.train_sampling_strategy == "sequential":
         sampler = SequentialSampler(rows)
     else:  # the order that accelerate gives a run without packing
         sampler = SeedableRandomSampler(rows, data_seed=seed)
     return BalancedSampler(sampler, lengths, args) if args.packing else sampler
+
+
+def rows_in_step(args: NormAlignConfig) -> int:
+    """Rows of an optimizer step, over all processes."""
+    passes = args.gradient_accumulation_steps * args.world_size
+    return args.global_batch_size or args.train_batch_size * passes
+
+
+def passes_in_step(args: NormAlignConfig, rows: Dataset) -> int:
+    """The fewest forward passes of a process, in every step of a packed run, that hold its rows.
+
+    A pass holds `max_length` tokens for each of the `per_device_train_batch_size` rows that it has
+    without packing, and thus never more than a batch of padded rows might. Raises ValueError if a
+    row is longer than that.
+    """
+    sampler = train_sampler(args, rows)
+    assert isinstance(sampler, BalancedSampler) and args.max_length is not None
+    most = args.max_length * args.train_batch_size
+    longest = max(sampler.lengths)
+    if longest > most:
+        raise ValueError(
+            f"A row has {longest:,} tokens, and a packed pass holds {most:,}, by max_length. Set "
+            f"--max_length {longest}, or leave packing out."
+        )
+    epochs = ceil(args.num_train_epochs)
+    if args.max_steps > 0:
+        epochs = ceil(args.max_steps / sampler.steps_of_epoch)
+    passes = 1
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for step in sampler.steps():
+            lengths = [sampler.lengths[row] for row in step]
+            while _largest_pass(lengths, passes, args.world_size) > most:
+                passes += 1
+    return passes
+
+
+def _largest_pass(lengths: Sequence[int], passes: int, processes: int) -> int:
+    """Tokens of the largest pass of a step of rows with these lengths."""
+    dealt = balanced(lengths, passes_of_rows(len(lengths), passes, processes), processes)
+    return max(sum(lengths[position] for position in positions) for positions in dealt)
+
+
+def passes_of_rows(rows: int, passes: int, processes: int) -> int:
+    """Passes of all processes in a step of so many rows: the last one of an epoch may have few."""
+    return min(passes, rows // processes) * processes
 
 
 class SeededLengthGroups(LengthGroupedSampler):
@@ -225,35 +310,45 @@ class BalancedSampler(BatchRebalanceSampler):
 
     It extends transformers' sampler, whose batches the Trainer takes as those of one process. The
     order is that of `sampler`. The last step of an epoch has a multiple of `train_batch_size` rows
-    for each process, as in accelerate: the epoch's first rows fill it, or its rest is dropped.
+    for each process, as in accelerate: the epoch's first rows fill it, or its rest is dropped. A
+    step has `gradient_accumulation_steps` passes in each process, or one for each of its rows.
     """
 
     def __init__(self, sampler: Sampler[int], lengths: list[int], args: NormAlignConfig):
-        self.sampler, self.together = sampler, args.train_batch_size * args.world_size
-        rows_per_step = self.together * args.gradient_accumulation_steps
-        super().__init__(lengths, rows_per_step, args.world_size, args.gradient_accumulation_steps)
-        self.rank, self.drop_last = args.process_index, args.dataloader_drop_last
+        passes = args.gradient_accumulation_steps
+        super().__init__(lengths, rows_in_step(args), args.world_size, passes)
+        self.sampler = sampler
+        self.rank = args.process_index
+        self.drop_last = args.dataloader_drop_last
+        together = args.train_batch_size * args.world_size
         self.rows_of_epoch = len(lengths)
         if self.drop_last:
-            self.rows_of_epoch -= len(lengths) % self.together
+            self.rows_of_epoch -= len(lengths) % together
         elif self.dp_size > 1:
-            self.rows_of_epoch += -len(lengths) % self.together
+            self.rows_of_epoch += -len(lengths) % together
+        self.steps_of_epoch = ceil(self.rows_of_epoch / self.effective_batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def steps(self) -> Iterator[list[int]]:
+        """The rows of each optimizer step, over all processes."""
         order = list(islice(cycle(self.sampler), self.rows_of_epoch))
         for start in range(0, self.rows_of_epoch, self.effective_batch_size):
-            rows = order[start : start + self.effective_batch_size]
-            passes = ceil(len(rows) / self.together) * self.dp_size
+            yield order[start : start + self.effective_batch_size]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for rows in self.steps():
+            passes = passes_of_rows(len(rows), self.grad_accum, self.dp_size)
             dealt = balanced([self.lengths[row] for row in rows], passes, self.dp_size)
             for positions in dealt[self.rank :: self.dp_size]:
                 yield [rows[position] for position in positions]
 
     def __len__(self) -> int:
-        return ceil(self.rows_of_epoch / self.together)
+        whole, rest = divmod(self.rows_of_epoch, self.effective_batch_size)
+        in_last = passes_of_rows(rest, self.grad_accum, self.dp_size)
+        return whole * self.grad_accum + in_last // self.dp_size
 
 
 def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
@@ -268,6 +363,21 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
     sequence = {name: batch.pop(name)[real][None] for name in ("input_ids", "labels")}
     positions = (real.long().cumsum(1) - 1)[real][None]
     return {**sequence, "position_ids": positions, **batch}
+
+
+def count_rows_with_labels(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Numbers of rows with labels, and of rows without, in a batch with or without padding."""
+    is_label = batch["labels"] != _IGNORED
+    if "attention_mask" not in batch and "position_ids" in batch:
+        starts = batch["position_ids"][0] == 0
+        row_of_token = starts.cumsum(0) - 1
+        labels_of_row = torch.zeros_like(starts, dtype=torch.long)
+        labels_of_row.index_add_(0, row_of_token, is_label[0].long())
+        with_labels, rows = (labels_of_row > 0).sum(), starts.sum()
+    else:
+        with_labels = is_label.any(1).sum()
+        rows = torch.full_like(with_labels, len(is_label))
+    return with_labels, rows - with_labels
 
 
 class PackedAttentionCheck(TrainerCallback):

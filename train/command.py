@@ -124,7 +124,9 @@ class TrainingOptions:
         "Whether processes that read batches last until the run ends. Default: yes."
     )
     padding_free: bool = option(False, "Put the rows of a batch into one sequence without padding.")
-    packing: bool = option(False, "Divide a step's rows into unpadded passes of nearly equal size.")
+    packing: bool = option(
+        False, "Put the rows of a step into as few unpadded passes as hold max_length tokens."
+    )
     probe_steps: list[int] | None = option(None, "Steps at which to record cosines (figure 5).")
     probe_rows: int = option(4, "Rows in the batch on which cosines are recorded.")
     sample_count: int | None = option(
@@ -165,6 +167,7 @@ class TrainingOptions:
     fp16_full_eval: bool = refused(False, PRECISION)
     hub_always_push: bool = refused(False, PUSHES)
     hub_strategy: str = refused("end", PUSHES)
+    ignore_data_skip: bool = refused(False, "a resumed run would train on the same rows again")
     include_num_input_tokens_seen: str | bool = refused("no", "num_tokens is logged without it")
     label_names: list[str] | None = refused(None, "the labels are always called labels")
     length_column_name: str = refused("length", "lengths are counted here, with image tokens")

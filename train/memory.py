@@ -14,6 +14,7 @@ from rich.console import Group
 from transformers import DataCollator
 from trl import SFTTrainer
 
+from ..checkpoint.precision import memory_limit
 from ..errors import Printed
 from .collator import ConversationCollator, train_sampler
 from .keeping.record import gib, titled_table
@@ -111,7 +112,7 @@ def estimate_memory(
         parts = peak_bytes(trainer, batch, gradient_checkpointing, accumulates=passes > 1)
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"A step's memory cannot be estimated for this model: {error}") from error
-    static = static_bytes(trainer.model, args)
+    static = static_bytes(trainer.model, args, trainer.optimizer_cls_and_kwargs)
     parts += Counter(static | {GRADIENTS: 0})  # gradients are those at the peak
     parts[GRADIENTS] = int(parts[GRADIENTS] * memory_shares(args)[GRADIENTS])
     # The Trainer moves all of a step's batches to the device before its first forward pass.
@@ -131,4 +132,8 @@ def _device(args: NormAlignConfig) -> tuple[str, int, int]:
     if args.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(args.device)
         return torch.cuda.get_device_name(args.device), total, CONTEXT
-    return "this machine", psutil.virtual_memory().total, 0
+    machine, allowed = psutil.virtual_memory().total, memory_limit()
+    name = "this machine"
+    if allowed < machine:
+        name = "this container"
+    return name, allowed, 0

@@ -12,7 +12,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 from accelerate import DeepSpeedPlugin, PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from transformers import BitsAndBytesConfig, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from trl import ModelConfig, SFTConfig, TrlParser, get_quantization_config
@@ -274,6 +275,11 @@ def check_values(args: NormAlignConfig) -> None:
         raise ValueError(f"save_steps {args.save_steps:g} saves nothing. Use save_strategy: no.")
     if args.do_eval and args.eval_strategy == "no":
         raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
+    if not args.accelerator_config.use_seedable_sampler and args.save_strategy != "no":
+        raise ValueError(
+            "use_seedable_sampler false has an order of rows that no resumed run finds again. "
+            "Leave it out, or set save_strategy: no."
+        )
     if not (args.packing or args.padding_free):
         return
     contradictions = {
@@ -482,6 +488,31 @@ def _names(texts: str | list[str] | None) -> list[str]:
     """The names in some texts, of which one may hold several."""
     texts = [texts] if isinstance(texts, str) else texts or []
     return [name for text in texts for name in names_in(text) or [text]]
+
+
+def check_fsdp(args: NormAlignConfig) -> None:
+    """Raises ValueError if FSDP's first version would shard the model, wherever that is set.
+
+    It keeps the parameters of a unit in one tensor of one precision, so that steps in bfloat16 use
+    a rounded gain. It is accelerate's default in files and in the environment.
+    """
+    plugin = AcceleratorState._shared_state.get("fsdp_plugin")  # of `use_configured_state`
+    if args.fsdp_plugin_args is not None:
+        version = args.fsdp_plugin_args["fsdp_version"]
+        remedy = "Write `version: 2` into fsdp_config."
+    elif plugin is not None:
+        version = plugin.fsdp_version
+        remedy = "Make the plugin with FullyShardedDataParallelPlugin(fsdp_version=2)."
+    elif parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        version = int(os.environ.get("FSDP_VERSION", "1"))
+        remedy = (
+            "Write `fsdp_version: 2` under `fsdp_config:` in accelerate's configuration file, or "
+            "set FSDP_VERSION=2 if the environment is your own."
+        )
+    else:
+        return
+    if version != 2:
+        raise ValueError(f"FSDP version {version} would use the gain in bfloat16. {remedy}")
 
 
 def check_deepspeed(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:

@@ -23,10 +23,11 @@ from ..data.rows.checks import MANY_ROWS, Checks, DataReport, SourceReport
 from ..data.rows.parse import DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
-from .collator import ConversationCollator
+from .collator import ConversationCollator, passes_in_step, rows_in_step
 from .command import NO_MODEL
+from .keeping.skipped import SKIPPED_ROWS, SkippedRows
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
-from .options import NormAlignConfig, best_metric
+from .options import NormAlignConfig, best_metric, check_fsdp
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -66,6 +67,7 @@ def normalign_config(
 
 def check_options(args: NormAlignConfig, model: Any) -> None:
     """Checks that options can be used here and by this account; sets the accumulation."""
+    check_fsdp(args)
     init_kwargs = args.model_init_kwargs or {}
     is_placed = getattr(model, "hf_device_map", None) or "device_map" in init_kwargs
     if args.n_gpu > 1 and not is_placed:  # which TRL refuses after loading
@@ -76,6 +78,8 @@ def check_options(args: NormAlignConfig, model: Any) -> None:
         )
     if args.dry_run and is_deepspeed_zero3_enabled():
         raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
+    if args.packing and args.max_length is None:
+        raise ValueError("packing fills forward passes up to max_length tokens. Set --max_length.")
     args.let_follow("gradient_accumulation_steps", accumulation_steps(args))
     if args.process_index != 0:
         return
@@ -201,14 +205,18 @@ def read_data(
     if streams := isinstance(train, IterableDataset):
         check_stream(args)
         args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has one shard
+    if args.packing:
+        args.let_follow("global_batch_size", rows_in_step(args))
+        args.let_follow("gradient_accumulation_steps", passes_in_step(args, train))
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
     if is_ours:
-        # A reader counts only what it skips itself.
-        readers = args.world_size * max(1, args.dataloader_num_workers or 0)
         skippable = sum(source.skippable for source in report.sources)
         share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
-        collator = replace(collator, skippable=skippable // readers, share=share)
+        collator = replace(collator, skippable=skippable, share=share)
+        if not args.dry_run:  # all processes of the run have this file, and a resumed run has it
+            skipped = SkippedRows(Path(args.output_dir) / SKIPPED_ROWS)
+            collator = replace(collator, skipped_rows=skipped)
     return train, held_out, collator, report
 
 

@@ -12,13 +12,12 @@ from peft import PeftModel
 from transformers import TrainerCallback
 from trl import get_peft_config
 
-from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none
 from ..data.rows.parse import BadRow, DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
 from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
-from .keeping.record import check_same_run, gib, render_dropped
+from .keeping.record import gib, render_dropped
 from .modules.model import base_model
 from .options import ModelArguments, NormAlignConfig, parse
 from .prepare import DROPPED_ROWS
@@ -93,9 +92,8 @@ def make_trainer(
         peft_config=get_peft_config(model),
         options=(data, model),
     )
-    if resume and (before := json_or_none(resume / TRAINING_RECORD)):
-        before["build"] = json_or_none(resume / BUILD_RECORD)
-        check_same_run(before, {**trainer.record, "build": trainer.build}, resume)
+    if resume:
+        trainer.check_resumed(resume)
     return trainer, resume
 
 

@@ -20,7 +20,7 @@ from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
-from .modules.model import ACTIVATIONS, BATCHES, GRADIENTS, PARAMETERS, base_model, replaced
+from .modules.model import ACTIVATIONS, BATCHES, COPIES, GRADIENTS, base_model, replaced
 
 
 def peak_bytes(
@@ -152,7 +152,7 @@ class _Ledger(TorchDispatchMode):
         copied = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
         for value in tree_leaves(result):
             if isinstance(value, Tensor):  # a copy of weights is autocast's
-                self._count(value.untyped_storage(), PARAMETERS if copied else ACTIVATIONS)
+                self._count(value.untyped_storage(), COPIES if copied else ACTIVATIONS)
         inside = 0
         if func.name() == "bitsandbytes::gemm_4bit":  # which dequantizes the weights inside
             inside = args[0].element_size() * math.prod(args[2])

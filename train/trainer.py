@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import save_fsdp_optimizer
+from accelerate.utils import reduce, save_fsdp_optimizer
 from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
 from rich.console import Group
@@ -28,14 +28,13 @@ from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, Llava
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import EarlyStoppingCallback, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint import weights
-from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, json_or_none, write_json
+from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
 from ..checkpoint.notices import checkpoint_notices, write_notices
-from ..checkpoint.opening import read_record
+from ..checkpoint.opening import Checkpoint, read_record
 from ..checkpoint.prompts import stop_as_trained
 from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
@@ -44,16 +43,30 @@ from ..errors import Console, Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.loss_curve import LossCurve
 from .callbacks.steps import FiniteCheck, Measurements, show, show_lines
-from .collator import ConversationCollator, PackedAttentionCheck, blank_image, train_sampler
-from .keeping.checkpoints import began_in, only_run, writing_checkpoint
+from .collator import (
+    ConversationCollator,
+    PackedAttentionCheck,
+    blank_image,
+    count_rows_with_labels,
+    train_sampler,
+)
+from .keeping.checkpoints import (
+    began_in,
+    only_run,
+    reading_checkpoint,
+    resolve_resume,
+    writing_checkpoint,
+)
 from .keeping.record import (
     check_disk,
     data_record,
+    digest_of_lengths,
     disk_use,
     render,
     summary,
     training_record,
 )
+from .keeping.same_run import check_resumed
 from .memory import MemoryEstimate, estimate_memory, largest_batch
 from .modules import model as parts
 from .modules.load import load_model, settle_float16
@@ -166,6 +179,7 @@ class NormAlignTrainer(SFTTrainer):
         loaded: Any = model
         commit = None
         self.weights_in = list[Path]()  # folders with files of frozen modules, the newest first
+        self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
         if self.checkpoint is not None:
             loaded = load_model(self.checkpoint, args, rates, quantization_config, adapted)
             commit = self.checkpoint.revision
@@ -173,13 +187,24 @@ class NormAlignTrainer(SFTTrainer):
         stop_as_trained(loaded, processor)  # which may not be the checkpoint's
         if args.fp16_is_tried and not args.dry_run:
             settle_float16(loaded, args, largest_batch(args, train, collator))
-        self.record = training_record(loaded, commit, args, rates, report, options)
+        self.record = training_record(
+            loaded,
+            commit,
+            args,
+            rates,
+            report,
+            options,
+            optimizer=optimizer_cls_and_kwargs,
+            adapters=peft_config,
+        )
         self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
         self.notices = checkpoint_notices(self.build, loaded.name_or_path, commit)
         self.measurements = Measurements(args)
         self.probe: Any = None
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
+        # While rows are evaluated: the sum of their losses, their number, and that of skipped ones.
+        self._evaluated: Tensor | None = None
         # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
         for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
         if not isinstance(collator, ConversationCollator):  # another checks its rows itself
@@ -212,13 +237,19 @@ class NormAlignTrainer(SFTTrainer):
         loader = self.get_train_dataloader()
         steps = self.set_initial_training_values(self.args, loader)[-1]
         self.facts = summary(self, report, steps)
-        self.facts["disk"] = disk_use(self.model, self.args, steps, self.weights_in)
+        self.facts["disk"] = disk_use(
+            self.model, self.args, steps, self.weights_in, self.optimizer_cls_and_kwargs
+        )
+        self.record["row_lengths"] = digest_of_lengths(self.train_dataset)
+        self.record["sharding"] = parts.sharding()
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _take_train_rows(self) -> None:
         """Checks training rows that were set since the trainer was made, and describes the run."""
         if self.train_dataset is self._described:
             return
+        if self.args.packing:  # the number of passes in a step follows from the rows
+            raise ValueError("With packing, give the constructor the rows to train on.")
         if isinstance(self.train_dataset, IterableDataset):
             check_stream(self.args)
         need_images = self.args.stage == "align" or not self.learning_rates["language"]
@@ -231,6 +262,8 @@ class NormAlignTrainer(SFTTrainer):
             need_images,
         )
         self.train_dataset = self._described = rows
+        if isinstance(self.data_collator, ConversationCollator) and counted is not None:
+            self.data_collator.skippable = counted.skippable
         held_out = [source for source in self.facts["data"] if source["split"] != "train"]
         self._describe(DataReport([] if counted is None else [counted]))
         self.facts["data"] += held_out
@@ -310,6 +343,14 @@ class NormAlignTrainer(SFTTrainer):
                 optimizer.register_step_pre_hook(parts.fill_gradients)
         return self.optimizer
 
+    def _get_dataloader(self, *args, **kwargs) -> DataLoader:
+        # A loader that begins an epoch draws a number. Drawn from the common random state, it would
+        # change dropout with the number of readers, with evaluations, and when a run is resumed.
+        loader = super()._get_dataloader(*args, **kwargs)
+        own = getattr(loader, "base_dataloader", loader)
+        own.generator = torch.Generator().manual_seed(self.args.seed)
+        return loader
+
     def _get_train_sampler(self, train_dataset=None):
         rows = self.train_dataset if train_dataset is None else train_dataset
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
@@ -350,28 +391,35 @@ class NormAlignTrainer(SFTTrainer):
         self._take_train_rows()
         return RunSummary(self.record, self.facts, str(self.args.output_dir))
 
+    def check_resumed(self, checkpoint: Path) -> None:
+        """Raises ValueError unless this run can go on from a checkpoint; takes over its seconds."""
+        self.record["seconds"] = check_resumed(self.record, self.build, checkpoint)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """The Trainer's.
+        """The Trainer's. `True` resumes from the newest complete checkpoint in `output_dir`.
 
         Raises:
-            ValueError: Another run writes to `output_dir`; the disk is full; or a resumed run would
-                go on in another precision, which nobody chose.
+            ValueError: Another run writes to `output_dir`; the disk is full; or a resumed run is
+                another one, or would go on in another precision, which nobody chose.
         """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. To train, leave it out.")
         self._take_train_rows()
+        self._check_precision(resume_from_checkpoint)
+        if is_resumed(resume_from_checkpoint):
+            output = Path(self.args.output_dir)
+            checkpoint = resolve_resume(resume_from_checkpoint, output, self.args.world_size)
+            if checkpoint is None:
+                raise ValueError(f"{output} holds no complete checkpoint to resume from.")
+            self.check_resumed(checkpoint)
+            resume_from_checkpoint = str(checkpoint)
         if self.args.should_save:
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
-        self._check_precision(resume_from_checkpoint)
         self._best = None
-        if is_resumed(resume_from_checkpoint):
-            folder: Any = resume_from_checkpoint
-            if folder is True:
-                folder = get_last_checkpoint(self.args.output_dir)
-            before = json_or_none(Path(str(folder)) / TRAINING_RECORD) or {}
-            self.record["seconds"] = before.get("seconds", 0.0)
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
+            if not is_resumed(resume_from_checkpoint):
+                self._forget_skipped_rows()
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
@@ -387,6 +435,13 @@ class NormAlignTrainer(SFTTrainer):
                 f"bf16={self.args.bf16} and fp16={self.args.fp16}. Give NormAlignConfig "
                 "resume_from_checkpoint too, or bf16 and fp16."
             )
+
+    def _forget_skipped_rows(self) -> None:
+        """Has the count of rows with bad images begin at 0, in all processes at once."""
+        if isinstance(self.data_collator, ConversationCollator):
+            self.accelerator.wait_for_everyone()
+            self.data_collator.skipped_rows.clear()
+            self.accelerator.wait_for_everyone()
 
     # TRL's own count would start again when a run is resumed; the Trainer saves its state.
     _total_train_tokens = property(
@@ -412,9 +467,48 @@ class NormAlignTrainer(SFTTrainer):
                 # The label smoother divides by it, and a step may have no labels.
                 num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not self.model.training:
+            self._count_evaluated(inputs, loss[0] if return_outputs else loss)
         if self.model.training:
             self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
         return loss
+
+    def _count_evaluated(self, inputs: dict[str, Any], loss: Tensor) -> None:
+        """Adds a batch to the sums of [`evaluation_loop`]: its loss counts for rows with labels."""
+        if "labels" not in inputs or self._evaluated is None:
+            return
+        with_labels, others = count_rows_with_labels(inputs)
+        counts = torch.stack([loss.detach() * with_labels, with_labels, others])
+        self._evaluated += counts.to(self._evaluated)
+
+    def evaluation_loop(
+        self,
+        dataloader,
+        description,
+        prediction_loss_only=None,
+        ignore_keys=None,
+        metric_key_prefix="eval",
+    ):
+        """The Trainer's. Rows without labels, as those that are skipped, are in no average."""
+        self._evaluated = torch.zeros(3, device=self.args.device)
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            losses, with_labels, others = reduce(self._evaluated, "sum").tolist()
+        finally:
+            self._evaluated = None
+        name = f"{metric_key_prefix}_loss"
+        if not others or name not in output.metrics:
+            return output
+        output.metrics[name] = losses / with_labels if with_labels else float("nan")
+        # Of a batch without labels, TRL has zeros.
+        averages = self._metrics["eval"]
+        pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)
+        if kept := [pair for pair in pairs if pair != (0.0, 0.0)]:
+            averages["entropy"] = [entropy for entropy, _ in kept]
+            averages["mean_token_accuracy"] = [accuracy for _, accuracy in kept]
+        return output
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
         # In several processes, accelerate does not tell our samplers the epoch of a resumed run.
@@ -521,29 +615,62 @@ class NormAlignTrainer(SFTTrainer):
         folder, model = Path(output_dir or self.args.output_dir), self.model
         frozen = parts.frozen_modules(model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
-            # What is frozen is written as it was read.
-            trained = parts.trained_parameters(model)
-            model, state_dict = load_model(self.checkpoint, self.args, self.learning_rates), None
-            model.load_state_dict(trained, strict=False)
+            model, state_dict = self._unquantized_model(self.checkpoint, frozen), None
         with weights.no_progress_bar(), parts.replaced(self, model=model):
             super()._save(str(folder), {})
         layout = weights.stored_tensors(model, state_dict)
         linked = weights.unchanged_files(layout, frozen, self.weights_in)
         weights.write_weights(folder, layout, linked=linked)
         self.weights_in.insert(0, folder)
+        if model is not self.model:
+            self.unquantized = model.to("meta")
+            self.unquantized.tie_weights()
+
+    def _unquantized_model(self, checkpoint: Checkpoint, frozen: set[str]) -> nn.Module:
+        """The quantized model in the precision that it was read in, with what was trained.
+
+        What is frozen is written as it was read. It is on meta if an earlier save has its files.
+        """
+        own = self.model.state_dict()
+        now = {name: own[name] for name in own if weights.module_of_file(name) not in frozen}
+        if self.unquantized is not None:
+            layout = weights.stored_tensors(self.unquantized)
+            needed = set()
+            for file, names in weights.shards_of(layout).items():
+                if weights.module_of_file(names[0]) in frozen:
+                    needed.add(file)
+            if needed <= weights.unchanged_files(layout, frozen, self.weights_in).keys():
+                self.unquantized.load_state_dict(now, strict=False, assign=True)
+                return self.unquantized
+        model = load_model(checkpoint, self.args, self.learning_rates)
+        model.load_state_dict(now, strict=False)
+        return model
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32, and makes all of it trainable: both are undone.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
-            parts.load_sharded(self.model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with reading_checkpoint(resume_from_checkpoint):
+            if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
+                parts.load_sharded(self.model, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
         parts.freeze(self.model, self.learning_rates)
         self.weights_in.insert(0, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled:
@@ -596,6 +723,7 @@ class NormAlignTrainer(SFTTrainer):
 
 
 OURS = {"_check_precision", "_describe", "_set_up_model", "_take_train_rows"}
+OURS |= {"_unquantized_model", "_count_evaluated", "_forget_skipped_rows"}
 """Private methods that override none."""
 
 # A method of ours that overrides none of theirs any more would be passed over without a word.

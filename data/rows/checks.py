@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from accelerate import PartialState
@@ -15,10 +16,11 @@ from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor
 
+from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped, printable
 from ..sources.source import Source, warn_once
 from .forms import PROMPT, image_name, is_about, looks_like, unread_image
-from .images import ImageRules, image_problem
+from .images import ImageRules, PlainFiles, image_problem
 from .parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
 from .turns import Row
 
@@ -31,7 +33,8 @@ rows are opened.
 """
 
 NOT_USED = "columns not used"  # title of the columns, and keys of turns, that are not read
-_CHUNK = 64  # rows whose images are checked together
+_CHUNK = 16  # rows whose images are read and opened together
+_LISTED = 20_000  # rows whose files are looked for together
 _SHOWN = 5  # reasons in an error
 _VALUES = re.compile(r"\d+|, got .*")  # which differ between reasons of one kind
 
@@ -147,9 +150,12 @@ def token_lengths(processor: LlavaProcessor, rows: list[dict[str, Any]]) -> list
     per_image, tokenizer = tokens_per_image(processor), processor.tokenizer
     texts: list[str | Exception] = []
     for row in rows:
-        options: Any = {"chat_template": processor.chat_template, "tokenize": False}
+        template, messages = without_preamble(
+            processor.chat_template, row["messages"], processor.image_token
+        )
+        options: Any = {"chat_template": template, "tokenize": False}
         try:
-            texts.append(tokenizer.apply_chat_template(row["messages"], **options))
+            texts.append(tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # a template may raise any
             texts.append(error)
     backend = tokenizer.backend_tokenizer
@@ -175,30 +181,68 @@ def tokens_per_image(processor: LlavaProcessor) -> int:
 
 
 def image_problems(
-    images: Callable[[int], list[dict]], count: int, name: str, rules: ImageRules, decode: bool
+    images: Callable[[range], list[list[dict]]], count: int, name: str, rules: ImageRules
 ) -> dict[int, tuple[str | None, str]]:
-    """File and reason by number of the rows with bad images; the processes share the work."""
+    """Opens the images of `count` rows: file and reason by number of the rows with bad ones.
+
+    `images` gives those of some rows that follow each other. The processes share the work.
+    """
     state = PartialState()
+    mine = _own_rows(count)
 
     def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
-        numbers = range(start, min(start + _CHUNK, stop))
-        checked = ((number, image_problem(images(number), rules, decode)) for number in numbers)
-        return [(number, problem) for number, problem in checked if problem]
+        few = range(start, min(start + _CHUNK, mine.stop))
+        checked = [image_problem(of_row, rules) for of_row in images(few)]
+        return [(number, found) for number, found in zip(few, checked, strict=True) if found]
 
-    # Each process takes rows that follow each other.
-    rank, ranks = state.process_index, state.num_processes
-    stop = count * (rank + 1) // ranks
-    starts = range(count * rank // ranks, stop, _CHUNK)
+    starts = range(mine.start, mine.stop, _CHUNK)
     with ThreadPoolExecutor() as threads:
         results = track(
-            threads.map(problems, starts) if decode else map(problems, starts),
+            threads.map(problems, starts),
             f"Checking the images of {escape(escaped(name))}",
             total=len(starts),
             console=Console(),
             transient=True,
-            disable=not decode or not state.is_local_main_process,
+            disable=not state.is_local_main_process,
         )
         return dict(gather_object([problem for some in results for problem in some]))
+
+
+def file_problems(
+    paths: Callable[[range], list[list[str]]], count: int, rules: ImageRules
+) -> dict[int, tuple[str | None, str]]:
+    """File and reason by number of the rows with images that do not exist, or are not allowed.
+
+    `paths` gives those of some of the `count` rows, which follow each other. No image is opened.
+    Folders are listed, and what is not a plain file in an allowed folder is looked at by itself.
+    The processes share the work.
+    """
+    mine = _own_rows(count)
+    chunks = []
+    for start in range(mine.start, mine.stop, _LISTED):
+        chunks.append(range(start, min(start + _LISTED, mine.stop)))
+    folders = Counter[str]()
+    for few in chunks:
+        for path in chain.from_iterable(paths(few)):
+            folders[path.rpartition("/")[0]] += 1
+    plain = PlainFiles(folders, rules)
+    problems: dict[int, tuple[str | None, str]] = {}
+    for few in chunks:
+        rows = paths(few)
+        is_plain = iter(plain.include(list(chain.from_iterable(rows))).tolist())
+        for number, of_row in zip(few, rows, strict=True):
+            others = [path for path in of_row if not next(is_plain)]
+            images = [{"path": path, "bytes": None} for path in others]
+            if problem := image_problem(images, rules, decode=False):
+                problems[number] = problem
+    return dict(gather_object(list(problems.items())))
+
+
+def _own_rows(count: int) -> range:
+    """Of so many rows, those that this process checks. They follow each other."""
+    state = PartialState()
+    rank, ranks = state.process_index, state.num_processes
+    return range(count * rank // ranks, count * (rank + 1) // ranks)
 
 
 def bad_rows_message(

@@ -4,10 +4,12 @@
 import base64
 import functools
 import io
+import itertools
 import os
 import posixpath
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ SUFFIXES += (".tif", ".tiff", ".avif")
 KEPT_SIDE = 2048  # pixels, at least, of a reduced image: twice what large image processors take
 MAX_PIXELS = 89_478_485  # of an image: Pillow's own limit
 MAX_RATIO = 200  # of the longer side to the shorter one
+_LISTED_FOR_EACH = 20  # entries of a folder that are listed, at most, for each image in it
 MAX_PATH = 4096  # characters; no file system has longer paths
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
@@ -190,6 +193,41 @@ def image_problem(
         except ValueError as error:
             return image["path"], str(error)
     return None
+
+
+class PlainFiles:
+    """The files of some folders that may be images, and need no look at each of them.
+
+    They are regular files, no links, in folders where images may be. A folder is listed once, and
+    not to its end if it has many more files than images that are asked about. Of each file 8 bytes
+    are kept, a hash that differs between runs of Python.
+
+    Args:
+        folders: Numbers of images that are asked about, by the folders that they are in.
+        rules: Where images may be.
+    """
+
+    def __init__(self, folders: Mapping[str, int], rules: ImageRules):
+        listed = [np.zeros(0, np.int64)]
+        for folder, images in folders.items():
+            if "://" not in folder and _allows_folder(rules, folder):
+                files = _regular_files(folder, _LISTED_FOR_EACH * images)
+                listed.append(np.fromiter(map(hash, files), np.int64))
+        self._hashes = np.sort(np.concatenate(listed))
+
+    def include(self, paths: Sequence[str]) -> np.ndarray:
+        """Which of these paths, as [`ImageRules.image`] gives them, are of such files: `(n,)`."""
+        hashes = np.fromiter(map(hash, paths), np.int64, len(paths))
+        starts = self._hashes.searchsorted(hashes, side="left")
+        return self._hashes.searchsorted(hashes, side="right") > starts
+
+
+def _regular_files(folder: str, most: int) -> Iterator[str]:
+    """Paths of the files in a folder that are no links, among its first `most` entries."""
+    with suppress(OSError), os.scandir(folder) as entries:  # it may be absent, or not readable
+        for entry in itertools.islice(entries, most):
+            if entry.is_file(follow_symlinks=False):
+                yield f"{folder}/{entry.name}"
 
 
 def _from_base64(text: str) -> bytes | None:

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
@@ -83,11 +83,17 @@ class Source:
     def rows(self, start: int, count: int) -> list[tuple[str, int, Any]]:
         """At most `count` rows in memory from a number on, as iterating gives them."""
         assert isinstance(self.data, Dataset)
-        numbers = range(start, min(start + count, len(self.data)))
-        if self.data.format["type"] == "arrow":
+        return self.rows_at(range(start, min(start + count, len(self.data))))
+
+    def rows_at(self, numbers: Sequence[int]) -> list[tuple[str, int, Any]]:
+        """The rows in memory of these numbers, as iterating gives them; read at once."""
+        assert isinstance(self.data, Dataset)
+        if self.data.format["type"] != "arrow":  # one's own transform
+            stored = [self.data[number] for number in numbers]
+        elif isinstance(numbers, range):
             stored = self.data[numbers.start : numbers.stop].to_pylist()
         else:
-            stored = [self.data[number] for number in numbers]
+            stored = self.data[list(numbers)].to_pylist()
         rows = [self._raw(number, row) for number, row in zip(numbers, stored, strict=True)]
         return [(name, number, self._named(raw)) for name, number, raw in rows]
 

@@ -2,6 +2,7 @@
 """Data sets in memory: a cached table has facts of each row, which is parsed when it is read."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ from transformers import LlavaProcessor
 
 from ...assembly import chat_template
 from ..rows import checks as row_checks
-from ..rows.checks import MANY_ROWS, Checks, SourceReport, image_problems, tokens_per_image
+from ..rows.checks import (
+    MANY_ROWS,
+    Checks,
+    SourceReport,
+    file_problems,
+    image_problems,
+    tokens_per_image,
+)
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from . import source as source_module
 from .arguments import cores
@@ -43,10 +51,17 @@ class RowReader:
     sources: tuple[Source, ...]
 
     def __call__(self, table: dict[str, list]) -> dict[str, list]:
-        rows = []
-        for part, index in zip(table["part"], table["index"], strict=True):
-            ((_, _, raw),) = self.sources[part].rows(index, 1)
-            rows.append(parse_row(raw, self.sources[part].rules))
+        parts, indices = table["part"], table["index"]
+        rows: list[dict[str, Any]] = [{} for _ in parts]
+        for part in set(parts):
+            source = self.sources[part]
+            places = [place for place, other in enumerate(parts) if other == part]
+            first = indices[places[0]]
+            numbers: Sequence[int] = [indices[place] for place in places]
+            if len(places) == 1:  # as in training; a slice is faster than a list
+                numbers = range(first, first + 1)
+            for place, (_, _, raw) in zip(places, source.rows_at(numbers), strict=True):
+                rows[place] = parse_row(raw, source.rules)
         columns = {name: [row[name] for row in rows] for name in ("images", "messages", "learned")}
         return {"row": table["row"], **columns}
 
@@ -104,14 +119,20 @@ def check_rows(
 
     def image_faults(numbers: np.ndarray, decode: bool) -> dict[int, tuple[str | None, str]]:
         chosen = table.select(numbers)
-        rows, paths = rows_on_access(chosen, reader), _column(chosen, "paths").combine_chunks()
+        if decode:
+            rows = rows_on_access(chosen, reader)
 
-        def images(number: int) -> list[dict[str, Any]]:
-            if decode:
-                return rows[number]["images"]
-            return [{"path": path, "bytes": None} for path in paths[number].as_py()]
+            def images(few: range) -> list[list[dict[str, Any]]]:
+                return rows[few.start : few.stop]["images"]
 
-        faults = image_problems(images, len(numbers), report.source, source.rules, decode)
+            faults = image_problems(images, len(numbers), report.source, source.rules)
+        else:
+            stored = chosen.with_format("arrow").select_columns("paths")
+
+            def paths(few: range) -> list[list[str]]:
+                return stored[few.start : few.stop]["paths"].to_pylist()
+
+            faults = file_problems(paths, len(numbers), source.rules)
         return {int(numbers[number]): fault for number, fault in faults.items()}
 
     problems = image_faults(sample, True)

@@ -1,6 +1,7 @@
 """Logits that a language model scales or caps after its head: served as trained and by itself."""
 
 import copy
+import inspect
 
 import pytest
 import tiny
@@ -55,6 +56,19 @@ def test_logits_and_loss_on_text_are_the_language_models(family):
         loss = torch.nn.functional.cross_entropy(got.logits[0, :-1], IDS[0, 1:])
         torch.testing.assert_close(got.loss, loss)
         torch.testing.assert_close(ours(IDS, logits_to_keep=1).logits[:, -1], got.logits[:, -1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"], indirect=True)
+def test_labels_by_position_are_labels_by_name(family):
+    _, checkpoint = family
+    model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint)
+    place = [*inspect.signature(model.forward).parameters].index("labels")
+    with torch.no_grad():
+        named = model(input_ids=IDS, labels=IDS)
+        by_position = model(IDS, *[None] * (place - 1), IDS, 0)  # and logits_to_keep
+        loss = torch.nn.functional.cross_entropy(named.logits[0, :-1], IDS[0, 1:])
+    torch.testing.assert_close((named.loss, by_position.loss), (loss, loss))
+    assert torch.equal(named.logits, by_position.logits)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"], indirect=True)

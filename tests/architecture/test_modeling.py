@@ -1,5 +1,6 @@
 """The model classes: where the norm stands, what aligns it, and what the decoder then receives."""
 
+import copy
 import math
 
 import pytest
@@ -81,6 +82,18 @@ def test_align_projector_norm_measures_again_and_leaves_padding_out():
     assert model.model.align_projector_norm() == pytest.approx(expected, rel=1e-12)
 
 
+def test_measuring_changes_nothing():
+    model = tiny.model()
+    gain = model.model.multi_modal_projector.norm.weight.detach().clone()
+    before = copy.deepcopy(model.config.to_dict())
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    expected = tiny.reference_n_text(model.get_input_embeddings().weight)
+    assert model.measure_text_embedding_norm() == pytest.approx(expected, rel=1e-12)
+    assert model.config.to_dict() == before
+    assert torch.equal(model.model.multi_modal_projector.norm.weight, gain)
+
+
 def test_the_papers_arms():
     unit = tiny.model(projector_gain_init="one")
     gain = unit.model.multi_modal_projector.norm.weight
@@ -103,7 +116,9 @@ EXPERTS = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16)
 SCALING = {
     "afmoe": (transformers.AfmoeConfig, dict(mup_enabled=True, **EXPERTS)),
     "falcon_h1": (transformers.FalconH1Config, dict(embedding_multiplier=5.65, **MAMBA)),
+    "gemma": (transformers.GemmaConfig, {}),
     "gemma2": (transformers.Gemma2Config, {}),
+    "gemma3": (transformers.Gemma3TextConfig, {}),
     "granite": (transformers.GraniteConfig, dict(embedding_multiplier=12.0)),
     "hrm_text": (transformers.HrmTextConfig, dict(embedding_scale=7.0)),
     "hyperclovax": (transformers.HyperCLOVAXConfig, dict(embedding_multiplier=10.0)),

@@ -144,3 +144,23 @@ def test_compiles_into_one_graph(cls, backend):
     ours = gradients(compiled, norm, x, upstream)
     for got, reference in zip(ours, gradients(norm, norm, x, upstream), strict=True):
         torch.testing.assert_close(got, reference)
+
+
+@pytest.mark.parametrize("cls", NORMS)
+@pytest.mark.parametrize("gain", [1e-5, 0.02, 7.0])
+def test_gradients_are_true_in_evaluation_mode(cls, gain):
+    """Against finite differences, for the input, gain and bias."""
+    torch.manual_seed(0)
+    norm = make_norm(cls, 16, gain).eval()
+    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in norm.named_parameters()]
+
+    def call(x, *values):
+        return torch.func.functional_call(norm, dict(zip(names, values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(call, (x, *norm.parameters()), atol=1e-8)
+    assert torch.autograd.gradgradcheck(call, (x, *norm.parameters()), atol=1e-8)
+    in_training = gradients(norm.train(), norm, x, torch.ones_like(x))[0]
+    true = gradients(norm.eval(), norm, x, torch.ones_like(x))[0]
+    s = max(norm.weight.detach().abs().mean().item(), 1e-3)
+    torch.testing.assert_close(in_training, true / s)

@@ -8,11 +8,11 @@ import tiny
 import tiny_parts as parts
 import torch
 import training
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from PIL import Image
+from adapters import load, logits, make_adapter
+from peft import IA3Config, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from stored import FILES, assert_merged, weights
-from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
+from transformers import AutoProcessor, BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import build_checkpoint
@@ -21,7 +21,6 @@ from normalign_llava.assembly.merge import merge_adapter
 
 pytestmark = pytest.mark.slow
 
-LINEARS = r".*\.language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
@@ -36,43 +35,6 @@ def bases(tmp_path_factory):
         build_checkpoint(vision, language, root / name)
     build_checkpoint(vision, root / "tied-language", root / "bfloat16", dtype="bfloat16")
     return {name: root / name for name in (*kinds, "bfloat16")}
-
-
-def make_adapter(base, folder, quantization=None, **kwargs):
-    """An adapter's folder as PEFT saves it, with weights that matter; the model as trained."""
-    settings = BitsAndBytesConfig(**quantization) if quantization else None
-    dtype = settings.bnb_4bit_compute_dtype if settings else "auto"
-    how = dict(dtype=dtype, quantization_config=settings)
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(base, **how)
-    torch.manual_seed(5)
-    lora = dict(r=4, target_modules=LINEARS, modules_to_save=["multi_modal_projector"])
-    trained = get_peft_model(model, LoraConfig(**{**lora, **kwargs})).eval()
-    with torch.no_grad():
-        for name, parameter in trained.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                parameter += 0.05 * torch.randn_like(parameter)
-    trained.save_pretrained(folder)
-    record = {"quantization": settings and json.loads(settings.to_json_string())}
-    (folder / "training.json").write_text(json.dumps(record))
-    return trained
-
-
-def logits(model, base):
-    processor = AutoProcessor.from_pretrained(base)
-    image = Image.radial_gradient("L").convert("RGB")
-    text = ["one <image> here", "and <image> there, which is longer"]
-    images = [image, image.rotate(90)]
-    inputs = processor(images=images, text=text, padding=True, return_tensors="pt")
-    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    with torch.no_grad():
-        return model(**inputs).logits[inputs["attention_mask"].bool()].float()
-
-
-def load(folder):
-    how = dict(dtype="float32", output_loading_info=True)
-    model, report = AutoModelForImageTextToText.from_pretrained(folder, **how)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    return model
 
 
 @pytest.mark.parametrize(

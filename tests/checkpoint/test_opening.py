@@ -1,6 +1,8 @@
 """What a checkpoint says of where it comes from: parts, code, machine, time, earlier stages."""
 
 import json
+import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -17,7 +19,6 @@ from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.opening import licence_of, open_checkpoint
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
-from normalign_llava.train.keeping.record import hardware
 from normalign_llava.train.run import main
 
 
@@ -90,7 +91,11 @@ def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_
     assert {"torch", "transformers", "trl", "peft", "normalign_llava"} <= {*records[1]["versions"]}
     if head := git(ROOT, "rev-parse", "HEAD"):  # in a checkout
         assert records[1]["commit"] in (head, f"{head}-dirty")
-    assert records[1]["hardware"] == hardware(torch.device("cpu"))
+    lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+    (processor,) = re.findall(r"^\s*Model name:\s+(.+)$", lines, re.M)
+    kernel = os.uname()
+    machine = f"{kernel.sysname}, {kernel.machine}, {os.sysconf('SC_NPROCESSORS_ONLN')} cores"
+    assert records[1]["hardware"] == {"devices": [processor], "count": 1, "machine": machine}
     for folder in folders:
         assert json.loads((folder / "build.json").read_text()) == record
         assert (folder / notice).read_text() == "terms"

@@ -80,6 +80,59 @@ def test_what_is_free_is_at_most_what_the_machine_has_and_falls_with_what_is_tak
     assert 2**29 < before - after < 2**31 and taken[-1] == 1
 
 
+def containers(folder, monkeypatch, membership: str, **limits: str) -> None:
+    """Stands for the files in which the kernel tells the control groups of this process."""
+    (folder / "own").write_text(membership)
+    monkeypatch.setattr(precision, "OWN_GROUPS", folder / "own")
+    monkeypatch.setattr(precision, "GROUPS", folder / "groups")
+    for place, limit in limits.items():
+        file = folder / "groups" / place.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        name = "memory.limit_in_bytes" if place.startswith("memory") else "memory.max"
+        (file.parent / name).write_text(limit)
+
+
+MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits", "expected"),
+    [
+        ("0::/\n", {}, MACHINE),
+        ("0::/\n", {"x": f"{2**29}\n"}, 2**29),
+        ("0::/\n", {"x": "max\n"}, MACHINE),
+        ("0::/slice/job\n", {"x": "max", "slice__x": str(2**28), "slice__job__x": "max"}, 2**28),
+        ("0::/slice/job\n", {"x": "max", "slice__x": "max", "slice__job__x": str(2**27)}, 2**27),
+        ("0::/of/the/host\n", {"x": str(2**29)}, 2**29),  # which is not to be seen inside
+        ("5:cpu,cpuacct:/\n4:memory:/job\n0::/\n", {"memory__job__x": str(2**27)}, 2**27),
+        ("4:memory:/docker/1\n0::/\n", {"memory__x": str(2**28)}, 2**28),
+        ("4:memory:/\n", {"memory__x": "9223372036854771712\n"}, MACHINE),
+    ],
+)
+def test_memory_is_the_least_limit_of_a_process_s_containers(
+    tmp_path, monkeypatch, membership, limits, expected
+):
+    containers(tmp_path, monkeypatch, membership, **limits)
+    assert precision.memory_limit() == expected
+
+
+def test_what_is_free_in_a_container_is_its_limit_without_what_is_taken(tmp_path, monkeypatch):
+    containers(tmp_path, monkeypatch, "0::/slice/job\n", slice__x=str(2**24))
+    group = tmp_path / "groups" / "slice"
+    (group / "memory.current").write_text(str(2**23))
+    (group / "memory.stat").write_text("anon 5\nactive_file 1000\ninactive_file 24\n")
+    assert free_memory() == 2**24 - 2**23 + 1024
+
+
+@pytest.mark.parametrize(("share", "pays"), [(1 / 1.4, False), (1 / 1.6, True)])
+def test_half_precision_pays_if_it_is_one_and_a_half_times_as_fast(processor, share, pays):
+    processor(share)
+    assert half_precision_pays(torch.bfloat16, "cpu") is pays
+    processor(10.0, float16=share)
+    assert half_precision_pays(torch.float16, "cpu") is pays
+    assert not half_precision_pays(torch.bfloat16, "cpu")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a GPU has is asked, not measured")
 def test_products_with_4_bit_weights_are_computed_in_what_is_fast(processor):
     for fast, expected in ((0.3, torch.bfloat16), (5.0, torch.float32)):

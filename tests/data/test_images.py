@@ -7,7 +7,9 @@ import pytest
 from PIL import Image
 from train_data import deep_png, gigantic_png, image_bytes
 
-from normalign_llava.data.rows.images import ImageRules, decode_image
+from normalign_llava.data.rows import checks
+from normalign_llava.data.rows.checks import file_problems
+from normalign_llava.data.rows.images import ImageRules, decode_image, image_problem
 from normalign_llava.data.rows.zips import MAX_IMAGE_BYTES
 
 
@@ -145,3 +147,50 @@ def test_links_are_followed_in_the_folder(tmp_path):
     ImageRules(str(tmp_path / "alias")).check_file(str(tmp_path / "alias" / "real.png"))
     with pytest.raises(ValueError, match="there is no such image; copy it"):
         ImageRules(str(folder)).check_file(str(folder))
+
+
+def test_listed_folders_allow_what_looking_at_each_file_allows(tmp_path, monkeypatch):
+    """Plain files are not looked at one by one; all else is judged as it was."""
+    folder, outside = tmp_path / "images", tmp_path / "images-private"
+    for place in (folder / "sub", folder / "many", outside):
+        place.mkdir(parents=True)
+        (place / "plain.png").write_bytes(b"x")
+    (folder / "plain.png").write_bytes(b"x")
+    (folder / "inner.png").symlink_to(folder / "plain.png")
+    (folder / "leaves.png").symlink_to(outside / "plain.png")
+    (folder / "broken.png").symlink_to(folder / "absent.png")
+    (folder / "link").symlink_to(outside)
+    (folder / "inside").symlink_to(folder / "sub")
+    (folder / "folder.png").mkdir()
+    for number in range(100):  # more than are listed for one image
+        (folder / "many" / f"{number}.png").write_bytes(b"x")
+    names = ["plain.png", "sub/plain.png", "sub/../plain.png", "many/50.png", "inside/plain.png"]
+    names += ["inner.png", "leaves.png", "broken.png", "link/plain.png", "folder.png", "PLAIN.png"]
+    names += ["absent.png", "absent/plain.png", str(folder / "plain.png"), "sub//plain.png"]
+    rules = ImageRules(str(folder))
+    rows = [[rules.image(name)["path"]] for name in names]
+    rows += [[], [rows[0][0], rows[6][0], rows[7][0]], [str(outside / "plain.png")]]
+    expected = {}
+    for number, paths in enumerate(rows):
+        images = [{"path": path, "bytes": None} for path in paths]
+        if problem := image_problem(images, rules, decode=False):
+            expected[number] = problem
+    refused = [names[number] for number in expected if number < len(names)]
+    assert refused[:4] == ["leaves.png", "broken.png", "link/plain.png", "folder.png"]
+    looked_at = []
+    check_file = ImageRules.check_file
+
+    def watched(self, path):
+        looked_at.append(path)
+        check_file(self, path)
+
+    monkeypatch.setattr(ImageRules, "check_file", watched)
+    monkeypatch.setattr(checks, "_LISTED", 4)
+    assert file_problems(lambda few: rows[few.start : few.stop], len(rows), rules) == expected
+    assert not {rows[0][0], rows[1][0], rows[4][0]} & {*looked_at}
+    monkeypatch.chdir(tmp_path)
+    anywhere = file_problems(lambda few: rows[few.start : few.stop], len(rows), ImageRules())
+    assert {names[number] for number in anywhere if number < len(names)} == {
+        *("broken.png", "folder.png", "absent.png", "absent/plain.png"),
+        *(["PLAIN.png"] if not (folder / "PLAIN.png").exists() else []),
+    }

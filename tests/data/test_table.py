@@ -6,12 +6,23 @@ import subprocess
 import sys
 
 import pytest
+import tiny_parts
 import train_data
 import training
 from datasets import Dataset
 from paths import HELPERS
 from torch.utils.data import DataLoader
-from train_data import answers, images, inside, llava, parquet_data, read, write_json, write_parquet
+from train_data import (
+    answers,
+    image_bytes,
+    images,
+    inside,
+    llava,
+    parquet_data,
+    read,
+    write_json,
+    write_parquet,
+)
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.parse import FEATURES
@@ -140,3 +151,70 @@ def test_a_transform_of_the_data_set_is_kept(processor):
     rows = [answered("yes"), answered("no")]
     assert answers(rows) == ["yes", "no"]
     assert rows[1]["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]
+
+
+def test_rows_of_several_sources_are_read_together_and_in_their_places(processor, tmp_path):
+    rows = [llava(f"Q{number}", f"{number}") for number in range(30)]
+    paths = [write_json(tmp_path / name, rows[start::2]) for start, name in enumerate("ab")]
+    sources = tuple(source.open_source(DataSource(str(path)), streaming=False) for path in paths)
+    reader = table.RowReader(sources)
+    parts, indices = [0, 1, 1, 0, 0, 1], [7, 14, 0, 2, 2, 3]
+    read_together = reader({"part": parts, "index": indices, "row": indices})
+    found = [messages[1]["content"][0]["text"] for messages in read_together["messages"]]
+    assert found == [str(2 * index + part) for part, index in zip(parts, indices, strict=True)]
+
+
+def test_the_opened_sample_is_read_in_few_parts(processor, tmp_path, monkeypatch):
+    shown = [{**llava("<image>Q", f"{n}"), "image": inside("red")} for n in range(64)]
+    path = write_parquet(tmp_path / "data.parquet", shown)
+    calls = []
+    rows_at = source.Source.rows_at
+
+    def counted(self, numbers):
+        calls.append(len(numbers))
+        return rows_at(self, numbers)
+
+    monkeypatch.setattr(source.Source, "rows_at", counted)
+    read(path, processor, check_images=True, processes=1)
+    assert sum(calls) == 2 * 64  # parsed once, and opened once
+    assert len(calls) < 10
+
+
+def test_another_chat_template_has_lengths_of_its_own(tmp_path):
+    """Of the same rows and tokenizer, where the cache holds those of the first."""
+    path = write_json(tmp_path / "data", [llava("Q", "yes"), llava("Q", "no")])
+    longer = tiny_parts.CHATML.replace("<|im_start|>", "<|im_start|>12345 ")
+    lengths = []
+    for template in (tiny_parts.CHATML, longer):
+        processor = train_data.processor(template=template)
+        rows = read(path, processor).train
+        lengths.append(rows["length"][:])
+        for row, length in zip(rows, lengths[-1], strict=True):
+            text = processor.apply_chat_template(row["messages"], tokenize=False)
+            assert length == len(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert lengths[0] != lengths[1]
+
+
+def test_a_relative_image_folder_is_another_one_in_another_working_directory(
+    processor, tmp_path, monkeypatch
+):
+    path = write_json(tmp_path / "data", [llava("<image>Q", "yes", "own.png")])
+    found = []
+    for name in ("one", "two"):
+        (tmp_path / name / "images").mkdir(parents=True)
+        (tmp_path / name / "images" / "own.png").write_bytes(image_bytes())
+        monkeypatch.chdir(tmp_path / name)
+        (row,) = read(path, processor, image_folder="images").train
+        (paths,) = stored_paths(tmp_path / "cache", str(tmp_path / name))
+        found.append((row["images"][0]["path"], paths))
+    expected = [str(tmp_path / name / "images" / "own.png") for name in ("one", "two")]
+    assert found == [(path, path) for path in expected]
+
+
+def stored_paths(cache, start: str) -> list[str]:
+    """Paths of images in the cached tables that begin so."""
+    paths = []
+    for file in (cache / "normalign_llava").glob("*.arrow"):
+        for row in Dataset.from_file(str(file)):
+            paths += [path for path in row["paths"] if path.startswith(start + "/")]
+    return paths

@@ -201,6 +201,8 @@ def test_a_model_is_asked_compared_and_published(checkpoint, tmp_path):
     (result,) = read_evaluations(model)
     assert (result.title, result.total, result.metrics[0].samples) == ("my-images (own data)", 2, 2)
     assert result.metrics[0].references == {"blank image": 0, "commonest answer": 0.5}
+    references = {metric.name: metric.references for metric in result.metrics}
+    assert references["contains"] == {"blank image": 0} and len(references) == 2
     other = shutil.copytree(model, tmp_path / "other")
     shutil.make_archive(str(tmp_path / "images"), "zip", data)  # the same in other forms
     table = tmp_path / "my-images.csv"

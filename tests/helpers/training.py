@@ -113,7 +113,14 @@ def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 def trainer(
-    folder, checkpoint, dataset=None, model=None, held_out=None, cls=NormAlignTrainer, **options
+    folder,
+    checkpoint,
+    dataset=None,
+    model=None,
+    held_out=None,
+    cls=NormAlignTrainer,
+    optimizer=None,
+    **options,
 ) -> NormAlignTrainer:
     """A trainer; `options` are of `ModelArguments` and `NormAlignConfig`."""
     names = options.keys() & ModelArguments.__dataclass_fields__
@@ -127,6 +134,7 @@ def trainer(
         train_dataset=rows() if dataset is None else dataset,
         eval_dataset=held_out,
         processing_class=AutoProcessor.from_pretrained(checkpoint),
+        optimizer_cls_and_kwargs=optimizer,
         quantization_config=model_args.quantization,
         peft_config=get_peft_config(model_args),
     )

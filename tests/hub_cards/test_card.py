@@ -357,7 +357,8 @@ def test_measured_alignment(full):
     made.measured(full, diagnosed(37.0, "layer_norm", "other"))
     table = rows(section(render_card(full), "Measured alignment").partition("A ± ")[0])
     text = "1.23 (σ 0.11)"
-    assert float(table.pop("Rotation by layer, visual over text")[1]) < 0.9
+    rotation, _, error = table.pop("Rotation by layer, visual over text")[1].split()
+    assert float(rotation) < 0.9 and float(error) == 0.01
     assert table == {
         "": ["this model", "baseline: other"],
         "Mean norm of text embeddings, N_text": ["3.200", "1.080"],

@@ -1,6 +1,7 @@
 """Training with all callbacks, resuming and merging: the same numbers as on the CPU."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -84,6 +85,7 @@ def test_a_run_resumes_from_its_checkpoint(trainer):
     whole.train()
     expected = training.weights(whole.model)
     resumed = trainer("strict", **options)
+    shutil.rmtree(f"{resumed.args.output_dir}/checkpoint-3")
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
     assert resumed.state.global_step == 3
     for name, parameter in resumed.model.named_parameters():

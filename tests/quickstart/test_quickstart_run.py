@@ -3,16 +3,17 @@
 
 import json
 import os
+import re
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import stored
 import torch
 import training
-from paths import HELPERS
+from paths import DOCS, HELPERS
 from PIL import Image
 
 from normalign_llava.evaluation.results import read_evaluations
@@ -62,6 +63,8 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in before.items())
     assert results == json.loads((output / "results.json").read_text())
     assert results["reloaded_alike"]
+    shown = json.loads((DOCS / "quickstart" / "results.json").read_text())
+    assert shown.keys() == results.keys() and shown["settings"].keys() == asdict(SHORT).keys()
     count = {**dict.fromkeys(QUESTION_KINDS, 1), OVERALL: 3, "emoji": 3}
     assert results["count"] == results["before"]["count"] == count
     assert list(results["seconds"])[:4] == ["fetch", "convert", "build", "stage 1"]
@@ -91,6 +94,23 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     assert alone["against"] is None and results["verdicts"] == {"model": alone["verdict"]}
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
         run_quickstart(output, replace(SHORT, seed=1))
+
+
+def test_the_page_shows_the_stored_results():
+    """The table of docs/quickstart.md, kind by kind, from results.json and the report beside it."""
+    page = (DOCS / "quickstart.md").read_text(encoding="utf-8")
+    results = json.loads((DOCS / "quickstart" / "results.json").read_text())
+    names = {"easy-VQA": "easy-VQA, all three"}
+    for kind in METRICS:
+        values = [results["before"]["accuracy"][kind], results["after"]["accuracy"][kind]]
+        values += [results["after"]["blank"][kind], results["majority"][kind]]
+        row = re.search(rf"^\| {names.get(kind, kind)} \| (\d+) \|(.+)\|$", page, re.MULTILINE)
+        cells = [float(cell.strip(" *")) for cell in row[2].split("|")]
+        assert int(row[1]) == results["count"][kind]
+        assert cells == [round(value, 2) for value in values], kind
+    report = json.loads((DOCS / "quickstart" / "report.json").read_text())
+    if results["baseline"]:
+        assert results["verdicts"]["model"] == report["verdict"]
 
 
 @pytest.mark.parametrize("name", [".git/HEAD", "journal.json"])

@@ -3,11 +3,12 @@
 import copy
 import inspect
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import stored
 import torch
+import training
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from PIL import Image
@@ -17,6 +18,7 @@ from transformers.models.llava import LlavaForConditionalGeneration
 from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignConfig, NormAlignTrainer
+from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import normalign_config
@@ -284,3 +286,35 @@ def test_another_collator_gets_rows_of_any_columns_as_from_sfttrainer(tmp_path, 
     for name in ("memory", "stream"):
         assert losses[name] == pytest.approx(losses["stock"], rel=1e-4), name
     assert "assistant_only_loss" not in caplog.text
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("bad", [(0, 1), (1,), (0, 3)])
+def test_held_out_rows_that_are_skipped_are_in_no_mean(tmp_path, checkpoint, bad, free):
+    """Whole batches of them, and a part of one: the means are those of the others."""
+
+    held_out = [training.row(number) for number in range(4)]
+    for number in bad:
+        whole = held_out[number]["images"][0]["bytes"]
+        held_out[number]["images"] = [{"path": None, "bytes": whole[:60]}]
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    skipping = ConversationCollator(processor, bad_rows="skip", padding_free=free)
+    args = options(tmp_path, per_device_eval_batch_size=2)
+    parsed = Dataset.from_list(held_out, features=FEATURES)
+    trainer = NormAlignTrainer(str(checkpoint), args, skipping, rows(count=2), eval_dataset=parsed)
+    trainer.train()
+    found = trainer.evaluate()
+    values, tokens = [], []
+    for batch in ((0, 1), (2, 3)):
+        good = [number for number in batch if number not in bad]
+        if good:
+            inputs = replace(skipping, padding_free=False)([training.row(n) for n in good])
+            with torch.no_grad():
+                logits = trainer.model(**inputs).logits[:, :-1]
+            labels = inputs["labels"][:, 1:]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            values += [loss.item()] * len(good)
+            right = (logits.argmax(-1) == labels)[labels != -100]
+            tokens.append(right.float().mean().item())
+    assert found["eval_loss"] == pytest.approx(sum(values) / len(values), rel=1e-5)
+    assert found["eval_mean_token_accuracy"] == pytest.approx(sum(tokens) / len(tokens))

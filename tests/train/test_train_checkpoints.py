@@ -17,6 +17,7 @@ import training
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping import checkpoints
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, resolve_resume
+from normalign_llava.train.keeping.record import check_disk
 from normalign_llava.train.run import main
 
 
@@ -313,3 +314,17 @@ def test_a_run_that_does_not_fit_the_disk_is_refused_before_its_first_step(check
     with pytest.raises(ValueError, match="1,000,000.0 GB .* to .*/run, where .*--save_total_limit"):
         trainer.train()
     assert trainer.state.global_step == 0 and not list((tmp_path / "run").glob("*"))
+
+
+def test_files_that_others_hold_too_do_not_become_free(tmp_path):
+    """A sparse file has a size beyond the disk, and takes none of it."""
+    folder = tmp_path / "run" / "checkpoint-1"
+    folder.mkdir(parents=True)
+    weights = folder / "model-language_model-00001-of-00001.safetensors"
+    weights.touch()
+    os.truncate(weights, 10**12)
+    needed = shutil.disk_usage(tmp_path).free + 5 * 10**11
+    check_disk(tmp_path / "run", needed)  # the earlier checkpoint is removed meanwhile
+    os.link(weights, tmp_path / "base.safetensors")
+    with pytest.raises(ValueError, match="are to be written to .*/run"):
+        check_disk(tmp_path / "run", needed)

@@ -1,5 +1,6 @@
 """Batches: labels on exactly the answers, images in their places, bad images without effect."""
 
+import io
 from itertools import groupby
 
 import pytest
@@ -7,12 +8,14 @@ import tiny_parts
 import torch
 import train_data
 from chat_families import END_OF_TURN, TEMPLATES, byte_tokenizer
+from PIL import Image
 from train_data import assistant, image_bytes, inside, llava, user
 from training import assert_equal
 from transformers import AutoProcessor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.data.rows.checks import token_lengths
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.rows.parse import DroppedRows, parse_row
 from normalign_llava.train.collator import ConversationCollator, _messages
@@ -31,7 +34,9 @@ def labelled(processor, labels) -> list[str]:
 TURNS = [user("<image>\nWhat is this?"), assistant("A red kite.")]
 TURNS += [user("And <image>, is it blue?"), assistant("Yes, blue.")]
 TWO_TURNS = {"messages": TURNS, "images": [inside("red"), inside("blue")]}
+SYSTEM = [{"role": "system", "content": "Be brief."}, *[user("Q"), assistant("A")] * 2]
 FAMILIES = [*sorted(set(END_OF_TURN) - {"llama2"}), "lfm2", "qwen2_5_vl", "cohere"]
+LINE_BREAK_AFTER_END = ("lfm2", "qwen2_5_vl")  # which their marks include
 TRUNCATED = image_bytes("red", (64, 64))[:60]
 
 
@@ -83,7 +88,43 @@ def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
     assert_equal(dict(batch), dict(reference))
     differ = labels != theirs
     assert (labels[differ] == -100).all()  # TRL's also has the white space after the end of a turn
-    assert not processor.tokenizer.decode(theirs[differ]).strip()
+    line_breaks = [processor.tokenizer.decode(token) for token in theirs[differ]]
+    answers = 1 + len(raw)  # the first row has two
+    assert line_breaks == ["\n"] * answers * (family in LINE_BREAK_AFTER_END)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lengths_before_training_are_those_of_the_batch(family):
+    """They are counted without the preamble of the template."""
+    processor = train_data.processor(byte_tokenizer(), TEMPLATES[family])
+    rows = [
+        row(TWO_TURNS),
+        row(llava("Say hello.", "Hello!")),
+        row(llava("\n<image>\nA", " b ", inside("red"))),
+    ]
+    rows.append(row({"image": inside("red"), "caption": "A\n red square."}))
+    batch = ConversationCollator(processor)(rows)
+    assert token_lengths(processor, rows) == batch["attention_mask"].sum(1).tolist()
+    (length,) = token_lengths(processor, [row({"messages": SYSTEM})])
+    if isinstance(length, str):  # a template may refuse system turns
+        assert length.startswith("the chat template refuses it")
+    else:
+        batch = ConversationCollator(processor)([row({"messages": SYSTEM})])
+        assert length == batch["input_ids"].shape[1]
+
+
+def test_rows_of_any_form_are_collated_as_when_they_are_parsed(processor):
+    picture = Image.open(io.BytesIO(inside("red")["bytes"]))
+    given = [
+        {"image": picture, "prompt": "Which colour?", "completion": "red"},
+        {"images": [picture], "messages": [user("Which?"), assistant("red")]},
+        llava("Say hello.", "Hello!"),
+    ]
+    collate = ConversationCollator(processor)
+    assert_equal(dict(collate(given)), dict(collate([row(one) for one in given])))
+    assert "bytes" not in str(given[0])  # the rows are not changed
+    with pytest.raises(ValueError, match="row 1 of its batch: the answer in turn 1 is empty"):
+        collate([given[0], llava("Q", " ")])
 
 
 def test_answers_of_the_prompt_are_not_learned(processor):
@@ -119,10 +160,16 @@ def test_a_share_of_a_long_stream_grows_with_its_rows(processor):
     good = row({**llava("<image>Q", "A"), "image": inside("red")})
     bad = {**good, "images": [{"path": "bad.png", "bytes": TRUNCATED}]}
     collate = ConversationCollator(processor, bad_rows=0.1, skippable=1, share=0.1)
-    for number in range(5):  # one of ten
-        collate([{**bad, "row": number}, *[good] * 9])
-    with pytest.raises(ValueError, match="row 5: .*truncated.* 6 bad row.* Fix it, or use"):
-        collate([{**bad, "row": 5}])
+
+    def read(tens):
+        for ten in tens:  # one of ten is bad
+            others = [{**good, "row": 10 * ten + number} for number in range(1, 10)]
+            collate([{**bad, "row": 10 * ten}, *others])
+
+    read(range(5))
+    read(range(5))  # a stream begins again: different rows are counted, read and bad
+    with pytest.raises(ValueError, match="row 51: .*truncated.* 6 bad row.* Fix it, or use"):
+        collate([{**bad, "row": 51}])
 
 
 def test_a_skipped_row_stays_without_effect(processor, checkpoint, tmp_path):

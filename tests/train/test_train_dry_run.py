@@ -3,15 +3,21 @@
 
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
 import yaml
+from accelerate import DistributedType, PartialState
+from accelerate.state import AcceleratorState
+from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import BitsAndBytesConfig, TrainerCallback
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
 from normalign_llava.train.keeping.record import modules
 from normalign_llava.train.memory import CONTEXT, largest_batch
@@ -69,6 +75,61 @@ def test_shapes_alone_take_what_weights_take_checkpointed_or_not(checkpoint, tmp
         assert more.parts["weights"] == stored_bytes(loaded.model)
         frozen = dry(vision_learning_rate=0.0).estimate_memory(False)
         assert frozen.parts["activations"] < more.parts["activations"]
+
+
+def tracked_bytes(trainer) -> dict[str, int]:
+    """What torch's own tracker of memory sees at the peak of a real pass, gradients kept before."""
+    batch = largest_batch(trainer.args, trainer.train_dataset, trainer.data_collator)
+    if trainer.args.gradient_accumulation_steps > 1:
+        for parameter in trainer.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    if trainer.args.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable()
+    trainer.model.train()
+    tracker = MemTracker()
+    tracker.track_external(trainer.model, *batch.values())
+    with tracker:
+        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16):
+            loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    return {getattr(kind, "name", kind): size for kind, size in peak.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(gradient_checkpointing=True),
+        dict(bf16=True),
+        dict(gradient_accumulation_steps=2),
+        dict(gradient_accumulation_steps=2, per_device_train_batch_size=1),
+    ],
+    ids=str,
+)
+def test_a_step_takes_what_torch_s_tracker_sees(checkpoint, tmp_path, options):
+    estimate = training.trainer(tmp_path, checkpoint, **options).estimate_memory()
+    seen = tracked_bytes(training.trainer(tmp_path, checkpoint, **options))
+    assert estimate.parts["weights"] == seen["PARAM"] + seen["BUFFER"]
+    assert estimate.parts.get("gradients", 0) == seen["GRAD"]
+    passes = options.get("gradient_accumulation_steps", 1)
+    assert estimate.parts["batches"] == passes * seen["OTH"]
+    beside = estimate.parts["optimizer"] + (passes - 1) * seen["OTH"]
+    assert estimate.total - beside == pytest.approx(seen["Total"], rel=0.01)
+
+
+def test_weights_and_their_copies_are_the_same_for_one_row_and_for_four(checkpoint, tmp_path):
+    options = dict(bf16=True, device_memory="24GiB", dry_run=True)
+    model = training.trainer(tmp_path, checkpoint).model
+    kinds = (torch.nn.Linear, torch.nn.Conv2d)  # what autocast computes in bfloat16
+    cast = [module for module in model.modules() if isinstance(module, kinds)]
+    copied = sum(value.numel() for module in cast for value in module.parameters(recurse=False))
+    for rows in (1, 4):
+        estimate = training.trainer(
+            tmp_path, checkpoint, per_device_train_batch_size=rows, **options
+        ).estimate_memory()
+        assert estimate.parts["weights"] == stored_bytes(model)
+        assert estimate.parts["half-precision copies of weights"] == 2 * copied
 
 
 def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
@@ -202,9 +263,27 @@ class Bytes(TrainerCallback):
         self.gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_32bit"]
-)
+BY_NAME = ["adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_32bit", "sgd", "rmsprop"]
+BY_CLASS = [
+    (torch.optim.SGD, {"lr": 1e-3}),
+    (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"lr": 1e-3}),
+    (torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}),
+    (torch.optim.Adafactor, {"lr": 1e-3}),
+]
+
+
+def states_of(trainer) -> int:
+    """Bytes of the optimizer's states; tables that all tensors share, and the step, aside."""
+    return sum(
+        value.nbytes
+        for state in trainer.optimizer.state.values()
+        for name, value in state.items()
+        if torch.is_tensor(value) and value.dim() and not name.startswith("qmap")
+    )
+
+
+@pytest.mark.parametrize("optimizer", BY_NAME)
 def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer):
     counted = Bytes()
     options = dict(optim=optimizer, use_peft="paged" in optimizer, max_steps=1)
@@ -212,12 +291,83 @@ def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, opti
     trainer.add_callback(counted)
     found = static_bytes(trainer.model, trainer.args)
     trainer.train()
-    # Tables that all tensors share, and the step, aside.
-    states = sum(
-        value.nbytes
-        for state in trainer.optimizer.state.values()
-        for name, value in state.items()
-        if torch.is_tensor(value) and value.dim() and not name.startswith("qmap")
-    )
     assert found["weights"] + found["adapters"] == stored_bytes(trainer.model)
-    assert (found["gradients"], found["optimizer"]) == (counted.gradients, states)
+    assert (found["gradients"], found["optimizer"]) == (counted.gradients, states_of(trainer))
+
+
+@pytest.mark.parametrize("optimizer", BY_CLASS, ids=str)
+def test_states_of_an_optimizer_that_is_given_are_counted(wide, tmp_path, optimizer):
+    options = dict(optimizer=optimizer, max_steps=1, vision_learning_rate=0.0)
+    trainer = training.trainer(tmp_path, wide, **options)
+    estimate = trainer.estimate_memory()
+    trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    trainer.train()
+    assert estimate.parts.get("optimizer", 0) == states_of(trainer)
+    assert trainer.facts["disk"]["checkpoint"] == trained + states_of(trainer)
+
+
+class Unshaped(torch.optim.SGD):
+    """Reads values, as some optimizers do."""
+
+    def step(self, closure=None):
+        if any(group["params"][0].sum().item() for group in self.param_groups):
+            super().step(closure)
+
+
+def test_an_optimizer_that_needs_values_counts_as_adamw(wide, tmp_path):
+    trainer = training.trainer(tmp_path, wide, optimizer=(Unshaped, {"lr": 1e-3}))
+    trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    assert trainer.estimate_memory().parts["optimizer"] == 2 * trained
+
+
+@pytest.fixture
+def divided(monkeypatch):
+    """Has accelerate say how two processes share the model, which one process cannot try."""
+
+    def divide(kind, stage=None, processes=2):
+        states = AcceleratorState._shared_state
+        monkeypatch.setitem(states, "distributed_type", kind)
+        monkeypatch.setitem(PartialState._shared_state, "distributed_type", kind)
+        plugin = SimpleNamespace(zero_stage=stage, selected=True)
+        monkeypatch.setitem(states, "deepspeed_plugins", {"default": plugin})
+
+    return divide
+
+
+def test_ddp_keeps_gradients_in_buckets_too(checkpoint, tmp_path, divided):
+    trainer = training.trainer(tmp_path, checkpoint)
+    alone = static_bytes(trainer.model, trainer.args)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(trainer.model)
+        sizes = wrapped._get_ddp_logging_data()["bucket_sizes"]
+    finally:
+        dist.destroy_process_group()
+    buckets = sum(int(size) for size in str(sizes).split(","))
+    divided(DistributedType.MULTI_CPU)
+    together = static_bytes(trainer.model, trainer.args)
+    assert together == {**alone, "gradients": alone["gradients"] + buckets}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_divides_what_its_paper_says(checkpoint, tmp_path, divided, stage):
+    trainer = training.trainer(tmp_path, checkpoint)
+    numbers, stored = trainer.model.num_parameters(), stored_bytes(trainer.model)
+    divided(DistributedType.DEEPSPEED, stage)
+    args = SimpleNamespace(world_size=2, optim=trainer.args.optim)
+    found = static_bytes(trainer.model, args, (torch.optim.AdamW, {"lr": 1e-3}))
+    # Of each number 4 bytes of weight and of gradient, 8 of Adam's moments, and below stage 3 a
+    # float32 copy of 4 more in the states that are divided.
+    states = 8 * numbers if stage == 3 else 12 * numbers
+    assert found["optimizer"] == states // 2
+    assert found["gradients"] == (4 * numbers if stage == 1 else 4 * numbers // 2)
+    assert found["weights"] == (stored // 2 if stage == 3 else stored)
+
+
+def test_a_container_s_limit_is_what_a_step_must_fit(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "groups" / "memory.max").write_text(f"{2**30}\n")
+    monkeypatch.setattr(precision, "GROUPS", tmp_path / "groups")
+    estimate = training.trainer(tmp_path / "out", checkpoint, dry_run=True).estimate_memory()
+    assert (estimate.device, estimate.available) == ("this container", 2**30)
+    assert "of the 1.0 GiB of this container." in estimate.verdict

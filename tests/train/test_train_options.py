@@ -6,12 +6,18 @@ import dataclasses
 import importlib.util
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import yaml
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+from accelerate.utils.launch import prepare_multi_gpu_env
 from documented import PAGE, page_from_fields
 from trl import SFTConfig
 
@@ -27,7 +33,7 @@ from normalign_llava.train.command import (
 )
 from normalign_llava.train.elsewhere import ELSEWHERE
 from normalign_llava.train.options import WITHOUT_WARMUP, NormAlignConfig, option_parser, parse
-from normalign_llava.train.prepare import accumulation_steps
+from normalign_llava.train.prepare import accumulation_steps, check_options
 
 
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
@@ -298,7 +304,10 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
         (dict(packing=True, pad_to_multiple_of=8), "pad_to_multiple_of cannot be .* with packing"),
         (dict(packing=True, train_sampling_strategy="batch_rebalance"), "batch_rebalance cannot"),
         (dict(packing=True, average_tokens_across_devices=False), "_across_devices false cannot"),
-        (dict(packing=True, accelerator_config=UNSEEDED), "use_seedable_sampler false cannot"),
+        (
+            dict(packing=True, save_strategy="no", accelerator_config=UNSEEDED),
+            "sampler false cannot",
+        ),
         (dict(lora_r=4), "lora_r is for adapters. Add --use_peft"),
         (dict(bnb_4bit_quant_type="fp4"), "bnb_4bit_quant_type is for 4 bits. Add --load_in_4bit"),
         (dict(bnb_4bit_quant_storage="uint8"), "_quant_storage cannot be used here: .*FSDP"),
@@ -550,3 +559,65 @@ def test_the_size_of_a_run_without_a_rank_does_not_hide_an_error():
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
     assert "what went wrong" in done.stderr and "KeyError" not in done.stderr
+
+
+ACCELERATE_FILE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+"""
+
+
+def launched(monkeypatch, file):
+    """Sets what `accelerate launch` sets for a configuration file, for one process of two."""
+    words = ["--main_process_port=0", "--config_file", str(file), "--num_processes=2", "script.py"]
+    arguments = _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    for name, value in prepare_multi_gpu_env(arguments).items():
+        if name.startswith(("ACCELERATE_USE_FSDP", "FSDP_")):
+            monkeypatch.setenv(name, value)
+
+
+def test_the_first_version_of_fsdp_is_refused_with_the_line_that_mends_a_file(
+    tmp_path, monkeypatch
+):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(ACCELERATE_FILE)  # without a version, which is the first one for accelerate
+    launched(monkeypatch, file)
+    with pytest.raises(ValueError, match="FSDP version 1 .* in bfloat16") as error:
+        check_options(config(tmp_path), "model")
+    line, place = re.search("Write `(.+?)` under `(.+?)`", str(error.value)).groups()
+    file.write_text(ACCELERATE_FILE.replace(place, f"{place}\n  {line}"))
+    launched(monkeypatch, file)
+    check_options(config(tmp_path), "model")
+    for version, is_refused in (("1", True), (None, True), ("2", False)):
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "1")
+        monkeypatch.delenv("FSDP_VERSION", raising=False)
+        if version:
+            monkeypatch.setenv("FSDP_VERSION", version)
+        with pytest.raises(ValueError, match="FSDP_VERSION=2") if is_refused else nullcontext():
+            check_options(config(tmp_path), "model")
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    for settings in ({"version": 1}, {"fsdp_version": 1}):
+        with pytest.raises(ValueError, match="Write `version: 2` into fsdp_config"):
+            check_options(config(tmp_path, fsdp=True, fsdp_config=settings), "model")
+    check_options(config(tmp_path, fsdp=True, fsdp_config={"version": 2}), "model")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_plugin_of_the_first_version_of_fsdp_is_refused(tmp_path, version):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        Accelerator(cpu=True)
+        # What several processes with GPUs have.
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+        args = config(tmp_path, accelerator_config={"use_configured_state": True})
+        with pytest.raises(ValueError, match="fsdp_version=2") if version == 1 else nullcontext():
+            check_options(args, "model")
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

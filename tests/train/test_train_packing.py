@@ -3,6 +3,7 @@
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,14 @@ import tiny
 import torch
 import training
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from datasets import Dataset
 from torch.nn import functional
 from torch.utils.data import BatchSampler
 from transformers import AutoProcessor, Gemma2Config, Lfm2Config, OPTConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train import collator
+from normalign_llava.train.prepare import accumulation_steps
 
 
 IMAGES = [1, 0, 2, 1]  # in the rows of a batch
@@ -81,9 +84,10 @@ def test_flex_attention_keeps_rows_apart(checkpoint):
     assert (mixed - expected).abs().max() > 1e-2
 
 
-def sampler(count, rank=0, processes=1, drop_last=False) -> collator.BalancedSampler:
-    """Two passes of two rows without packing."""
-    args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=2)
+def sampler(count, rank=0, processes=1, drop_last=False, passes=2) -> collator.BalancedSampler:
+    """Without packing two passes of two rows a step in each process; in it, `passes`."""
+    args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=passes)
+    args.global_batch_size = 4 * processes
     args.dataloader_drop_last, args.world_size, args.process_index = drop_last, processes, rank
     order = SeedableRandomSampler(range(count), data_seed=5)
     return collator.BalancedSampler(order, LENGTHS[:count], args)
@@ -103,10 +107,21 @@ def test_passes_differ_by_no_more_than_the_longest_row(passes):
     assert tokens[-1] > 0 and tokens[0] - tokens[-1] <= max(LENGTHS)
 
 
+def rows_of_step(processes: list[list[list[int]]], step: int, passes: int) -> list[int]:
+    """All rows of an optimizer step with so many passes in each process."""
+    rows = []
+    for of_process in processes:
+        rows += chain.from_iterable(of_process[step * passes : (step + 1) * passes])
+    return sorted(rows)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3, 4])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("count", [5, 24, 41, 43])
-def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, processes, drop_last):
+def test_each_step_has_the_rows_that_accelerate_gives_without_packing(
+    count, processes, drop_last, passes
+):
     for epoch in (0, 1):
         padded, packed = [], []
         for rank in range(processes):
@@ -115,16 +130,97 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, pro
             batches = BatchSampler(order, 2, drop_last)
             shard = BatchSamplerShard(batches, processes, rank) if processes > 1 else batches
             padded.append(list(shard))
-            passes = sampler(count, rank, processes, drop_last)
-            passes.set_epoch(epoch)
-            packed.append(list(passes))
-            assert len(packed[-1]) == len(passes) == len(padded[-1]) == len(padded[0])
-        for start in range(0, len(packed[0]), 2):
+            divided = sampler(count, rank, processes, drop_last, passes)
+            divided.set_epoch(epoch)
+            packed.append(list(divided))
+            assert len(packed[-1]) == len(divided) == len(packed[0])
+            assert all(packed[-1])  # no pass without a row
+        steps = -(-len(padded[0]) // 2)
+        assert -(-len(packed[0]) // passes) == steps  # as the Trainer counts them
+        for step in range(steps):
             expected, got = (
-                sorted(row for own in which for rows in own[start : start + 2] for row in rows)
-                for which in (padded, packed)
+                sorted(
+                    row for own in which for rows in own[step * n : step * n + n] for row in rows
+                )
+                for which, n in ((padded, 2), (packed, passes))
             )
             assert got == expected
+
+
+def arguments(tmp_path, **options):
+    """Options as the trainer has them when the rows are known."""
+    args = training.arguments(tmp_path, packing=True, **options)
+    args.gradient_accumulation_steps = accumulation_steps(args)
+    args.global_batch_size = collator.rows_in_step(args)
+    return args
+
+
+@pytest.mark.parametrize("rows_in_pass, max_length", [(1, 900), (1, 1500), (2, 900), (8, 4000)])
+def test_passes_are_the_fewest_in_which_no_pass_has_too_many_tokens(
+    tmp_path, rows_in_pass, max_length
+):
+    options = dict(per_device_train_batch_size=rows_in_pass, global_batch_size=8, max_steps=-1)
+    args = arguments(tmp_path, max_length=max_length, num_train_epochs=2.5, **options)
+    rows = Dataset.from_dict({"length": LENGTHS})
+
+    def largest(passes):
+        sizes = []
+        for epoch in range(3):  # a part of the third
+            order = SeedableRandomSampler(range(43), data_seed=0)
+            order.set_epoch(epoch)
+            order = list(order)
+            for start in range(0, 43, 8):
+                step = [LENGTHS[row] for row in order[start : start + 8]]
+                dealt = collator.balanced(step, min(passes, len(step)))
+                sizes += [sum(step[position] for position in own) for own in dealt]
+        return max(sizes)
+
+    found = collator.passes_in_step(args, rows)
+    assert largest(found) <= rows_in_pass * max_length
+    assert found == 1 or largest(found - 1) > rows_in_pass * max_length
+    args.max_length = 899 // rows_in_pass
+    with pytest.raises(ValueError, match="A row has 900 tokens.*Set --max_length 900, or leave"):
+        collator.passes_in_step(args, rows)
+
+
+def test_packing_without_a_largest_number_of_tokens_is_refused(tmp_path, checkpoint):
+    with pytest.raises(ValueError, match="packing fills .* up to max_length.* Set --max_length"):
+        training.trainer(tmp_path, checkpoint, packing=True, max_length=None)
+
+
+@pytest.mark.slow
+def test_rows_of_a_step_are_packed_up_to_max_length(tmp_path, checkpoint):
+    """Passes hold several rows, though one row was a pass, and steps stay what they were."""
+    rows = training.rows(20, images=lambda number: number % 2, turns=lambda number: 1 + number % 3)
+    rows = rows.select_columns(["images", "messages"])
+    options = {**OPTIONS, "per_device_train_batch_size": 1, "eval_strategy": "no"}
+    ended, passes = [], []
+    for own in ({}, {"packing": True, "max_length": 400}):
+        trainer = training.trainer(tmp_path / f"{own}", checkpoint, rows, **options, **own)
+        sizes = []
+
+        def seen(module, args, kwargs, sizes=sizes):
+            if module.training:
+                sizes.append(kwargs["input_ids"].numel())
+
+        trainer.model.register_forward_pre_hook(seen, with_kwargs=True)
+        assert trainer.facts["steps"] == 5 and trainer.facts["batch"]["rows"] == 6
+        trainer.train()
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+        ended.append((losses, norms, training.weights(trainer.model)))
+        passes.append(sizes)
+    longest = max(trainer.train_dataset.with_format(None)["length"][:])
+    assert len(passes[0]) == 3 * 6 + 2 + 6 and max(passes[0]) == longest  # 20 rows an epoch
+    accumulation = trainer.args.gradient_accumulation_steps
+    assert len(passes[1]) == 4 * accumulation + min(2, accumulation) <= 14
+    assert sum(passes[1]) == sum(passes[0])
+    assert longest < max(passes[1]) <= 400
+    assert ended[1][0] == pytest.approx(ended[0][0], rel=1e-5)
+    assert ended[1][1] == pytest.approx(ended[0][1], rel=1e-4)
+    for name, weight in ended[0][2].items():
+        off = (ended[1][2][name] - weight).norm()
+        assert off <= 1e-5 * weight.norm() + 1e-7, name
 
 
 @pytest.mark.slow

@@ -113,3 +113,15 @@ def test_a_run_that_could_not_publish_stops_at_once(hub, run, account, role, fil
     done = run(token := hub.token(account, role), dataset_name="none.json")
     assert done.returncode == 1 and reason in " ".join(done.stderr.split())
     assert token not in done.stdout + done.stderr and len(hub.repositories) == bool(files)
+
+
+def test_adapters_of_a_base_on_the_hub_name_its_commit(hub, prepared, tmp_path, parts):
+    """PEFT itself stores the name alone, and the base may change later."""
+    base = hub.serve("ann/base", parts / "model")
+    commit = base.commits()[0].oid
+    options = dict(model_name_or_path="ann/base", use_peft=True, use_cpu=True, max_steps=1)
+    done = prepared.run(["-c", RUN, training.recipe(tmp_path, parts, **options)])
+    assert done.returncode == 0, done.stderr
+    adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "ann/base"
+    assert adapter["revision"] == commit

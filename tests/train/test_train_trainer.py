@@ -11,7 +11,13 @@ import torch
 import training
 from stored import weights as weights_of
 from training import moved, weights
-from transformers import BitsAndBytesConfig, FalconConfig, GPT2Config, MixtralConfig
+from transformers import (
+    BitsAndBytesConfig,
+    FalconConfig,
+    GPT2Config,
+    MixtralConfig,
+    TrainerCallback,
+)
 from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
@@ -218,6 +224,58 @@ def test_a_projector_is_trained_beside_a_model_that_is_written_as_it_was(tmp_pat
     tuned.save_model()
     saved = {name: value.dtype for name, value in weights_of(tmp_path / "tuned").items()}
     assert {saved[name] for name in saved if "vision_tower" not in name} == {torch.float32}
+
+
+class TakesWeightsAway(TrainerCallback):
+    """Moves the base's weights away after the first save."""
+
+    def __init__(self, base):
+        self.base = base
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            for file in self.base.glob("*.safetensors"):
+                file.rename(file.with_suffix(".away"))
+
+
+def test_a_quantized_base_is_read_for_one_save_alone(tmp_path, half):
+    base = shutil.copytree(half, tmp_path / "base")
+    built = weights_of(base)
+    options = dict(save_strategy="steps", save_steps=1, max_steps=3, load_in_4bit=True, bf16=True)
+    trainer = training.trainer(tmp_path / "out", base, **FROZEN, **options)
+    trainer.add_callback(TakesWeightsAway(base))
+    trainer.train()
+    ends = []
+    for step in (1, 2, 3):
+        saved = weights_of(tmp_path / "out" / f"checkpoint-{step}")
+        assert saved.keys() == built.keys()
+        frozen = {name: value for name, value in saved.items() if "projector" not in name}
+        training.assert_equal(frozen, {name: built[name] for name in frozen})
+        ends.append(saved["model.multi_modal_projector.linear_1.weight"])
+    assert not torch.equal(ends[0], ends[1]) and not torch.equal(ends[1], ends[2])
+    now = trainer.model.get_parameter("model.multi_modal_projector.linear_1.weight").detach()
+    assert torch.equal(ends[2], now)
+    # Where no earlier file is left, the base is read again.
+    for step in (1, 2, 3):
+        shutil.rmtree(tmp_path / "out" / f"checkpoint-{step}")
+    for file in base.glob("*.away"):
+        file.rename(file.with_suffix(".safetensors"))
+    trainer.save_model()
+    training.assert_equal(weights_of(tmp_path / "out"), saved)
+
+
+@pytest.mark.parametrize("arm", ["aligned", "gwc"])
+def test_an_untrained_unit_norm_gets_the_gain_of_the_arm(tmp_path, arm):
+    unit = training.checkpoint(tmp_path / "unit", arm="unit")
+    trainer = training.trainer(tmp_path / "out", unit, arm=arm)
+    embeddings = weights_of(unit)["model.language_model.embed_tokens.weight"].double()
+    image_token = trainer.model.config.image_token_id
+    norms = embeddings.norm(dim=1)
+    kept = norms[:image_token]  # the image token, and rows that pad the vocabulary, are added
+    kept = kept[kept > 0]  # the row of padding is zero
+    expected = (kept.mean() / embeddings.shape[1] ** 0.5).item()
+    gain = trainer.model.model.multi_modal_projector.norm.weight
+    torch.testing.assert_close(gain.detach().double(), torch.full_like(gain, expected).double())
 
 
 def in_float64(inputs: dict) -> dict:

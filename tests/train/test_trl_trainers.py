@@ -120,6 +120,20 @@ def test_the_page_s_first_example_runs_as_printed(tmp_path, checkpoint, monkeypa
     assert "my-model" in (tmp_path / "my-model-lora" / "README.md").read_text()
 
 
+def test_the_page_s_collator_makes_a_batch_as_printed(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").symlink_to(checkpoint)
+    image(0).save("kite.png")
+    example, names = blocks("python")[1], {}
+    assert "ConversationCollator(" in example
+    exec(compile(example, "docs/trl.md", "exec"), names)
+    batch = names["batch"]
+    assert batch.keys() == {"input_ids", "attention_mask", "labels", "pixel_values"}
+    labels = batch["labels"][1]
+    assert names["processor"].decode(labels[labels >= 0]) == "A red kite.<|im_end|>"
+    assert batch["pixel_values"].shape[0] == 2
+
+
 def changed(folder, base) -> set[str]:
     """The modules that are not those of the base."""
     load = NormAlignLlavaForConditionalGeneration.from_pretrained
@@ -167,6 +181,6 @@ def test_dpo_and_grpo_by_their_recipes_and_sft_by_trl_s_command(tmp_path, checkp
     run("trl sft", "--output_dir=sft")
     assert changed("sft", checkpoint) == {"vision", "projector", "norm", "language"}
     assert "normalign merge my-model-dpo --output my-model-merged --base-quantization none" in PAGE
-    command = [sys.executable, "-c", blocks("python")[1]]
+    command = [sys.executable, "-c", blocks("python")[2]]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import sort_checkpoints
 
 from ...checkpoint.files import ADAPTER_CONFIG, STATE, TRAINING_RECORD, json_or_none, only_writer
@@ -36,6 +38,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
     ranks = {f"rng_state_{rank}.pth" for rank in range(world_size)}
     names = ranks if world_size > 1 else {"rng_state.pth"}
+    damaged = [f"a whole {path.name} (it is damaged)" for path in truncated_states(folder)]
     deepspeed = (folder / "latest").exists()  # and in it all states
     # Of one process or DDP, of FSDP in one file, of FSDP in shards.
     optimizers = [folder / name for name in ("optimizer.pt", "optimizer.bin", "optimizer_0")]
@@ -44,7 +47,53 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
         "scheduler.pt": deepspeed or (folder / "scheduler.pt").exists(),
         f"random states of {world_size} process(es) (it has {len(saved)})": saved == names,
     }
-    return [name for name, is_there in present.items() if not is_there]
+    return [name for name, is_there in present.items() if not is_there] + damaged
+
+
+def truncated_states(checkpoint: Path) -> list[Path]:
+    """The files of states whose end is missing, which is where such a file lists what it holds."""
+    return [path for path in state_files(checkpoint) if not is_zipfile(path)]
+
+
+def state_files(checkpoint: Path) -> list[Path]:
+    """The files of states that torch wrote, each of them an archive."""
+    patterns = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+    return sorted(path for pattern in patterns for path in checkpoint.glob(pattern))
+
+
+@contextmanager
+def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
+    """Has states or weights of a checkpoint read; of what fails, names the file that is damaged."""
+    try:
+        yield
+    except Exception as error:
+        damaged = [] if checkpoint is None else _unreadable(Path(checkpoint))
+        if not damaged:
+            raise
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{damaged[0]} is damaged: {lines[0]} Remove {checkpoint}, and resume from the one "
+            "before with --resume_from_checkpoint; or copy the file there again."
+        ) from error
+
+
+def _unreadable(checkpoint: Path) -> list[Path]:
+    """The files of a checkpoint that cannot be read, by reading them as far as the first one."""
+    for path in state_files(checkpoint):
+        try:
+            with ZipFile(path) as archive:
+                damaged_entry = archive.testzip()
+        except (OSError, ValueError, BadZipFile):
+            return [path]
+        if damaged_entry is not None:
+            return [path]
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (OSError, SafetensorError):
+            return [path]
+    return []
 
 
 def newest_complete(output_dir: str | os.PathLike, world_size: int) -> Path | None:
@@ -142,6 +191,12 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
             raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
         if earlier and named.resolve().parent != output.resolve():
             raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
+        if later := _later(named, earlier):
+            raise ValueError(
+                f"{output} holds {', '.join(later)}, which a later resume from `last` would take "
+                f"for the newest of the run that goes on from {named.name}. Remove them, or write "
+                "to another --output_dir."
+            )
         return named
     newest = newest_complete(output, world_size)
     console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
@@ -158,6 +213,15 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
     origin = newest or f"the beginning: {output} holds no complete checkpoint"
     console.print(f"Resuming from {origin}.")
     return newest
+
+
+def _later(named: Path, checkpoints: list[Path]) -> list[str]:
+    """The complete checkpoints after one of them."""
+    places = [folder.resolve() for folder in checkpoints]
+    if named.resolve() not in places:
+        return []
+    after = checkpoints[places.index(named.resolve()) + 1 :]
+    return [folder.name for folder in after if is_complete(folder)]
 
 
 def began_in(resume: str | bool | None, output_dir: str | None) -> tuple[bool, bool] | None:

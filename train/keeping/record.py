@@ -16,16 +16,19 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, gather_object
-from peft import PeftModel
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PeftModel
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ... import __version__
 from ...assembly.processing import ARM_FIELDS, arm_of
@@ -37,16 +40,8 @@ from ...data.rows.parse import DroppedRows
 from ..modules import model as parts
 from ..options import BOTH_STAGES, STAGES, NormAlignConfig, autocast_dtype
 from .checkpoints import checkpoints_in
+from .same_run import OF_ACCELERATOR
 
-
-MAY_CHANGE = (
-    *("save_", "logging_", "log_", "eval_", "report_to", "probe_", "max_steps", "num_train_epochs"),
-    *("hub_", "push_to_hub", "dataloader_", "dataset_num_proc", "dry_run", "device_memory"),
-    *("test_split", "dataset_test", "model_name", "dataset_name", "image_folder", "learning_rate"),
-    *("bad_steps", "bad_rows", "check_images", "early_stopping_"),
-)
-"""Prefixes of options that may change in a resumed run. Data are compared by their reports instead,
-and learning rates by module."""
 
 LEFT_OUT = {
     *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "do_eval"),
@@ -64,8 +59,14 @@ def training_record(
     learning_rates: dict[str, float],
     report: DataReport,
     others: Sequence[Any] = (),
+    rows: Dataset | IterableDataset | None = None,
+    optimizer: tuple[type, dict[str, Any]] | None = None,
+    adapters: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """The resolved recipe as JSON: options that differ from their default, and all that stages set.
+
+    `rows` are those to train on, `optimizer` a class and its arguments in place of `optim`, and
+    `adapters` their configuration as it is used.
 
     Local paths are cut to their last part, dropped rows listed by number. All processes must call
     this together. The trainer adds facts of [`summary`] as `run`; at saves `steps_done`, `seconds`.
@@ -75,6 +76,8 @@ def training_record(
     for more in others:
         options |= _changed(more, set())
     options |= _changed(args, {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"})
+    if of_accelerator := _changes_of_accelerator(args.accelerator_config):
+        options["accelerator_config"] = of_accelerator
     quantization = getattr(model.config, "quantization_config", None)
     libraries = ("torch", "transformers", "trl", "peft", "accelerate")
     return {
@@ -88,6 +91,8 @@ def training_record(
         "text_embedding_norm": model.config.text_embedding_norm,
         "model_revision": commit,
         "data": data_record(report),
+        "optimizer": None if optimizer is None else _named(optimizer),
+        "adapters": None if adapters is None else _changes_of_adapters(adapters),
         "hardware": hardware(args.device),
         "versions": {name: version(name) for name in libraries} | {"normalign_llava": __version__},
         "commit": code_commit(),
@@ -129,45 +134,58 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {"devices": sorted({name for *_, name in seen}), "count": len(seen), "machine": machine}
 
 
-def check_same_run(before: dict[str, Any], record: dict[str, Any], checkpoint: Path) -> None:
-    """Raises ValueError unless two records are of one run, whose optimizer would be taken over."""
-
-    def fixed(record: dict[str, Any]) -> dict[str, Any]:
-        options = record["options"]
-        run = {key: options[key] for key in options if not key.startswith(MAY_CHANGE)}
-        run |= {key: record.get(key) for key in ("stage", "arm", "quantization")}
-        rates = record.get("learning_rates") or {}
-        run |= {f"the learning rate of {module}": rate for module, rate in rates.items()}
-        base = json.dumps([record.get("build"), record.get("before")], sort_keys=True).encode()
-        run["the hash of the records of the model to train"] = sha256(base).hexdigest()[:8]
-        counts = ("used", "images", "shortest", "median", "longest")
-        train = [data for data in record["data"] if data["split"] == "train"]
-        sources = (f"{row['source']} {[row.get(key) for key in counts]}" for row in train)
-        return run | {f"the data ({', '.join(counts)})": ", ".join(sources)}
-
-    old, new = fixed(before), fixed(record)
-    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    if names:
-        changes = "; ".join(f"{name} (was {old.get(name)}, is {new.get(name)})" for name in names)
-        raise ValueError(
-            f"{checkpoint} is of a run that differs in {changes}. Undo that; or start anew without "
-            "--resume_from_checkpoint, in another --output_dir."
-        )
-
-
 def _changed(options: Any, always: set[str]) -> dict[str, Any]:
     """Fields that differ from their default, and those of `always`."""
     changed = {}
     for field in fields(options):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         name, value = field.name, _plain(getattr(options, field.name))
-        if field.init and value not in (None, [], {}) and (value != default or name in always):
+        is_emptied = getattr(options, name) is None and default not in (None, [], {}, MISSING)
+        is_set = value not in (None, [], {}) and (value != default or name in always)
+        if field.init and (is_emptied or is_set):
             changed[name] = value
     return changed
 
 
+def _changes_of_accelerator(config: AcceleratorConfig) -> dict[str, Any]:
+    """What of an `accelerator_config` decides about rows and steps, and is not the default."""
+    default = AcceleratorConfig()
+    changes = {}
+    for name, is_compared in OF_ACCELERATOR.items():
+        value = getattr(config, name)
+        if is_compared and value != getattr(default, name):
+            changes[name] = _plain(value)
+    return changes
+
+
+def digest_of_lengths(rows: Dataset | IterableDataset | None) -> str | None:
+    """A hash of the tokens of each row in order, by which other or reordered rows are known."""
+    if not isinstance(rows, Dataset) or "length" not in rows.column_names:
+        return None
+    lengths = np.asarray(rows.with_format(None)["length"][:], dtype="<i8")
+    return sha256(lengths.tobytes()).hexdigest()[:16]
+
+
+def _named(optimizer: tuple[type, dict[str, Any]]) -> dict[str, Any]:
+    cls, arguments = optimizer
+    return {"class": f"{cls.__module__}.{cls.__qualname__}", **_plain(arguments)}
+
+
+def _changes_of_adapters(config: LoraConfig) -> dict[str, Any]:
+    """What of adapters is not the default, without what names the model and versions."""
+    default = LoraConfig()
+    named = {"base_model_name_or_path", "revision", "peft_version", "runtime_config"}
+    changes = {}
+    for name, value in vars(config).items():
+        if name not in named and value != getattr(default, name, None):
+            changes[name] = _plain(value)
+    return changes
+
+
 def _plain(value: Any) -> Any:
     """As JSON, with None for other objects."""
+    if isinstance(value, set):
+        return sorted(_plain(entry) for entry in value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
@@ -225,12 +243,16 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
 
 
 def disk_use(
-    model: nn.Module, args: NormAlignConfig, steps: int, weights_in: Sequence[Path]
+    model: nn.Module,
+    args: NormAlignConfig,
+    steps: int,
+    weights_in: Sequence[Path],
+    optimizer_class: parts.OptimizerClass | None = None,
 ) -> dict[str, int]:
     """Bytes of a checkpoint, how many are kept at a time, and bytes of these and the result."""
     kind = AcceleratorState().distributed_type
     sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    optimizer = parts.static_bytes(model, args)[parts.OPTIMIZER]
+    optimizer = parts.static_bytes(model, args, optimizer_class)[parts.OPTIMIZER]
     optimizer *= args.world_size if sharded else 1
     trained = sum(map(parts.tensor_bytes, parts.trained_parameters(model).values()))
     if kind == DistributedType.DEEPSPEED or (sharded and isinstance(model, PeftModel)):

@@ -124,7 +124,7 @@ def _check_effect(config: LoraConfig, model: nn.Module, targets: Any, excluded: 
         raise ValueError("An adapter on lm_head is not trained. Put lm_head into modules_to_save.")
     if model.lm_head.weight is embeddings.weight and (tokens or embedded in adapters):
         raise ValueError(
-            "The embeddings of this model are its head too: adapters on them cannot be merged. "
+            "The embeddings of this model are its head too: an adapter would change one of them. "
             "Put embed_tokens into modules_to_save."
         )
 

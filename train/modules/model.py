@@ -3,12 +3,12 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -20,7 +20,7 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -38,8 +38,11 @@ PLACES |= {"projector": ["multi_modal_projector"], "norm": ["multi_modal_project
 
 PARAMETERS, ADAPTERS, GRADIENTS = "weights", "adapters", "gradients"
 OPTIMIZER, BATCHES, ACTIVATIONS = "optimizer", "batches", "activations"
-MEMORY_PARTS = (PARAMETERS, ADAPTERS, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS)
-"""What takes memory in a step."""
+COPIES = "half-precision copies of weights"
+MEMORY_PARTS = (PARAMETERS, ADAPTERS, COPIES, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS)
+"""What takes memory in a step. Copies are those that autocast makes, and that live at its peak."""
+
+OptimizerClass: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
 def module_of(parameter: str) -> str:
@@ -280,8 +283,12 @@ def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
+def static_bytes(
+    model: nn.Module, args: TrainingArguments, optimizer: OptimizerClass | None = None
+) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer states on each device, by part.
+
+    `optimizer` is a class and its arguments, in place of `args.optim`.
 
     FSDP and ZeRO-3 divide all by the number of processes, ZeRO-2 gradients and states, ZeRO-1 the
     states; DDP keeps a copy of the gradients in buckets. ZeRO-1 and ZeRO-2 keep the trained weights
@@ -289,12 +296,16 @@ def static_bytes(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
     """
     sizes = dict.fromkeys((PARAMETERS, ADAPTERS, GRADIENTS, OPTIMIZER), 0)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    trained: list[Tensor] = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        sizes[ADAPTERS if ".lora_" in name else PARAMETERS] += (size := tensor_bytes(tensor))
+        size = tensor_bytes(tensor)
+        sizes[ADAPTERS if ".lora_" in name else PARAMETERS] += size
         if tensor.requires_grad:
+            trained.append(tensor)
             sizes[GRADIENTS] += size
-            sizes[OPTIMIZER] += _optimizer_bytes(args.optim.value, tensor, tensor in embeddings)
-            sizes[OPTIMIZER] += 4 * parameter_count(tensor) if _zero_stage() in (1, 2) else 0
+            if _zero_stage() in (1, 2):
+                sizes[OPTIMIZER] += 4 * parameter_count(tensor)
+    sizes[OPTIMIZER] += optimizer_bytes(trained, args, optimizer, embeddings)
     shares = memory_shares(args)
     return {name: int(size * shares[name]) for name, size in sizes.items()}
 
@@ -310,6 +321,13 @@ def memory_shares(args: TrainingArguments) -> dict[str, float]:
     return shares
 
 
+def sharding() -> str:
+    """How the model is divided among processes, which decides how its states are saved."""
+    kind = AcceleratorState().distributed_type
+    names = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}
+    return names.get(kind, "none")
+
+
 def _zero_stage() -> int:
     """Which stage of ZeRO divides as much as this run does."""
     state = AcceleratorState()
@@ -318,17 +336,63 @@ def _zero_stage() -> int:
     return 3 if state.distributed_type == DistributedType.FSDP else 0
 
 
-def _optimizer_bytes(name: str, parameter: Tensor, embedding: bool) -> int:
-    count, states = parameter_count(parameter), 1 if "lion" in name else 2
-    if name == "sgd":
-        return 0
-    if name == "adafactor":
-        return 4 * (sum(parameter.shape) if parameter.dim() > 1 else count)
+def optimizer_bytes(
+    trained: Sequence[Tensor],
+    args: TrainingArguments,
+    optimizer: OptimizerClass | None,
+    embeddings: Collection[Tensor],
+) -> int:
+    """Bytes of the states that an optimizer keeps of the parameters `trained`.
+
+    bitsandbytes' are counted by its rules. Any other optimizer takes a step on tensors that have
+    shapes alone; one that cannot is counted as AdamW, with two states of each parameter's size.
+    """
+    name = args.optim.value
+    if optimizer is not None:
+        name = optimizer[0].__name__.lower()
+    if "8bit" in name or "32bit" in name:
+        return sum(_bitsandbytes_state(name, tensor, tensor in embeddings) for tensor in trained)
+    try:
+        cls, arguments = optimizer or Trainer.get_optimizer_cls_and_kwargs(args)
+        states = _states_of_step(cls, arguments, trained)
+    except Exception:  # of any optimizer: it needs a model, values, or a GPU
+        states = None
+    if states is None:
+        return sum(2 * parameter_count(tensor) * tensor.element_size() for tensor in trained)
+    return sum(state.nbytes for state in states)
+
+
+def _states_of_step(
+    cls: type[torch.optim.Optimizer], arguments: dict[str, Any], trained: Sequence[Tensor]
+) -> list[Tensor] | None:
+    """The states of a step on meta, without numbers such as the count of steps.
+
+    Those that read values fail in the step; states that all parameters had by then are the answer.
+    None if some had none.
+    """
+    parameters = []
+    for tensor in trained:
+        shape = getattr(tensor, "ds_shape", tensor.shape)
+        parameter = nn.Parameter(torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        parameter.grad = torch.empty_like(parameter)
+        parameters.append(parameter)
+    on_meta = {name: value for name, value in arguments.items() if name not in ("fused", "foreach")}
+    optimizer = cls(parameters, **on_meta)
+    try:
+        optimizer.step()
+    except (RuntimeError, NotImplementedError):
+        if len(optimizer.state) < len(parameters):
+            return None
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor) and value.dim()]
+
+
+def _bitsandbytes_state(name: str, parameter: Tensor, embedding: bool) -> int:
+    count = parameter_count(parameter)
+    states = 1 if "lion" in name else 2
     if "8bit" in name and count >= 4096 and not embedding:  # small tensors stay in 32 bits
         return states * (count + 4 * math.ceil(count / 256))
-    if "8bit" in name or "32bit" in name:
-        return states * 4 * count
-    return states * count * parameter.element_size()
+    return states * 4 * count
 
 
 def parameter_count(parameter: Tensor) -> int:
