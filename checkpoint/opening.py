@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..errors import install
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .files import CARD, find_checkpoint, json_or_none
 from .prompts import fix_date, stop_as_trained
@@ -89,8 +91,16 @@ class Checkpoint:
         kinds = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}
         kind = kinds.get(cls.__name__, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
-        with loading(f"The {kind} of {self.name}", remedy=remedy):
-            loaded = cls.from_pretrained(self.name, **self._read_at)
+        try:
+            with loading(f"The {kind} of {self.name}", remedy=remedy):
+                loaded = cls.from_pretrained(self.name, **self._read_at)
+        except (OSError, ImportError, ValueError) as error:
+            text = str(error).lower()  # in several wordings
+            for package in ("torchvision", "num2words"):
+                if package in text and find_spec(package) is None:
+                    problem = f"The {kind} of {self.name} needs {package}, which is not installed"
+                    raise ImportError(f"{problem}. {install('vision')}.") from error
+            raise
         if kind == "processor" and not isinstance(loaded, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
         return loaded

@@ -32,6 +32,7 @@ MAPS = (
 )
 SPACE_MEMORY = 12 * 2**30  # bytes of weights for which a free Space, of 16 GB, has room
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # EPS starts Ghostscript
+MAX_RATIO = 200  # of the longer side: image processors that resize the shorter one take memory
 
 
 def build_app(
@@ -105,14 +106,18 @@ def answer(
 
 def open_image(file: str) -> Image.Image:
     """The image as upright RGB, on white where transparent, or gr.Error if it cannot be read."""
+    fault = "The image cannot be read. Save it as PNG or JPEG with 8 bits."
     try:
-        image = ImageOps.exif_transpose(Image.open(file, formats=FORMATS))
+        opened = Image.open(file, formats=FORMATS)
+        if max(opened.size) > MAX_RATIO * min(opened.size):
+            fault = f"The image is too narrow: its sides may be as 1 to {MAX_RATIO} at most."
+            raise ValueError(fault)
+        image = ImageOps.exif_transpose(opened)
         if image.mode[0] in "IF":
             raise ValueError("its pixels have more than 8 bits")
         layer = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
     except Exception as error:  # decoders raise errors of any kind on broken files
-        fault = "The image cannot be read. Save it as PNG or JPEG with 8 bits."
         raise gr.Error(fault, print_exception=False) from error
 
 

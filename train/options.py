@@ -54,6 +54,7 @@ WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 
 LEAST = {"per_device_train_batch_size": 1, "global_batch_size": 1, "learning_rate": 0}
 LEAST |= {f"{module}_learning_rate": 0 for module in ("vision", "projector", "norm", "language")}
+LEAST |= {"probe_rows": 1, "sample_count": 0, "sample_max_new_tokens": 1}
 """The least value of numbers that nobody else checks."""
 
 

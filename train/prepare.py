@@ -81,18 +81,20 @@ def check_options(args: NormAlignConfig, model: Any) -> None:
     if args.packing and args.max_length is None:
         raise ValueError("packing fills forward passes up to max_length tokens. Set --max_length.")
     args.let_follow("gradient_accumulation_steps", accumulation_steps(args))
-    if args.process_index == 0 and not args.dry_run:
-        if args.push_to_hub:
-            from ..hub_cards.card.metadata import check_replaceable
-            from ..hub_cards.push.record import check_files_of_others
-            from ..hub_cards.push.repository import find_repository, log_in
+    if args.process_index != 0:
+        return
+    if args.push_to_hub:
+        from ..hub_cards.card.metadata import check_replaceable
+        from ..hub_cards.push.record import check_files_of_others
+        from ..hub_cards.push.repository import find_repository, log_in
 
-            name = args.hub_model_id or Path(args.output_dir).absolute().name
-            api = log_in(name, args.hub_token)
-            name = name if "/" in name else f"{api.whoami()['name']}/{name}"
-            repository = find_repository(api, name, branch=args.hub_revision or "main")
-            check_replaceable(repository.card, name)
-            check_files_of_others(repository)
+        name = args.hub_model_id or Path(args.output_dir).absolute().name
+        api = log_in(name, args.hub_token)
+        name = name if "/" in name else f"{api.whoami()['name']}/{name}"
+        repository = find_repository(api, name, branch=args.hub_revision or "main")
+        check_replaceable(repository.card, name)
+        check_files_of_others(repository)
+    if not args.dry_run:
         for dtype in ("bfloat16" if args.bf16 else None, init_kwargs.get("dtype")):
             warn_if_slow(dtype, args.device.type)
 

@@ -119,7 +119,8 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
     """The first of some changes, from small to large, with which a step fits that does not.
 
     They are fewer rows in a pass, halved each time; gradient checkpointing; adapters, or bfloat16
-    if the language model is frozen; 4 bits; all of that. `make` takes further words.
+    if the language model is frozen; 4 bits; all of that: each with the rows as they are, and with
+    one row in a pass. `make` takes further words.
     """
     args = trainer.args
     halves = [args.per_device_train_batch_size // 2**n for n in range(1, 16)]
@@ -132,10 +133,16 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
     is_in_4_bits = getattr(base_model(trainer.model), "is_loaded_in_4bit", False)
     if is_in_4_bits or find_spec("bitsandbytes") is None:
         in_4_bits = []
-    every = [*checkpointing, *in_4_bits, *(smaller[-1] if smaller else [])]
-    for words in filter(None, (*smaller, checkpointing, adapters, in_4_bits, every)):
+    one_row = smaller[-1] if smaller else []
+    every = [*checkpointing, *(in_4_bits or adapters)]
+    changes = [*smaller]
+    for change in (checkpointing, adapters, in_4_bits, every):
+        for words in (change, [*change, *one_row]):
+            if change and words not in changes:
+                changes.append(words)
+    for words in changes:
         with suppress(ValueError, ImportError):  # options that do not go together
             if (estimate := make(words).estimate_memory()).fits:
                 return f"Would fit: {' '.join(words)}. {estimate.verdict}"
-    tried = f", not even {' '.join(every)}" if every else ""
+    tried = f", not even {' '.join(changes[-1])}" if changes else ""
     return f"Nothing that was tried fits{tried}. Fewer tokens may: lower --max_length."

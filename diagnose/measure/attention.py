@@ -26,6 +26,8 @@ def attention_maps(
     """
     parts = find_parts(model)
     inputs, config, decoder = model_inputs(parts, batch), parts.model.config, parts.decoder
+    if (sequences := len(inputs["input_ids"])) != 1:
+        raise ValueError(f"The batch has {sequences} sequences. Give one question at a time.")
     kinds = token_kinds(inputs, config, boundary_ids(config) | set(special_ids)).cpu()
     visual, text = (kinds[KINDS.index(kind)].nonzero().flatten() for kind in ("visual", "text"))
     asking = text[text > visual.max()] if len(visual) else visual

@@ -98,6 +98,8 @@ def probe(
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """The batch without labels, on the model's device and in its precision."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise ValueError("A batch must be a mapping with input_ids. Give a list of batches.")
     if others := {"pixel_values_videos", "input_features"} & set(batch):
         raise ValueError(f"A batch has {others.pop()}. Give images, not video or sound.")
     names = [name for name in batch if name not in ("labels", "use_cache")]

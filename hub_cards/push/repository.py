@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, errors
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    RepoCard,
+    errors,
+)
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import get_token
@@ -17,6 +24,8 @@ from ...checkpoint.files import CARD
 
 
 RECORD = "publication.json"  # in a repository: what this package wrote to it
+NOTHING_IGNORED = "# Everything that is published is sent.\n"
+"""In place of the repository's own `.gitignore`: the client skips what is in it without a word."""
 LOG_IN = "Use `hf auth login` or HF_TOKEN, with a token of https://huggingface.co/settings/tokens"
 
 
@@ -135,7 +144,8 @@ def push(
     """Makes a branch hold `added` and no longer `removed`: one commit, or none if it does already.
 
     At any moment it is at the commit before or at the new one; after a failure the same call sends
-    the rest. Raises OSError also if somebody has made a commit since `repository` was read.
+    the rest. What the repository ignores is sent too. Raises OSError also if somebody has made a
+    commit since `repository` was read, and ValueError if the Hub refuses the card's front matter.
     """
     api, repo_id, head = repository.api, repository.repo_id, repository.commit
     kind, branch = repository.kind, repository.branch
@@ -145,6 +155,16 @@ def push(
             api.create_repo(repo_id, repo_type=kind, private=private, space_sdk=sdk)
         if branch != "main" and not create_pr:
             api.create_branch(repo_id, repo_type=kind, branch=branch, revision=head, exist_ok=True)
+        check_front_matter(added, kind)  # before the upload
+        api.preupload_lfs_files(
+            repo_id,
+            added,
+            repo_type=kind,
+            revision=branch,
+            create_pr=create_pr,
+            free_memory=False,
+            gitignore_content=NOTHING_IGNORED,
+        )
         return api.create_commit(
             repo_id,
             [*added, *map(CommitOperationDelete, removed)],
@@ -154,3 +174,17 @@ def push(
             parent_commit=head,
             create_pr=create_pr,
         )
+
+
+def check_front_matter(added: Sequence[CommitOperationAdd], kind: str) -> None:
+    """Raises ValueError if the Hub refuses the front matter of a card that is to be sent."""
+    for addition in added:
+        if addition.path_in_repo != CARD:
+            continue
+        with addition.as_file() as file:
+            card = RepoCard(file.read().decode("utf-8"), ignore_metadata_errors=True)
+        try:
+            card.validate(repo_type=kind)
+        except ValueError as error:
+            remedy = f"Correct the front matter of {CARD}, which the Hub refuses"
+            raise ValueError(f"{remedy}: {error}") from error

@@ -146,5 +146,8 @@ def test_errors_say_what_to_do():
     short = tiny.model(text=tiny.text_config(cls=MistralConfig, sliding_window=8))
     with pytest.raises(ValueError, match="None of the 2 layers of MistralModel has an attention"):
         ask(short, batch)
+    two = {name: torch.cat([value, value]) for name, value in batch.items()}
+    with pytest.raises(ValueError, match="The batch has 2 sequences"):
+        ask(tiny.model(), two)
     with pytest.raises(ValueError, match="No text comes after an image.*question after"):
         ask(tiny.model(), last)

@@ -1,6 +1,7 @@
 """Loading what is to be diagnosed: what it is taken for, in which form it comes, and errors."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import tiny
@@ -44,6 +45,13 @@ def test_images_go_through_the_processor_of_each_family(name, tmp_path):
     seen = probe(model, inputs, tokenizer=handle.processor.tokenizer).interface
     newlines = seen.newline.count if seen.newline else 0
     assert len(inputs) == 2 and seen.visual.count + newlines == placeholders >= 12
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_processor_that_needs_torchvision_names_it_and_the_extra(tmp_path):
+    folder = vlm_processors.save("smolvlm", tmp_path)
+    with pytest.raises(ImportError, match=rf"of {folder} needs torchvision.*\[vision\]"):
+        resolve_model(folder)
 
 
 def layers_in_4_bits(model):

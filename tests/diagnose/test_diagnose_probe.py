@@ -185,6 +185,10 @@ def test_models_and_batches_that_cannot_be_measured_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             probe(refused, [inputs])
+    pixels_first = {"pixel_values": batch["pixel_values"], **batch}
+    for batches in (batch, pixels_first, [{"pixel_values": batch["pixel_values"]}]):
+        with pytest.raises(ValueError, match="input_ids.*Give a list of batches"):
+            probe(model, batches)
     last = model.model.multi_modal_projector.linear_2
     for bias, message in ((0.0, "visual tokens are zero"), (math.inf, "visual.*NaN.*in state 0")):
         with torch.no_grad():

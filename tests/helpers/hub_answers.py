@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import RepoCard
@@ -242,13 +243,25 @@ def create_branch(hub: "HubServer", request: Request, kind, repo_id, name) -> An
 
 
 def preupload(hub: "HubServer", request: Request, kind, repo_id, revision) -> Answer:
-    files, answered = visible(hub, request, kind, repo_id).resolve(revision).files, []
+    repository = visible(hub, request, kind, repo_id)
+    files, answered = repository.resolve(revision).files, []
+    hosted = repository.blobs[files[".gitignore"]].decode() if ".gitignore" in files else ""
+    ignored = request.json().get("gitIgnore", hosted).splitlines()
     for asked in request.json()["files"]:
         path, sample = asked["path"], base64.b64decode(asked["sample"])
         mode = "lfs" if stored_in_lfs(path, sample) else "regular"
         known = {"oid": files[path]} if path in files else {}
-        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **known})
+        ignore = any(fnmatch(path, pattern) for pattern in ignored)
+        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": ignore, **known})
     return reply({"files": answered})
+
+
+def validate_yaml(hub: "HubServer", request: Request) -> Answer:
+    card = RepoCard(request.json()["content"], ignore_metadata_errors=True)
+    licence = card.data.get("license") or "other"
+    known = ("apache-2.0", "mit", "llama3.2", "other")
+    faults = [] if licence in known else [{"message": f'"license" must be one of {known}'}]
+    return reply({"errors": faults, "warnings": []}, 400 if faults else 200)
 
 
 def batch(hub: "HubServer", request: Request, repo_id, kind="model") -> Answer:
@@ -306,7 +319,7 @@ ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("GET", f"{GIT}/resolve/{REVISION}/(?P<path>.+)", download),
     ("POST", "/api/repos/create", create_repository),
     ("POST", f"{API}/branch/(?P<name>[^/]+)", create_branch),
-    ("POST", "/api/validate-yaml", lambda hub, request: reply({"errors": [], "warnings": []})),
+    ("POST", "/api/validate-yaml", validate_yaml),
     ("POST", f"{API}/preupload/{REVISION}", preupload),
     ("POST", rf"{GIT}\.git/info/lfs/objects/batch", batch),
     ("PUT", rf"{GIT}\.git/lfs/(?P<sha256>[0-9a-f]{{64}})", upload),

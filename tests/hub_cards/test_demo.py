@@ -150,6 +150,16 @@ def test_wrong_questions_get_a_message_and_the_page_goes_on(url, red):
     assert user.predict(handle_file(red), QUESTION, api_name="/ask")[0]
 
 
+@pytest.mark.parametrize("size", [(4001, 20), (20, 4001)])
+def test_a_strip_is_refused_that_an_image_processor_would_make_huge(tmp_path, size):
+    file, whole = tmp_path / "strip.png", tmp_path / "whole.png"
+    Image.new("RGB", size).save(file)
+    Image.new("RGB", (4000, 20)).save(whole)
+    with pytest.raises(demo_app.gr.Error, match="too narrow"):
+        demo_app.open_image(file)
+    assert demo_app.open_image(whole).size == (4000, 20)
+
+
 def call(url, *data):
     """All that the server says of one question, as its page asks it."""
     functions = httpx.get(f"{url}config").json()["dependencies"]

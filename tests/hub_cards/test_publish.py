@@ -112,6 +112,24 @@ def test_what_an_earlier_publication_wrote_is_removed_unless_it_was_changed(publ
     assert f"removed: {', '.join(sorted(gone))}." in shown
 
 
+def test_what_the_repository_ignores_is_sent_all_the_same(publish, hub, folder):
+    ignored = {".gitignore": b"*.safetensors\n*.json\n"}
+    repository = hub.create("ann/m", files=ignored)
+    assert publish(folder, "--no-verify")[0] == 0
+    assert {path.name for path in folder.iterdir()} <= set(repository.head().files)
+    for path in folder.glob("*.safetensors"):
+        assert repository.read(path.name) == path.read_bytes()
+
+
+def test_front_matter_that_the_hub_refuses_is_found_before_the_upload(publish, hub, folder):
+    card = b"---\nlicense: my own\n---\n<!-- normalign card, metadata: tags -->\n"
+    repository = hub.create("ann/m", files={"README.md": card})
+    status, shown = publish(folder, "--no-verify")
+    assert status == 1
+    assert "front matter" in shown and "must be one of" in shown, shown
+    assert hub.received.total() == 0 and repository.read("README.md") == card
+
+
 THEIRS = {
     "config.json": b'{"model_type": "llama"}',
     "model-00001-of-00002.safetensors": b"their first half",

@@ -12,8 +12,10 @@ import tiny
 import torch
 import training
 from documented import documented
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from normalign_llava import NormAlignTrainer
+from normalign_llava.train.callbacks import steps
 from normalign_llava.train.callbacks.depth_probe import DYNAMICS, layer_cosines
 from normalign_llava.train.callbacks.steps import GRADIENT_PARTS
 from normalign_llava.train.modules.model import base_model
@@ -126,6 +128,22 @@ def test_clip_share_counts_the_steps_since_the_last_log(checkpoint, tmp_path):
     for entry, totals in zip(logs(trainer), (trainer.totals[:3], trainer.totals[3:]), strict=True):
         assert entry["clip/share"] == pytest.approx(sum(total > 3.23 for total in totals) / 3)
     assert 0 < sum(total > 3.23 for total in trainer.totals) < 6
+
+
+def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: now[0])
+    state = TrainerState(global_step=10, max_steps=14, is_world_process_zero=True)
+    args, control, lines = TrainingArguments(), TrainerControl(), steps.ProgressLines()
+    lines.on_train_begin(args, state, control)
+    now[0] += 3600  # in which a resumed run reads the rows of the steps before
+    for _ in range(2):
+        lines.on_step_begin(args, state, control)
+        now[0] += 5
+        state.global_step += 1
+    lines.on_log(args, state, control, logs={"loss": 1.0})
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.endswith("0:00:10")
 
 
 @pytest.mark.parametrize("arm", ["aligned", "rms", "none"])

@@ -186,6 +186,10 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
         assert answer(total(*words)).startswith(f"Would fit: {' '.join(words)}. Fits")
     less = [*one, *checkpointing]
     assert answer(total(*less), *one).startswith("Would fit: --gradient_checkpointing true. Fits")
+    assert answer(total(*less)).startswith(f"Would fit: {' '.join([*checkpointing, *one])}. Fits")
+    fitting = total(*less, *adapters)
+    expected = f"Would fit: {' '.join([*adapters, *one])}. Fits"
+    assert answer(fitting, *checkpointing).startswith(expected)
     assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
     tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
     assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")

@@ -88,6 +88,16 @@ def test_what_is_not_published_is_complete_and_its_command_is_named(hub, run, tm
     assert stored.weights(tmp_path / "out")
 
 
+def test_a_dry_run_checks_the_repository_and_creates_none(hub, run):
+    done = run(hub.token("bob"), dry_run=True)
+    assert done.returncode == 1 and f"not as {REPO}" in " ".join(done.stderr.split())
+    done = run(hub.token("ann"), dry_run=True)
+    assert done.returncode == 0 and not hub.repositories, done.stderr
+    hub.create(REPO, files={"README.md": b"# By hand"})
+    done = run(hub.token("ann"), dry_run=True)
+    assert done.returncode == 1 and "not written by this package" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("account", "role", "files", "reason"),
     [

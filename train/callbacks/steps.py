@@ -308,13 +308,19 @@ class ProgressLines(TrainerCallback):
 
     def __init__(self):
         # Evaluation and `Trainer.log` may come before training.
-        self._first_step, self._began = 0, time.perf_counter()
+        self._first_step = 0
+        self._began: float | None = None  # when the first step did
         self._explained = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._first_step, self._began = state.global_step, time.perf_counter()
+        self._first_step, self._began = state.global_step, None
         names = (f"{name:>{width}}" for name, (_, width, _) in LOG_COLUMNS.items())
         _print(state, "step", *names, "time left")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Starts the clock at the first step: before it, a resumed run reads the earlier rows."""
+        if self._began is None:
+            self._began = time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         step, steps = f"{state.global_step}/{state.max_steps}", state.global_step - self._first_step
@@ -334,7 +340,7 @@ class ProgressLines(TrainerCallback):
                 _print(state, step, f"{key} {logs[key]:.4g}")
 
     def _time_left(self, state, steps: int) -> str:
-        if steps < 1:
+        if steps < 1 or self._began is None:
             return "-"
         pace = (time.perf_counter() - self._began) / steps
         return str(timedelta(seconds=round(pace * (state.max_steps - state.global_step))))
