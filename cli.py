@@ -403,6 +403,7 @@ def publish(
     space: Annotated[bool, Option("--space", help="Add a demo, the Space REPO_ID-demo.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Publish an adapter unmerged.")] = False,
     base: BaseOption = None,
+    base_quantization: BaseQuantizationOption = None,
     replace_card: Annotated[bool, Option("--replace-card", help="Overwrite your card.")] = False,
     replace_files: Annotated[
         bool, Option("--replace-files", help="Overwrite or remove files of others on the Hub.")
@@ -420,7 +421,8 @@ def publish(
 
         publication = send(
             checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr,
-            space=space, as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run,
+            space=space, as_adapter=adapter, base=base, base_quantization=base_quantization,
+            replace_card=replace_card, dry_run=dry_run,
             check_loading=not no_verify, replace_files=replace_files,
             notify=lambda text: console.print(text, soft_wrap=True),
         )  # fmt: skip

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import Any, ClassVar
 from unicodedata import category
 
 import rich.console
@@ -45,18 +46,35 @@ class Console(rich.console.Console):
 class Printed(JupyterMixin):
     """A terminal and a notebook show its `renderable()`, with foreign text escaped."""
 
+    labels: ClassVar[dict[str, str]] = {}
+    """What the table calls fields whose names do not say what they are."""
+
     def renderable(self) -> RenderableType:
-        """What `rich` prints of it; of a dataclass by default a table of its fields."""
+        """What `rich` prints of it; of a dataclass by default a table of its fields.
+
+        Fields that are None, lists and mappings are not in it.
+        """
         table = Table(show_header=False)
         for name, value in vars(self).items():
-            if not isinstance(value, dict | list):
-                table.add_row(name, format(value, {int: ",", float: ".4g"}.get(type(value), "")))
+            if value is not None and not isinstance(value, dict | list):
+                table.add_row(self.labels.get(name, name), _cell(value))
         return table
 
     def __rich_console__(
         self, console: rich.console.Console, options: ConsoleOptions
     ) -> Iterable[Segment]:
         return Console().render(self.renderable(), options)
+
+
+def _cell(value: Any) -> str:
+    """A number or a word in a table of a report."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def escaped(text: str) -> str:

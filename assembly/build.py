@@ -51,6 +51,13 @@ class BuildReport(Printed):
         notices: Paths of the parts' licence texts and notices in the checkpoint.
     """
 
+    labels = {
+        "n_text": "N_text, mean norm of text embeddings",
+        "gain": "gain of the norm at the start",
+        "generation_marks": "chat template marks answers for training",
+        "from_llava": "made from a LLaVA checkpoint",
+    }
+
     output: str
     vision: str
     language: str

@@ -37,7 +37,8 @@ def copied_generation(generation: GenerationConfig) -> tuple[GenerationConfig, d
     for name, value in flags_of(kept).items():
         if name in COPIED:
             continue
-        left_out[name] = value
+        if value is not False:  # a flag that is off says nothing
+            left_out[name] = value
         if name in defaults:
             setattr(kept, name, defaults[name])
         else:  # no flag that transformers knows

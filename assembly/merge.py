@@ -46,6 +46,11 @@ class MergeReport(Printed):
             a share of the largest number. In bfloat16 it is some 0.002, in float32 below 1e-5.
     """
 
+    labels = {
+        "quantization": "base quantized in training",
+        "difference": "largest difference by rounding, relative",
+    }
+
     output: str
     adapter: str
     base: str

@@ -29,6 +29,7 @@ SIDE = 64  # pixels, of easy-VQA's images and of Google's drawings
 CHOICES = {"shape": SHAPES, "colour": COLOURS, "yes/no": ("yes", "no")}
 QUESTION_KINDS = tuple(CHOICES)
 OVERALL = "easy-VQA"
+SYSTEM = "Answer briefly."  # the system turn of all rows
 DATA_FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
 
 
@@ -172,7 +173,7 @@ def conversation(turns: list[Question], images: list[PILImage.Image]) -> dict:
 def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
     """The messages that ask `text` about an image or its path, or about the image of the row."""
     part = {"type": "image"} if image is None else {"type": "image", "image": image}
-    system = {"role": "system", "content": [{"type": "text", "text": "Answer briefly."}]}
+    system = {"role": "system", "content": [{"type": "text", "text": SYSTEM}]}
     return [system, {"role": "user", "content": [part, {"type": "text", "text": text}]}]
 
 

@@ -2,6 +2,7 @@
 """The quickstart, which resumes: a step is skipped if its result, written atomically, exists."""
 
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from ..assembly.merge import merge_adapter
 from ..checkpoint.files import LOCK, json_or_none, write_json
 from ..checkpoint.precision import half_precision_pays
 from ..fetched.convert import convert_language, convert_vision
-from ..fetched.easy_vqa import QUESTION_KINDS, Question, held_out, load_image, prompt
+from ..fetched.easy_vqa import QUESTION_KINDS, SYSTEM, Question, held_out, load_image, prompt
 from ..fetched.fetch import ARCHIVES, fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
@@ -153,7 +154,14 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
     write_card(model)
     write_json(output / "results.json", results)
     print_results(console, results, output, pages)
+    console.print(f"Ask it: {command_to_ask(model, questions[0])}", markup=False, soft_wrap=True)
     return results
+
+
+def command_to_ask(model: Path, question: Question) -> str:
+    """The command that asks a question of the quickstart as it was trained to be asked."""
+    words = ["normalign", "ask", str(model), str(question.image), question.text]
+    return shlex.join([*words, "--system", SYSTEM])
 
 
 def reload(checkpoint: Path, questions: list[Question]) -> tuple[list[str], str | None]:

@@ -20,7 +20,12 @@ from normalign_llava.assembly.build import build_checkpoint
 pytestmark = pytest.mark.slow
 
 
-NOT_RUN = ("pip install", "make ", "vllm serve")  # CI runs `make`; of others the pages say so
+NOT_RUN = (
+    "pip install",
+    "make ",
+    "vllm serve",
+    "hf download",
+)  # CI runs `make`; of others the pages say so
 ON_TINY = {
     "normalign train": "--use_cpu --bf16 false --max_steps 1 --global_batch_size 2 "
     "--per_device_train_batch_size 1 --optim adamw_torch --max_length 512",

@@ -34,7 +34,7 @@ rows are opened.
 
 NOT_USED = "columns not used"  # title of the columns, and keys of turns, that are not read
 _CHUNK = 16  # rows whose images are read and opened together
-_LISTED = 20_000  # rows whose files are looked for together
+_LISTED = 5000  # rows whose files are looked for together
 _SHOWN = 5  # reasons in an error
 _VALUES = re.compile(r"\d+|, got .*")  # which differ between reasons of one kind
 
@@ -148,16 +148,7 @@ def parse_rows(
 def token_lengths(processor: LlavaProcessor, rows: list[dict[str, Any]]) -> list[int | str]:
     """Tokens of each parsed row as the collator makes them, or why it has none; opens no image."""
     per_image, tokenizer = tokens_per_image(processor), processor.tokenizer
-    texts: list[str | Exception] = []
-    for row in rows:
-        template, messages = without_preamble(
-            processor.chat_template, row["messages"], processor.image_token
-        )
-        options: Any = {"chat_template": template, "tokenize": False}
-        try:
-            texts.append(tokenizer.apply_chat_template(messages, **options))
-        except Exception as error:  # a template may raise any
-            texts.append(error)
+    texts = rendered(processor, [row["messages"] for row in rows])
     backend = tokenizer.backend_tokenizer
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
@@ -172,6 +163,28 @@ def token_lengths(processor: LlavaProcessor, rows: list[dict[str, Any]]) -> list
         results.append(len(tokens) + images * (per_image - 1))
         if (places := tokens.count(processor.image_token_id)) != images:
             results[-1] = f"the chat template prints {places} image tokens for {images} images"
+    return results
+
+
+def rendered(
+    processor: LlavaProcessor, conversations: list[list[dict[str, Any]]]
+) -> list[str | Exception]:
+    """The text of each conversation, or the error with which the chat template refuses it."""
+    if not conversations:
+        return []
+    joined = []
+    for messages in conversations:
+        template, texts = without_preamble(processor.chat_template, messages, processor.image_token)
+        joined.append(texts)
+    options: Any = {"chat_template": template, "tokenize": False}
+    try:
+        return processor.tokenizer.apply_chat_template(joined, **options)
+    except Exception as error:  # a template may raise any
+        if len(conversations) == 1:
+            return [error]
+    results: list[str | Exception] = []
+    for messages in conversations:
+        results += rendered(processor, [messages])
     return results
 
 

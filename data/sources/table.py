@@ -117,27 +117,33 @@ def check_rows(
     if len(shows) > MANY_ROWS and allowed and not checks.check_images and report.split == "train":
         sample = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
 
-    def image_faults(numbers: np.ndarray, decode: bool) -> dict[int, tuple[str | None, str]]:
-        chosen = table.select(numbers)
-        if decode:
-            rows = rows_on_access(chosen, reader)
+    def opened(numbers: np.ndarray) -> dict[int, tuple[str | None, str]]:
+        """The faults of images that are opened, by number of their row."""
+        rows = rows_on_access(table.select(numbers), reader)
 
-            def images(few: range) -> list[list[dict[str, Any]]]:
-                return rows[few.start : few.stop]["images"]
+        def images(few: range) -> list[list[dict[str, Any]]]:
+            return rows[few.start : few.stop]["images"]
 
-            faults = image_problems(images, len(numbers), report.source, source.rules)
-        else:
-            stored = chosen.with_format("arrow").select_columns("paths")
-
-            def paths(few: range) -> list[list[str]]:
-                return stored[few.start : few.stop]["paths"].to_pylist()
-
-            faults = file_problems(paths, len(numbers), source.rules)
+        faults = image_problems(images, len(numbers), report.source, source.rules)
         return {int(numbers[number]): fault for number, fault in faults.items()}
 
-    problems = image_faults(sample, True)
+    def looked_for(numbers: np.ndarray) -> dict[int, tuple[str | None, str]]:
+        """The faults of files that are not opened, by number of their row."""
+        is_asked = np.zeros(len(table), bool)
+        is_asked[numbers] = True
+        stored = table.with_format("arrow").select_columns("paths")
+
+        def paths(few: range) -> list[list[str]]:  # whole slices: `datasets` gathers rows slowly
+            lists = stored[few.start : few.stop]["paths"].to_pylist()
+            asked = is_asked[few.start : few.stop].tolist()
+            return [own if wanted else [] for own, wanted in zip(lists, asked, strict=True)]
+
+        return file_problems(paths, len(table), source.rules)
+
+    problems = opened(sample)
     may_be_many = row_checks.too_many(len(problems), len(sample), allowed, deviations=3)
-    problems |= image_faults(np.setdiff1d(shows, sample), may_be_many)
+    others = np.setdiff1d(shows, sample)
+    problems |= opened(others) if may_be_many else looked_for(others)
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
     if checks.max_length is not None:

@@ -49,6 +49,7 @@ def publish(
     space: bool = False,
     as_adapter: bool = False,
     base: str | None = None,
+    base_quantization: str | None = None,
     dry_run: bool = False,
     check_loading: bool = True,
     replace_card: bool = False,
@@ -72,6 +73,7 @@ def publish(
         space: Publish the demo as well, as the Space `{repo_id}-demo`.
         as_adapter: Publish an adapter as one, with its base, on the Hub, pinned to a commit.
         base: The adapter's base, if it has moved: a folder or a Hub id.
+        base_quantization: How that was quantized in training, see [`merge_adapter`].
         dry_run: Check, and list what would be sent. Needs no token, and a network only for a base.
         check_loading: Load the folder before, and the commit after, in a clean process. Each takes
             the model's memory, and the second its size on disk (of an adapter twice).
@@ -91,7 +93,7 @@ def publish(
     check_folder(checkpoint)
     check_free(checkpoint)
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
-    if (as_adapter or base) and not is_adapter:
+    if (as_adapter or base or base_quantization) and not is_adapter:
         raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
     if space and (create_pr or as_adapter):
         remedy = "Leave out --space, or --create-pr and --adapter"
@@ -122,7 +124,7 @@ def publish(
 
             merged = temporary.enter_context(TemporaryDirectory(prefix="normalign-merged-"))
             folder = Path(merged, checkpoint.resolve().name)
-            merge_adapter(checkpoint, folder, base=base)
+            merge_adapter(checkpoint, folder, base=base, base_quantization=base_quantization)
             for name in (EVALUATION, DIAGNOSTICS):
                 if (checkpoint / name).exists():
                     notify(f"Warning: {name} of the adapter stays here, since it is merged.")

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from dataclasses import asdict, replace
@@ -15,7 +16,9 @@ import torch
 import training
 from paths import DOCS, HELPERS
 from PIL import Image
+from typer.testing import CliRunner
 
+from normalign_llava.cli import app
 from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.fetched.easy_vqa import OVERALL, QUESTION_KINDS
 from normalign_llava.hub_cards.card.metadata import is_ours
@@ -90,6 +93,9 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     said = capsys.readouterr().out
     words = (*QUESTION_KINDS, "same logits", "report.html", "convert, finished")
     assert all(word in said for word in words)
+    (command,) = (line for line in said.splitlines() if line.startswith("Ask it: normalign "))
+    asked = CliRunner().invoke(app, shlex.split(command)[3:])
+    assert asked.exit_code == 0, asked.output
     alone = read_report(output / "model")
     assert alone["against"] is None and results["verdicts"] == {"model": alone["verdict"]}
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
