@@ -163,6 +163,10 @@ def errors_for_people(extra: str = "", stopped: str = "", full: str = MORE) -> I
                 message = f"{error}. {install(extra)}"
             elif isinstance(error, ValueError | OSError | ImportError | FloatingPointError):
                 message = message or str(error)
+            elif is_panic(error):
+                message = (
+                    f"A native library crashed: {error}. Use another checkpoint, or other data."
+                )
             if message is None:
                 raise
             if os.environ.get(TRACEBACK) == "1":

@@ -206,11 +206,12 @@ def answer(folder: Path) -> str:
     """Asks a model in 4 bits; what it answers does not matter."""
     from PIL import Image
 
-    from normalign_llava.evaluation.ask import ask
+    from normalign_llava.evaluation.ask import AskOptions, ask
 
     checkpoint, image = str(folder / "checkpoint"), folder / "image.png"
     Image.new("RGB", (64, 64)).save(image)
-    ask(checkpoint, image, "What is it?", max_new_tokens=4, load_in_4bit=True)
+    options = AskOptions(max_new_tokens=4)
+    ask(checkpoint, [str(image), "What is it?"], options, load_in_4bit=True)
     return "answered"
 
 

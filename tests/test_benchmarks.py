@@ -24,6 +24,20 @@ def test_figures_are_written(prepared, tmp_path, words):
     assert all(re.match(r"\d+(\.\d+)?(%| |,|$)", row[2]) for row in written["rows"])
 
 
+def test_the_checks_of_a_gpu_run_on_a_cpu(prepared, tmp_path):
+    """All of them but tests, and those that train for minutes."""
+    pytest.importorskip("bitsandbytes")
+    only = "^(norm|recipe qlora|merge|ask in 4 bits)$"
+    output = tmp_path / "checks.json"
+    words = ["--device", "cpu", "--only", only, "--output", output]
+    done = prepared.run([FOLDER / "check_gpu.py", *words])
+    checks = json.loads(output.read_text())["checks"]
+    states = {row["check"]: row["status"] for row in checks}
+    assert done.returncode == 0, checks
+    assert states.keys() >= {"norm", "recipe qlora", "merge", "ask in 4 bits"}
+    assert {*states.values()} == {"ok"}, checks
+
+
 def test_the_recipes_take_at_true_size_what_the_page_says(prepared):
     said = {}
     for words in ([], ["--recipes", "align-qwen2.5-7b", "--load_in_4bit", "true"]):

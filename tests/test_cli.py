@@ -10,6 +10,9 @@ import pytest
 import torch
 import training
 import typer
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from transformers import BitsAndBytesConfig
 from typer.testing import CliRunner
 
@@ -180,6 +183,16 @@ def test_a_gpu_s_error_is_told_as_such_not_as_a_checkpoint_s(capsys, checkpoint,
         function(checkpoint)
     line = capsys.readouterr().err.splitlines()[-1]  # after a bar
     assert re.match(f"Error: {words}", line), line
+
+
+def test_a_library_that_crashes_ends_a_command_in_a_sentence(capsys):
+    pattern = Regex(12 * "(" + "[a-z ]" + 12 * "+)" + "Z")  # takes too many attempts
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.pre_tokenizer = Split(pattern, "isolated")
+    with pytest.raises(typer.Exit), errors_for_people():
+        tokenizer.encode("what is it, what is it?")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.match("Error: A native library crashed: .*retry-limit.* Use another", line), line
 
 
 def test_memory_that_a_step_lacks_is_a_sentence_with_its_size(capsys, checkpoint, tmp_path):
