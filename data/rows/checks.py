@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.markup import escape
 from rich.progress import track
-from transformers import LlavaProcessor
+from transformers import LlavaProcessor, PreTrainedTokenizerBase
 
 from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped, printable
@@ -149,21 +149,44 @@ def token_lengths(processor: LlavaProcessor, rows: list[dict[str, Any]]) -> list
     """Tokens of each parsed row as the collator makes them, or why it has none; opens no image."""
     per_image, tokenizer = tokens_per_image(processor), processor.tokenizer
     texts = rendered(processor, [row["messages"] for row in rows])
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()  # as the tokenizer does before each call
-    backend.no_truncation()
     printed = [text for text in texts if isinstance(text, str)]
-    ids = iter(backend.encode_batch_fast(printed, add_special_tokens=False))
+    ids = iter(encoded(tokenizer, printed))
     results: list[int | str] = []
     for row, text in zip(rows, texts, strict=True):
         if isinstance(text, Exception):
             results.append(f"the chat template refuses it: {text}")
             continue
-        tokens, images = next(ids).ids, len(row["images"])
+        tokens, images = next(ids), len(row["images"])
         results.append(len(tokens) + images * (per_image - 1))
         if (places := tokens.count(processor.image_token_id)) != images:
             results[-1] = f"the chat template prints {places} image tokens for {images} images"
     return results
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Token ids of each text; of a piece that several texts have, such as a question, once.
+
+    Pieces begin with special tokens. What a tokenizer makes of a piece depends on nothing before
+    it, unless an option of its special token says so: such tokens divide no text.
+    """
+    dividing = []
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and not (token.normalized or token.lstrip or token.single_word):
+            dividing.append(token.content)
+    longest_first = sorted(dividing, key=len, reverse=True)
+    special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+    pieces_of_texts = []
+    for text in texts:
+        first, *others = special.split(text)
+        pieces = [token + rest for token, rest in zip(others[::2], others[1::2], strict=True)]
+        pieces_of_texts.append([first, *pieces])
+    distinct = list(dict.fromkeys(chain.from_iterable(pieces_of_texts)))
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()  # as the tokenizer does before each call
+    backend.no_truncation()
+    encodings = backend.encode_batch_fast(distinct, add_special_tokens=False)
+    ids = {piece: found.ids for piece, found in zip(distinct, encodings, strict=True)}
+    return [list(chain.from_iterable(ids[piece] for piece in own)) for own in pieces_of_texts]
 
 
 def rendered(

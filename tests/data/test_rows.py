@@ -1,12 +1,16 @@
 """Rows of every format are parsed; each kind of bad row has its reason."""
 
 import json
+from random import Random
 
+import chat_families
 import pytest
 import tiny_parts
 from huggingface_hub import constants
+from tokenizers import AddedToken
 from train_data import assistant, llava, user
 
+from normalign_llava.data.rows.checks import encoded
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows, control_tokens, parse_row
 
@@ -218,3 +222,33 @@ def test_dropped_rows_count_once_and_survive_a_torn_line(tmp_path):
         lines.write('{"source": "c.js')  # killed
     assert DroppedRows(file.path).read() == [two, one]
     assert str(one) == "b.json, row 5 (a.png): why" and str(two) == "a.json, row 7: 9 tokens"
+
+
+def spaced_tokenizer(legacy: bool):
+    """Llama 2's, which puts a space before a text, or before every piece; and tokens that eat."""
+    tokenizer = chat_families.llama_tokenizer(legacy)
+    tokenizer.add_tokens(AddedToken("<cut>", special=True, rstrip=True), special_tokens=True)
+    tokenizer.add_tokens(AddedToken("<eat>", special=True, lstrip=True), special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        tiny_parts.tokenizer,
+        chat_families.byte_tokenizer,
+        lambda: spaced_tokenizer(legacy=False),
+        lambda: spaced_tokenizer(legacy=True),
+    ],
+)
+def test_tokens_of_pieces_are_those_of_the_whole_text(tokenizer):
+    made, random = tokenizer(), Random(0)
+    special = [token.content for token in made.added_tokens_decoder.values() if token.special]
+    words = [
+        *special,
+        *("a", " b", "\n", " ", "  the", "\u00dc", "1", "<", "|", ". ", "\u65e5") * 2,
+    ]
+    texts = ["".join(random.choices(words, k=random.randrange(25))) for _ in range(500)]
+    whole = [made.backend_tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    assert encoded(made, texts) == whole
+    assert encoded(made, []) == []
