@@ -48,6 +48,7 @@ from .collator import (
     PackedAttentionCheck,
     blank_image,
     count_rows_with_labels,
+    passes_in_step,
     train_sampler,
 )
 from .keeping.checkpoints import (
@@ -248,8 +249,6 @@ class NormAlignTrainer(SFTTrainer):
         """Checks training rows that were set since the trainer was made, and describes the run."""
         if self.train_dataset is self._described:
             return
-        if self.args.packing:  # the number of passes in a step follows from the rows
-            raise ValueError("With packing, give the constructor the rows to train on.")
         if isinstance(self.train_dataset, IterableDataset):
             check_stream(self.args)
         need_images = self.args.stage == "align" or not self.learning_rates["language"]
@@ -262,6 +261,10 @@ class NormAlignTrainer(SFTTrainer):
             need_images,
         )
         self.train_dataset = self._described = rows
+        if self.args.packing:  # as many passes in a step as these rows need
+            passes = passes_in_step(self.args, rows)
+            self.args.let_follow("gradient_accumulation_steps", passes)
+            self.current_gradient_accumulation_steps = passes
         if isinstance(self.data_collator, ConversationCollator) and counted is not None:
             self.data_collator.skippable = counted.skippable
         held_out = [source for source in self.facts["data"] if source["split"] != "train"]

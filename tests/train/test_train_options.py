@@ -420,6 +420,7 @@ def test_numbers_and_booleans_in_mappings_are_read_as_people_mean(tmp_path):
     lr_scheduler_kwargs: {min_lr: 1e-7}
     gradient_checkpointing_kwargs: {use_reentrant: no}
     accelerator_config: {use_seedable_sampler: off}
+    save_strategy: no
     probe_steps: [0, 1e2]
     lora_target_modules: [q_proj, no]
     use_peft: yes

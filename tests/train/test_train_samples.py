@@ -1,6 +1,7 @@
 """Answers to held-out rows while training, against decoding token by token without a cache."""
 
 import json
+import shutil
 
 import pytest
 import tiny
@@ -144,6 +145,7 @@ def test_a_resumed_run_answers_later_steps_again(untied, tmp_path):
     trainer.train()
     whole = written(tmp_path)
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in whole[:1]))
+    shutil.rmtree(tmp_path / "checkpoint-4")
     again = samples_of(untied, tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert written(tmp_path) == whole

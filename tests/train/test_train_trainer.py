@@ -286,7 +286,7 @@ def test_the_gradient_through_frozen_4_bit_layers_is_that_of_full_ones(tmp_path,
     trainer = training.trainer(tmp_path, checkpoint, **FROZEN, load_in_4bit=True)
     quantized = {"quantization_config": trainer.model.config.quantization_config}
     plain = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, **quantized)
-    plain, inputs = plain.dequantize().double(), batch(trainer)
+    plain, inputs = plain.dequantize().double().train(), batch(trainer)
     plain(**in_float64(inputs)).loss.backward()
     trainer.model.train()
     trainer.compute_loss(trainer.model, dict(inputs)).backward()

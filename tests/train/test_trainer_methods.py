@@ -3,6 +3,7 @@
 
 import inspect
 import json
+import shutil
 
 import pytest
 import stored
@@ -139,6 +140,7 @@ METHODS = {
 
 ELSEWHERE = {
     *("train", "init_hf_repo", "publish", "push_to_hub", "end"),  # in other files
+    "check_resumed",  # in other files
     *("call_model_init", "hyperparameter_search"),  # need a model_init, which SFTTrainer has not
     *("autocast_smart_context_manager", "compare_trainer_and_checkpoint_args"),  # the Trainer's
     *("create_accelerator_and_postprocess", "is_fsdp_xla_enabled", "propagate_args_to_deepspeed"),
@@ -529,6 +531,7 @@ def test_a_run_resumed_in_python_does_not_change_its_precision(tmp_path, checkpo
     assert resumed.args.bf16
     resumed.train(resume_from_checkpoint=last)
     assert resumed.state.global_step == 2
+    shutil.rmtree(tmp_path / "checkpoint-2")
     made(bf16=False).train(resume_from_checkpoint=last)  # chosen
 
 
@@ -547,6 +550,4 @@ def test_seconds_of_a_resumed_run_include_those_before(tmp_path, checkpoint):
         in_checkpoint = json.loads((tmp_path / "checkpoint-2" / "training.json").read_text())
         assert 5000.0 < in_checkpoint["seconds"] <= written
         if isinstance(resume, str):
-            import shutil
-
             shutil.rmtree(tmp_path / "checkpoint-2")
