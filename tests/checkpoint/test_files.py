@@ -81,7 +81,7 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_named_with_a_remedy(tmp_path):
     folder = tmp_path / "file"
     folder.touch()
-    said = f"^{folder}.* cannot be written to: .* --output "
+    said = f"^{folder}.* cannot be written to: .* another folder"
     for write in (atomic_write, finished_folder, only_writer):
         with pytest.raises(NotWritable, match=said), write(folder / "a"):
             pass

@@ -532,7 +532,9 @@ def test_a_run_resumed_in_python_does_not_change_its_precision(tmp_path, checkpo
     resumed.train(resume_from_checkpoint=last)
     assert resumed.state.global_step == 2
     shutil.rmtree(tmp_path / "checkpoint-2")
-    made(bf16=False).train(resume_from_checkpoint=last)  # chosen
+    with pytest.raises(ValueError, match="differs in bf16"):  # chosen, but of another run
+        made(bf16=False).train(resume_from_checkpoint=last)
+    made(bf16=True).train(resume_from_checkpoint=last)
 
 
 def test_seconds_of_a_resumed_run_include_those_before(tmp_path, checkpoint):
