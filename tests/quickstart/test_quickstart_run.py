@@ -3,9 +3,11 @@
 
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,12 @@ import torch
 import training
 from paths import HELPERS
 from PIL import Image
+from rich.console import Console
 
 from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.fetched.easy_vqa import OVERALL, QUESTION_KINDS
 from normalign_llava.hub_cards.card.metadata import is_ours
-from normalign_llava.quickstart.results import METRICS, read_report
+from normalign_llava.quickstart.results import METRICS, print_results, read_report
 from normalign_llava.quickstart.run import Settings, run_quickstart
 from normalign_llava.quickstart.train import stage, train_stage, words
 from normalign_llava.train.run import main
@@ -91,6 +94,17 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     assert alone["against"] is None and results["verdicts"] == {"model": alone["verdict"]}
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
         run_quickstart(output, replace(SHORT, seed=1))
+
+
+def test_the_time_that_is_told_is_without_the_downloads(tmp_path):
+    shares = dict.fromkeys(METRICS, 0.5)
+    scores = {"before": {"accuracy": shares}, "after": {"accuracy": shares, "blank": shares}}
+    results = {**scores, "majority": shares, "count": dict.fromkeys(METRICS, 3), "baseline": None}
+    seconds = {"fetch": 500.0, "build": 20.0, "stage 1": 31.0}
+    console = Console(file=StringIO(), width=160)
+    results |= {"seconds": seconds, "reloaded_alike": True, "verdicts": {}}
+    print_results(console, results, tmp_path, [])
+    assert re.findall(r"(\d+) seconds", console.file.getvalue()) == ["51"]
 
 
 @pytest.mark.parametrize("name", [".git/HEAD", "journal.json"])
