@@ -52,8 +52,9 @@ class Evaluated(Printed):
         """For each task of own data the first `EXAMPLES` questions, answers and true answers."""
         tables = []
         for result in self.results:
-            answers = read_answers(self.file.parent / result.task)
-            if not result.task.startswith(OWN_TASK) or not answers:
+            if not result.task.startswith(OWN_TASK):
+                continue  # answers of other tasks are stored in forms of their own
+            if not (answers := read_answers(self.file.parent / result.task)):
                 continue
             title = f"The first answers of {result.task}"
             table = Table("question", "answer", "true", box=SIMPLE, padding=0, show_edge=False)

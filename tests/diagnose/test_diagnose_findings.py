@@ -188,6 +188,13 @@ def test_focus_must_matter_and_be_significant(ours, outcome):
     assert by_claim(new, old)["focus"][0] == outcome
 
 
+def test_focus_is_not_compared_if_one_of_the_questions_is_another():
+    new, old = entropies([0.80, 0.82, 0.81]), entropies([0.90, 0.90, 0.90])
+    old[1] = replace(old[1], question="Is it another?")
+    ours, theirs = diagnosed(1.0, "layer_norm", "ours", attention=new), diagnosed(attention=old)
+    assert by_claim(ours, theirs)["focus"][0] == "not measured"
+
+
 def paper_model(visual: tuple[float, float] | None, entry: tuple[float, float], text: float):
     """A report with norms of the paper: mean and deviation into the projector and the decoder."""
     report = diagnosed()

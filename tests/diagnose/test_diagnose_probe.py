@@ -30,6 +30,7 @@ def test_every_number_equals_the_reference(family):
     _, other = vlm_families.make(family, seed=1)
     report = probe(model, [batch, other], tokenizer=tokenizer())
     norms, depth, expected = report.interface, report.depth, reference(model, [batch, other])
+    assert report.samples == len(batch["input_ids"]) + len(other["input_ids"])
     for kind, tokens in expected.items():
         assert report.tokens[kind] == len(tokens), kind
         assert close(depth.final_norm[kind], [token["final_norm"] for token in tokens]), kind

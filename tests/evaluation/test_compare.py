@@ -157,6 +157,16 @@ def test_a_comparison_says_that_runs_or_questions_are_alike(tmp_path):
     assert kept["over_seeds"] is kept["over_questions"] is None and kept["several_runs"]
 
 
+def test_what_alike_means_is_told_if_only_the_first_row_has_it(tmp_path):
+    right = {"none": [0] * 20, "all": [1] * 20, "half": [0, 1] * 10}
+    folders = [scored(tmp_path / name, answers) for name, answers in right.items()]
+    command = ["compare", *folders, "--output", str(tmp_path)]
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "160"}).output
+    first, last = (line.split()[2:] for line in shown.splitlines() if "pope acc" in line)
+    assert (first[0], last[0]) == ("all", "half") and "alike" in first and "alike" not in last
+    assert "'alike': all differ by the same" in " ".join(shown.split())
+
+
 def test_several_seeds_of_two_arms(tmp_path):
     arms = []
     for name, share in (("none", 0.5), ("gwc", 0.6)):

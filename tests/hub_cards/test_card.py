@@ -345,6 +345,8 @@ def test_a_model_that_was_not_trained_is_called_so(folder):
     assert rows(section(card, "Licence"))["data"] == ["what it was trained on", "not recorded"]
     made.normed(folder, 1.0)
     assert "**not trained**" in render_card(folder).text
+    made.normed(folder, 1.0, bias=0.5)
+    assert "**not trained**" not in render_card(folder).text
 
 
 def limits(folder):

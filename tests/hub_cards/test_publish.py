@@ -246,6 +246,17 @@ def test_a_card_of_somebody_else_is_replaced_only_on_request(publish, hub, folde
     assert b"What nobody else knows" not in hub.repository("ann/m").read("README.md")
 
 
+def test_the_card_that_is_kept_or_replaced_is_that_of_the_branch(publish, hub, folder):
+    repository = hub.create("ann/m", files={"README.md": OWN_CARD.encode()})
+    trial = ["--no-verify", "--revision", "trial"]
+    assert publish(folder, *trial, "--replace-card")[0] == 0
+    first = repository.head("trial")
+    (folder / "training.json").write_text('{"seconds": 1.5}')
+    status, shown = publish(folder, *trial)
+    assert status == 0 and repository.head("trial").parent == first.oid, shown
+    assert repository.read("README.md") == OWN_CARD.encode()
+
+
 def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
     (folder / "optimizer.pt").write_bytes(b"")
     status, shown = publish(folder, "--dry-run", "--no-verify", token=" ")

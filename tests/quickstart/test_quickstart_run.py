@@ -8,6 +8,7 @@ import shlex
 import signal
 import time
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ import torch
 import training
 from paths import DOCS, HELPERS
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
 from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.fetched.easy_vqa import OVERALL, QUESTION_KINDS
 from normalign_llava.hub_cards.card.metadata import is_ours
-from normalign_llava.quickstart.results import METRICS, read_report
+from normalign_llava.quickstart.results import METRICS, print_results, read_report
 from normalign_llava.quickstart.run import Settings, run_quickstart
 from normalign_llava.quickstart.train import stage, train_stage, words
 from normalign_llava.train.run import main
@@ -117,6 +119,17 @@ def test_the_page_shows_the_stored_results():
     report = json.loads((DOCS / "quickstart" / "report.json").read_text())
     if results["baseline"]:
         assert results["verdicts"]["model"] == report["verdict"]
+
+
+def test_the_time_that_is_told_is_without_the_downloads(tmp_path):
+    shares = dict.fromkeys(METRICS, 0.5)
+    scores = {"before": {"accuracy": shares}, "after": {"accuracy": shares, "blank": shares}}
+    results = {**scores, "majority": shares, "count": dict.fromkeys(METRICS, 3), "baseline": None}
+    seconds = {"fetch": 500.0, "build": 20.0, "stage 1": 31.0}
+    console = Console(file=StringIO(), width=160)
+    results |= {"seconds": seconds, "reloaded_alike": True, "verdicts": {}}
+    print_results(console, results, tmp_path, [])
+    assert re.findall(r"(\d+) seconds", console.file.getvalue()) == ["51"]
 
 
 @pytest.mark.parametrize("name", [".git/HEAD", "journal.json"])
