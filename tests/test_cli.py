@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,6 +150,22 @@ def test_a_launched_run_has_as_many_processes_as_are_asked_for(tmp_path):
     said = [line for line in process.stderr.splitlines() if line.startswith("Error")]
     assert process.returncode == 1 and len(said) in (1, 2), process.stderr
     assert all(re.match("Error in process [01]: learning_rate must", line) for line in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_launcher_that_is_stopped_ends_with_the_status_of_the_signal(tmp_path, number, status):
+    words = ["--accelerate_config", "ddp", "--num_processes", "2", "--dataset_name", "none"]
+    words += ["--model_name_or_path", str(tmp_path)]
+    command = [sys.executable, "-m", "normalign_llava", "train", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, **pipes) as done:
+        children = Path(f"/proc/{done.pid}/task/{done.pid}/children")
+        while done.poll() is None and len(children.read_text().split()) < 2:
+            time.sleep(0.05)  # until the processes are there
+        done.send_signal(number)
+        said = done.communicate()[1]
+    assert done.returncode == status and "Stopped." in said, said
 
 
 def test_an_error_without_a_rank_is_told(tmp_path):

@@ -96,7 +96,7 @@ def test_splits_and_image_folder_are_the_same_for_training_and_diagnosing(proces
 
 
 OWN = [{"path": "sub/red.png", "asked": "Q", "caption": "one", "image": "none.png"}]
-OWN += [{"asked": "Q2", "caption": "two"}]
+OWN += [{"asked": "Q2", "caption": "two", "image": "none.png"}]
 RENAMED = {"image": "path", "question": "asked", "answer": "caption"}
 
 

@@ -82,6 +82,14 @@ def test_a_row_that_the_template_refuses_is_bad(tmp_path):
         read(write_json(tmp_path, mixed_rows()), processor)
 
 
+def test_a_template_that_prints_an_image_of_its_own_is_refused(tmp_path):
+    processor = train_data.processor()
+    processor.chat_template = f"{processor.image_token}{processor.chat_template}"
+    reason = r"row 0 .*prints 2 image tokens for 1 images \(all 5 rows\)"
+    with pytest.raises(ValueError, match=reason):
+        read(write_json(tmp_path, mixed_rows()), processor)
+
+
 REASONS = {1: "1 <image>", 2: "none.png: there is no such image", 3: r"\.\./outside.png leaves"}
 REASONS |= {8: "link.png: the image is a link that leaves", 9: "the answer in turn 1 is empty"}
 

@@ -58,6 +58,14 @@ def test_trl_messages_of_every_kind():
     assert shape({"messages": [user([]), assistant("A")]}) == [("user", [""]), ("assistant", ["A"])]
 
 
+def test_the_images_of_a_question_with_its_answer_are_the_question_s():
+    pairs = [{"question": "Q", "answer": "A", "image": "a.png"}]
+    pairs += [{"user": "Q2", "assistant": "A2", "images": ["b.png", "c.png"]}]
+    asked, answered, *others = shape({"messages": pairs})
+    assert (asked, answered) == (("user", [None, "Q"]), ("assistant", ["A"]))
+    assert others == [("user", [None, None, "Q2"]), ("assistant", ["A2"])]
+
+
 def test_prompt_and_completion():
     texts = {"prompt": "Q", "completion": " A"}
     assert shape(texts) == [("user", ["Q"]), ("assistant", ["A"])]

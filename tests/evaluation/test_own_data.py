@@ -221,4 +221,6 @@ def test_a_model_is_asked_compared_and_published(checkpoint, tmp_path):
 
     (tmp_path / "my-images" / "1.png").write_bytes(training.image(7))  # same answers, other images
     assert "done before" not in run("evaluate", other, "--data", data)
-    assert "asked the models different questions" in run("compare", model, other, "--output", tmp_path / "three")
+    assert "asked the models different questions" in run(
+        "compare", model, other, "--output", tmp_path / "three"
+    )

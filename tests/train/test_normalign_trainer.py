@@ -255,6 +255,14 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     assert saved.config.model_type == "normalign_llava"
 
 
+def test_rows_without_images_are_refused_where_they_train_nothing(tmp_path, checkpoint, model):
+    text = Dataset.from_list([{"question": f"what is {n}?", "answer": "A"} for n in range(8)])
+    for args in (dict(language_learning_rate=0.0), dict(stage="align")):
+        with pytest.raises(ValueError, match="train_dataset have no image, .* nothing is trained"):
+            NormAlignTrainer(model, options(tmp_path, **args), train_dataset=text)
+    NormAlignTrainer(model, options(tmp_path), train_dataset=text)
+
+
 def test_another_collator_gets_rows_of_any_columns_as_from_sfttrainer(tmp_path, checkpoint, caplog):
     processor = AutoProcessor.from_pretrained(checkpoint)
 

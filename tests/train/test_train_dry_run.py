@@ -22,7 +22,8 @@ from normalign_llava.cli import app
 from normalign_llava.train.keeping.record import modules
 from normalign_llava.train.memory import CONTEXT, largest_batch
 from normalign_llava.train.modules.model import static_bytes
-from normalign_llava.train.run import remedy
+from normalign_llava.train.options import parse
+from normalign_llava.train.run import make_trainer, remedy
 
 
 pytestmark = pytest.mark.slow
@@ -193,6 +194,28 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
     assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
     tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
     assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")
+
+
+def test_a_dry_run_names_a_change_that_outweighs_the_options_given(tmp_path, parts):
+    file = training.recipe(tmp_path, parts)
+    given = [file, "--gradient_checkpointing", "false", "--per_device_train_batch_size", "4"]
+    smaller = ["--per_device_train_batch_size", "1"]
+    trainer = make_trainer(*parse([*given, *smaller, "--dry_run"]))[0]
+    enough = (trainer.estimate_memory().total + CONTEXT + 64) / 2**30
+    status, shown = dry_run(*given, "--device_memory", f"{enough:.12f}GiB")
+    assert status == 1 and "Would fit: --per_device_train_batch_size 1. Fits" in shown
+    assert dry_run(*given, *smaller, "--device_memory", f"{enough:.12f}GiB")[0] == 0
+
+
+def test_the_first_dtype_of_a_module_is_that_of_most_of_its_parameters(checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    projector = model.model.multi_modal_projector
+    projector.linear_2.to(torch.bfloat16)
+    projector.linear_1.weight.data = projector.linear_1.weight.to(torch.bfloat16)
+    # More tensors, all small.
+    projector.extra = torch.nn.ParameterList(torch.ones(1) for _ in range(4))
+    (row,) = (row for row in modules(model, RATES) if row["module"] == "projector")
+    assert row["dtypes"] == ["bfloat16", "float32"]
 
 
 @pytest.fixture(scope="module")

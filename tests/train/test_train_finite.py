@@ -137,6 +137,13 @@ def test_skipping_every_step_ends(make):
     assert stopped(with_infinite_gradients(trainer, range(3, 30))).startswith("Step 12 has values")
 
 
+def test_steps_that_are_skipped_count_in_a_row_alone(make):
+    trainer = make(bad_steps="skip", max_steps=20, save_strategy="no")
+    bad = {*range(2, 11), *range(12, 20)}  # of ten in a row one is sound
+    with_infinite_gradients(trainer, bad).train()
+    assert trainer.state.global_step == 20
+
+
 @pytest.mark.parametrize(("scale", "stops"), [(0.5, True), (2.0, False)])
 def test_gradients_that_overflow_at_a_scale_below_1_stop_a_run(make, monkeypatch, scale, stops):
     trainer = make(save_strategy="no", max_steps=1)

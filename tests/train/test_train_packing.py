@@ -240,6 +240,7 @@ def test_a_run_ends_as_with_padding(tmp_path, checkpoint, how, options):
     for own in ({}, {how: True}):
         torch.manual_seed(0)  # for adapters
         trainer = training.trainer(tmp_path / f"{own}", checkpoint, rows, **options, **own)
+        assert trainer.facts["batch"]["packed"] == ("packing" in own)
         trainer.train()
         log = trainer.state.log_history
         losses.append([line[key] for line in log for key in line if key.endswith("loss")])

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -95,6 +96,20 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     (again := tmp_path / "again.yaml").write_text(text)
     parsed = parse([str(again), "--output_dir", str(tmp_path)])[1]
     assert parsed.learning_rates(use_peft=False) == record["learning_rates"]
+
+
+def test_of_two_machines_the_first_alone_prints_what_is_next(tmp_path, parts, prepared):
+    options = dict(stage="align", max_steps=1, per_device_train_batch_size=1, use_cpu=True)
+    file = training.recipe(tmp_path, parts, **options)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    together |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    words = ["-m", "normalign_llava.train", file]
+    started = [prepared.start(words, RANK=rank, **together) for rank in "01"]
+    first, second = (process.wait() for process in started)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout.count("Next: ") == 1 and "Next: " not in second.stdout
 
 
 IMPORTED = """
