@@ -65,6 +65,46 @@ def test_missing_tensors_are_an_error_that_lists_them(tmp_path, load):
     assert all(name.removeprefix("model.") in str(error.value) for name in lost)
 
 
+def test_a_norm_that_is_not_the_folders_drops_its_name(tmp_path):
+    tiny.model().save_pretrained(tmp_path / "with")
+    tiny.model(projector_norm="none").save_pretrained(tmp_path / "without")
+    for folder, loaded_as, kept in (
+        ("with", "layer_norm", True),
+        ("without", "none", True),
+        ("with", "none", False),
+        ("without", "layer_norm", False),
+    ):
+        config = tiny.config(projector_norm=loaded_as)
+        path = tmp_path / folder
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(path, config=config)
+        names = {str(model.name_or_path), str(model.config.name_or_path)}
+        assert names == {str(path) if kept else ""}, (folder, loaded_as)
+
+
+def test_a_gain_that_is_built_in_bfloat16_is_not_rounded(tmp_path):
+    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    build_checkpoint(vision, language, tmp_path / "built", dtype="bfloat16")
+    built = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "built")
+    gain = norm_of(built).weight
+    expected = torch.full_like(gain, built.config.text_embedding_norm / tiny.WIDTH**0.5)
+    torch.testing.assert_close(gain, expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("vision", ["clip", "siglip"])
+def test_lost_layers_of_the_tower_start_as_in_the_tower_by_itself(tmp_path, vision):
+    model = tiny.model(vision=vision)
+    model.save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    kept = {name: tensor for name, tensor in load_file(file).items() if ".q_proj." not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    how = dict(output_loading_info=True)
+    ours, _ = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, **how)
+    alone = AutoModel.from_config(model.config.vision_config).state_dict()
+    for name, tensor in ours.model.vision_tower.state_dict().items():
+        if name.endswith("q_proj.weight"):
+            assert tensor.std().item() == pytest.approx(alone[name].std().item(), rel=0.3), name
+
+
 @pytest.mark.parametrize("tied, shard", [(True, "5GB"), (False, "20KB")])
 def test_saving_is_stable(tmp_path, tied, shard):
     model = tiny.model(tied=tied)

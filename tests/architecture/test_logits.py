@@ -59,16 +59,26 @@ def test_logits_and_loss_on_text_are_the_language_models(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"], indirect=True)
-def test_labels_by_position_are_labels_by_name(family):
+@pytest.mark.parametrize("after", [(), (0,)], ids=["last", "before logits_to_keep"])
+def test_labels_by_position_are_labels_by_name(family, after):
     _, checkpoint = family
     model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint)
     place = [*inspect.signature(model.forward).parameters].index("labels")
     with torch.no_grad():
         named = model(input_ids=IDS, labels=IDS)
-        by_position = model(IDS, *[None] * (place - 1), IDS, 0)  # and logits_to_keep
+        by_position = model(IDS, *[None] * (place - 1), IDS, *after)
         loss = torch.nn.functional.cross_entropy(named.logits[0, :-1], IDS[0, 1:])
     torch.testing.assert_close((named.loss, by_position.loss), (loss, loss))
     assert torch.equal(named.logits, by_position.logits)
+
+
+def test_the_loss_is_divided_by_the_tokens_of_all_batches():
+    model, batch = tiny.model(), tiny.inputs()
+    labels = batch["input_ids"]
+    with torch.no_grad():
+        mean = model(**batch, labels=labels).loss
+        summed = model(**batch, labels=labels, num_items_in_batch=1).loss
+    torch.testing.assert_close(summed, mean * (labels.shape[1] - 1))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"], indirect=True)

@@ -15,6 +15,7 @@ from stored import FILES, assert_merged, weights
 from transformers import AutoProcessor, BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.adapter import open_adapter
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 
@@ -187,6 +188,11 @@ REFUSED = [
     ({BIAS: torch.full((64,), torch.nan)}, {}, "linear_2.bias would be NaN or .* in torch.float32"),
     ({BIAS: torch.full((64,), 1e5)}, {"dtype": "float16"}, "bias would be NaN or .* torch.float16"),
     ({"target_modules": r".*\.c_attn"}, {}, "No modules were targeted.*is not one of the base"),
+    (
+        {"target_modules": r".*\.language_model.*\.k_proj"},
+        {},
+        r"\.lora_A\.\S+ has shape \[.*\], on the base None",
+    ),
     ({"base_model_name_or_path": None}, {}, "does not name its base"),
     ({}, {"base": "untied"}, "does not fit the base .*untied: build.json differs. Give the right"),
     ({}, {"base": "wide"}, "does not fit the base .* Give the right --base"),
@@ -237,3 +243,16 @@ def test_what_is_no_adapter_is_refused(tmp_path):
     with pytest.raises(ValueError, match="run holds checkpoint-5, which is not"):
         merge_adapter(tmp_path / "ia3", tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-5"]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_where_the_base_has_no_processor_that_fits_the_adapters_counts(bases, tmp_path, lost):
+    base = shutil.copytree(bases["untied"], tmp_path / "base")
+    make_adapter(base, tmp_path / "adapter")
+    AutoProcessor.from_pretrained(base).save_pretrained(tmp_path / "adapter")
+    assert len(open_adapter(tmp_path / "adapter").processors) == 2
+    file = base / "processor_config.json"
+    settings = json.loads(file.read_text()) | {"image_token": "<|im_end|>"}
+    file.unlink() if lost else file.write_text(json.dumps(settings))
+    opened = open_adapter(tmp_path / "adapter")
+    assert opened.processors == [opened.processor]

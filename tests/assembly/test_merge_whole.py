@@ -145,6 +145,17 @@ def test_a_tensor_that_is_saved_twice_must_be_the_same(bases, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
+def test_a_head_that_training_changed_little_is_no_longer_tied(bases, tmp_path):
+    folder = tmp_path / "adapter"
+    make_adapter(bases["tied"], folder, target_modules=HEAD)
+    name = of_file(folder, "lm_head.lora_B.weight")
+    change(folder, **{name: load_file(folder / ADAPTER_WEIGHTS)[name] * 1e-3})
+    merge_adapter(folder, tmp_path / "merged")
+    merged, before = load(tmp_path / "merged"), load(bases["tied"]).lm_head.weight
+    assert 0 < (merged.lm_head.weight - before).abs().max() < 1e-3 * before.abs().max()
+    assert torch.equal(merged.get_input_embeddings().weight, before)
+
+
 REFUSED = [
     (dict(layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
     (dict(alora_invocation_tokens=[5, 6]), "alora_invocation_tokens"),

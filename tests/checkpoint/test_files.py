@@ -198,6 +198,13 @@ def test_a_second_process_is_told_of_the_first_and_waits_for_a_short_one(tmp_pat
     assert not list(folder.iterdir())
 
 
+@pytest.mark.parametrize("left", [None, b"", b"\xff"])  # it ended meanwhile, or writes its name
+def test_a_process_that_cannot_be_named_is_another_process(tmp_path, left):
+    if left is not None:
+        (tmp_path / files.LOCK).write_bytes(left)
+    assert "is being written to by another process." in files.busy(tmp_path, tmp_path / files.LOCK)
+
+
 def test_what_a_living_process_makes_is_not_removed_and_nobody_else_makes_it(tmp_path, hold):
     target = tmp_path / "out"
     first = hold("finished", target)

@@ -243,6 +243,17 @@ def test_nothing_outside_the_folder_is_read_or_copied(refused, command, kind):
     assert SAID.get(kind, kind) in " ".join(error.split())
 
 
+def test_a_folder_that_is_a_link_out_of_the_checkpoint_is_refused(good, tmp_path):
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    (tmp_path / "outside").mkdir()
+    (folder / "inside").mkdir()
+    (folder / "here").symlink_to("inside")
+    check_files(folder)
+    (folder / "inside" / "notices").symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match="notices is a link out of its folder, to .*outside"):
+        check_files(folder)
+
+
 def test_the_hub_caches_own_links_are_followed(good, tmp_path):
     blobs = tmp_path / "models--me--x" / "blobs"
     snapshot = tmp_path / "models--me--x" / "snapshots" / "abc"

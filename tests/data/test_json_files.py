@@ -80,3 +80,11 @@ def test_tables_of_text_are_separated_as_their_suffix_says(tmp_path, name, separ
     (tmp_path / name).write_bytes(b"image\n\xff\xfe")
     with pytest.raises(ValueError, match=f"{name} is not valid CSV in UTF-8"):
         rows(tmp_path / name)
+
+
+@pytest.mark.parametrize("name, usual, other", [("a.csv", ",", "\t"), ("a.tsv", "\t", ",")])
+def test_headers_that_two_separators_divide_alike_are_read_as_the_suffix_says(
+    tmp_path, name, usual, other
+):
+    (tmp_path / name).write_text(f"image{usual}question{other} short\na.png{usual}What?\n")
+    assert rows(tmp_path / name) == [{"image": "a.png", f"question{other} short": "What?"}]

@@ -274,6 +274,17 @@ def test_too_few_rows_for_a_fraction_are_told_with_what_uses_all(load, tmp_path,
         )
 
 
+def test_an_empty_text_beside_an_image_is_no_second_image(load, processor, tmp_path):
+    parts = [{"type": "image"}, {"type": "text", "text": ""}, {"type": "text", "text": "What?"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]
+    images(tmp_path, "red.png")
+    row = {"image": "red.png", "messages": turns}
+    path = write_json(tmp_path, [row, row])
+    data = load(path)
+    batch = ConversationCollator(processor)(list(data.train))
+    assert data.train["length"][:] == batch["attention_mask"].sum(1).tolist()
+
+
 @pytest.mark.parametrize("wrong", [0, 1.5, "2", True])
 def test_repeat_is_a_whole_number(load, tmp_path, wrong):
     (listed,) = sources(tmp_path, a=2)
@@ -361,6 +372,14 @@ def test_a_streamed_source_that_gives_no_row_is_named_alone(load, tmp_path):
         list(islice(load(None, datasets=[good, empty], **options).train, 100))
     with pytest.raises(ValueError, match=f"^Rows .*:\n  {dropped['path']}, row 0: .*\nFix them.$"):
         load(None, datasets=[good, dropped], **options)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_nothing_is_held_out_where_nothing_is_evaluated(load, tmp_path, streamed):
+    (only,) = sources(tmp_path, a=8)
+    data = load(only["path"], streamed=streamed, test_split_size=0.25)
+    assert {*answers(islice(data.train, 8))} == {f"a{n}" for n in range(8)}
+    assert data.eval is None and len(data.report.sources) == 1
 
 
 def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
