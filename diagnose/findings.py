@@ -55,7 +55,7 @@ def verdict(report: Report, against: Report | None = None) -> list[str]:
         counted = f"Of the paper's claims, this can check {len(checked)}, and agrees with {agree}."
         return [first, problem(report), counted]
     values = (report.entry_ratio, against.entry_ratio, depth.asymmetry, against.depth.asymmetry)
-    norm, norm_before, rotation, rotation_before = (f"{number(value, 2)} ×" for value in values)
+    norm, norm_before, rotation, rotation_before = (f"{number(value, 3)} ×" for value in values)
     compared = (
         f"Compared with {against.model}, their norm is {norm} that of text instead of "
         f"{norm_before}, and their rotation {rotation} that of text instead of {rotation_before}."

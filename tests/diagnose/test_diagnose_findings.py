@@ -72,7 +72,7 @@ def test_the_verdict_on_one_model(ratio, asymmetry, error, numbers, agreed, has)
 def test_claims_are_checked_on_the_model_without_the_norm():
     ours, base = diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base")
     ours, base = with_rotation(ours, 0.9), with_rotation(base, 0.4)
-    numbers = ("1.0 ×", "instead of 37 ×", "0.90 ×", "instead of 0.40 ×")
+    numbers = ("1.02 ×", "instead of 37.0 ×", "0.900 ×", "instead of 0.400 ×")
     _, problems, compared = verdict(ours, base)
     assert all(number in compared for number in numbers)
     assert problems.startswith("base: It has the problem") and "ours: It does not" in problems
