@@ -26,7 +26,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported by now is never garbage: a trainer's collections need not look at it."""
+    """What is imported by now is never garbage: collections need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """Nor is what earlier files left: every training run collects garbage twice."""
     gc.collect()
     gc.freeze()
 

@@ -177,10 +177,10 @@ def test_an_error_without_a_rank_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("switch", [None, "0", "1"])
-def test_the_traceback_of_a_user_s_error_can_be_had(tmp_path, switch):
-    environment = {**os.environ, **({"NORMALIGN_TRACEBACK": switch} if switch else {})}
-    command = [sys.executable, "-m", "normalign_llava", "card", str(tmp_path / "absent")]
-    process = subprocess.run(command, env=environment, **CAPTURED)
+def test_the_traceback_of_a_user_s_error_can_be_had(prepared, tmp_path, switch):
+    environment = {"NORMALIGN_TRACEBACK": switch} if switch else {}
+    command = ["-m", "normalign_llava", "card", tmp_path / "absent"]
+    process = prepared.run(command, **environment)
     *before, last = process.stderr.splitlines()
     assert process.returncode == 1 and last.startswith("Error: ")
     assert (before[:1] == ["Traceback (most recent call last):"]) == (switch == "1")

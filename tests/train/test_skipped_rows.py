@@ -46,7 +46,10 @@ def read(collate, workers: int, kind: str | None, epochs=3) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers, kind", [(0, None), (2, "fork"), (8, "fork"), (2, "spawn")])
+@pytest.mark.parametrize(
+    "workers, kind",
+    [(0, None), (8, "fork"), pytest.param(2, "spawn", marks=pytest.mark.nightly)],
+)
 def test_workers_and_epochs_share_one_count_of_different_rows(workers, kind, checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint)
     read(ConversationCollator(processor, skippable=BAD), workers, kind)

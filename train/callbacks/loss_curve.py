@@ -17,9 +17,11 @@ logger = get_logger(__name__)  # logs in one process only
 LOSS_CURVE = "loss.png"
 """File in `output_dir`."""
 
-
 PAUSE = 60.0
 """Seconds between two drawings."""
+
+FEWEST = 3
+"""Points of a curve: one or two show nothing."""
 
 
 class LossCurve(TrainerCallback):
@@ -37,7 +39,8 @@ class LossCurve(TrainerCallback):
 
     def _draw(self, args, state) -> None:
         curves = loss_curves(state.log_history)
-        if not state.is_world_process_zero or not curves:
+        longest = max((len(points) for points in curves.values()), default=0)
+        if not state.is_world_process_zero or longest < FEWEST:
             return
         self._drawn = time.monotonic()
         file = Path(args.output_dir) / LOSS_CURVE

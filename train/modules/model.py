@@ -3,6 +3,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -354,26 +355,27 @@ def optimizer_bytes(
         return sum(_bitsandbytes_state(name, tensor, tensor in embeddings) for tensor in trained)
     try:
         cls, arguments = optimizer or Trainer.get_optimizer_cls_and_kwargs(args)
-        states = _states_of_step(cls, arguments, trained)
+        size = _states_of_step(cls, arguments, trained)
     except Exception:  # of any optimizer: it needs a model, values, or a GPU
-        states = None
-    if states is None:
+        size = None
+    if size is None:
         return sum(2 * parameter_count(tensor) * tensor.element_size() for tensor in trained)
-    return sum(state.nbytes for state in states)
+    return size
 
 
 def _states_of_step(
     cls: type[torch.optim.Optimizer], arguments: dict[str, Any], trained: Sequence[Tensor]
-) -> list[Tensor] | None:
-    """The states of a step on meta, without numbers such as the count of steps.
+) -> int | None:
+    """Bytes of the states after a step on meta, without numbers such as the count of steps.
 
-    Those that read values fail in the step; states that all parameters had by then are the answer.
-    None if some had none.
+    Of parameters with the same shape and type one takes the step: a model has hundreds of them,
+    and a state is as large for each. Optimizers that read values fail in the step; the states that
+    all parameters had by then are the answer. None if some had none.
     """
+    alike = Counter((getattr(tensor, "ds_shape", tensor.shape), tensor.dtype) for tensor in trained)
     parameters = []
-    for tensor in trained:
-        shape = getattr(tensor, "ds_shape", tensor.shape)
-        parameter = nn.Parameter(torch.empty(shape, dtype=tensor.dtype, device="meta"))
+    for shape, dtype in alike:
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         parameter.grad = torch.empty_like(parameter)
         parameters.append(parameter)
     on_meta = {name: value for name, value in arguments.items() if name not in ("fused", "foreach")}
@@ -383,8 +385,12 @@ def _states_of_step(
     except (RuntimeError, NotImplementedError):
         if len(optimizer.state) < len(parameters):
             return None
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, Tensor) and value.dim()]
+    size = 0
+    for parameter, count in zip(parameters, alike.values(), strict=True):
+        for state in optimizer.state[parameter].values():
+            if isinstance(state, Tensor) and state.dim():
+                size += count * state.nbytes
+    return size
 
 
 def _bitsandbytes_state(name: str, parameter: Tensor, embedding: bool) -> int:
