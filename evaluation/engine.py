@@ -91,6 +91,18 @@ def chosen_tasks(
     return chosen, manager
 
 
+def task_version(task: str | Task, manager: TaskManager) -> str | None:
+    """The version in a task's file, without its questions. None of a group, or if there is none."""
+    if not isinstance(task, str):
+        return str(task.VERSION)
+    entry = manager.task_index[task]
+    if entry.kind.name not in ("TASK", "PY_TASK") or entry.cfg is None:
+        return None
+    metadata = entry.cfg.get("metadata") or {}
+    version = metadata.get("version")
+    return None if version is None else str(version)
+
+
 def as_lm(handle: ModelHandle, *, batch_size: int, **loading: Any) -> LM:
     """A checkpoint as a model of the harness, loaded as [`ModelHandle.load`] does."""
     model = handle.load(**loading)

@@ -18,7 +18,7 @@ from rich.text import Text
 from ..checkpoint.files import finished_folder, only_writer
 from ..diagnose.load import resolve_model
 from ..errors import Console, NotWritable, Printed, device_error
-from .engine import SUITES, as_lm, chosen_tasks, run_task
+from .engine import SUITES, as_lm, chosen_tasks, run_task, task_version
 from .own_data import OWN_TASK, own_task
 from .results import (
     EVALUATION,
@@ -103,7 +103,8 @@ def evaluate(
     """Evaluates a model with lm-evaluation-harness, and writes results to `evaluation/`.
 
     A task is written at once, and skipped the next time if the model's files or commit, settings,
-    task files and the versions of package and harness are the same. If one fails, the others run.
+    task files, and the versions of task, package and harness are the same. If one fails, the others
+    run.
 
     Args:
         model: Folder or Hub id of a vision-language or language model, or an adapter's folder.
@@ -152,14 +153,14 @@ def evaluate(
     with only_writer(output):
         (output / EVALUATION).mkdir(exist_ok=True)
     earlier = [r for r in read_evaluations(output) if r.task in chosen and r.weights == weights]
-    versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
-    results = {
-        result.task: result
-        for result in earlier
-        if result.settings == settings and versions.items() <= result.versions.items()
-        # One's own data have a version.
-        if getattr(chosen[result.task], "VERSION", None) in (None, result.versions[result.task])
-    }
+    packages = {name: version(name) for name in ("lm_eval", "normalign_llava")}
+    results = {}
+    for result in earlier:
+        versions = dict(packages)
+        if of_task := task_version(chosen[result.task], manager):
+            versions[result.task] = of_task
+        if result.settings == settings and versions.items() <= result.versions.items():
+            results[result.task] = result
     whole = [result.task for result in earlier if not result.partial and result.task not in results]
     if limit and whole:
         replaced = ", ".join(whole)

@@ -83,9 +83,9 @@ def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_p
     assert not skipped() and not skipped(model=training.checkpoint(tmp_path / "other", arm="none"))
 
 
-@pytest.mark.parametrize("package", ["lm_eval", "normalign_llava"])
+@pytest.mark.parametrize("package", ["lm_eval", "normalign_llava", "tiny_choosing"])
 def test_a_result_of_another_version_is_evaluated_again(room, tmp_path, capsys, package):
-    """A result in the folder counts if the harness and this package are those that made it."""
+    """A result counts if the harness, this package and the task are those that made it."""
     run(room, tmp_path, "tiny_choosing")
     file = tmp_path / "evaluation" / "summary.json"
     content = json.loads(file.read_text())
