@@ -305,6 +305,11 @@ def test_steps_on_a_gpu_that_is_not_here_are_in_bfloat16(tmp_path, processor):
     assert not config(tmp_path, **asked, fp16=True).bf16
 
 
+def test_a_bad_loss_is_in_the_log_unless_its_step_is_skipped(tmp_path):
+    assert not config(tmp_path).logging_nan_inf_filter
+    assert config(tmp_path, bad_steps="skip").logging_nan_inf_filter
+
+
 @pytest.mark.parametrize("schedule", WITHOUT_WARMUP)
 def test_a_schedule_without_warm_up_has_none(tmp_path, schedule):
     held_out = dict(eval_strategy="steps", eval_steps=5)  # which some schedules follow
