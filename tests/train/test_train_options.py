@@ -382,7 +382,7 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
         (dict(save_steps=-3), "save_steps -3 saves nothing"),
         (dict(device_memory="24GiB"), "device_memory is for a dry run. Add --dry_run"),
         (dict(device_memory=24, dry_run=True), "device_memory must have a unit, .* got 24"),
-        (dict(device_memory="24 gigs", dry_run=True), "device_memory must have a unit"),
+        (dict(device_memory="24GBs", dry_run=True), "device_memory must have a unit"),
         (dict(padding_free=True, pad_to_multiple_of=8), "_multiple_of cannot .* with padding_free"),
         (dict(packing=True, neftune_noise_alpha=5.0), "_alpha cannot .* with packing"),
         (dict(use_dora=True), "use_dora is for adapters. Add --use_peft"),
