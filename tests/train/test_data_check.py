@@ -9,6 +9,7 @@ import tiny
 import tiny_parts
 from paths import DOCS
 from train_data import assistant, image_bytes, llava, mixed_rows, read, user, write_json
+from training import image as image_of_noise
 from typer.testing import CliRunner
 
 from normalign_llava.checkpoint.opening import open_checkpoint
@@ -214,7 +215,8 @@ def test_every_image_is_opened_if_that_is_asked_for(tmp_path, monkeypatch):
     rows = [llava("<image>Q", "A", "red.png") for _ in range(120)]
     rows[other]["image"] = "broken.png"
     path = write_json(tmp_path, rows)
-    (tmp_path / "broken.png").write_bytes(image_bytes()[:40])
+    whole = image_of_noise(1)
+    (tmp_path / "broken.png").write_bytes(whole[: len(whole) // 2])
     assert check_data(DataSource(str(path))).faults == []
     (fault,) = check_data(DataSource(str(path)), check_images=True).faults
     assert f"row {other}: broken.png" in fault
