@@ -210,6 +210,7 @@ def test_of_many_rows_training_skips_a_hundredth(tmp_path, monkeypatch, bad, sto
 def test_every_image_is_opened_if_that_is_asked_for(tmp_path, monkeypatch):
     for module in (checks, table):
         monkeypatch.setattr(module, "MANY_ROWS", 100)
+    monkeypatch.setattr(checks, "DEFAULT_SHARE", 0.1)
     drawn = np.random.default_rng(0).choice(np.arange(120), 100, replace=False)
     (other, *_) = sorted({*range(120)} - {*drawn.tolist()})
     rows = [llava("<image>Q", "A", "red.png") for _ in range(120)]
