@@ -220,7 +220,7 @@ def test_every_image_is_opened_if_that_is_asked_for(tmp_path, monkeypatch):
     (tmp_path / "broken.png").write_bytes(whole[: len(whole) // 2])
     assert check_data(DataSource(str(path))).faults == []
     (fault,) = check_data(DataSource(str(path)), check_images=True).faults
-    assert f"row {other}: broken.png" in fault
+    assert f"row {other}: " in fault and "broken.png" in fault
 
 
 def test_turns_are_shown_with_images_in_their_places_and_what_is_learned_marked(tmp_path):
