@@ -105,6 +105,18 @@ def test_trained_modules_beside_others_in_bfloat16_compute_in_float32(bf16):
         assert dtypes["head"][0] == dtypes["projector"][0] == torch.float32
 
 
+def test_a_norm_is_trained_after_a_frozen_projector_in_bfloat16():
+    model = tiny.model(tied=False).to(torch.bfloat16)
+    parts.freeze(model, {**dict.fromkeys(RATES, 0.0), "norm": 1e-3})
+    parts.train_in_float32(model)
+    projector = model.model.multi_modal_projector
+    assert projector.norm.weight.dtype == torch.float32
+    assert projector.linear_1.weight.dtype == torch.bfloat16
+    inputs = tiny.inputs()
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert projector.norm.weight.grad.any()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_after_an_evaluation_modes_and_random_numbers_are_what_they_were(fails):
     model = tiny.model().train()

@@ -628,8 +628,8 @@ def test_how_a_model_is_quantized():
 @pytest.mark.parametrize("metric", [None, "loss", "eval_loss"])
 def test_the_best_step_is_told_by_a_key_of_the_log(tmp_path, metric):
     assert best_metric(config(tmp_path, metric_for_best_model=metric)) == "eval_loss"
-    given = config(tmp_path, metric_for_best_model="accuracy")
-    assert best_metric(given) == "eval_accuracy"
+    for given in ("accuracy", "eval_accuracy"):
+        assert best_metric(config(tmp_path, metric_for_best_model=given)) == "eval_accuracy"
 
 
 def test_numbers_and_booleans_in_mappings_are_read_as_people_mean(tmp_path):
