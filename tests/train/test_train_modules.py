@@ -10,14 +10,20 @@ import torch
 import training
 from accelerate import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed import fsdp
 from transformers import BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.processing import arm_of
+from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train.modules import model as parts
-from normalign_llava.train.modules.load import check_architecture, config_of_arm, frozen_dtype
+from normalign_llava.train.modules.load import (
+    check_architecture,
+    config_of_arm,
+    frozen_dtype,
+    load_model,
+)
 
 
 RATES = {"vision": 1e-6, "projector": 1e-3, "norm": 1e-3, "language": 1e-5}
@@ -280,6 +286,29 @@ def test_fsdp_wraps_layers_and_the_norm_or_what_is_named_and_the_norm():
         assert wrapped[0] is not plain and fsdp.fully_shard is plain
 
 
+def test_fsdp_gathers_the_gain_in_float32_and_other_layers_in_the_precision_of_steps():
+    model = tiny.model()
+    inner = model.model.multi_modal_projector
+    half = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    def prepare(model):
+        for module in (inner.norm, inner.linear_1):
+            fsdp.fully_shard(module, mp_policy=half)
+        return model
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), prepare=prepare)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parts.prepare_sharding(accelerator, model)
+        accelerator.prepare(model)
+        for module, dtype in ((inner.norm, torch.float32), (inner.linear_1, torch.bfloat16)):
+            module.unshard()
+            assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+    finally:
+        dist.destroy_process_group()
+
+
 ARMS = ("none", "unit", "aligned", "gwc")
 
 
@@ -322,6 +351,53 @@ def test_a_configuration_becomes_the_arm_that_is_asked_for(tmp_path, of_arms, st
     else:
         with pytest.raises(ValueError, match=f"trained as arm '{stored}'; arm '{asked}' would"):
             config_of_arm(opened, asked)
+
+
+@pytest.mark.parametrize("arm", [None, *ARMS])
+def test_a_gain_is_kept_unless_the_arm_has_another(tmp_path, checkpoint, arm):
+    args = training.arguments(tmp_path, arm=arm)
+    args.model_init_kwargs = {"dtype": "float32"}
+    opened = open_checkpoint(checkpoint)
+    model = load_model(opened, args, RATES)
+    assert model.name_or_path == str(checkpoint) and arm_of(model.config) == (arm or "gwc")
+    norm = parts.projector_norm(model)
+    if arm == "none":
+        assert not [*norm.parameters()]
+    elif arm == "unit":
+        assert torch.equal(norm.weight, torch.ones(32)) and not norm.bias.any()
+    else:
+        stored = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+        assert torch.equal(norm.weight, parts.projector_norm(stored).weight)
+    assert type(model) is NormAlignLlavaForConditionalGeneration
+
+
+def test_what_a_dry_run_cannot_count_is_refused(tmp_path, checkpoint):
+    args = training.arguments(tmp_path, dry_run=True)
+    args.model_init_kwargs = {"dtype": "float32"}
+    eight_bits = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(ValueError, match="dry_run cannot count load_in_8bit"):
+        load_model(open_checkpoint(checkpoint), args, RATES, eight_bits, use_peft=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("use_peft", [True, False])
+def test_weights_that_are_not_read_have_the_precision_of_those_that_are(
+    tmp_path, checkpoint, dtype, use_peft
+):
+    """What is trained in full is float32, the norm always, the rest as asked."""
+    rates = {**RATES, "vision": 0.0}
+    loaded = []
+    for dry_run in (True, False):
+        args = training.arguments(tmp_path, dry_run=dry_run)
+        args.model_init_kwargs = {"dtype": dtype}
+        model = load_model(open_checkpoint(checkpoint), args, rates, use_peft=use_peft)
+        loaded.append({name: value.dtype for name, value in model.named_parameters()})
+        assert {value.is_meta for value in model.parameters()} == {dry_run}
+    assert loaded[0] == loaded[1]
+    frozen = ["vision", "language"] if use_peft else ["vision"]
+    for name, found in loaded[1].items():
+        is_frozen = parts.module_of(name) in frozen
+        assert found == (getattr(torch, dtype) if is_frozen else torch.float32), name
 
 
 def test_a_layer_that_the_encoder_lacks_is_refused_before_weights_are_loaded(tmp_path):

@@ -38,7 +38,7 @@ from normalign_llava.train.command import (
     read_command,
     recipe_file,
 )
-from normalign_llava.train.elsewhere import ELSEWHERE
+from normalign_llava.train.elsewhere import ELSEWHERE, answer_for
 from normalign_llava.train.modules.load import frozen_dtype
 from normalign_llava.train.options import (
     WITHOUT_WARMUP,
@@ -752,6 +752,59 @@ def test_names_of_other_tools_are_no_options_and_lead_to_some():
     assert not refused
 
 
+THEIRS = {
+    "cutoff_len": "max_length",  # LLaMA-Factory
+    "lora_rank": "lora_r",
+    "lora_target": "lora_target_modules",
+    "additional_target": "lora_modules_to_save",
+    "finetuning_type": "use_peft",
+    "quantization_type": "bnb_4bit_quant_type",
+    "val_size": "test_split_size",
+    "media_dir": "image_folder",
+    "flash_attn": "attn_implementation",
+    "neat_packing": "packing",
+    "freeze_vision_tower": "vision_learning_rate",
+    "freeze_language_model": "language_learning_rate",
+    "sequence_len": "max_length",  # axolotl
+    "micro_batch_size": "per_device_train_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "evals_per_epoch": "eval_steps",
+    "saves_per_epoch": "save_steps",
+    "lr_scheduler": "lr_scheduler_type",
+    "aligner_lr": "projector_learning_rate",  # ms-swift
+    "vit_lr": "vision_learning_rate",
+    "freeze_vit": "vision_learning_rate",
+    "freeze_llm": "language_learning_rate",
+    "train_type": "use_peft",
+    "split_dataset_ratio": "test_split_size",
+    "max_seq_length": "max_length",  # unsloth
+    "finetune_vision_layers": "vision_learning_rate",
+    "finetune_language_layers": "language_learning_rate",
+    "mm_projector_lr": "projector_learning_rate",  # LLaVA
+    "mm_vision_tower_lr": "vision_learning_rate",
+    "model_max_length": "max_length",
+    "warmup_ratio": "warmup_steps",
+    "data_path": "dataset_name",
+}
+"""Options as other tools document them, and the one that does the same here."""
+
+
+@pytest.mark.parametrize(("theirs", "ours"), THEIRS.items())
+def test_a_name_of_another_tool_stands_for_what_it_does_there(theirs, ours):
+    assert ELSEWHERE[theirs][0] == (ours,)
+    assert f"`{theirs}` is called `{ours}` here" in answer_for(theirs)
+
+
+def test_a_name_may_stand_for_two_options_or_for_none():
+    both = ("projector_learning_rate", "norm_learning_rate")
+    for name in ("freeze_aligner", "freeze_multi_modal_projector", "tune_mm_mlp_adapter"):
+        assert ELSEWHERE[name][0] == both
+    assert ELSEWHERE["quantization_bit"][0] == ("load_in_4bit", "load_in_8bit")
+    said = answer_for("freeze_aligner")
+    assert "are called `projector_learning_rate` and `norm_learning_rate` here: 0 freezes" in said
+    assert answer_for("image_max_pixels").startswith("There is no `image_max_pixels` here: ")
+
+
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_a_name_of_another_tool_is_answered_with_ours(tmp_path, name):
     for text, words in (
@@ -763,6 +816,7 @@ def test_a_name_of_another_tool_is_answered_with_ours(tmp_path, name):
             read(tmp_path, text, *words)
         for option in ELSEWHERE[name][0]:
             assert f"`{option}`" in str(error.value)
+        assert ELSEWHERE[name][1] in str(error.value)
     with pytest.raises(ValueError, match=f"`{name}`"):  # before a checkpoint is asked for
         check_command([f"--{name}", "5"], {})
 
