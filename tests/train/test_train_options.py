@@ -785,6 +785,16 @@ THEIRS = {
     "model_max_length": "max_length",
     "warmup_ratio": "warmup_steps",
     "data_path": "dataset_name",
+    "lora_enable": "use_peft",
+    "lora_target_linear": "lora_target_modules",  # axolotl
+    "sdp_attention": "attn_implementation",
+    "use_wandb": "report_to",
+    "wandb_project": "report_to",
+    "truncation_strategy": "max_length",  # ms-swift
+    "dataset_dir": "dataset_name",  # LLaMA-Factory
+    "overwrite_output_dir": "output_dir",
+    "mix_strategy": "datasets",
+    "interleave_probs": "datasets",
 }
 """Options as other tools document them, and the one that does the same here."""
 
@@ -802,7 +812,9 @@ def test_a_name_may_stand_for_two_options_or_for_none():
     assert ELSEWHERE["quantization_bit"][0] == ("load_in_4bit", "load_in_8bit")
     said = answer_for("freeze_aligner")
     assert "are called `projector_learning_rate` and `norm_learning_rate` here: 0 freezes" in said
-    assert answer_for("image_max_pixels").startswith("There is no `image_max_pixels` here: ")
+    none = ("plot_loss", "model_type", "overwrite_cache", "image_max_pixels", "image_resolution")
+    for name in (*none, "template", "max_samples"):
+        assert answer_for(name).startswith(f"There is no `{name}` here: ")
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -72,6 +72,9 @@ def test_what_is_opened_is_the_checkpoint_as_it_is_to_be_trained(tmp_path, check
     assert opened.config.gradient_compensation == "global"  # as it is stored
     assert args.model_init_kwargs == {"dtype": "bfloat16", "revision": None}
     assert limited.modules_to_save == ["multi_modal_projector"]
+    by_default = training.arguments(tmp_path)
+    open_model(str(checkpoint), None, by_default, None, None)
+    assert by_default.model_init_kwargs == {"dtype": "float32", "revision": None}
     own = AutoProcessor.from_pretrained(checkpoint)
     assert open_model(str(checkpoint), own, args, None, None)[2] is own
     assert processor.image_token == own.image_token
