@@ -309,6 +309,22 @@ def test_fsdp_gathers_the_gain_in_float32_and_other_layers_in_the_precision_of_s
         dist.destroy_process_group()
 
 
+def test_weights_are_read_into_a_model_that_fsdp_divides(checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    expected = training.weights(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fsdp.fully_shard(model)
+        parts.load_sharded(model, checkpoint)
+        found = {name: part.full_tensor().detach() for name, part in model.named_parameters()}
+    finally:
+        dist.destroy_process_group()
+    training.assert_equal(found, expected)
+
+
 ARMS = ("none", "unit", "aligned", "gwc")
 
 

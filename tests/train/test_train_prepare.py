@@ -91,7 +91,7 @@ def test_data_arguments_name_all_rows(tmp_path, reading, opened):
 def test_rows_that_were_named_are_read_as_the_options_say(tmp_path, reading):
     path = train_data.write_json(tmp_path, train_data.mixed_rows())
     named = DataArguments(dataset_name=str(path), test_split_size=0.4, bad_rows="skip")
-    for strategy, held_out in (("steps", 2), ("no", None)):
+    for strategy, held_out in (("steps", 2), ("epoch", 2), ("no", None)):
         args = training.arguments(tmp_path / "out", eval_strategy=strategy, eval_steps=1)
         rows, evaluated, collator, report = reading(named, args)
         assert (evaluated and len(evaluated)) == held_out
