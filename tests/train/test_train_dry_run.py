@@ -123,15 +123,14 @@ def test_a_step_takes_what_torch_s_tracker_sees(checkpoint, tmp_path, options):
 
 
 def test_weights_and_their_copies_are_the_same_for_one_row_and_for_four(checkpoint, tmp_path):
-    options = dict(bf16=True, device_memory="24GiB", dry_run=True)
+    options = dict(device_memory="24GiB", dry_run=True)
     model = training.trainer(tmp_path, checkpoint).model
     kinds = (torch.nn.Linear, torch.nn.Conv2d)  # what autocast computes in bfloat16
     cast = [module for module in model.modules() if isinstance(module, kinds)]
     copied = sum(value.numel() for module in cast for value in module.parameters(recurse=False))
-    for rows in (1, 4):
-        estimate = training.trainer(
-            tmp_path, checkpoint, per_device_train_batch_size=rows, **options
-        ).estimate_memory()
+    for rows, half in ((1, "bf16"), (4, "fp16")):
+        own = {"per_device_train_batch_size": rows, half: True}
+        estimate = training.trainer(tmp_path, checkpoint, **options, **own).estimate_memory()
         assert estimate.parts["weights"] == stored_bytes(model)
         assert estimate.parts["half-precision copies of weights"] == 2 * copied
 
