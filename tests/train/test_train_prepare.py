@@ -45,8 +45,9 @@ def opened(checkpoint):
 def reading(opened):
     """Reads rows for the tiny checkpoint."""
 
-    def read(rows, args, held_out=None, collator=None, config=opened.config):
-        return read_data(rows, held_out, collator, opened.processor, config, args, False)
+    def read(rows, args, held_out=None, collator=None, config=opened.config, need_images=False):
+        processor = opened.processor
+        return read_data(rows, held_out, collator, processor, config, args, need_images)
 
     return read
 
@@ -119,6 +120,32 @@ def test_rows_may_be_as_long_as_the_model_has_positions_and_longer_ones_are_name
         reading(rows, args, config=config)
         said = f"{longest:,} tokens, and the language model has {positions:,} positions"
         assert (said in caplog.text) == warns
+    short = rows.filter(lambda row: row["length"] < longest)
+    reading(short, args, held_out=rows, config=config)
+    assert caplog.text.count(said) == 2
+
+
+def test_which_rows_are_held_out_follows_the_seed(tmp_path, reading, opened):
+    rows = [train_data.llava(f"Question {number}?", f"answer {number}") for number in range(12)]
+    path = train_data.write_json(tmp_path, rows)
+    named = DataArguments(dataset_name=str(path), test_split_size=0.5)
+    held_out = []
+    for seed in (7, 8):
+        args = training.arguments(tmp_path / "out", seed=seed, eval_strategy="epoch")
+        found = train_data.answers(reading(named, args)[1])
+        options = dict(seed=seed, with_eval=True, test_split_size=0.5)
+        expected = train_data.read(path, opened.processor, **options).eval
+        assert found == train_data.answers(expected)
+        held_out.append(found)
+    assert held_out[0] != held_out[1]
+
+
+def test_named_rows_without_images_are_refused_where_images_are_needed(tmp_path, reading):
+    path = train_data.write_json(tmp_path, [train_data.llava("Question?", "answer")] * 2)
+    named, args = DataArguments(dataset_name=str(path)), training.arguments(tmp_path / "out")
+    reading(named, args)
+    with pytest.raises(ValueError, match="no image"):
+        reading(named, args, need_images=True)
 
 
 def test_a_stream_has_one_reader_and_every_process_reads_for_itself(tmp_path, reading):
