@@ -3,16 +3,23 @@
 import json
 import re
 
+import numpy as np
 import pytest
+import tiny
+import tiny_parts
 from paths import DOCS
-from train_data import image_bytes, llava, mixed_rows, read, write_json
+from train_data import assistant, image_bytes, llava, mixed_rows, read, user, write_json
+from training import image as image_of_noise
 from typer.testing import CliRunner
 
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.cli import app
+from normalign_llava.data.rows import checks
+from normalign_llava.data.rows.checks import SourceReport
+from normalign_llava.data.sources import table
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.data_check import check_data
+from normalign_llava.train.data_check import DataCheck, check_data
 
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -144,3 +151,128 @@ def test_the_line_of_the_page_shows_rows_in_python(tmp_path, checkpoint, monkeyp
     exec(line, {"check_data": check_data, "DataSource": DataSource})
     printed = capsys.readouterr().out
     assert printed.count("my-data.json, row ") == 5 and "[[green" in printed
+
+
+def cells(table) -> dict[str, str]:
+    """The rows of a table of two columns."""
+    titles, texts = (list(column.cells) for column in table.columns)
+    return dict(zip(titles, texts, strict=True))
+
+
+def test_the_table_has_every_count():
+    counts = dict(found=1234, bad=2, valid=1232, images=1500, shortest=3, median=7.0, longest=1024)
+    mappings = dict(forms={"few": 2, "most": 1230}, files={"in/one.json": 1000, "two.json": 234})
+    report = SourceReport("data", "train", **counts, **mappings)
+    check = DataCheck(report, [], stops=True, examples=[], has_lengths=True)
+    table = cells(check.table("my data"))
+    assert table == {
+        "rows": "1,234",
+        "in one.json": "1,000",
+        "in two.json": "234",
+        "that cannot be trained on": "2",
+        "of the form most": "1,230",
+        "of the form few": "2",
+        "images in the others": "1,500",
+        "lengths": "3 to 1,024 tokens, median 7",
+    }
+    assert [*table][4:6] == ["of the form most", "of the form few"]  # the commonest first
+    check.stops = False
+    said = cells(check.table("my data"))["that cannot be trained on"]
+    assert said.startswith("2, ") and "skips" in said
+    report.bad = 0
+    assert cells(check.table("my data"))["that cannot be trained on"] == "0"
+    check.has_lengths = False
+    assert "--model" in cells(check.table("my data"))["lengths"]
+    for has_lengths in (True, False):
+        check.has_lengths, report.valid = has_lengths, 0
+        assert cells(check.table("my data"))["lengths"] == "none"
+    report.left_out, report.changed, report.images = {"score": 5}, {"it was cut": 3}, None
+    table = cells(check.table("my data"))
+    assert table["images in the others"] == "0"
+    assert "score" in table["columns not used"] and "it was cut" in table["note"]
+
+
+@pytest.mark.parametrize(("bad", "stops"), [(1, False), (2, False), (3, True)])
+def test_of_many_rows_training_skips_a_hundredth(tmp_path, monkeypatch, bad, stops):
+    for module in (checks, table):
+        monkeypatch.setattr(module, "MANY_ROWS", 150)
+    rows = [llava(f"Question {number}?", "yes") for number in range(200)]
+    for number in range(bad):
+        rows[10 * number] = llava("Q", "")
+    path = write_json(tmp_path, rows)
+    check = check_data(DataSource(str(path)))
+    assert check.stops == stops and len(check.faults) == 1
+    assert ("a share of 0.01 may be bad" in check.faults[0]) == stops
+    found = command(path)
+    assert found.exit_code == int(stops) and "row 0: " in found.output
+
+
+def test_every_image_is_opened_if_that_is_asked_for(tmp_path, monkeypatch):
+    for module in (checks, table):
+        monkeypatch.setattr(module, "MANY_ROWS", 100)
+    monkeypatch.setattr(checks, "DEFAULT_SHARE", 0.1)
+    drawn = np.random.default_rng(0).choice(np.arange(120), 100, replace=False)
+    (other, *_) = sorted({*range(120)} - {*drawn.tolist()})
+    rows = [llava("<image>Q", "A", "red.png") for _ in range(120)]
+    rows[other]["image"] = "broken.png"
+    path = write_json(tmp_path, rows)
+    whole = image_of_noise(1)
+    (tmp_path / "broken.png").write_bytes(whole[: len(whole) // 2])
+    assert check_data(DataSource(str(path))).faults == []
+    (fault,) = check_data(DataSource(str(path)), check_images=True).faults
+    assert f"row {other}: " in fault and "broken.png" in fault
+
+
+def test_turns_are_shown_with_images_in_their_places_and_what_is_learned_marked(tmp_path):
+    asked = [{"type": "text", "text": "Compare "}, {"type": "image"}, {"type": "image"}]
+    prompt = [user(asked), assistant("first"), user("and now?")]
+    row = {"images": ["red.png", "sub/blue.png"], "prompt": prompt}
+    row["completion"] = [assistant("second")]
+    path = write_json(tmp_path, [row])
+    (example,) = check_data(DataSource(str(path)), rows=[0]).examples
+    assert example.title == "data.json, row 0 (red.png, blue.png)"
+    text = "".join(piece for piece, _ in example.pieces)
+    assert text.splitlines() == [
+        *("user: Compare <image><image>", "assistant: first"),
+        *("user: and now?", "assistant: second"),
+    ]
+    assert [piece for piece, learned in example.pieces if learned] == ["second"]
+
+
+def test_what_is_learned_is_underlined_in_a_terminal_and_rows_are_apart(tmp_path):
+    rows = [llava("what?", "this"), llava("and?", "that")]
+    check = check_data(DataSource(str(write_json(tmp_path, rows))), rows=[0, 1])
+    text = check.rendered(terminal=True)
+    marked = [text.plain[span.start : span.end] for span in text.spans]
+    assert marked == ["this", "that"] and all("underline" in span.style for span in text.spans)
+    assert "[[" not in text.plain
+    plain = str(check.rendered())
+    assert plain.replace("[[", "").replace("]]", "") == text.plain
+    assert not plain.startswith("\n") and plain.count("\n\ndata.json, row 1:") == 1
+    assert check.example == check.examples[0].pieces
+    nothing = check_data(DataSource(str(tmp_path / "data.json")))
+    assert nothing.examples == [] and nothing.example == []
+
+
+def test_a_number_is_that_of_a_row_in_each_file(tmp_path, checkpoint):
+    write_json(tmp_path / "data", [llava("one?", "1"), llava("two?", "2")], "a.jsonl")
+    write_json(tmp_path / "data", [llava("three?", "3"), llava("", "")], "b.jsonl")
+    for file in (tmp_path / "data").rglob("*.png"):
+        file.unlink()
+    source = DataSource(str(tmp_path / "data"))
+    shown = check_data(source, rows=[0]).examples
+    assert [example.title for example in shown] == ["a.jsonl, row 0", "b.jsonl, row 0"]
+    good, bad = check_data(source, rows=[1]).examples
+    assert (good.title, bad.title) == ("a.jsonl, row 1", "b.jsonl, row 1")
+    assert bad.pieces[0][0].startswith("Not trained on: ") and not bad.pieces[0][1]
+    # The first row, if none has an image.
+    assert check_data(source, str(checkpoint)).examples[0].title == "a.jsonl, row 0"
+    (tmp_path / "bad.jsonl").write_text(json.dumps(llava("", "")))
+    assert check_data(DataSource(str(tmp_path / "bad.jsonl")), str(checkpoint)).examples == []
+
+
+def test_a_checkpoint_of_another_kind_counts_no_tokens(tmp_path):
+    llava_model = tiny_parts.llava(tmp_path / "llava", tiny.llava())
+    path = write_json(tmp_path, mixed_rows())
+    with pytest.raises(ValueError, match="is a 'llava' model"):
+        check_data(DataSource(str(path)), llava_model)

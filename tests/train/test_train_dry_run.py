@@ -21,7 +21,7 @@ from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
 from normalign_llava.train.keeping.record import modules
 from normalign_llava.train.memory import CONTEXT, largest_batch
-from normalign_llava.train.modules.model import static_bytes
+from normalign_llava.train.modules.model import sharding, static_bytes
 from normalign_llava.train.options import parse
 from normalign_llava.train.run import make_trainer, remedy
 
@@ -73,6 +73,9 @@ def test_shapes_alone_take_what_weights_take_checkpointed_or_not(checkpoint, tmp
     assert without.facts["modules"] == loaded.facts["modules"]
     assert loaded.estimate_memory() == more
     if not options:
+        every_second = dict(gradient_checkpointing_kwargs={"every_n_layers": 2})
+        some = dry(gradient_checkpointing=True, **every_second).estimate_memory()
+        assert less.total < some.total < more.total
         assert more.parts["weights"] == stored_bytes(loaded.model)
         frozen = dry(vision_learning_rate=0.0).estimate_memory(False)
         assert frozen.parts["activations"] < more.parts["activations"]
@@ -120,15 +123,14 @@ def test_a_step_takes_what_torch_s_tracker_sees(checkpoint, tmp_path, options):
 
 
 def test_weights_and_their_copies_are_the_same_for_one_row_and_for_four(checkpoint, tmp_path):
-    options = dict(bf16=True, device_memory="24GiB", dry_run=True)
+    options = dict(device_memory="24GiB", dry_run=True)
     model = training.trainer(tmp_path, checkpoint).model
     kinds = (torch.nn.Linear, torch.nn.Conv2d)  # what autocast computes in bfloat16
     cast = [module for module in model.modules() if isinstance(module, kinds)]
     copied = sum(value.numel() for module in cast for value in module.parameters(recurse=False))
-    for rows in (1, 4):
-        estimate = training.trainer(
-            tmp_path, checkpoint, per_device_train_batch_size=rows, **options
-        ).estimate_memory()
+    for rows, half in ((1, "bf16"), (4, "fp16")):
+        own = {"per_device_train_batch_size": rows, half: True}
+        estimate = training.trainer(tmp_path, checkpoint, **options, **own).estimate_memory()
         assert estimate.parts["weights"] == stored_bytes(model)
         assert estimate.parts["half-precision copies of weights"] == 2 * copied
 
@@ -157,6 +159,8 @@ def test_the_longest_rows_decide_and_the_batches_of_a_step_wait_in_memory(checkp
     # Images of 3 x 16 x 16 float32 numbers; ids, mask and labels, 8 bytes each.
     size = len(batch["pixel_values"]) * 3 * 16 * 16 * 4 + batch["input_ids"].numel() * 3 * 8
     two = trainer.estimate_memory()
+    tokens, images = batch["input_ids"].numel(), len(batch["pixel_values"])
+    assert two.batch == f"2 row(s), {tokens:,} tokens, {images:,} image(s)"
     trainer.args.gradient_accumulation_steps = 8
     eight = trainer.estimate_memory()
     assert (two.parts["batches"], eight.parts["batches"]) == (2 * size, 8 * size)
@@ -360,6 +364,7 @@ def divided(monkeypatch):
 def test_ddp_keeps_gradients_in_buckets_too(checkpoint, tmp_path, divided):
     trainer = training.trainer(tmp_path, checkpoint)
     alone = static_bytes(trainer.model, trainer.args)
+    assert sharding() == "none"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(trainer.model)
@@ -370,6 +375,14 @@ def test_ddp_keeps_gradients_in_buckets_too(checkpoint, tmp_path, divided):
     divided(DistributedType.MULTI_CPU)
     together = static_bytes(trainer.model, trainer.args)
     assert together == {**alone, "gradients": alone["gradients"] + buckets}
+    trainer.args.gradient_accumulation_steps = 2  # gradients are there at the peak
+    assert trainer.estimate_memory().parts["gradients"] == together["gradients"]
+    assert sharding() == "none"
+    divided(DistributedType.FSDP)
+    args = SimpleNamespace(world_size=2, optim=trainer.args.optim)
+    halves = static_bytes(trainer.model, args)
+    assert halves == {name: size // 2 for name, size in alone.items()}
+    assert sharding() == "FSDP"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -377,6 +390,7 @@ def test_zero_divides_what_its_paper_says(checkpoint, tmp_path, divided, stage):
     trainer = training.trainer(tmp_path, checkpoint)
     numbers, stored = trainer.model.num_parameters(), stored_bytes(trainer.model)
     divided(DistributedType.DEEPSPEED, stage)
+    assert sharding() == "DeepSpeed"
     args = SimpleNamespace(world_size=2, optim=trainer.args.optim)
     found = static_bytes(trainer.model, args, (torch.optim.AdamW, {"lr": 1e-3}))
     # Of each number 4 bytes of weight and of gradient, 8 of Adam's moments, and below stage 3 a

@@ -4,23 +4,30 @@
 import copy
 import dataclasses
 import importlib.util
+import json
+import math
 import os
 import pickle
 import re
 import subprocess
 import sys
 import warnings
+from argparse import ArgumentTypeError
 from contextlib import nullcontext
 
 import pytest
+import torch
 import yaml
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env
 from documented import PAGE, page_from_fields
+from transformers import BitsAndBytesConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig
 
+from normalign_llava import NormAlignLlavaConfig
 from normalign_llava.train.command import (
     OVERRULED,
     RECIPES,
@@ -31,14 +38,27 @@ from normalign_llava.train.command import (
     read_command,
     recipe_file,
 )
-from normalign_llava.train.elsewhere import ELSEWHERE
-from normalign_llava.train.options import WITHOUT_WARMUP, NormAlignConfig, option_parser, parse
-from normalign_llava.train.prepare import accumulation_steps, check_options
+from normalign_llava.train.elsewhere import ELSEWHERE, answer_for
+from normalign_llava.train.modules.load import frozen_dtype
+from normalign_llava.train.options import (
+    WITHOUT_WARMUP,
+    ModelArguments,
+    NormAlignConfig,
+    best_metric,
+    number,
+    option_parser,
+    parse,
+    truth,
+    whole_number,
+)
+from normalign_llava.train.prepare import accumulation_steps, check_options, open_model
 
 
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
 UNSEEDED = {"use_seedable_sampler": False}
 FIELDS = dataclasses.fields(TrainingOptions)
+HELD_OUT = {"eval_strategy": "steps", "eval_steps": 100}
+BEST = {**HELD_OUT, "load_best_model_at_end": True, "early_stopping_patience": 2}
 REFUSALS = {
     field.name: field.default for field in FIELDS if field.metadata["help"].startswith(REFUSED)
 }
@@ -154,6 +174,21 @@ def test_an_option_that_is_set_later_is_a_given_one(tmp_path):
     assert rates(dataclasses.replace(COPIES["pickle"](args), seed=2), True)[1:] == [3e-4] * 3
 
 
+def test_what_follows_gives_way_to_what_was_given(tmp_path):
+    name = "gradient_accumulation_steps"
+    args = batches(tmp_path, 8, 2, accumulation=4)
+    args.let_follow(name, 4)  # as it was given
+    assert args.is_given(name)
+    assert dataclasses.replace(args, global_batch_size=None).gradient_accumulation_steps == 4
+    args = batches(tmp_path, 8, 2, accumulation=1)
+    args.let_follow(name, 4)
+    assert args.gradient_accumulation_steps == 4 and not args.is_given(name)
+    assert dataclasses.replace(args, global_batch_size=None).gradient_accumulation_steps == 1
+    args.give(name, args.gradient_accumulation_steps)
+    assert args.is_given(name)
+    assert dataclasses.replace(args, global_batch_size=None).gradient_accumulation_steps == 4
+
+
 def test_precision_that_followed_follows_anew(tmp_path, monkeypatch, processor):
     processor(5.0)
     for name in ("bf16", "fp16"):
@@ -170,6 +205,11 @@ def test_a_token_is_not_printed(tmp_path):
     args = config(tmp_path, hub_token="hf_secret", stage="tune")
     for text in (repr(args), str(args), f"{args}"):
         assert "hf_secret" not in text and "stage=tune" in text
+
+
+def test_a_token_has_no_white_space_around_it(tmp_path):
+    assert config(tmp_path, hub_token=" hf_secret\n").hub_token == "hf_secret"
+    assert config(tmp_path, hub_token=" \n").hub_token is None
 
 
 def test_a_given_learning_rate_is_that_of_every_module_the_stage_trains(tmp_path):
@@ -257,6 +297,19 @@ def test_precision_follows_the_machine_or_an_option(tmp_path, monkeypatch, proce
         assert parsed() == (name == "bf16", name == "fp16", name)
 
 
+def test_steps_on_a_gpu_that_is_not_here_are_in_bfloat16(tmp_path, processor):
+    processor(5.0)  # where this machine is slow in it
+    asked = dict(bf16=None, dry_run=True, device_memory="24GiB")
+    assert config(tmp_path, **asked).bf16
+    assert not config(tmp_path, bf16=None, dry_run=True).bf16
+    assert not config(tmp_path, **asked, fp16=True).bf16
+
+
+def test_a_bad_loss_is_in_the_log_unless_its_step_is_skipped(tmp_path):
+    assert not config(tmp_path).logging_nan_inf_filter
+    assert config(tmp_path, bad_steps="skip").logging_nan_inf_filter
+
+
 @pytest.mark.parametrize("schedule", WITHOUT_WARMUP)
 def test_a_schedule_without_warm_up_has_none(tmp_path, schedule):
     held_out = dict(eval_strategy="steps", eval_steps=5)  # which some schedules follow
@@ -317,11 +370,65 @@ def test_the_page_has_the_help_and_the_refusals_of_the_fields():
         (dict(early_stopping_patience=2), "needs eval_strategy .*, and load_best_model_at_end"),
         (dict(early_stopping_patience=0), "early_stopping_patience must be at least 1, got 0"),
         (dict(early_stopping_threshold=0.1), "_threshold needs early_stopping_patience"),
+        (dict(early_stopping_patience=2, **HELD_OUT), "patience needs load_best_model_at_end true"),
+        (
+            dict(early_stopping_patience=2, load_best_model_at_end=True),
+            r"patience needs eval_strategy steps \(with eval_steps\) or epoch\.$",
+        ),
+        (dict(early_stopping_threshold=-0.1, **BEST), "_threshold must be at least 0, got -0.1"),
+        (dict(early_stopping_threshold=".nan", **BEST), "_threshold must be at least 0, got nan"),
+        (dict(eval_dataset_name="held"), "eval_dataset_name needs eval_strategy steps or epoch"),
+        (dict(max_steps=-2), "max_steps -2 would train for all epochs"),
+        (dict(save_steps=-3), "save_steps -3 saves nothing"),
+        (dict(device_memory="24GiB"), "device_memory is for a dry run. Add --dry_run"),
+        (dict(device_memory=24, dry_run=True), "device_memory must have a unit, .* got 24"),
+        (dict(device_memory="24GBs", dry_run=True), "device_memory must have a unit"),
+        (dict(padding_free=True, pad_to_multiple_of=8), "_multiple_of cannot .* with padding_free"),
+        (dict(packing=True, neftune_noise_alpha=5.0), "_alpha cannot .* with packing"),
+        (dict(use_dora=True), "use_dora is for adapters. Add --use_peft"),
+        (dict(use_rslora=True), "use_rslora is for adapters. Add --use_peft"),
+        (dict(lora_modules_to_save=["lm_head"]), "lora_modules_to_save is for adapters"),
     ],
 )
 def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
     with pytest.raises(ValueError, match=message):
         options(tmp_path, **recipe)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        dict(save_strategy="no", save_steps=0),
+        dict(padding_free=True, train_sampling_strategy="batch_rebalance"),
+        dict(padding_free=True, average_tokens_across_devices=False),
+        dict(neftune_noise_alpha=5.0, pad_to_multiple_of=8),
+        dict(dry_run=True, device_memory="80gb"),
+        dict(dry_run=True, device_memory="1.5GiB"),
+        dict(do_eval=True, **HELD_OUT),
+        dict(lr_scheduler_type="constant", warmup_steps=0),
+        dict(max_steps=1),
+        {**BEST, "early_stopping_patience": 1},
+        dict(projector_learning_rate=0, norm_learning_rate=0, vision_learning_rate=0),
+    ],
+    ids=str,
+)
+def test_values_at_the_edge_of_what_is_refused_are_taken(tmp_path, own):
+    args = config(tmp_path, **own)
+    assert {name: getattr(args, name) for name in own} == own
+
+
+LEAST = dict(per_device_train_batch_size=1, global_batch_size=1, learning_rate=0, probe_rows=1)
+LEAST |= dict(vision_learning_rate=0, projector_learning_rate=0, norm_learning_rate=0)
+LEAST |= dict(language_learning_rate=0, sample_count=0, sample_max_new_tokens=1)
+
+
+@pytest.mark.parametrize(("name", "least"), LEAST.items())
+def test_a_number_may_be_its_least_and_no_less(tmp_path, name, least):
+    other = "projector_learning_rate" if name == "norm_learning_rate" else "norm_learning_rate"
+    others = {other: 1e-3}
+    assert getattr(config(tmp_path, **others, **{name: least}), name) == least
+    with pytest.raises(ValueError, match=f"^{name} must be at least {least}, got {least - 1}"):
+        config(tmp_path, **others, **{name: least - 1})
 
 
 def test_defaults_of_refused_options_are_those_of_trl():
@@ -349,6 +456,8 @@ def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
         ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler' would undo lr_scheduler_type"),
         ({"torch_autocast": {"enabled": True}}, {}, "'torch_autocast' would undo bf16"),
         ({"bf16": {"enabled": True}}, {}, "bf16 is True in DeepSpeed's configuration. Remove it"),
+        ({"bf16": {"enabled": False}}, {"bf16": True}, "bf16 is False in DeepSpeed's"),
+        ({"fp16": {"enabled": True}}, {}, "fp16 is True in DeepSpeed's configuration. Remove it"),
         ({}, {"fp16": True}, "fp16 would round the gain under DeepSpeed. Use bf16"),
         ({}, {"bad_steps": "skip"}, "bad_steps cannot be 'skip': DeepSpeed takes the"),
     ],
@@ -357,6 +466,47 @@ def test_a_deepspeed_configuration_that_undoes_options_is_refused(tmp_path, sect
     zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", **section}
     with pytest.raises(ValueError, match=error):
         config(tmp_path, deepspeed=zero, **own)
+
+
+@pytest.fixture
+def zero(tmp_path):
+    """Makes options with a stage of ZeRO, whose configuration ends with the test."""
+    made = []
+
+    def make(stage=2, more=None, **own) -> NormAlignConfig:
+        file = {"zero_optimization": {"stage": stage}, "train_batch_size": "auto", **(more or {})}
+        made.append(config(tmp_path, deepspeed=file, **own))
+        return made[-1]
+
+    yield make
+    unset_hf_deepspeed_config()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_deepspeed_keeps_weights_in_float32_and_autocasts_where_steps_do(zero):
+    autocast = zero(more={"bf16": {"enabled": "auto"}}, bf16=True).deepspeed_plugin.deepspeed_config
+    assert "bf16" not in autocast
+    # An empty list: no weight and no gradient is sent in bfloat16.
+    expected = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    assert autocast["torch_autocast"] == expected
+    for section in ({}, {"bf16": {"enabled": False}}):
+        plain = zero(more=section).deepspeed_plugin.deepspeed_config
+        assert "torch_autocast" not in plain
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_under_zero_3_nothing_is_counted_or_quantized_and_all_is_float32(zero, checkpoint):
+    args = zero(stage=3, bf16=True, dry_run=True)
+    with pytest.raises(ValueError, match="dry_run cannot count ZeRO-3. Count with fsdp2"):
+        check_options(args, str(checkpoint))
+    four_bits = BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(ValueError, match="do not go with ZeRO-3. Use zero2"):
+        open_model(str(checkpoint), None, args, four_bits, None)
+    half = NormAlignLlavaConfig(dtype="bfloat16")
+    assert frozen_dtype(half, args) == "float32"
+    two = zero(stage=2, bf16=True, dry_run=True)
+    check_options(two, str(checkpoint))
+    assert frozen_dtype(half, two) == "bfloat16"
 
 
 def read(tmp_path, text: str, *words: str):
@@ -394,7 +544,10 @@ MEANT = [
     ("model_revision", "1234567", "1234567"),
     ("model_revision", "12e4567", "12e4567"),
     ("bad_rows", "1e-2", "1e-2"),
-    ("fsdp", "no", False),
+    *(("fsdp", word, True) for word in ("yes", "on", "true")),
+    *(("fsdp", word, False) for word in ("no", "off", "false")),
+    ("max_grad_norm", ".inf", math.inf),
+    ("early_stopping_threshold", "0", 0.0),
     ("deepspeed", "no", None),
 ]
 
@@ -411,6 +564,72 @@ def test_a_recipe_and_the_command_line_mean_what_people_mean(tmp_path, name, wor
         if name == "resume_from_checkpoint":
             value = None if value in ("no", None) else value
         assert value == meant and (isinstance(value, str) or type(value) is type(meant))
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [("true True yes on t y 1", True), ("false False no off f n 0", False)]
+)
+def test_words_for_true_and_false(words, meant):
+    assert {truth(word) for word in words.split()} == {meant}
+    for word in ("none", "", "2", "maybe"):
+        with pytest.raises(ArgumentTypeError, match=re.escape(repr(word))):
+            truth(word)
+
+
+def test_numbers_as_people_and_yaml_write_them():
+    texts = ("0.5", "5e-1", "1_000", ".5", ".inf", "-.Inf", "-2")
+    assert [number(text) for text in texts] == [0.5, 0.5, 1000, 0.5, math.inf, -math.inf, -2]
+    assert math.isnan(number(".nan"))
+    assert [whole_number(text) for text in ("1000", "1e3", "1_000", "-2", 5.0)] == [
+        *(1000, 1000, 1000, -2, 5)
+    ]
+    for text in ("1.5", "5e-1", "many", ".inf"):
+        with pytest.raises(ArgumentTypeError, match=re.escape(repr(text))):
+            whole_number(text)
+    with pytest.raises(ArgumentTypeError, match="'many'"):
+        number("many")
+
+
+def test_options_in_python_are_read_as_in_a_recipe(tmp_path):
+    recipe = {"output_dir": str(tmp_path), "save_strategy": False, "probe_steps": ["0", "1e2"]}
+    args = parse(BASE, {**recipe, "gradient_checkpointing": False})[1]
+    assert (args.save_strategy, args.probe_steps) == ("no", [0, 100])
+    assert args.gradient_checkpointing is False
+
+
+def test_how_a_checkpoint_is_opened_is_told_to_the_trainer(tmp_path):
+    how = dict(model_revision="v2", dtype="float32", attn_implementation="eager")
+    expected = dict(revision="v2", dtype="float32", attn_implementation="eager")
+    assert options(tmp_path, **how).model_init_kwargs == expected
+    own = {"dtype": "bfloat16", "use_kernels": False}
+    assert options(tmp_path, **how, model_init_kwargs=own).model_init_kwargs == expected | own
+
+
+def test_names_may_be_in_one_text_or_in_several():
+    for given in ("lm_head, embed_tokens", ["lm_head,embed_tokens"], ["lm_head", "embed_tokens"]):
+        saved = ModelArguments(use_peft=True, lora_modules_to_save=given).lora_modules_to_save
+        assert saved == ["lm_head", "embed_tokens"]
+    assert ModelArguments(use_peft=True, lora_modules_to_save=[]).lora_modules_to_save is None
+
+
+def test_how_a_model_is_quantized():
+    four = ModelArguments(load_in_4bit=True).quantization
+    assert (four.bnb_4bit_quant_type, four.bnb_4bit_use_double_quant) == ("nf4", True)
+    own = dict(bnb_4bit_quant_type="fp4", use_bnb_nested_quant=False)
+    other = ModelArguments(load_in_4bit=True, **own).quantization
+    assert (other.bnb_4bit_quant_type, other.bnb_4bit_use_double_quant) == ("fp4", False)
+    assert four.load_in_4bit and not four.load_in_8bit
+    assert four.bnb_4bit_compute_dtype == torch.float32
+    eight = ModelArguments(load_in_8bit=True).quantization
+    assert eight.load_in_8bit and not eight.load_in_4bit
+    assert ModelArguments().quantization is None
+
+
+@pytest.mark.parametrize("metric", [None, "loss", "eval_loss"])
+def test_the_best_step_is_told_by_a_key_of_the_log(tmp_path, metric):
+    assert best_metric(config(tmp_path, metric_for_best_model=metric)) == "eval_loss"
+    for given in ("accuracy", "eval_accuracy"):
+        assert best_metric(config(tmp_path, metric_for_best_model=given)) == "eval_accuracy"
 
 
 def test_numbers_and_booleans_in_mappings_are_read_as_people_mean(tmp_path):
@@ -469,6 +688,19 @@ def test_the_home_folder_stands_for_a_tilde_in_every_path(tmp_path, monkeypatch,
         assert getattr(owner, name) == f"{tmp_path}/x y"
 
 
+@pytest.mark.parametrize("name", ["fsdp_config", "accelerator_config"])
+def test_the_home_folder_stands_for_a_tilde_in_the_path_of_a_mapping(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    content = {"version": 2} if name == "fsdp_config" else {"even_batches": False}
+    (tmp_path / "mapping.json").write_text(json.dumps(content))
+    own = {name: "~/mapping.json", "fsdp": name == "fsdp_config"}
+    args = config(tmp_path, **own)
+    if name == "fsdp_config":
+        assert args.fsdp_plugin_args["fsdp_version"] == 2
+    else:
+        assert args.accelerator_config.even_batches is False
+
+
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
@@ -520,6 +752,71 @@ def test_names_of_other_tools_are_no_options_and_lead_to_some():
     assert not refused
 
 
+THEIRS = {
+    "cutoff_len": "max_length",  # LLaMA-Factory
+    "lora_rank": "lora_r",
+    "lora_target": "lora_target_modules",
+    "additional_target": "lora_modules_to_save",
+    "finetuning_type": "use_peft",
+    "quantization_type": "bnb_4bit_quant_type",
+    "val_size": "test_split_size",
+    "media_dir": "image_folder",
+    "flash_attn": "attn_implementation",
+    "neat_packing": "packing",
+    "freeze_vision_tower": "vision_learning_rate",
+    "freeze_language_model": "language_learning_rate",
+    "sequence_len": "max_length",  # axolotl
+    "micro_batch_size": "per_device_train_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "evals_per_epoch": "eval_steps",
+    "saves_per_epoch": "save_steps",
+    "lr_scheduler": "lr_scheduler_type",
+    "aligner_lr": "projector_learning_rate",  # ms-swift
+    "vit_lr": "vision_learning_rate",
+    "freeze_vit": "vision_learning_rate",
+    "freeze_llm": "language_learning_rate",
+    "train_type": "use_peft",
+    "split_dataset_ratio": "test_split_size",
+    "max_seq_length": "max_length",  # unsloth
+    "finetune_vision_layers": "vision_learning_rate",
+    "finetune_language_layers": "language_learning_rate",
+    "mm_projector_lr": "projector_learning_rate",  # LLaVA
+    "mm_vision_tower_lr": "vision_learning_rate",
+    "model_max_length": "max_length",
+    "warmup_ratio": "warmup_steps",
+    "data_path": "dataset_name",
+    "lora_enable": "use_peft",
+    "lora_target_linear": "lora_target_modules",  # axolotl
+    "sdp_attention": "attn_implementation",
+    "use_wandb": "report_to",
+    "wandb_project": "report_to",
+    "truncation_strategy": "max_length",  # ms-swift
+    "dataset_dir": "dataset_name",  # LLaMA-Factory
+    "overwrite_output_dir": "output_dir",
+    "mix_strategy": "datasets",
+    "interleave_probs": "datasets",
+}
+"""Options as other tools document them, and the one that does the same here."""
+
+
+@pytest.mark.parametrize(("theirs", "ours"), THEIRS.items())
+def test_a_name_of_another_tool_stands_for_what_it_does_there(theirs, ours):
+    assert ELSEWHERE[theirs][0] == (ours,)
+    assert f"`{theirs}` is called `{ours}` here" in answer_for(theirs)
+
+
+def test_a_name_may_stand_for_two_options_or_for_none():
+    both = ("projector_learning_rate", "norm_learning_rate")
+    for name in ("freeze_aligner", "freeze_multi_modal_projector", "tune_mm_mlp_adapter"):
+        assert ELSEWHERE[name][0] == both
+    assert ELSEWHERE["quantization_bit"][0] == ("load_in_4bit", "load_in_8bit")
+    said = answer_for("freeze_aligner")
+    assert "are called `projector_learning_rate` and `norm_learning_rate` here: 0 freezes" in said
+    none = ("plot_loss", "model_type", "overwrite_cache", "image_max_pixels", "image_resolution")
+    for name in (*none, "template", "max_samples"):
+        assert answer_for(name).startswith(f"There is no `{name}` here: ")
+
+
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_a_name_of_another_tool_is_answered_with_ours(tmp_path, name):
     for text, words in (
@@ -531,6 +828,7 @@ def test_a_name_of_another_tool_is_answered_with_ours(tmp_path, name):
             read(tmp_path, text, *words)
         for option in ELSEWHERE[name][0]:
             assert f"`{option}`" in str(error.value)
+        assert ELSEWHERE[name][1] in str(error.value)
     with pytest.raises(ValueError, match=f"`{name}`"):  # before a checkpoint is asked for
         check_command([f"--{name}", "5"], {})
 
@@ -540,6 +838,10 @@ def test_only_the_name_of_an_unknown_option_is_named(tmp_path):
         with pytest.raises(ValueError) as error:
             read(tmp_path, "dataset_name: data\n", *words)
         assert "--learning_speed." in str(error.value) and "3" not in str(error.value)
+    with pytest.raises(ValueError, match="--learning_speed, --epoch_count"):
+        read(tmp_path, "dataset_name: data\nlearning_speed: 1\n", "--epoch_count=3")
+    with pytest.raises(ValueError, match="Did you mean --learning_rate"):
+        read(tmp_path, "dataset_name: data\n", "--learing-rate", "1")
     with pytest.raises(ValueError, match="'stray' belongs to no option"):
         read(tmp_path, "dataset_name: data\n", "--seed", "3", "stray")
 

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a model to train, by themselves: freezing, precision, modes, bytes, arms, hooks."""
+
+from types import SimpleNamespace
+
+import bitsandbytes
+import pytest
+import tiny
+import torch
+import training
+from accelerate import FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
+from torch import distributed as dist, nn
+from torch.distributed import fsdp
+from transformers import BitsAndBytesConfig
+
+from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.processing import arm_of
+from normalign_llava.checkpoint.opening import open_checkpoint
+from normalign_llava.train.modules import model as parts
+from normalign_llava.train.modules.load import (
+    check_architecture,
+    config_of_arm,
+    frozen_dtype,
+    load_model,
+)
+
+
+RATES = {"vision": 1e-6, "projector": 1e-3, "norm": 1e-3, "language": 1e-5}
+
+
+def with_adapters(model):
+    targets = r".*language_model.*q_proj"
+    saved = ["multi_modal_projector"]
+    return get_peft_model(model, LoraConfig(r=2, target_modules=targets, modules_to_save=saved))
+
+
+@pytest.mark.parametrize("frozen", [*RATES, "projector norm", "vision language", ""])
+def test_what_has_no_learning_rate_is_frozen_and_its_file_is_not_written(frozen):
+    model = tiny.model(tied=False)
+    rates = {name: 0.0 if name in frozen.split() else rate for name, rate in RATES.items()}
+    places = {
+        "vision": "vision_tower",
+        "projector": "linear_",
+        "norm": "multi_modal_projector.norm",
+    }
+    parts.freeze(model, rates)
+    for name, parameter in model.named_parameters():
+        module = "language"
+        for known, place in places.items():
+            module = known if place in name else module
+        assert parameter.requires_grad == (rates[module] > 0), name
+    assert parts.trained_parameters(model).keys() == {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    files = {"vision": {"vision_tower"}, "language": {"language_model"}}
+    files |= {"projector norm": {"multi_modal_projector"}, "": set()}
+    files |= {"vision language": {"vision_tower", "language_model"}}
+    assert parts.frozen_modules(model) == files.get(frozen, set())
+    parts.freeze(model, RATES)  # what was frozen by hand is trained too
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_beside_adapters_the_layers_below_stay_frozen():
+    model = with_adapters(tiny.model())
+    parts.freeze(model, RATES)
+    trained = parts.trained_parameters(model)
+    assert {parts.module_of(name) for name in trained} == {"projector", "norm", "language"}
+    for name in trained:
+        assert ".lora_" in name or "modules_to_save" in name
+    parts.freeze(model, {**RATES, "language": 0.0})
+    assert {parts.module_of(name) for name in parts.trained_parameters(model)} == {
+        *("projector", "norm")
+    }
+    assert parts.projector_norm(model) is parts.base_model(model).model.multi_modal_projector.norm
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trained_modules_beside_others_in_bfloat16_compute_in_float32(bf16):
+    """Unless steps are autocast, what goes into them is cast, and what comes out of a saved one."""
+    model = tiny.model(tied=False).to(torch.bfloat16)
+    saved = ["lm_head", "multi_modal_projector"]
+    targets = r".*language_model.*q_proj"
+    options = LoraConfig(r=2, target_modules=targets, modules_to_save=saved)
+    model = get_peft_model(model, options, autocast_adapter_dtype=False)
+    parts.freeze(model, RATES)
+    parts.train_in_float32(model)
+    dtypes = {}
+    for parameter in model.parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
+    base = parts.base_model(model)
+
+    def see(name):
+        def hook(module, inputs, output):
+            dtypes[name] = (inputs[0].dtype, output.dtype)
+
+        return hook
+
+    copied = base.lm_head.modules_to_save["default"]
+    copied.register_forward_hook(see("head"))
+    base.lm_head.register_forward_hook(see("whole"))
+    base.model.multi_modal_projector.linear_1.register_forward_hook(see("projector"))
+    inputs = tiny.inputs()
+    inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        model(**inputs)
+    expected = torch.bfloat16 if bf16 else torch.float32
+    assert dtypes["head"][1] == dtypes["projector"][1] == expected
+    assert dtypes["whole"][1] == torch.bfloat16
+    if not bf16:
+        assert dtypes["head"][0] == dtypes["projector"][0] == torch.float32
+
+
+def test_a_norm_is_trained_after_a_frozen_projector_in_bfloat16():
+    model = tiny.model(tied=False).to(torch.bfloat16)
+    parts.freeze(model, {**dict.fromkeys(RATES, 0.0), "norm": 1e-3})
+    parts.train_in_float32(model)
+    projector = model.model.multi_modal_projector
+    assert projector.norm.weight.dtype == torch.float32
+    assert projector.linear_1.weight.dtype == torch.bfloat16
+    inputs = tiny.inputs()
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert projector.norm.weight.grad.any()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_an_evaluation_modes_and_random_numbers_are_what_they_were(fails):
+    model = tiny.model().train()
+    model.model.vision_tower.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    args = SimpleNamespace(device=torch.device("cpu"), bf16=False, fp16=False)
+    random = torch.get_rng_state()
+    raised = None
+    try:
+        with parts.evaluating(model, args):
+            assert not any(module.training for module in model.modules())
+            assert not torch.is_grad_enabled()
+            torch.rand(3)
+            if fails:
+                raise KeyError("what went wrong")
+    except KeyError as error:
+        raised = error
+    assert (raised is not None) == fails
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert torch.equal(torch.get_rng_state(), random) and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "dtype"),
+    [(True, False, torch.bfloat16), (False, True, torch.float16), (False, False, torch.float32)],
+)
+def test_an_evaluation_is_in_the_precision_of_training(bf16, fp16, dtype):
+    layer, args = nn.Linear(3, 3), SimpleNamespace(device=torch.device("cpu"), bf16=bf16, fp16=fp16)
+    with parts.evaluating(layer, args):
+        assert layer(torch.ones(1, 3)).dtype == dtype
+    assert layer(torch.ones(1, 3)).dtype == torch.float32
+
+
+def test_attributes_that_are_replaced_for_a_time_come_back():
+    owner = SimpleNamespace(kept=1, changed=2)
+    with pytest.raises(KeyError), parts.replaced(owner, changed=3, added=4):
+        assert vars(owner) == dict(kept=1, changed=3, added=4)
+        raise KeyError
+    assert vars(owner) == dict(kept=1, changed=2)
+
+
+def test_outputs_are_seen_in_order_by_name_until_the_watch_ends():
+    class Pair(nn.Module):
+        def forward(self, values):
+            return {"numbers": values, "ids": torch.ones(2, dtype=torch.long), "name": "a"}
+
+    model = nn.Sequential(nn.Linear(2, 2), Pair())
+    seen = []
+    with parts.watching_outputs(model, lambda name, outputs: seen.append((name, len(outputs)))):
+        model(torch.ones(1, 2))
+    assert seen == [("0", 1), ("1", 1)]
+    model(torch.ones(1, 2))
+    assert len(seen) == 2
+
+
+def test_a_module_that_is_frozen_has_no_dropout_and_the_others_have():
+    model = tiny.model().train()
+    parts.freeze(model, {**RATES, "vision": 0.0})
+    parts.eval_frozen(model)
+    inner = model.model
+    assert not any(module.training for module in inner.vision_tower.modules())
+    assert all(module.training for module in inner.language_model.modules())
+    assert inner.multi_modal_projector.training
+    parts.freeze(model, {**RATES, "projector": 0.0, "norm": 0.0, "language": 0.0})
+    model.train()
+    parts.eval_frozen(model)
+    assert inner.vision_tower.training
+    assert not (inner.language_model.training or inner.multi_modal_projector.training)
+
+
+def test_parameters_without_a_gradient_get_zeros_in_a_step_that_has_some():
+    used, unused, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    frozen.requires_grad_(False)
+    groups = [{"params": [used, frozen]}, {"params": [unused]}]
+    optimizer = torch.optim.AdamW(groups)
+    parts.fill_gradients(optimizer, (), {})
+    assert used.grad is None and unused.grad is None  # a step without any
+    used.grad = torch.full((2,), 3.0)
+    parts.fill_gradients(optimizer, (), {})
+    assert used.grad.tolist() == [3.0, 3.0] and unused.grad.tolist() == [0.0, 0.0]
+    assert frozen.grad is None
+
+
+def test_the_labels_that_are_learned_are_where_they_are_predicted():
+    labels = torch.tensor([[-100, 7, -100, 8], [5, -100, -100, 9]])
+    found = parts._answers(labels)
+    # The first position is predicted by none, and each other one by the position before it.
+    assert found["answers"].tolist() == [[True, False, True], [False, False, True]]
+    assert found["shift_labels"].tolist() == [[7, 8, 9]]
+    none = torch.tensor([[5, -100], [-100, -100]])
+    assert [*parts._answers(none)] == ["labels"]
+
+
+def bitsandbytes_bytes(cls, parameters, embedding) -> int:
+    """What an optimizer of bitsandbytes keeps after a step, without tables that all share."""
+    optimizer = cls(parameters)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.override_config(embedding, "optim_bits", 32)
+    manager.register_parameters(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if torch.is_tensor(value) and value.dim() and not name.startswith("qmap")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [("lion_8bit", "Lion8bit"), ("adamw_8bit", "AdamW8bit"), ("lion_32bit", "Lion32bit")],
+)
+def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, name, cls):
+    sizes = (4095, 4096, 4097, 5000)
+    parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
+    embedding = parameters[-1]
+    args = training.arguments(tmp_path, optim=name)
+    found = parts.optimizer_bytes(parameters, args, None, {embedding})
+    optimizer = getattr(bitsandbytes.optim, cls)
+    assert found == bitsandbytes_bytes(optimizer, parameters, embedding)
+
+
+def test_weights_in_8_bits_count_with_a_factor_for_each_row(checkpoint):
+    load = NormAlignLlavaForConditionalGeneration.from_pretrained
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    plain = load(checkpoint, dtype="bfloat16")
+    model = load(checkpoint, dtype="bfloat16", quantization_config=settings)
+    named = plain.model.language_model.named_parameters()
+    linears = [value for name, value in named if name.endswith("_proj.weight")]
+    expected = sum(parameter.nbytes for parameter in plain.parameters())
+    expected += sum(-value.nbytes + value.numel() + 4 * len(value) for value in linears)
+    assert sum(map(parts.tensor_bytes, model.parameters())) == expected
+    counts = [sum(map(parts.parameter_count, each.parameters())) for each in (plain, model)]
+    assert counts[0] == counts[1] == plain.num_parameters()
+
+
+def test_fsdp_wraps_layers_and_the_norm_or_what_is_named_and_the_norm():
+    layers = ["CLIPEncoderLayer", "LlamaDecoderLayer"]
+    for named, expected in ((None, layers), (["LlamaDecoderLayer"], ["LlamaDecoderLayer"])):
+        model = tiny.model()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            state_dict_type="SHARDED_STATE_DICT",
+            transformer_cls_names_to_wrap=named,
+        )
+        wrapped = []
+
+        def prepare(module, wrapped=wrapped):
+            wrapped.append(fsdp.fully_shard)
+            return module
+
+        accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), prepare=prepare)
+        parts.prepare_sharding(accelerator, model)
+        norm = type(parts.projector_norm(model)).__name__
+        assert plugin.transformer_cls_names_to_wrap == sorted([*expected, norm])
+        assert plugin.state_dict_type.name == "FULL_STATE_DICT"
+        plain = fsdp.fully_shard
+        assert accelerator.prepare(model) is model
+        assert wrapped[0] is not plain and fsdp.fully_shard is plain
+
+
+def test_fsdp_gathers_the_gain_in_float32_and_other_layers_in_the_precision_of_steps():
+    model = tiny.model()
+    inner = model.model.multi_modal_projector
+    half = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    def prepare(model):
+        for module in (inner.norm, inner.linear_1):
+            fsdp.fully_shard(module, mp_policy=half)
+        return model
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), prepare=prepare)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parts.prepare_sharding(accelerator, model)
+        accelerator.prepare(model)
+        for module, dtype in ((inner.norm, torch.float32), (inner.linear_1, torch.bfloat16)):
+            module.unshard()
+            assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_weights_are_read_into_a_model_that_fsdp_divides(checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    expected = training.weights(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fsdp.fully_shard(model)
+        parts.load_sharded(model, checkpoint)
+        found = {name: part.full_tensor().detach() for name, part in model.named_parameters()}
+    finally:
+        dist.destroy_process_group()
+    training.assert_equal(found, expected)
+
+
+ARMS = ("none", "unit", "aligned", "gwc")
+
+
+@pytest.fixture(scope="module")
+def of_arms(tmp_path_factory):
+    """A checkpoint's configuration as each arm, with an RMS norm but for the one without."""
+    fields = {
+        "none": dict(projector_norm="none"),
+        "unit": dict(projector_gain_init="one", gradient_compensation="none"),
+        "aligned": dict(gradient_compensation="none"),
+        "gwc": {},
+    }
+    return {
+        arm: tiny.config(**{"projector_norm": "rms_norm", **own}) for arm, own in fields.items()
+    }
+
+
+@pytest.mark.parametrize("asked", [None, *ARMS])
+@pytest.mark.parametrize("stored", ARMS)
+def test_a_configuration_becomes_the_arm_that_is_asked_for(tmp_path, of_arms, stored, asked):
+    config = of_arms[stored]
+    before = config.to_dict()
+    opened = SimpleNamespace(config=config, name=str(tmp_path))
+    found = config_of_arm(opened, asked)
+    arm = asked or stored
+    assert arm_of(found) == arm and config.to_dict() == before and found is not config
+    # Without a norm there was none to keep.
+    norms = {"none": "none"} | dict.fromkeys(ARMS[1:], "rms_norm")
+    kept = "layer_norm" if stored == "none" and arm != "none" else norms[arm]
+    assert found.projector_norm == kept
+    if arm != stored:
+        neutral = dict(projector_gain_init="text_norm", gradient_compensation="global")
+        of_arm = {"unit": dict(projector_gain_init="one", gradient_compensation="none")}
+        of_arm["aligned"] = dict(gradient_compensation="none")
+        for name, value in {**neutral, **of_arm.get(arm, {})}.items():
+            assert getattr(found, name) == value
+    (tmp_path / "training.json").write_text("{}")
+    if arm == stored or {arm, stored} == {"aligned", "gwc"}:
+        assert arm_of(config_of_arm(opened, asked)) == arm
+    else:
+        with pytest.raises(ValueError, match=f"trained as arm '{stored}'; arm '{asked}' would"):
+            config_of_arm(opened, asked)
+
+
+@pytest.mark.parametrize("arm", [None, *ARMS])
+def test_a_gain_is_kept_unless_the_arm_has_another(tmp_path, checkpoint, arm):
+    args = training.arguments(tmp_path, arm=arm)
+    args.model_init_kwargs = {"dtype": "float32"}
+    opened = open_checkpoint(checkpoint)
+    model = load_model(opened, args, RATES)
+    assert model.name_or_path == str(checkpoint) and arm_of(model.config) == (arm or "gwc")
+    norm = parts.projector_norm(model)
+    if arm == "none":
+        assert not [*norm.parameters()]
+    elif arm == "unit":
+        assert torch.equal(norm.weight, torch.ones(32)) and not norm.bias.any()
+    else:
+        stored = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+        assert torch.equal(norm.weight, parts.projector_norm(stored).weight)
+    assert type(model) is NormAlignLlavaForConditionalGeneration
+
+
+def test_what_a_dry_run_cannot_count_is_refused(tmp_path, checkpoint):
+    args = training.arguments(tmp_path, dry_run=True)
+    args.model_init_kwargs = {"dtype": "float32"}
+    eight_bits = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(ValueError, match="dry_run cannot count load_in_8bit"):
+        load_model(open_checkpoint(checkpoint), args, RATES, eight_bits, use_peft=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("use_peft", [True, False])
+def test_weights_that_are_not_read_have_the_precision_of_those_that_are(
+    tmp_path, checkpoint, dtype, use_peft
+):
+    """What is trained in full is float32, the norm always, the rest as asked."""
+    rates = {**RATES, "vision": 0.0}
+    loaded = []
+    for dry_run in (True, False):
+        args = training.arguments(tmp_path, dry_run=dry_run)
+        args.model_init_kwargs = {"dtype": dtype}
+        model = load_model(open_checkpoint(checkpoint), args, rates, use_peft=use_peft)
+        loaded.append({name: value.dtype for name, value in model.named_parameters()})
+        assert {value.is_meta for value in model.parameters()} == {dry_run}
+    assert loaded[0] == loaded[1]
+    frozen = ["vision", "language"] if use_peft else ["vision"]
+    for name, found in loaded[1].items():
+        is_frozen = parts.module_of(name) in frozen
+        assert found == (getattr(torch, dtype) if is_frozen else torch.float32), name
+
+
+def test_a_layer_that_the_encoder_lacks_is_refused_before_weights_are_loaded(tmp_path):
+    config = tiny.config()
+    config.vision_feature_layer = -9
+    with pytest.raises(ValueError, match="feature_layer -9 does not exist"):
+        config_of_arm(SimpleNamespace(config=config, name=str(tmp_path)), None)
+
+
+def test_a_model_of_another_kind_leads_to_building_one():
+    check_architecture("normalign_llava", "mine")
+    for kind in ("llava", None):
+        with pytest.raises(ValueError, match=f"mine is a {kind!r} model.*normalign build"):
+            check_architecture(kind, "mine")
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "steps", "expected"),
+    [
+        ("bfloat16", "auto", "bf16", "bfloat16"),
+        ("bfloat16", None, "bf16", "bfloat16"),
+        ("bfloat16", "auto", None, "float32"),
+        ("float16", "auto", "bf16", "float32"),
+        ("float16", "auto", "fp16", "float16"),
+        ("float32", "auto", "bf16", "float32"),
+        (None, "auto", "bf16", "bfloat16"),  # the language model's, which is named alone
+        ("float32", "bfloat16", "bf16", "bfloat16"),
+        ("float32", "bfloat16", None, "bfloat16"),
+        ("bfloat16", torch.float32, "bf16", "float32"),
+        ("bfloat16", torch.float16, "fp16", "float16"),
+        ("bfloat16", "float16", "bf16", None),
+        ("bfloat16", "bfloat16", "fp16", None),
+    ],
+)
+def test_the_precision_of_what_is_frozen(tmp_path, stored, asked, steps, expected):
+    config = NormAlignLlavaConfig(text_config=tiny.text_config(dtype="bfloat16"))
+    config.dtype = stored
+    own = {"bf16": False} | ({steps: True} if steps else {})
+    args = training.arguments(tmp_path, **own)
+    args.model_init_kwargs = {"dtype": asked} if asked else None
+    if expected:
+        assert frozen_dtype(config, args) == expected
+    else:
+        autocast = {"bf16": "bfloat16", "fp16": "float16"}[steps]
+        with pytest.raises(ValueError, match=f"steps in {autocast} do not mix"):
+            frozen_dtype(config, args)

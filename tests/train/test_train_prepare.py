@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked and completed before weights are loaded: options, checkpoint, rows."""
+
+import copy
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import train_data
+import training
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoProcessor
+from trl import SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from normalign_llava import NormAlignConfig
+from normalign_llava.checkpoint.opening import open_checkpoint
+from normalign_llava.data.sources.arguments import DataArguments
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.prepare import (
+    DROPPED_ROWS,
+    SKIPPED_ROWS,
+    check_best_metric,
+    check_options,
+    checked_rows,
+    normalign_config,
+    open_model,
+    read_data,
+)
+
+
+pytestmark = pytest.mark.usefixtures("cache")
+BEST = dict(eval_strategy="steps", eval_steps=5, save_strategy="steps", save_steps=5)
+BEST |= dict(load_best_model_at_end=True)
+
+
+@pytest.fixture(scope="module")
+def opened(checkpoint):
+    return open_checkpoint(checkpoint)
+
+
+@pytest.fixture
+def reading(opened):
+    """Reads rows for the tiny checkpoint."""
+
+    def read(rows, args, held_out=None, collator=None, config=opened.config, need_images=False):
+        processor = opened.processor
+        return read_data(rows, held_out, collator, processor, config, args, need_images)
+
+    return read
+
+
+def stream(rows=None):
+    return (rows or training.rows(4)).to_iterable_dataset()
+
+
+def test_a_checkpoint_is_not_written_over_by_what_is_trained_of_it(tmp_path, checkpoint):
+    for written in (checkpoint, f"{checkpoint}/../model", tmp_path / "link"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(checkpoint)
+        with pytest.raises(ValueError, match="output_dir is the checkpoint to train"):
+            open_model(str(checkpoint), None, training.arguments(written), None, None)
+
+
+def test_what_is_opened_is_the_checkpoint_as_it_is_to_be_trained(tmp_path, checkpoint):
+    args = training.arguments(tmp_path, arm="aligned", model_init_kwargs={"dtype": "bfloat16"})
+    adapters = LoraConfig(r=2)
+    opened, config, processor, limited = open_model(str(checkpoint), None, args, None, adapters)
+    assert opened.name == str(checkpoint)
+    assert config.gradient_compensation == "none"
+    assert opened.config.gradient_compensation == "global"  # as it is stored
+    assert args.model_init_kwargs == {"dtype": "bfloat16", "revision": None}
+    assert limited.modules_to_save == ["multi_modal_projector"]
+    by_default = training.arguments(tmp_path)
+    open_model(str(checkpoint), None, by_default, None, None)
+    assert by_default.model_init_kwargs == {"dtype": "float32", "revision": None}
+    own = AutoProcessor.from_pretrained(checkpoint)
+    assert open_model(str(checkpoint), own, args, None, None)[2] is own
+    assert processor.image_token == own.image_token
+
+
+def test_data_arguments_name_all_rows(tmp_path, reading, opened):
+    named, args = DataArguments(dataset_name="data"), training.arguments(tmp_path)
+    collator = ConversationCollator(opened.processor)
+    for given in (dict(held_out=training.rows(2)), dict(collator=collator)):
+        with pytest.raises(ValueError, match="DataArguments name all rows"):
+            reading(named, args, **given)
+
+
+def test_rows_that_were_named_are_read_as_the_options_say(tmp_path, reading):
+    path = train_data.write_json(tmp_path, train_data.mixed_rows())
+    named = DataArguments(dataset_name=str(path), test_split_size=0.4, bad_rows="skip")
+    for strategy, held_out in (("steps", 2), ("epoch", 2), ("no", None)):
+        args = training.arguments(tmp_path / "out", eval_strategy=strategy, eval_steps=1)
+        rows, evaluated, collator, report = reading(named, args)
+        assert (evaluated and len(evaluated)) == held_out
+        assert len(rows) == 5 - (held_out or 0) and report.sources[0].found == 5
+        assert collator.bad_rows == "skip"
+        assert Path(collator.dropped_rows.path) == tmp_path / "out" / DROPPED_ROWS
+        assert Path(collator.skipped_rows.path) == tmp_path / "out" / SKIPPED_ROWS
+    lengths = sorted(reading(named, args)[0]["length"][:])
+    cut = training.arguments(tmp_path / "out", max_length=lengths[-1] - 1)
+    assert len(reading(named, cut)[0]) == 4
+    dry = training.arguments(tmp_path / "dry", dry_run=True)
+    collator = reading(named, dry)[2]
+    assert collator.dropped_rows is None and not (tmp_path / "dry").exists()
+
+
+def test_rows_may_be_as_long_as_the_model_has_positions_and_longer_ones_are_named(
+    tmp_path, reading, opened, caplog
+):
+    rows, args = training.rows(4), training.arguments(tmp_path)
+    longest = max(rows["length"])
+    for positions, warns in ((longest, False), (longest - 1, True)):
+        caplog.clear()
+        config = copy.deepcopy(opened.config)
+        config.text_config.max_position_embeddings = positions
+        reading(rows, args, config=config)
+        said = f"{longest:,} tokens, and the language model has {positions:,} positions"
+        assert (said in caplog.text) == warns
+    short = rows.filter(lambda row: row["length"] < longest)
+    reading(short, args, held_out=rows, config=config)
+    assert caplog.text.count(said) == 2
+
+
+def test_which_rows_are_held_out_follows_the_seed(tmp_path, reading, opened):
+    rows = [train_data.llava(f"Question {number}?", f"answer {number}") for number in range(12)]
+    path = train_data.write_json(tmp_path, rows)
+    named = DataArguments(dataset_name=str(path), test_split_size=0.5)
+    held_out = []
+    for seed in (7, 8):
+        args = training.arguments(tmp_path / "out", seed=seed, eval_strategy="epoch")
+        found = train_data.answers(reading(named, args)[1])
+        options = dict(seed=seed, with_eval=True, test_split_size=0.5)
+        expected = train_data.read(path, opened.processor, **options).eval
+        assert found == train_data.answers(expected)
+        held_out.append(found)
+    assert held_out[0] != held_out[1]
+
+
+def test_named_rows_without_images_are_refused_where_images_are_needed(tmp_path, reading):
+    path = train_data.write_json(tmp_path, [train_data.llava("Question?", "answer")] * 2)
+    named, args = DataArguments(dataset_name=str(path)), training.arguments(tmp_path / "out")
+    reading(named, args)
+    with pytest.raises(ValueError, match="no image"):
+        reading(named, args, need_images=True)
+
+
+def test_a_stream_has_one_reader_and_every_process_reads_for_itself(tmp_path, reading):
+    for given, workers, expected in (
+        (stream(), 4, 1),
+        (stream(), 0, 0),
+        (training.rows(4), 4, 4),
+    ):
+        args = training.arguments(tmp_path, dataloader_num_workers=workers)
+        reading(given, args, held_out=stream())
+        assert args.dataloader_num_workers == expected
+        assert args.accelerator_config.dispatch_batches is False
+
+
+def test_a_stream_is_taken_with_steps_and_without_lengths_alone(tmp_path, reading):
+    for own, message in (
+        (dict(max_steps=-1), "A streamed data set has no length. Set max_steps"),
+        (dict(packing=True), "lacks lengths for packing"),
+        (dict(train_sampling_strategy="group_by_length"), "lacks lengths for .*group_by_length"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reading(stream(), training.arguments(tmp_path, **own))
+    reading(stream(), training.arguments(tmp_path, max_steps=1))
+
+
+def test_whether_batches_are_padded_is_the_collators_to_say(tmp_path, reading, opened):
+    processor = opened.processor
+    free = ConversationCollator(processor, padding_free=True)
+    theirs = DataCollatorForVisionLanguageModeling(processor)
+    theirs.padding_free = True
+    for own, collator, padding_free in (
+        ({}, None, False),
+        (dict(padding_free=True), None, True),
+        ({}, free, True),
+        ({}, ConversationCollator(processor), False),
+        (dict(padding_free=True), theirs, True),
+    ):
+        args = training.arguments(tmp_path, **own)
+        assert reading(training.rows(4), args, collator=collator)[2].padding_free is padding_free
+        assert args.padding_free is padding_free
+    for own, collator, named in (
+        (dict(packing=True), theirs, "packing"),
+        (dict(packing=True), ConversationCollator(processor), "packing"),
+        (dict(padding_free=True), ConversationCollator(processor), "padding_free"),
+    ):
+        with pytest.raises(ValueError, match=f"^{named} needs a ConversationCollator"):
+            reading(training.rows(4), training.arguments(tmp_path, **own), collator=collator)
+    multiple = training.arguments(tmp_path, pad_to_multiple_of=8)
+    assert reading(training.rows(4), multiple)[2].pad_to_multiple_of == 8
+
+
+def test_how_many_rows_of_a_stream_may_turn_out_bad(tmp_path, reading, opened):
+    """Of 10,000 rows, the share that may be bad of each data set."""
+    path = train_data.write_json(tmp_path, train_data.mixed_rows())
+    streamed = dict(dataset_streaming=True, shuffle_buffer_size=1, bad_rows=0.02)
+    for sources in (1, 2):
+        listed = [{"path": str(path), "name": f"of {number}"} for number in range(sources)]
+        named = DataArguments(datasets=listed, **streamed)
+        collator = reading(named, training.arguments(tmp_path / "out"))[2]
+        assert collator.skippable == 200 * sources
+        assert collator.share == pytest.approx(0.02)
+    in_memory = DataArguments(dataset_name=str(path), bad_rows=0.02)
+    assert reading(in_memory, training.arguments(tmp_path / "out"))[2].share == 0.0
+
+
+def test_the_metric_of_the_best_step_is_one_that_is_measured(tmp_path):
+    def check(held_out, has_metrics=False, **own):
+        check_best_metric(training.arguments(tmp_path, **{**BEST, **own}), held_out, has_metrics)
+
+    one, several = training.rows(2), {"easy": training.rows(2), "hard": training.rows(2)}
+    own = dict(metric_for_best_model="accuracy", greater_is_better=True)
+    of_one = dict(metric_for_best_model="eval_hard_accuracy", greater_is_better=True)
+    check(one)
+    check(one, True, **own)
+    check(several, metric_for_best_model="eval_hard_loss")
+    check(several, True, **of_one)
+    check(None, load_best_model_at_end=False)
+    with pytest.raises(ValueError, match="load_best_model_at_end needs held-out rows"):
+        check(None)
+    for held_out, has_metrics, named in (
+        (one, False, own),
+        (several, True, own),
+        (several, False, of_one),
+        (several, False, {}),
+    ):
+        with pytest.raises(ValueError, match=r"is not measured here. Set it to eval_") as error:
+            check(held_out, has_metrics, **named)
+        names = ["eval_loss"] if held_out is one else ["eval_easy_loss", "eval_hard_loss"]
+        assert all(name in str(error.value) for name in names)
+
+
+def test_several_gpus_are_taken_by_a_model_that_is_placed_on_them(tmp_path):
+    args = training.arguments(tmp_path)
+    args._n_gpu = 2  # where transformers keeps how many this process sees
+    with pytest.raises(ValueError, match="sees 2 GPUs"):
+        check_options(args, "model")
+    args.model_init_kwargs = {"device_map": "auto"}
+    check_options(args, "model")
+
+
+def test_slow_precision_is_named_before_training_and_not_in_a_dry_run(tmp_path, caplog, processor):
+    for own, warns in (
+        (dict(bf16=True), True),
+        (dict(model_init_kwargs={"dtype": "bfloat16"}), True),
+        (dict(bf16=True, dry_run=True), False),
+        ({}, False),
+    ):
+        processor(5.0)
+        caplog.clear()
+        check_options(training.arguments(tmp_path, **own), "model")
+        assert ("only emulates bfloat16" in caplog.text) == warns
+
+
+def test_accumulation_follows_the_global_batch(tmp_path):
+    args = training.arguments(tmp_path, global_batch_size=8, per_device_train_batch_size=2)
+    check_options(args, "model")
+    assert args.gradient_accumulation_steps == 4
+    assert not args.is_given("gradient_accumulation_steps")
+
+
+def test_options_of_trl_that_mean_something_else_here(tmp_path, caplog, opened):
+    caplog.set_level(logging.WARNING)
+
+    def ours(collator=None, **own) -> NormAlignConfig:
+        caplog.clear()
+        given = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **own)
+        return normalign_config(given, "model", collator)
+
+    assert ours().sample_count == 0 and "Set it to True" in caplog.text
+    ours(assistant_only_loss=True)
+    assert "assistant_only_loss" not in caplog.text
+    ours(collator=list)
+    assert "assistant_only_loss" not in caplog.text
+    ours(collator=ConversationCollator(opened.processor))
+    assert "assistant_only_loss is False" in caplog.text
+    with pytest.raises(ValueError, match="hub_strategy cannot be used here"):
+        ours(hub_strategy="checkpoint")
+
+
+def test_options_of_a_trainer_are_its_own_copy(tmp_path, processor):
+    processor(5.0)
+    given = training.arguments(tmp_path)
+    copied = normalign_config(given, "model")
+    copied.accelerator_config.dispatch_batches = False
+    copied.seed = 7
+    assert given.accelerator_config.dispatch_batches is None and given.seed == 0
+    unnamed = normalign_config(None, "some/folder/my-model")
+    assert unnamed.output_dir == "my-model-SFT"
+
+
+def test_rows_are_checked_as_their_collator_says(tmp_path, opened, caplog):
+    rows = [training.row(number) for number in range(3)]
+    rows = [{"messages": row["messages"], "images": row["images"]} for row in rows]
+    rows[1]["messages"] = rows[1]["messages"][:1]  # without an answer
+    rows = Dataset.from_list(rows)
+    collator, args = ConversationCollator(opened.processor), training.arguments(tmp_path)
+    with pytest.raises(ValueError, match="own rows, row 1"):
+        checked_rows(rows, "own rows", collator, args, "eval")
+    checked, report = checked_rows(
+        rows, "own rows", replace(collator, bad_rows="skip"), args, "eval"
+    )
+    assert len(checked) == 2 and (report.source, report.split) == ("own rows", "eval")
+    assert checked_rows(rows, "own rows", list, args, "eval") == (rows, None)
+    text = Dataset.from_list([{"question": "what?", "answer": "this"}] * 2)
+    checked_rows(text, "words", collator, args, "train")
+    with pytest.raises(ValueError, match="words have no image"):
+        checked_rows(text, "words", collator, args, "train", need_images=True)
