@@ -4,15 +4,17 @@
 import inspect
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import stored
 import torch
 import training
 from datasets import Dataset, IterableDataset
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from normalign_llava import NormAlignTrainer
+from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
 
 
 pytestmark = pytest.mark.slow
@@ -480,6 +482,57 @@ def test_the_loss_curve_has_all_steps_of_a_resumed_run(tmp_path, checkpoint, mon
     assert dict(map(tuple, drawn["held out"])) == held_out_losses(trainer)
     with Image.open(tmp_path / "loss.png") as picture:
         assert picture.size[0] > 500
+
+
+def test_the_curves_are_the_loss_and_every_held_out_loss():
+    history = [
+        {"step": 2, "loss": 3.0, "learning_rate": 0.1},
+        {"step": 2, "eval_easy_loss": 5.0, "eval_hard_loss": 6.0, "eval_easy_accuracy": 0.5},
+        {"step": 1, "loss": 4.0},
+        {"step": 2, "loss": 2.5},  # the step of a resumed run
+        {"step": 2, "train_loss": 1.0},
+        {"step": 3, "eval_loss": 7.0},
+    ]
+    assert loss_curves(history) == {
+        "loss": [(1, 4.0), (2, 2.5)],
+        "eval_easy_loss": [(2, 5.0)],
+        "eval_hard_loss": [(2, 6.0)],
+        "eval_loss": [(3, 7.0)],
+    }
+
+
+def test_each_curve_has_its_name_and_the_best_step_a_line(tmp_path, monkeypatch):
+    curves = Curves(monkeypatch)
+    points = {"loss": [(1, 4.0), (2, 2.5)], "eval_loss": [(2, 3.0)], "eval_hard_loss": [(2, 6.0)]}
+    for best in (None, 2):
+        draw_losses(points, tmp_path / "a.png", best=best)
+        drawn = curves.drawn[-1]
+        line = drawn.pop("best step", None)
+        assert line is None if best is None else [step for step, _ in line] == [2, 2]
+        assert drawn == {
+            "training": [[1, 4.0], [2, 2.5]],
+            "held out": [[2, 3.0]],
+            "held out: hard": [[2, 6.0]],
+        }
+
+
+def test_the_curve_is_drawn_at_a_save_once_a_minute_in_the_first_process(tmp_path, monkeypatch):
+    curves = Curves(monkeypatch)
+    args, callback = SimpleNamespace(output_dir=str(tmp_path)), LossCurve()
+    state = TrainerState(log_history=[{"step": 1, "loss": 2.0}], best_global_step=1)
+    callback.on_save(args, state, None)
+    assert not curves.drawn
+    callback._drawn -= PAUSE
+    state.is_world_process_zero = False
+    callback.on_save(args, state, None)
+    assert not curves.drawn
+    state.is_world_process_zero = True
+    for _ in range(2):
+        callback.on_save(args, state, None)
+        assert len(curves.drawn) == 1
+    assert "best step" in curves.drawn[0] and (tmp_path / "loss.png").exists()
+    callback.on_train_end(args, TrainerState(), None)  # nothing was logged
+    assert len(curves.drawn) == 1
 
 
 def test_a_picture_that_cannot_be_written_does_not_stop_a_run(tmp_path, checkpoint, caplog):
