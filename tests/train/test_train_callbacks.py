@@ -162,9 +162,9 @@ LOGGED = {"loss": 1.23456, "learning_rate": 2e-5, "norm/visual": 123.456, "norm/
 LOGGED |= {"grad_norm": 7.0, "clip/share": 0.25}
 
 
-def told(logs: list[dict], capsys, first=0, **own) -> list[str]:
+def told(logs: list[dict], capsys, first=0, max_steps=10, **own) -> list[str]:
     """What is printed of logs at step 3 of 10, in a run that began at a step."""
-    state = TrainerState(global_step=first, max_steps=10, is_world_process_zero=True)
+    state = TrainerState(global_step=first, max_steps=max_steps, is_world_process_zero=True)
     args, control, lines = TrainingArguments(max_grad_norm=2.5), TrainerControl(), None
     lines = steps.ProgressLines()
     lines.on_train_begin(args, state, control)
@@ -184,6 +184,8 @@ def test_a_line_has_what_was_logged_under_its_name(capsys):
     assert line.split() == ["3/10", "1.235", "2e-05", "123", "0.5", "7", "25%", "-"]
     assert less.split() == ["3/10", "2", "-", "-", "-", "-", "-", "-"]
     assert len(header) == len(line) == len(less) <= 80
+    header, line = told([LOGGED], capsys, max_steps=20_000)
+    assert len(header) == len(line) <= 80
 
 
 def test_held_out_losses_and_the_end_of_a_run_have_lines(capsys):
