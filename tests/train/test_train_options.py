@@ -657,6 +657,9 @@ def test_a_name_of_another_tool_is_found_in_the_recipe_and_told_once():
     with pytest.raises(ValueError) as error:
         check_names([f"--{name}=3", "--seed", "1"], {name: 3})
     assert str(error.value).count(f"`{name}`") == 1
+    for words, recipe in (([f"--{name}", "3"], {}), ([], {name: 3})):
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            check_names(words, recipe)
     check_names(["--seed", name], {"seed": name})  # a value is no name
 
 

@@ -115,13 +115,35 @@ def test_a_run_that_could_not_publish_stops_at_once(hub, run, account, role, fil
     assert token not in done.stdout + done.stderr and len(hub.repositories) == bool(files)
 
 
+PYTHON = """
+import sys
+from normalign_llava.train.options import parse
+from normalign_llava.train.run import make_trainer
+
+trainer, _ = make_trainer(*parse(sys.argv[1:]))
+trainer.train()
+trainer.save_model(f"{trainer.args.output_dir}-elsewhere")
+print("trained", flush=True)
+trainer.save_model()
+trainer.push_to_hub("a message", revision="trial")
+"""
+"""Trains; saves elsewhere; saves, which publishes; and publishes on another branch."""
+
+
 def test_adapters_of_a_base_on_the_hub_name_its_commit(hub, prepared, tmp_path, parts):
     """PEFT itself stores the name alone, and the base may change later."""
     base = hub.serve("ann/base", parts / "model")
     commit = base.commits()[0].oid
     options = dict(model_name_or_path="ann/base", use_peft=True, use_cpu=True, max_steps=1)
-    done = prepared.run(["-c", RUN, training.recipe(tmp_path, parts, **options)])
+    options |= dict(push_to_hub=True, hub_model_id=REPO)
+    file = training.recipe(tmp_path, parts, **options)
+    done = prepared.run(["-c", PYTHON, file, "--hub_token", hub.token("ann")])
     assert done.returncode == 0, done.stderr
+    published = hub.repository(REPO)
+    assert sorted(published.branches) == ["main", "trial"]
+    for branch in ("main", "trial"):
+        assert "adapter_model.safetensors" in published.head(branch).files
+    assert not (tmp_path / "out-elsewhere" / "README.md").exists()
     adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "ann/base"
     assert adapter["revision"] == commit

@@ -200,6 +200,9 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
         train_data.write_json(data.parent, rows)
         (data.parent / "cut.png").write_bytes(train_data.image_bytes()[:60])
         folders.append(tmp_path / str(len(folders)))
+        old = {"source": "old.json", "row": 1, "file": None, "reason": "of an earlier run"}
+        folders[-1].mkdir()
+        (folders[-1] / "dropped_rows.jsonl").write_text(json.dumps(old) + "\n")
         return main([file, "--output_dir", str(folders[-1]), "--bad_rows", *words])
 
     file = training.recipe(tmp_path, parts, dataset_name=str(data), max_steps=4)
@@ -325,6 +328,7 @@ def test_a_run_is_resumed_with_what_does_not_change_its_steps_and_not_as_another
         ([*resumed, "--dataset_name", str(second)], r"data .*\(was .*11.*, is .*9"),
         ([*resumed, "--dataset_name", str(data)], r"differs in .*the data \(used.*was"),
         ([*resumed, "--model_name_or_path", str(other)], "records of the model to train"),
+        ([*resumed, "--seed", "7", "--dry_run"], r"seed \(was 42, is 7\)"),
     ):
         with pytest.raises(ValueError, match=named):
             main(words)

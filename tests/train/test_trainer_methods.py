@@ -4,6 +4,8 @@
 import inspect
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from datasets import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from normalign_llava import NormAlignTrainer
+from normalign_llava.checkpoint.files import LOCK
 from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
 
 
@@ -71,9 +74,16 @@ def callbacks(trainer) -> None:
 
 def saved(trainer) -> None:
     trainer.save_model()
-    trainer.save_model(f"{trainer.args.output_dir}-elsewhere")
+    output, elsewhere = (Path(f"{trainer.args.output_dir}{end}") for end in ("", "-elsewhere"))
+    trainer.save_model(str(elsewhere))
+    assert (output / "README.md").exists() and not (elsewhere / "README.md").exists()
+    for folder in (output, elsewhere):
+        record = json.loads((folder / "training.json").read_text())
+        assert record["steps_done"] == trainer.state.global_step
     trainer.save_state()
+    (output / "README.md").unlink()
     trainer.create_model_card()
+    assert (output / "README.md").exists()
 
 
 def evaluated(trainer) -> None:
@@ -214,10 +224,19 @@ def test_rows_that_are_set_before_training_are_trained_on(tmp_path, checkpoint, 
     options = dict(max_steps=-1, num_train_epochs=1, packing=packing, global_batch_size=4)
     options |= dict(per_device_train_batch_size=2, warmup_steps=0)
     given = training.trainer(tmp_path / "given", checkpoint, words(12), **options)
-    for other in (words(12), given.train_dataset):
-        trainer = training.trainer(tmp_path / "set", checkpoint, training.rows(8), **options)
+    for other, tell in ((words(12), "summary"), (given.train_dataset, "estimate_memory")):
+        more = dict(held_out=training.rows(3), probe_steps=[1], probe_rows=2)
+        trainer = training.trainer(
+            tmp_path / "set", checkpoint, training.rows(8), **options, **more
+        )
         assert trainer.facts["steps"] == 2
         trainer.train_dataset = other
+        getattr(trainer, tell)()
+        assert trainer.facts["steps"] == 3
+        for data in (trainer.facts["data"], trainer.record["data"]):
+            assert [(part["split"], part["used"]) for part in data] == [("train", 12), ("eval", 3)]
+        expected = replace(trainer.data_collator, padding_free=False)(list(given.train_dataset)[:2])
+        assert torch.equal(trainer.probe.batch["input_ids"], expected["input_ids"])
         trainer.train()
         assert trainer.state.max_steps == trainer.facts["steps"] == 3
         trainer.save_model()
@@ -239,19 +258,36 @@ def test_rows_that_cannot_be_trained_on_are_refused_when_they_are_set(tmp_path, 
     trainer.train_dataset = [1, 2]
     with pytest.raises(TypeError, match="train_dataset is a list"):
         trainer.train()
+    for own in (dict(stage="align"), dict(language_learning_rate=0.0)):
+        trainer = training.trainer(tmp_path, checkpoint, **own)
+        trainer.train_dataset = words(4)
+        with pytest.raises(ValueError, match="have no image"):
+            trainer.summary()
 
 
 def test_a_collator_that_is_set_before_training_makes_the_batches(tmp_path, checkpoint):
-    trainer, seen = training.trainer(tmp_path, checkpoint), []
+    trainer, seen, locked = training.trainer(tmp_path, checkpoint), [], []
     own = trainer.data_collator
 
     def collate(examples):
         seen.append(len(examples))
+        locked.append((tmp_path / LOCK).exists())
         return own(examples)
 
     trainer.data_collator = collate
     trainer.train()
     assert seen[:2] == [2, 2]
+    assert all(locked) and not (tmp_path / LOCK).exists()  # no other run writes there meanwhile
+
+
+def test_what_cannot_begin_is_refused(tmp_path, checkpoint):
+    counted = training.trainer(tmp_path, checkpoint, dry_run=True)
+    with pytest.raises(ValueError, match="dry_run"):
+        counted.train()
+    trainer = training.trainer(tmp_path, checkpoint)
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no complete checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 0
 
 
 def test_held_out_rows_that_are_set_later_are_evaluated(tmp_path, checkpoint):
@@ -301,6 +337,14 @@ def test_the_step_of_the_weights_that_are_kept_is_recorded_and_said(
     if not use_peft:
         kept = stored.weights(tmp_path / "out" / f"checkpoint-{best}")
         training.assert_equal(stored.weights(tmp_path / "out"), kept)
+        return
+    trainer.args.load_best_model_at_end, trainer.args.max_steps = False, 1
+    trainer.train()
+    trainer.state.best_model_checkpoint = str(tmp_path / "removed" / "checkpoint-3")
+    trainer._load_best_model()  # the Trainer warns
+    trainer.save_model(str(tmp_path / "again"))
+    again = json.loads((tmp_path / "again" / "training.json").read_text())
+    assert again["steps_done"] == 1 and "best" not in again
 
 
 def test_a_run_stops_early_and_a_resumed_one_at_the_same_step(tmp_path, checkpoint):
@@ -341,6 +385,9 @@ def test_what_tells_the_best_step_must_be_measured(tmp_path, checkpoint):
     ):
         with pytest.raises(ValueError, match="metric_for_best_model .* is not measured here"):
             training.trainer(tmp_path, checkpoint, held_out=held_out, **BEST, **own)
+    args = training.arguments(tmp_path, metric_for_best_model="eval_accuracy", **BEST)
+    rows = dict(train_dataset=training.rows(2), eval_dataset=training.rows(3))
+    NormAlignTrainer(str(checkpoint), args, compute_metrics=len, **rows)  # may measure it
     own = dict(metric_for_best_model="eval_easy_loss", greater_is_better=False, max_steps=1)
     trainer = training.trainer(
         tmp_path, checkpoint, held_out={"easy": training.rows(3)}, **{**BEST, **own}
@@ -592,13 +639,19 @@ def test_a_run_resumed_in_python_does_not_change_its_precision(tmp_path, checkpo
 
 def test_seconds_of_a_resumed_run_include_those_before(tmp_path, checkpoint):
     saved_steps = dict(save_strategy="steps", save_steps=1)
-    training.trainer(tmp_path, checkpoint, max_steps=1, **saved_steps).train()
+    first = training.trainer(tmp_path, checkpoint, max_steps=1, **saved_steps)
+    counted = first.data_collator.skipped_rows
+    counted.add("data", 3, allowed=9)
+    first.train()
+    assert not counted.path.exists()  # a run that begins counts anew
     file = tmp_path / "checkpoint-1" / "training.json"
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "seconds": 5000.0}))
     for resume in (str(file.parent), True):
         trainer = training.trainer(tmp_path, checkpoint, max_steps=2, **saved_steps)
+        trainer.data_collator.skipped_rows.add("data", 3, allowed=9)
         trainer.train(resume_from_checkpoint=resume)
+        assert counted.path.exists()
         trainer.save_model()
         written = json.loads((tmp_path / "training.json").read_text())["seconds"]
         assert 5000.0 < written < 5600.0
