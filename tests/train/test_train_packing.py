@@ -26,7 +26,7 @@ OPTIONS = dict(global_batch_size=6, max_steps=5, probe_steps=[0])
 # AdamW would divide gradients that are 0 but for rounding by their own size.
 OPTIONS |= dict(eval_strategy="steps", eval_steps=5, optim="sgd", learning_rate=0.1)
 BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
-LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
+LENGTHS = random.Random(0).choices((20, 60, 300, 900), k=43)
 
 
 def batches(checkpoint, images=IMAGES):

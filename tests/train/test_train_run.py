@@ -215,6 +215,7 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
     run({bad}, "0.3")
     shown = " ".join(capsys.readouterr().out.split())
     assert "1 row was dropped, listed in" in shown and f"row {bad}: " in shown
+    assert shown.count("dropped, listed in") == 1  # none of an earlier run
     output = run({bad}, "skip", "--check_images", "--dataset_name", f"{data.parent}:train")
     record = json.loads((output / "training.json").read_text())
     assert record["data"][0]["dropped"] == [bad]
