@@ -223,6 +223,9 @@ def words(count: int) -> Dataset:
 @pytest.mark.parametrize("packing", [False, True])
 def test_rows_that_are_set_before_training_are_trained_on(tmp_path, checkpoint, packing):
     options = dict(max_steps=-1, num_train_epochs=1, packing=packing, global_batch_size=4)
+    options["max_length"] = (
+        100  # a packed pass holds four rows of words, and not four of the others
+    )
     options |= dict(per_device_train_batch_size=2, warmup_steps=0)
     given = training.trainer(tmp_path / "given", checkpoint, words(12), **options)
     for other, tell in ((words(12), "summary"), (given.train_dataset, "estimate_memory")):
@@ -231,9 +234,11 @@ def test_rows_that_are_set_before_training_are_trained_on(tmp_path, checkpoint, 
             tmp_path / "set", checkpoint, training.rows(8), **options, **more
         )
         assert trainer.facts["steps"] == 2
+        assert trainer.args.gradient_accumulation_steps == 2
         trainer.train_dataset = other
         getattr(trainer, tell)()
         assert trainer.facts["steps"] == 3
+        assert trainer.args.gradient_accumulation_steps == (1 if packing else 2)
         for data in (trainer.facts["data"], trainer.record["data"]):
             assert [(part["split"], part["used"]) for part in data] == [("train", 12), ("eval", 3)]
         expected = replace(trainer.data_collator, padding_free=False)(list(given.train_dataset)[:2])
