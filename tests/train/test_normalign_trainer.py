@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -104,9 +105,10 @@ def test_without_options_it_trains_on_a_cpu_by_trls_defaults(
     tmp_path, checkpoint, monkeypatch, processor
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
     for ratio, bf16 in ((0.3, True), (5.0, False)):
         processor(ratio)
-        args = NormAlignTrainer(str(checkpoint), train_dataset=rows(count=2)).args
+        args = NormAlignTrainer(f"~/{checkpoint.name}", train_dataset=rows(count=2)).args
         assert args.use_cpu == (not torch.accelerator.is_available())
         assert (args.output_dir, args.learning_rate) == ("model-SFT", 2e-5)
         assert args.bf16 is bf16 or not args.use_cpu
@@ -187,12 +189,14 @@ def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpo
 def test_held_out_rows_and_metrics(tmp_path, checkpoint):
     def accuracy(prediction):
         labels = prediction.label_ids[:, 1:]
-        answered = prediction.predictions[:, :-1].argmax(-1)
+        answered = prediction.predictions[:, :-1]
         return {"accuracy": float((answered == labels)[labels != -100].mean()), "rows": len(labels)}
 
     held_out = {"easy": rows(count=4), "hard": rows(prompt, count=3)}
     args = options(tmp_path, eval_strategy="steps", eval_steps=1)
-    trainer = trained(str(checkpoint), args, eval_dataset=held_out, compute_metrics=accuracy)
+    given = dict(eval_dataset=held_out, compute_metrics=accuracy)
+    given["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
+    trainer = trained(str(checkpoint), args, **given)
     assert logged(trainer, "eval_easy_rows") == [4, 4]
     assert logged(trainer, "eval_hard_rows") == [3, 3]
     inputs = trainer.data_collator(list(trainer.eval_dataset["easy"]))
@@ -232,6 +236,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     unnamed.name_or_path = ""
     adapted, sgd = get_peft_model(copy.deepcopy(model), ALL_LINEAR), torch.optim.SGD
     by_length, prefix = dict(train_sampling_strategy="group_by_length"), PrefixTuningConfig
+    free = ConversationCollator(processor, padding_free=True)
     for message, args, given in (
         ("is a 'llava' model. Make a NormAlign-LLaVA of it", {}, dict(model=stock)),
         ("is of arm 'gwc'. To train 'unit', give its path", dict(arm="unit"), {}),
@@ -246,6 +251,10 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
         ("its learning rate is 0", dict(language_learning_rate=0.0), dict(peft_config=ALL_LINEAR)),
         ("Give optimizer_cls_and_kwargs", {}, dict(optimizers=(sgd(model.parameters()), None))),
         ("has adapters. .* merge them first", {}, dict(model=adapted)),
+        ("Give optimizer_cls_and_kwargs", {}, dict(optimizers=(None, object()))),
+        ("formatting_func", {}, dict(formatting_func=str)),
+        ("compute_metrics needs rows", dict(padding_free=True), dict(compute_metrics=len)),
+        ("compute_metrics needs rows", {}, dict(compute_metrics=len, data_collator=free)),
     ):
         given = {"model": model, "train_dataset": rows(), **given}
         with pytest.raises((ValueError, TypeError), match=message):
@@ -257,10 +266,14 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
 
 def test_rows_without_images_are_refused_where_they_train_nothing(tmp_path, checkpoint, model):
     text = Dataset.from_list([{"question": f"what is {n}?", "answer": "A"} for n in range(8)])
-    for args in (dict(language_learning_rate=0.0), dict(stage="align")):
+    trained_too = dict(stage="align", language_learning_rate=1e-3)
+    for args in (dict(language_learning_rate=0.0), dict(stage="align"), trained_too):
         with pytest.raises(ValueError, match="train_dataset have no image, .* nothing is trained"):
             NormAlignTrainer(model, options(tmp_path, **args), train_dataset=text)
-    NormAlignTrainer(model, options(tmp_path), train_dataset=text)
+    model.generation_config.eos_token_id = 5
+    trainer = NormAlignTrainer(model, options(tmp_path), train_dataset=text)
+    end = trainer.processing_class.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end in trainer.model.generation_config.eos_token_id  # as labels end
 
 
 def test_another_collator_gets_rows_of_any_columns_as_from_sfttrainer(tmp_path, checkpoint, caplog):
@@ -312,6 +325,8 @@ def test_held_out_rows_that_are_skipped_are_in_no_mean(tmp_path, checkpoint, bad
     trainer = NormAlignTrainer(str(checkpoint), args, skipping, rows(count=2), eval_dataset=parsed)
     trainer.train()
     found = trainer.evaluate()
+    none = trainer.evaluate(trainer.eval_dataset.select(bad))
+    assert math.isnan(none["eval_loss"]) and trainer._evaluated is None
     values, tokens = [], []
     for batch in ((0, 1), (2, 3)):
         good = [number for number in batch if number not in bad]

@@ -5,6 +5,8 @@ import copy
 import json
 import math
 import shutil
+import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,12 +14,22 @@ import tiny
 import torch
 import training
 from documented import documented
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    AutoProcessor,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.train.callbacks import steps
-from normalign_llava.train.callbacks.depth_probe import DYNAMICS, layer_cosines
+from normalign_llava.train.callbacks.depth_probe import DYNAMICS, CosineProbe, layer_cosines
 from normalign_llava.train.callbacks.steps import GRADIENT_PARTS
+from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.modules.model import base_model
 
 
@@ -146,6 +158,97 @@ def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypat
     assert line.endswith("0:00:10")
 
 
+LOGGED = {"loss": 1.23456, "learning_rate": 2e-5, "norm/visual": 123.456, "norm/text": 0.5}
+LOGGED |= {"grad_norm": 7.0, "clip/share": 0.25}
+
+
+def told(logs: list[dict], capsys, first=0, max_steps=10, **own) -> list[str]:
+    """What is printed of logs at step 3 of 10, in a run that began at a step."""
+    state = TrainerState(global_step=first, max_steps=max_steps, is_world_process_zero=True)
+    args, control, lines = TrainingArguments(max_grad_norm=2.5), TrainerControl(), None
+    lines = steps.ProgressLines()
+    lines.on_train_begin(args, state, control)
+    state.global_step = 3
+    for name, value in own.items():
+        setattr(state, name, value)
+    for entry in logs:
+        lines.on_log(args, state, control, logs=entry)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_line_has_what_was_logged_under_its_name(capsys):
+    header, line, less = told([LOGGED, {"loss": 2.0}], capsys)
+    assert header.split() == [
+        *("step", "loss", "lr", "visual", "text", "gradient", "clipped", "time", "left")
+    ]
+    assert line.split() == ["3/10", "1.235", "2e-05", "123", "0.5", "7", "25%", "-"]
+    assert less.split() == ["3/10", "2", "-", "-", "-", "-", "-", "-"]
+    assert len(header) == len(line) == len(less) <= 80
+    header, line = told([LOGGED], capsys, max_steps=20_000)
+    assert len(header) == len(line) <= 80
+
+
+def test_held_out_losses_and_the_end_of_a_run_have_lines(capsys):
+    held_out = {"eval_easy_loss": 0.51239, "eval_runtime": 3.0, "epoch": 1.0}
+    end = {"train_runtime": 3661.4, "train_loss": 0.25}
+    _, line, last = told([held_out, end], capsys)
+    assert line.split() == ["3/10", "eval_easy_loss", "0.5124"]
+    assert "3 steps in 1:01:01" in last and last.endswith(" 0.25")
+    assert "0 steps" in told([end], capsys, first=3)[-1]  # resumed at its end
+    assert "1 steps" in told([end], capsys, first=2)[-1]
+    assert "0.25" not in told([end], capsys, first=3)[-1]
+
+
+def test_the_first_process_alone_prints(capsys):
+    assert len(told([LOGGED], capsys, is_world_process_zero=False)) == 1  # its header
+
+
+@pytest.mark.parametrize(
+    ("factor", "clipped", "lines"), [(1.0, 0.9, 0), (3.14159, 0.5, 0), (3.14159, 0.6, 1)]
+)
+def test_clipping_is_explained_where_the_factor_is_large_and_most_are_clipped(
+    capsys, factor, clipped, lines
+):
+    entry = {**LOGGED, "gwc/factor": factor, "clip/share": clipped}
+    said = [line for line in told([entry, entry], capsys) if "GWC" in line]
+    assert len(said) == lines
+    if lines:
+        assert " 3.14," in said[0] and "max_grad_norm 2.5" in said[0]
+
+
+class Table(TrainerCallback):
+    """As the one of a notebook."""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_terminal", "ours"),
+    [
+        (ProgressCallback, True, {steps.Bars, steps.ProgressLines}),
+        (ProgressCallback, False, {steps.ProgressLines}),
+        (PrinterCallback, True, {steps.ProgressLines}),
+        (Table, True, {Table}),
+    ],
+)
+def test_bars_are_for_terminals_and_a_notebook_keeps_its_table(
+    monkeypatch, theirs, is_terminal, ours
+):
+    handler = CallbackHandler([theirs()], None, None, None, None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    steps.show_lines(handler)
+    assert {type(callback) for callback in handler.callbacks} - {DefaultFlowCallback} == ours
+
+
+def test_the_first_step_is_measured_too_if_it_is_logged(checkpoint, tmp_path):
+    options = dict(max_steps=3, logging_steps=2, logging_first_step=True, max_grad_norm=0.0)
+    trainer = make_trainer(checkpoint, tmp_path, **options)
+    trainer.train()
+    assert [entry["step"] for entry in logs(trainer)] == [1, 2]
+    for entry in logs(trainer):
+        assert entry["norm/visual"] > 0 and entry["grad_norm/gain"] > 0
+        assert "clip/share" not in entry  # nothing is clipped
+        assert math.hypot(*(entry[f"grad_norm/{part}"] for part in GRADIENT_PARTS)) > 0
+
+
 @pytest.mark.parametrize("arm", ["aligned", "rms", "none"])
 def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm):
     options = {"norm": "rms_norm"} if arm == "rms" else {"arm": arm}
@@ -222,6 +325,9 @@ def lines(folder):
 @pytest.mark.parametrize("kwargs", [{"rank": 2, "gradient_checkpointing": True}, {"bf16": True}])
 def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
     trainer = make_trainer(checkpoint, tmp_path, probe_steps=[0, 1, 3], probe_rows=2, **kwargs)
+    first = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
+    del first["labels"]
+    training.assert_equal(trainer.probe.batch, dict(first))
     trainer.train()
     written = lines(tmp_path)
     assert [line["step"] for line in written] == [0, 1, 3]
@@ -239,6 +345,15 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
     assert not any(key.startswith("cosine/") for key in without)
     for kind, values in expected.items():
         assert logged[f"cosine/{kind}"] == pytest.approx(sum(values) / 2)
+
+
+def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
+    padded = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
+    rows, args = list(training.rows(3)), training.arguments(tmp_path, probe_rows=2, probe_steps=[1])
+    probe = CosineProbe.of_rows(rows, replace(padded, padding_free=True), args)
+    expected = dict(padded(rows[:2]))
+    del expected["labels"]
+    training.assert_equal(probe.batch, expected)
 
 
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):

@@ -328,3 +328,106 @@ def test_files_that_others_hold_too_do_not_become_free(tmp_path):
     os.link(weights, tmp_path / "base.safetensors")
     with pytest.raises(ValueError, match="are to be written to .*/run"):
         check_disk(tmp_path / "run", needed)
+
+
+def test_after_a_stop_it_is_said_what_is_lost_and_how_to_go_on(run, tmp_path):
+    assert checkpoints.after_stop(run, 1, 0) == "Nothing was trained."
+    said = checkpoints.after_stop(run, 1, 4)
+    assert "Step 4 " in said and said.count(f"--resume_from_checkpoint {run}/checkpoint-4") == 1
+    assert "--resume" not in checkpoints.after_stop(run, 2, 4)  # of another number of processes
+    assert "it is lost" in checkpoints.after_stop(tmp_path / "none", 1, 3)
+    for record in ({"steps_done": 4}, {"steps_done": 2, "best": {"of_steps": 4}}):
+        (run / "training.json").write_text(json.dumps(record))
+        assert f"complete in {run}" in checkpoints.after_stop(run, 1, 4)
+        assert "--resume" in checkpoints.after_stop(run, 1, 3)
+
+
+def test_the_precision_of_a_run_is_that_of_the_named_or_newest_checkpoint(tmp_path):
+    def write(folder, **options):
+        folder.mkdir(parents=True)
+        (folder / "training.json").write_text(json.dumps({"options": options}))
+
+    out, named = tmp_path / "out", tmp_path / "named"
+    assert checkpoints.began_in(True, str(out)) is None
+    write(named, bf16=False, fp16=True)
+    for step, bf16 in ((2, False), (10, True)):
+        write(out / f"checkpoint-{step}", bf16=bf16)
+    assert checkpoints.began_in(str(named), str(out)) == (False, True)
+    assert checkpoints.began_in("last", str(out)) == (True, False)
+    (out / "checkpoint-10" / "training.json").write_text("{")
+    assert checkpoints.began_in("last", str(out)) == (False, False)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), OSError(13, "Permission denied")])
+def test_a_result_is_no_model_if_the_disk_is_full_and_stays_otherwise(tmp_path, error):
+    def write():
+        for name in ("config.json", "adapter_config.json", "training.json", "README.md"):
+            (tmp_path / name).touch()
+
+    with pytest.raises(type(error)) as raised, checkpoints.writing_result(tmp_path):
+        write()
+        raise error
+    assert raised.value is error and len(list(tmp_path.iterdir())) == 4
+    with pytest.raises(OSError, match="No space left"), checkpoints.writing_result(tmp_path):
+        write()
+        raise OSError(28, "No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "scaler.pt", "rng_state_1.pth"])
+def test_a_state_of_any_kind_that_is_damaged_is_named(run, name):
+    folder = run / "checkpoint-4"
+    shutil.copyfile(folder / "optimizer.pt", folder / name)
+    with pytest.raises(KeyError), checkpoints.reading_checkpoint(folder):
+        raise KeyError("of something else")  # every file is sound
+    content = bytearray((folder / name).read_bytes())
+    content[80:140] = b"\xff" * 60
+    (folder / name).write_bytes(content)
+    damaged = pytest.raises(ValueError, match=f"{folder}/{name} is damaged: what happened ")
+    with damaged, checkpoints.reading_checkpoint(folder):
+        raise RuntimeError("what happened\nin many lines")
+    os.truncate(folder / name, 200)
+    assert checkpoints.truncated_states(folder) == [folder / name]
+
+
+def test_an_error_that_is_no_checkpoint_s_stays_as_it_is():
+    with pytest.raises(KeyError, match="else"), checkpoints.reading_checkpoint(None):
+        raise KeyError("something else")
+
+
+def test_the_first_process_alone_removes_an_earlier_folder(run, monkeypatch):
+    folder = run / "checkpoint-4"
+    monkeypatch.setenv("RANK", "1")
+    with checkpoints.writing_checkpoint(folder, 1):
+        assert missing_from(folder, 1) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_its_option(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "out"
+    refused = pytest.raises(ValueError, match=f"{folder}.* cannot be written to")
+    with refused, checkpoints.only_run(folder):
+        raise AssertionError("it began")
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(run, tmp_path):
+    for output, known in ((run, "checkpoint-2, checkpoint-4"), (tmp_path / "new", "no checkpoint")):
+        with pytest.raises(ValueError, match=f"no checkpoint .*/checkpoint-7.*{output}.*{known}"):
+            resolve_resume(str(run / "checkpoint-7"), output, 1)
+
+
+def test_a_resumption_is_printed_by_the_first_process(run, monkeypatch, capsys):
+    for word in ("yes", "ON"):
+        assert resolve_resume(word, run, 1) == run / "checkpoint-4"
+        assert f"Resuming from {run / 'checkpoint-4'}." in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert resolve_resume("last", run, 1) == run / "checkpoint-4"
+    assert capsys.readouterr().err == ""
+
+
+def test_what_earlier_checkpoints_hold_in_folders_becomes_free_too(tmp_path):
+    folder = tmp_path / "run" / "checkpoint-1" / "optimizer_0"
+    folder.mkdir(parents=True)
+    (folder / "shard").touch()
+    os.truncate(folder / "shard", 10**12)  # in a folder of a checkpoint too
+    check_disk(tmp_path / "run", shutil.disk_usage(tmp_path).free + 5 * 10**11)

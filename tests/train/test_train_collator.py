@@ -18,7 +18,12 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.checks import token_lengths
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.rows.parse import DroppedRows, parse_row
-from normalign_llava.train.collator import ConversationCollator, _messages
+from normalign_llava.train.collator import (
+    ConversationCollator,
+    _messages,
+    blank_image,
+    count_rows_with_labels,
+)
 
 
 def row(raw, number=0) -> dict:
@@ -134,6 +139,57 @@ def test_answers_of_the_prompt_are_not_learned(processor):
     batch = ConversationCollator(processor)(rows)
     assert labelled(processor, batch["labels"][0]) == ["learned<|im_end|>", "learned too<|im_end|>"]
     assert labelled(processor, batch["labels"][1]) == ["A<|im_end|>"]
+
+
+def test_answers_that_a_template_marks_in_part_cannot_be_told_apart():
+    """A template that marks the last answer alone."""
+    template = train_data.processor().chat_template
+    last = (
+        "{% if loop.last %}{% generation %}{{ a }}{% endgeneration %}{% else %}{{ a }}{% endif %}"
+    )
+    marked = "{% for message in messages %}{% set a = message['content'][-1]['text'] %}"
+    marked += "{% if message['role'] == 'assistant' %}" + last + "{% else %}{{ a }}{% endif %}"
+    marked += "{% endfor %}"
+    assert "generation" in template
+    processor = train_data.processor()
+    processor.chat_template = marked
+    collate = ConversationCollator(processor)
+    turns = [user("Q"), assistant("first"), user("Q2"), assistant("second")]
+    whole = row({"messages": turns}, 5)
+    assert labelled(processor, collate([whole])["labels"][0]) == ["second"]
+    with pytest.raises(ValueError, match=r"data.json, row 5: .* marks 1 of 2 answers"):
+        collate([{**whole, "learned": [False, True]}])
+
+
+def test_special_tokens_in_a_row_of_any_form_are_refused(processor):
+    with pytest.raises(ValueError, match="row 0 of its batch: .*<|im_end|>"):
+        ConversationCollator(processor)([llava("Q", "A<|im_end|>")])
+
+
+def test_what_a_row_with_two_bad_images_is_recorded_with_is_the_first(processor, tmp_path):
+    dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
+    collate = ConversationCollator(processor, bad_rows="skip", dropped_rows=dropped)
+    bad = [{"path": name, "bytes": TRUNCATED} for name in ("one.png", "two.png")]
+    batch = collate([{**row(TWO_TURNS, 2), "images": bad}])
+    assert [(r.row, r.file) for r in dropped.read()] == [(2, "one.png")]
+    assert torch.equal(batch["pixel_values"][0], batch["pixel_values"][1])
+
+
+def test_images_that_are_not_there_are_blank_in_the_tower_s_shape(processor):
+    blank = blank_image(processor)
+    shown = ConversationCollator(processor)([row(llava("<image>Q", "A", inside("red")))])
+    assert blank.shape == shown["pixel_values"].shape and not blank.any()
+    assert blank.dtype == shown["pixel_values"].dtype
+
+
+def test_rows_with_labels_are_counted_with_padding_and_without(processor):
+    rows = [row(llava("Q" * n, "A" * n)) for n in (1, 4, 2)]
+    rows[1]["learned"] = [False]
+    for free in (False, True):
+        batch = ConversationCollator(processor, padding_free=free)(rows)
+        assert [int(count) for count in count_rows_with_labels(batch)] == [2, 1]
+        none = ConversationCollator(processor, padding_free=free)([rows[1]])
+        assert [int(count) for count in count_rows_with_labels(none)] == [0, 1]
 
 
 def test_a_template_without_marks_and_a_tokenizer_that_drops_letters_are_refused():

@@ -198,6 +198,14 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
     assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
     tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
     assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")
+    frozen = [*less, "--language_learning_rate", "0"]
+    half = ["--dtype", "bfloat16"]
+    fitting = total(*frozen, *half)
+    assert answer(fitting, *frozen).startswith("Would fit: --dtype bfloat16. Fits")
+    in_4_bits = [*frozen, "--load_in_4bit", "true"]
+    assert answer(1, *in_4_bits).endswith(
+        "not even --dtype bfloat16. Fewer tokens may: lower --max_length."
+    )
 
 
 def test_a_dry_run_names_a_change_that_outweighs_the_options_given(tmp_path, parts):

@@ -121,6 +121,24 @@ def test_weights_that_the_last_step_spoiled_are_not_saved(make, tmp_path):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_a_norm_below_0_is_not_finite_as_deepspeed_means_it(make, tmp_path):
+    trainer = make()
+    finite, model = trainer.finite, trainer.model.train()
+    inputs = trainer.data_collator([trainer.train_dataset[0]])
+
+    def is_finite(norm):
+        finite.on_step_begin(trainer.args, trainer.state, trainer.control)
+        finite.check_loss(torch.tensor(1.0), inputs)
+        return finite.is_step_finite(model, norm, None)
+
+    for norm in (torch.tensor(2.0), 0.0, None):
+        assert is_finite(norm)
+    for norm in (-1.0, torch.tensor(-1.0), math.nan):
+        with pytest.raises(FloatingPointError, match="in the gradients.* No checkpoint is compl"):
+            is_finite(norm)
+    assert model.training
+
+
 def test_a_step_can_be_skipped(make, tmp_path, caplog):
     trainer = with_infinite_gradients(make(bad_steps="skip"), {2, 3})
     assert math.isfinite(trainer.train().training_loss)

@@ -35,8 +35,12 @@ from normalign_llava.train.command import (
     REPLACED,
     TrainingOptions,
     check_command,
+    check_names,
+    launch,
+    names_in,
     read_command,
     recipe_file,
+    without_overruled,
 )
 from normalign_llava.train.elsewhere import ELSEWHERE, answer_for
 from normalign_llava.train.modules.load import frozen_dtype
@@ -851,6 +855,114 @@ def test_a_command_says_what_a_name_is_called_here_without_importing_trl(tmp_pat
     words, recipe = read_command([str(tmp_path / "recipe.yaml"), "--cutoff-len", "512"])
     with pytest.raises(ValueError, match=r"`max_length`.*`model_name_or_path`.*`per_device_train"):
         check_command(words, recipe)
+
+
+def test_a_recipe_is_the_first_word_or_the_file_of_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.yaml").write_text("seed: 3\n")
+    recipe = {"seed": "3"}
+    assert read_command(["~/my.yaml", "--seed", "4"]) == (["--seed", "4"], recipe)
+    others = ["--max_steps", "5", "--seed", "4"]
+    given = [*others[:2], "--config", "~/my.yaml", *others[2:]]
+    assert read_command(given) == (others, recipe)
+    assert read_command(others) == (others, {})
+    assert read_command(["--seed", "--config"]) == (["--seed", "--config"], {})
+    assert read_command([]) == ([], {})
+    named, in_package = read_command(["lora", "--seed", "4"])
+    assert named == ["--seed", "4"] and in_package["lora_r"] == "128"
+    (tmp_path / "lora.yaml").write_text("seed: 1\n")
+    assert read_command([str(tmp_path / "lora.yaml")])[1] == {"seed": "1"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"- a\n- b\n", "is no mapping .* --dataset_name .*my.yaml"),
+        (b"", "is no mapping"),
+        (b"a: [1", "is not valid YAML"),
+        (b"a: \xff", "is not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path, content, message):
+    (tmp_path / "my.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/my.yaml {message}"):
+        read_command([str(tmp_path / "my.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("q_proj", ["q_proj"]),
+        (" q_proj,v_proj , layers.0.k_proj ", ["q_proj", "v_proj", "layers.0.k_proj"]),
+        ("q_proj v_proj", ["q_proj", "v_proj"]),
+        (r".*\.(q|v)_proj", []),
+        ("q_proj, v.*", []),
+    ],
+)
+def test_names_are_told_from_patterns(text, names):
+    assert names_in(text) == names
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "package"),
+    [
+        ({"load_in_4bit": "yes"}, [], "bitsandbytes"),
+        ({}, ["--load-in-8bit"], "bitsandbytes"),
+        ({}, ["--deepspeed", "zero.json"], "deepspeed"),
+        ({"load_in_4bit": "yes"}, ["--load_in_4bit=false"], None),
+        ({"load_in_8bit": "No"}, [], None),
+        ({"load_in_4bit": None}, [], None),
+    ],
+)
+def test_a_package_is_asked_for_by_what_the_recipe_and_the_words_say(
+    monkeypatch, recipe, words, package
+):
+    for name in ("bitsandbytes", "deepspeed"):
+        monkeypatch.setitem(sys.modules, name, None)
+    named = {"model_name_or_path": "a", **recipe}
+    needed = pytest.raises(ImportError, match=f" needs {package}, ") if package else nullcontext()
+    with needed:
+        check_command(words, named)
+
+
+def test_a_checkpoint_may_be_named_in_the_recipe_or_the_words():
+    check_command(["--model-name-or-path=a"], {})
+    check_command([], {"model_name_or_path": "a", "hub_token": "hf_x"})
+    for words, recipe in (([], {}), (["--model_name_or_path", ""], {"model_name_or_path": "a"})):
+        with pytest.raises(ValueError, match="--model_name_or_path"):
+            check_command(words, recipe)
+
+
+def test_zero_needs_deepspeed_before_processes_are_started(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    (tmp_path / "own.yaml").write_text("distributed_type: DEEPSPEED\n")
+    for file in ("zero2", "zero3", str(tmp_path / "own.yaml")):
+        with pytest.raises(ImportError, match="needs deepspeed"):
+            launch(file, None, [])
+    with pytest.raises(ValueError, match="no file zero4, .*ddp, fsdp2, zero2, zero3"):
+        launch("zero4", None, [])
+
+
+def test_a_value_that_is_the_recipe_s_own_takes_nothing_along():
+    own = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-7}}
+    recipe = {**own, "use_peft": "yes", "lora_r": "8", "eval_strategy": "steps", "eval_steps": "5"}
+    kept = ["--lr_scheduler_type", "cosine_with_min_lr", "--use_peft", "--eval_strategy=epoch"]
+    assert without_overruled(recipe, kept) == recipe
+    assert without_overruled(recipe, ["--lr-scheduler-type=linear", "--use-peft", "NO"]) == {
+        **{"lr_scheduler_type": "cosine_with_min_lr", "use_peft": "yes"},
+        **{"eval_strategy": "steps", "eval_steps": "5"},
+    }
+
+
+def test_a_name_of_another_tool_is_found_in_the_recipe_and_told_once():
+    name = next(iter(ELSEWHERE))
+    with pytest.raises(ValueError) as error:
+        check_names([f"--{name}=3", "--seed", "1"], {name: 3})
+    assert str(error.value).count(f"`{name}`") == 1
+    for words, recipe in (([f"--{name}", "3"], {}), ([], {name: 3})):
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            check_names(words, recipe)
+    check_names(["--seed", name], {"seed": name})  # a value is no name
 
 
 def test_the_size_of_a_run_without_a_rank_does_not_hide_an_error():

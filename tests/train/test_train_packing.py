@@ -26,7 +26,7 @@ OPTIONS = dict(global_batch_size=6, max_steps=5, probe_steps=[0])
 # AdamW would divide gradients that are 0 but for rounding by their own size.
 OPTIONS |= dict(eval_strategy="steps", eval_steps=5, optim="sgd", learning_rate=0.1)
 BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
-LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
+LENGTHS = random.Random(0).choices((20, 60, 300, 900), k=43)
 
 
 def batches(checkpoint, images=IMAGES):
@@ -96,6 +96,13 @@ def sampler(count, rank=0, processes=1, drop_last=False, passes=2) -> collator.B
 def test_rows_go_longest_first_to_the_pass_with_the_fewest_tokens():
     # By hand: 9, 7, 5 and 4 open passes; 3 joins 4, and 1 joins 5: 9, 7, 4 + 3, 5 + 1.
     assert collator.balanced([4, 9, 1, 7, 5, 3], passes=4) == [[1], [3], [0, 5], [4, 2]]
+
+
+def test_passes_of_two_processes_alternate_so_that_their_sums_are_close():
+    # By hand: passes of 9, 7, 5 and 4 tokens. The first process has 9 and 4, the other 7 and 5.
+    assert collator.balanced([5, 9, 4, 7], passes=4, processes=2) == [[1], [3], [2], [0]]
+    six = [20, 19, 14, 12, 8, 7]
+    assert collator.balanced(six, passes=6, processes=2) == [[0], [1], [3], [2], [4], [5]]
 
 
 @pytest.mark.parametrize("passes", [1, 3, 8, 43])
@@ -183,9 +190,61 @@ def test_passes_are_the_fewest_in_which_no_pass_has_too_many_tokens(
         collator.passes_in_step(args, rows)
 
 
+def test_passes_are_those_of_the_epochs_that_max_steps_takes(tmp_path):
+    rows = Dataset.from_dict(
+        {"length": [900] * 8 + [100] * 35}
+    )  # six steps of eight, the last of 3
+    options = dict(per_device_train_batch_size=1, global_batch_size=8, max_length=900)
+
+    def passes(steps, epochs):
+        args = arguments(tmp_path, max_steps=steps, num_train_epochs=epochs, **options)
+        return collator.passes_in_step(args, rows)
+
+    two, three = passes(-1, 2), passes(-1, 3)
+    assert two < three == passes(-1, 2.5)
+    assert [passes(steps, 1) for steps in (12, 13, 18)] == [two, three, three]
+    assert passes(12, 50) == two
+
+
+def test_the_order_of_rows_is_that_of_the_strategy_and_of_the_seed_for_data(tmp_path):
+    rows = Dataset.from_dict({"length": LENGTHS})
+
+    def order(packing=False, **own):
+        options = dict(packing=packing, global_batch_size=8, seed=3, max_length=900, **own)
+        args = training.arguments(tmp_path, **options)
+        sampler = collator.train_sampler(args, rows)
+        return list(sampler.steps()) if packing else list(sampler)
+
+    grouped = {"train_sampling_strategy": "group_by_length"}
+    for own, seed in ((grouped, 3), ({**grouped, "data_seed": 0}, 0)):
+        expected = list(collator.SeededLengthGroups(LENGTHS, 8, seed))
+        assert order(**own) == expected
+        assert list(chain(*order(packing=True, **own))) == expected
+    steps = order(packing=True, train_sampling_strategy="sequential")
+    assert list(chain(*steps)) == [*range(43)] and {len(step) for step in steps} == {8, 3}
+    for seed, own in ((3, {}), (0, {"data_seed": 0})):
+        assert list(chain(*order(packing=True, **own))) == list(
+            SeedableRandomSampler(range(43), data_seed=seed)
+        )
+    args = training.arguments(tmp_path)
+    assert collator.train_sampler(args, rows) is None  # the Trainer's own
+    args = training.arguments(tmp_path, **grouped)
+    assert collator.train_sampler(args, rows.rename_column("length", "other")) is None
+
+
 def test_packing_without_a_largest_number_of_tokens_is_refused(tmp_path, checkpoint):
     with pytest.raises(ValueError, match="packing fills .* up to max_length.* Set --max_length"):
         training.trainer(tmp_path, checkpoint, packing=True, max_length=None)
+
+
+def test_a_language_model_that_mixes_rows_is_refused_before_the_first_step(tmp_path):
+    sizes = {"word_embed_proj_dim": 32, "ffn_dim": 64}
+    folder = training.checkpoint(tmp_path / "parts", cls=OPTConfig, **sizes)
+    for own in ({"padding_free": True}, {"packing": True}):
+        trainer = training.trainer(tmp_path / "run", folder, **own)
+        with pytest.raises(ValueError, match="mix rows"):
+            trainer.train()
+        assert trainer.state.global_step == 0
 
 
 @pytest.mark.slow

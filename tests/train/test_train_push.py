@@ -23,6 +23,17 @@ MODEL = {
     *("processor_config.json", "tokenizer.json", "tokenizer_config.json"),
 }
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
+PYTHON = """
+import sys
+from normalign_llava.train.options import parse
+from normalign_llava.train.run import make_trainer
+
+trainer, _ = make_trainer(*parse(sys.argv[1:]))
+trainer.train()
+trainer.save_model(f"{trainer.args.output_dir}-elsewhere")
+"""
+BY_SAVING = f"{PYTHON}trainer.save_model()"
+BY_PUSHING = f"{PYTHON}trainer.push_to_hub('a message', revision='trial')"
 
 
 @pytest.fixture
@@ -30,10 +41,10 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
     """A run that publishes."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)  # of clean processes
 
-    def run(token, **options):
+    def run(token, code=RUN, **options):
         options |= dict(push_to_hub=True, hub_model_id=REPO, learning_rate=1e-2, use_cpu=True)
         file = training.recipe(tmp_path, parts, save_strategy="steps", save_steps=1, **options)
-        return prepared.run(["-c", RUN, file, "--hub_token", token])
+        return prepared.run(["-c", code, file, "--hub_token", token])
 
     return run
 
@@ -65,10 +76,14 @@ def test_a_run_publishes_its_result_once(hub, run, prepared, tmp_path, parts):
 def test_an_adapter_is_sent_alone_if_its_base_is_on_the_hub(hub, run, parts, on_hub):
     base = {"model_name_or_path": "lab/base"} if on_hub else {}
     served = hub.serve("lab/base", parts / "model")
-    done = run(hub.token("ann"), use_peft=True, lora_r=2, **base)
+    code, branch = (BY_SAVING, "main") if on_hub else (BY_PUSHING, "trial")
+    done = run(hub.token("ann"), code, use_peft=True, lora_r=2, **base)
     assert done.returncode == 0, done.stderr
     repository = hub.repository(REPO)
-    weights = {path for path in repository.files() if path.endswith(".safetensors")}
+    files = repository.head(branch).files
+    weights = {path for path in files if path.endswith(".safetensors")}
+    # What is saved elsewhere is not published, nor anything on another branch.
+    assert len(repository.commits()) == (2 if on_hub else 1)
     if not on_hub:
         assert weights == stored.FILES - {"model.safetensors.index.json"}
         return

@@ -200,6 +200,9 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
         train_data.write_json(data.parent, rows)
         (data.parent / "cut.png").write_bytes(train_data.image_bytes()[:60])
         folders.append(tmp_path / str(len(folders)))
+        old = {"source": "old.json", "row": 1, "file": None, "reason": "of an earlier run"}
+        folders[-1].mkdir()
+        (folders[-1] / "dropped_rows.jsonl").write_text(json.dumps(old) + "\n")
         return main([file, "--output_dir", str(folders[-1]), "--bad_rows", *words])
 
     file = training.recipe(tmp_path, parts, dataset_name=str(data), max_steps=4)
@@ -212,6 +215,7 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
     run({bad}, "0.3")
     shown = " ".join(capsys.readouterr().out.split())
     assert "1 row was dropped, listed in" in shown and f"row {bad}: " in shown
+    assert shown.count("dropped, listed in") == 1  # none of an earlier run
     output = run({bad}, "skip", "--check_images", "--dataset_name", f"{data.parent}:train")
     record = json.loads((output / "training.json").read_text())
     assert record["data"][0]["dropped"] == [bad]
@@ -325,6 +329,7 @@ def test_a_run_is_resumed_with_what_does_not_change_its_steps_and_not_as_another
         ([*resumed, "--dataset_name", str(second)], r"data .*\(was .*11.*, is .*9"),
         ([*resumed, "--dataset_name", str(data)], r"differs in .*the data \(used.*was"),
         ([*resumed, "--model_name_or_path", str(other)], "records of the model to train"),
+        ([*resumed, "--seed", "7", "--dry_run"], r"seed \(was 42, is 7\)"),
     ):
         with pytest.raises(ValueError, match=named):
             main(words)

@@ -12,6 +12,7 @@ from PIL import Image
 from train_data import inside
 
 from normalign_llava.data.rows.parse import FEATURES
+from normalign_llava.train.callbacks.samples import _short, sample_callback
 from normalign_llava.train.modules.model import base_model
 
 
@@ -92,12 +93,17 @@ def samples_of(untied, tmp_path, **options):
 
 
 @pytest.mark.parametrize("adapters", [{}, {"use_peft": True, "lora_r": 2}], ids=["full", "lora"])
-def test_answers_are_those_of_greedy_decoding(untied, tmp_path, adapters):
+def test_answers_are_those_of_greedy_decoding(untied, tmp_path, capsys, adapters):
     options = {**EVALUATED, **adapters, "gradient_checkpointing": True}
     trainer = samples_of(untied, tmp_path, sample_count=3, sample_max_new_tokens=8, **options)
     tiny.heeding(trainer.model)
     trainer.train()
     rows = written(tmp_path)
+    # As after another held-out data set.
+    trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, {})
+    said = capsys.readouterr().out
+    assert [said.count(f"rows at step {step}:") for step in range(1, 5)] == [0, 1, 0, 1]
+    assert said.count("which colour: ") == 2 and said.count("(true: yes)") == 2
     assert [(row["step"], row["sample"]) for row in rows] == [
         (s, n) for s in (2, 4) for n in range(3)
     ]
@@ -128,15 +134,32 @@ def test_training_is_bitwise_the_same_with_answers(untied, tmp_path):
 
 
 def test_a_row_with_a_broken_image_is_passed_over_and_four_are_answered_by_default(
-    untied, tmp_path
+    untied, tmp_path, caplog
 ):
-    from normalign_llava.train.callbacks.samples import sample_callback
-
     args = training.arguments(tmp_path, eval_strategy="steps", eval_steps=1)
     callback = sample_callback(held_out_rows(), args, is_sharded=False)
     assert [sample.truth for sample in callback.samples] == ["red", "blue", "yes", "no"]
     assert sample_callback({"one": held_out_rows()}, args, is_sharded=False).count == 4
+    assert not caplog.text
     assert sample_callback(held_out_rows(), args, is_sharded=True) is None
+    assert "sharded" in caplog.text
+    assert sample_callback(None, args, is_sharded=False) is None
+    args.sample_count = 2
+    assert len(sample_callback(held_out_rows(), args, is_sharded=False).samples) == 2
+    args.sample_count = 0
+    assert sample_callback(held_out_rows(), args, is_sharded=False) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\n b\t c", "a b c"),
+        ("x" * 100, "x" * 100),
+        ("x" * 101, "x" * 97 + "..."),
+    ],
+)
+def test_a_long_text_is_shown_on_one_line_of_a_hundred_letters(text, shown):
+    assert _short(text) == shown
 
 
 def test_a_resumed_run_answers_later_steps_again(untied, tmp_path):

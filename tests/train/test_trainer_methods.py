@@ -4,15 +4,20 @@
 import inspect
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stored
 import torch
 import training
 from datasets import Dataset, IterableDataset
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from normalign_llava import NormAlignTrainer
+from normalign_llava.checkpoint.files import LOCK
+from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
 
 
 pytestmark = pytest.mark.slow
@@ -68,10 +73,18 @@ def callbacks(trainer) -> None:
 
 
 def saved(trainer) -> None:
+    output, elsewhere = (Path(f"{trainer.args.output_dir}{end}") for end in ("", "-elsewhere"))
+    trainer.save_model(str(elsewhere))
+    assert not (output / "README.md").exists()
     trainer.save_model()
-    trainer.save_model(f"{trainer.args.output_dir}-elsewhere")
+    assert (output / "README.md").exists() and not (elsewhere / "README.md").exists()
+    for folder in (output, elsewhere):
+        record = json.loads((folder / "training.json").read_text())
+        assert record["steps_done"] == trainer.state.global_step
     trainer.save_state()
+    (output / "README.md").unlink()
     trainer.create_model_card()
+    (output / "README.md").unlink()
 
 
 def evaluated(trainer) -> None:
@@ -221,12 +234,26 @@ def words(count: int) -> Dataset:
 @pytest.mark.parametrize("packing", [False, True])
 def test_rows_that_are_set_before_training_are_trained_on(tmp_path, checkpoint, packing):
     options = dict(max_steps=-1, num_train_epochs=1, packing=packing, global_batch_size=4)
+    options["max_length"] = (
+        100  # a packed pass holds four rows of words, and not four of the others
+    )
     options |= dict(per_device_train_batch_size=2, warmup_steps=0)
     given = training.trainer(tmp_path / "given", checkpoint, words(12), **options)
-    for other in (words(12), given.train_dataset):
-        trainer = training.trainer(tmp_path / "set", checkpoint, training.rows(8), **options)
+    for other, tell in ((words(12), "summary"), (given.train_dataset, "estimate_memory")):
+        more = dict(held_out=training.rows(3), probe_steps=[1], probe_rows=2)
+        trainer = training.trainer(
+            tmp_path / "set", checkpoint, training.rows(8), **options, **more
+        )
         assert trainer.facts["steps"] == 2
+        assert trainer.args.gradient_accumulation_steps == 2
         trainer.train_dataset = other
+        getattr(trainer, tell)()
+        assert trainer.facts["steps"] == 3
+        assert trainer.args.gradient_accumulation_steps == (1 if packing else 2)
+        for data in (trainer.facts["data"], trainer.record["data"]):
+            assert [(part["split"], part["used"]) for part in data] == [("train", 12), ("eval", 3)]
+        expected = replace(trainer.data_collator, padding_free=False)(list(given.train_dataset)[:2])
+        assert torch.equal(trainer.probe.batch["input_ids"], expected["input_ids"])
         trainer.train()
         assert trainer.state.max_steps == trainer.facts["steps"] == 3
         trainer.save_model()
@@ -248,19 +275,36 @@ def test_rows_that_cannot_be_trained_on_are_refused_when_they_are_set(tmp_path, 
     trainer.train_dataset = [1, 2]
     with pytest.raises(TypeError, match="train_dataset is a list"):
         trainer.train()
+    for own in (dict(stage="align", language_learning_rate=1e-3), dict(language_learning_rate=0.0)):
+        trainer = training.trainer(tmp_path, checkpoint, **own)
+        trainer.train_dataset = words(4)
+        with pytest.raises(ValueError, match="have no image"):
+            trainer.summary()
 
 
 def test_a_collator_that_is_set_before_training_makes_the_batches(tmp_path, checkpoint):
-    trainer, seen = training.trainer(tmp_path, checkpoint), []
+    trainer, seen, locked = training.trainer(tmp_path, checkpoint), [], []
     own = trainer.data_collator
 
     def collate(examples):
         seen.append(len(examples))
+        locked.append((tmp_path / LOCK).exists())
         return own(examples)
 
     trainer.data_collator = collate
     trainer.train()
     assert seen[:2] == [2, 2]
+    assert all(locked) and not (tmp_path / LOCK).exists()  # no other run writes there meanwhile
+
+
+def test_what_cannot_begin_is_refused(tmp_path, checkpoint):
+    counted = training.trainer(tmp_path, checkpoint, dry_run=True)
+    with pytest.raises(ValueError, match="dry_run"):
+        counted.train()
+    trainer = training.trainer(tmp_path, checkpoint)
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no complete checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 0
 
 
 def test_held_out_rows_that_are_set_later_are_evaluated(tmp_path, checkpoint):
@@ -310,6 +354,14 @@ def test_the_step_of_the_weights_that_are_kept_is_recorded_and_said(
     if not use_peft:
         kept = stored.weights(tmp_path / "out" / f"checkpoint-{best}")
         training.assert_equal(stored.weights(tmp_path / "out"), kept)
+        return
+    trainer.args.load_best_model_at_end, trainer.args.max_steps = False, 1
+    trainer.train()
+    trainer.state.best_model_checkpoint = str(tmp_path / "removed" / "checkpoint-3")
+    trainer._load_best_model()  # the Trainer warns
+    trainer.save_model(str(tmp_path / "again"))
+    again = json.loads((tmp_path / "again" / "training.json").read_text())
+    assert again["steps_done"] == 1 and "best" not in again
 
 
 def test_a_run_stops_early_and_a_resumed_one_at_the_same_step(tmp_path, checkpoint):
@@ -350,6 +402,9 @@ def test_what_tells_the_best_step_must_be_measured(tmp_path, checkpoint):
     ):
         with pytest.raises(ValueError, match="metric_for_best_model .* is not measured here"):
             training.trainer(tmp_path, checkpoint, held_out=held_out, **BEST, **own)
+    args = training.arguments(tmp_path, metric_for_best_model="eval_accuracy", **BEST)
+    rows = dict(train_dataset=training.rows(2), eval_dataset=training.rows(3))
+    NormAlignTrainer(str(checkpoint), args, compute_metrics=len, **rows)  # may measure it
     own = dict(metric_for_best_model="eval_easy_loss", greater_is_better=False, max_steps=1)
     trainer = training.trainer(
         tmp_path, checkpoint, held_out={"easy": training.rows(3)}, **{**BEST, **own}
@@ -493,6 +548,57 @@ def test_the_loss_curve_has_all_steps_of_a_resumed_run(tmp_path, checkpoint, mon
         assert picture.size[0] > 500
 
 
+def test_the_curves_are_the_loss_and_every_held_out_loss():
+    history = [
+        {"step": 2, "loss": 3.0, "learning_rate": 0.1},
+        {"step": 2, "eval_easy_loss": 5.0, "eval_hard_loss": 6.0, "eval_easy_accuracy": 0.5},
+        {"step": 1, "loss": 4.0},
+        {"step": 2, "loss": 2.5},  # the step of a resumed run
+        {"step": 2, "train_loss": 1.0},
+        {"step": 3, "eval_loss": 7.0},
+    ]
+    assert loss_curves(history) == {
+        "loss": [(1, 4.0), (2, 2.5)],
+        "eval_easy_loss": [(2, 5.0)],
+        "eval_hard_loss": [(2, 6.0)],
+        "eval_loss": [(3, 7.0)],
+    }
+
+
+def test_each_curve_has_its_name_and_the_best_step_a_line(tmp_path, monkeypatch):
+    curves = Curves(monkeypatch)
+    points = {"loss": [(1, 4.0), (2, 2.5)], "eval_loss": [(2, 3.0)], "eval_hard_loss": [(2, 6.0)]}
+    for best in (None, 2):
+        draw_losses(points, tmp_path / "a.png", best=best)
+        drawn = curves.drawn[-1]
+        line = drawn.pop("best step", None)
+        assert line is None if best is None else [step for step, _ in line] == [2, 2]
+        assert drawn == {
+            "training": [[1, 4.0], [2, 2.5]],
+            "held out": [[2, 3.0]],
+            "held out: hard": [[2, 6.0]],
+        }
+
+
+def test_the_curve_is_drawn_at_a_save_once_a_minute_in_the_first_process(tmp_path, monkeypatch):
+    curves = Curves(monkeypatch)
+    args, callback = SimpleNamespace(output_dir=str(tmp_path)), LossCurve()
+    state = TrainerState(log_history=[{"step": 1, "loss": 2.0}], best_global_step=1)
+    callback.on_save(args, state, None)
+    assert not curves.drawn
+    callback._drawn -= PAUSE
+    state.is_world_process_zero = False
+    callback.on_save(args, state, None)
+    assert not curves.drawn
+    state.is_world_process_zero = True
+    for _ in range(2):
+        callback.on_save(args, state, None)
+        assert len(curves.drawn) == 1
+    assert "best step" in curves.drawn[0] and (tmp_path / "loss.png").exists()
+    callback.on_train_end(args, TrainerState(), None)  # nothing was logged
+    assert len(curves.drawn) == 1
+
+
 def test_a_picture_that_cannot_be_written_does_not_stop_a_run(tmp_path, checkpoint, caplog):
     trainer = training.trainer(tmp_path, checkpoint, max_steps=3)
     (tmp_path / "loss.png").mkdir(parents=True)
@@ -550,13 +656,19 @@ def test_a_run_resumed_in_python_does_not_change_its_precision(tmp_path, checkpo
 
 def test_seconds_of_a_resumed_run_include_those_before(tmp_path, checkpoint):
     saved_steps = dict(save_strategy="steps", save_steps=1)
-    training.trainer(tmp_path, checkpoint, max_steps=1, **saved_steps).train()
+    first = training.trainer(tmp_path, checkpoint, max_steps=1, **saved_steps)
+    counted = first.data_collator.skipped_rows
+    counted.add("data", 3, allowed=9)
+    first.train()
+    assert not counted.path.exists()  # a run that begins counts anew
     file = tmp_path / "checkpoint-1" / "training.json"
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "seconds": 5000.0}))
     for resume in (str(file.parent), True):
         trainer = training.trainer(tmp_path, checkpoint, max_steps=2, **saved_steps)
+        trainer.data_collator.skipped_rows.add("data", 3, allowed=9)
         trainer.train(resume_from_checkpoint=resume)
+        assert counted.path.exists()
         trainer.save_model()
         written = json.loads((tmp_path / "training.json").read_text())["seconds"]
         assert 5000.0 < written < 5600.0
