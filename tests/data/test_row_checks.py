@@ -185,7 +185,7 @@ def test_a_tokenizer_that_pads_and_cuts_off_counts_whole_texts():
     tokenizer = tiny_parts.tokenizer()
     one = AddedToken("<one>", special=True, single_word=True)
     tokenizer.add_tokens([one, AddedToken("<one>b", special=True)], special_tokens=True)
-    texts = ["a<one>b", "a <one> b", "<one>b<s>", "<one><one>", "a b"]
+    texts = ["a<one>", "a <one> b", "<one>b<s>", "<one><one>", "a b"]
     backend = tokenizer.backend_tokenizer
     whole = [backend.encode(text, add_special_tokens=False).ids for text in texts]
     backend.enable_padding(length=30)
