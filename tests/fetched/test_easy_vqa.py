@@ -3,21 +3,40 @@
 
 from collections import Counter, defaultdict
 from functools import cache
+from random import Random
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from normalign_llava.fetched import easy_vqa as questions_of
 from normalign_llava.fetched.easy_vqa import (
     CHOICES,
+    EMOJI,
+    SYSTEM,
+    Question,
+    conversation,
     easy_vqa,
     emoji,
     emoji_by_others,
+    held_out,
     load_image,
+    passages,
+    placed,
+    prompt,
     training_data,
 )
+from normalign_llava.fetched.fetch import SPEECHES, unpack
 
 
 pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
 train_questions = cache(lambda: easy_vqa("train", 0))
+
+
+@pytest.fixture
+def read_once(monkeypatch):
+    """Rows are made of the same questions, which take long to read, whatever their seed is."""
+    monkeypatch.setattr(questions_of, "easy_vqa", lambda split, seed: train_questions())
 
 
 def test_no_image_of_the_test_split_or_drawing_of_the_test_is_trained_on():
@@ -36,6 +55,7 @@ def test_yes_and_no_are_equally_frequent_for_every_wording(split):
     assert all(counts["yes"] == counts["no"] > 0 for counts in answers.values())
 
 
+@pytest.mark.usefixtures("read_once")
 def test_questions_of_a_row_are_about_its_image():
     true, pixels = defaultdict(set), cache(lambda path: load_image(path).tobytes())
     for question in train_questions():
@@ -67,3 +87,92 @@ def test_what_is_taught_begins_with_what_is_seen():
                 assert fact.removeprefix("not ") in question.text
                 checked += 1
     assert checked > 5000
+
+
+def test_a_drawing_is_placed_anywhere_in_many_sizes_and_mirrored_half_the_time(tmp_path):
+    drawing = Image.new("RGBA", (64, 64), "blue")
+    drawing.paste("red", (0, 0, 32, 64))
+    drawing.save(tmp_path / "drawing.png")
+    sides, corners, mirrored, random = Counter(), set(), 0, Random(0)
+    for _ in range(400):
+        shown = placed(tmp_path / "drawing.png", random)
+        assert shown.mode == "RGB" and shown.size == (64, 64)
+        is_drawn = (np.asarray(shown) != 255).any(2)
+        rows, columns = np.flatnonzero(is_drawn.any(1)), np.flatnonzero(is_drawn.any(0))
+        assert len(rows) == len(columns) and is_drawn.sum() == len(rows) ** 2
+        sides[len(rows)] += 1
+        corners.add((len(rows), rows[0], columns[0]))
+        mirrored += shown.getpixel((int(columns[0]), int(rows[0])))[2] > 128
+    assert sides.keys() == {*range(42, 65)}  # 65 % of 64 is 41.6
+    assert abs(mirrored - 200) < 40  # four standard deviations
+    small = {(top, left) for side, top, left in corners if side == 42}
+    assert len({top for top, _ in small}) > 5 and len({left for _, left in small}) > 5
+    assert any(top != left for top, left in small)
+
+
+def test_a_conversation_about_one_image_or_several():
+    asked = [Question("shape", f"Q{n}", f"A{n}", None, f"taught {n}") for n in range(2)]
+    red, blue = (Image.new("RGB", (2, 2), colour) for colour in ("red", "blue"))
+    for images, second in (([red], []), ([red, blue], [{"type": "image"}])):
+        row = conversation(asked, images)
+        assert row["messages"][:2] == prompt("Q0")
+        texts = [{"type": "text", "text": text} for text in ("taught 0", "Q1", "taught 1")]
+        assert row["messages"][2:] == [
+            {"role": "assistant", "content": texts[:1]},
+            {"role": "user", "content": [*second, texts[1]]},
+            {"role": "assistant", "content": texts[2:]},
+        ]
+        assert len(row["images"]) == len(images)
+    system, user = prompt("Q?", "a.png")
+    assert system["content"] == [{"type": "text", "text": SYSTEM}]
+    assert user["content"] == [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Q?"}]
+
+
+@pytest.mark.usefixtures("read_once")
+def test_a_share_of_the_rows_asks_for_the_names_of_two_emoji():
+    drawn = {question.answer for question in emoji("train")}
+    assert drawn == {*EMOJI}
+    rows = training_data(200, emoji_share=0.25, seed=3)
+    assert rows[:20] == training_data(20, emoji_share=0.25, seed=3)[:]
+    assert rows[:5]["messages"] != training_data(5, emoji_share=0.25, seed=4)["messages"]
+    counts = Counter()
+    for messages, images in zip(rows["messages"], rows["images"], strict=True):
+        texts = [message["content"][-1]["text"] for message in messages]
+        assert texts[0] == SYSTEM and len(texts) == 5
+        is_emoji = texts[1] == texts[3] == "what is this?"
+        counts[is_emoji] += 1
+        assert len(images) == (2 if is_emoji else 1)
+        if is_emoji:
+            assert {texts[2], texts[4]} <= drawn and texts[2] != texts[4]
+        else:
+            assert sum(text.endswith((", yes", ", no")) for text in texts) == 1
+            counts["yes or no first"] += texts[2].endswith((", yes", ", no"))
+    assert abs(counts[True] - 50) < 25  # four standard deviations
+    assert abs(counts["yes or no first"] - counts[False] / 2) < 25
+
+
+def test_held_out_are_the_first_questions_of_every_kind_and_all_emoji():
+    asked = held_out(3, seed=1)
+    kinds = [question.kind for question in asked]
+    assert kinds == [*["shape"] * 3, *["colour"] * 3, *["yes/no"] * 3, *["emoji"] * 12]
+    test = easy_vqa("test", 1)
+    for kind in ("shape", "colour", "yes/no"):
+        of_kind = [question for question in test if question.kind == kind]
+        assert of_kind[:3] == [question for question in asked if question.kind == kind]
+    assert asked[9:] == emoji("test") and asked != held_out(3, seed=2)
+
+
+def test_passages_follow_each_other():
+    (file,) = unpack(SPEECHES).rglob("1961_john_f_kennedy_d.txt")
+    words = file.read_text(encoding="utf-8").split()
+    expected = [" ".join(words[start : start + 7]) for start in (0, 7, 14)]
+    assert passages(3, 7) == expected
+
+
+def test_a_mirrored_question_is_shown_as_in_a_mirror(tmp_path):
+    image = Image.new("RGB", (2, 1), "red")
+    image.putpixel((1, 0), (0, 0, 255))
+    image.save(tmp_path / "a.png")
+    plain = Question("emoji", "Q", "A", tmp_path / "a.png", None)
+    assert plain.shown().getpixel((0, 0)) == (255, 0, 0)
+    assert plain._replace(is_mirrored=True).shown().getpixel((0, 0)) == (0, 0, 255)

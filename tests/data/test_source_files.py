@@ -1,0 +1,365 @@
+"""Which files, splits and rows a path stands for, and what options of data sets may be."""
+
+import json
+import zipfile
+
+import pytest
+from datasets import Dataset, Features, IterableDataset, Value
+from train_data import arguments, image_bytes, images, llava, write_parquet
+
+from normalign_llava.data.rows.images import ImageRules
+from normalign_llava.data.sources.arguments import DataArguments, DataSource
+from normalign_llava.data.sources.files import files_of_folder, images_of_folder, loaded, open_files
+from normalign_llava.data.sources.filters import Filter, parse_filters
+from normalign_llava.data.sources.source import Source, open_held_out, open_source
+
+
+def rows(file) -> list:
+    return [loaded(row["json"]) for row in open_files((str(file),), streaming=True)]
+
+
+def names(folder, *files: str) -> None:
+    """Files without content."""
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+
+
+FOLDERS = [
+    # files, split, those that are read, others that are not
+    (["a.json", "b.csv"], "train", ["a.json", "b.csv"], []),
+    (["a.json", "a_test.json"], "train", ["a.json"], []),
+    (["a.json", "a_test.json"], "test", ["a_test.json"], []),
+    (["a_Train.JSONL", "b.jsonl"], "train", ["a_Train.JSONL"], []),
+    (["latest.json", "a-val.json"], "train", ["latest.json"], []),
+    (["a.valid.tsv", "a.dev.tsv", "eval.tsv", "validation.tsv", "b.tsv"], "train", ["b.tsv"], []),
+    (["rows.json", "metadata.csv"], "train", ["metadata.csv"], ["rows.json"]),
+    (["rows.json", "0.tar", "metadata.csv"], "train", ["0.tar"], ["metadata.csv", "rows.json"]),
+    (["0.tar", "0.parquet"], "train", ["0.tar"], ["0.parquet"]),
+    (["0.tar", "1.tar"], "train", [], []),  # `datasets` reads them
+    (["0.parquet", "rows.json"], "train", [], ["rows.json"]),
+    (["0.parquet", "sub/metadata.csv"], "train", [], []),
+    (["metadata.csv", "0.parquet"], "train", ["metadata.csv"], ["0.parquet"]),
+    (["sub/metadata.jsonl", "a.png"], "train", ["sub/metadata.jsonl"], []),
+    (["train/metadata.csv", "test/metadata.csv"], "test", ["test/metadata.csv"], []),
+    (["rows.json", "sub/metadata.csv"], "train", ["rows.json"], []),
+    (["dataset_infos.json", "rows.json"], "train", ["rows.json"], []),
+    (["sub/rows.json"], "train", [], []),
+    (["sub/metadata.txt"], "train", [], []),
+]
+
+
+@pytest.mark.parametrize(("files", "split", "read", "others"), FOLDERS)
+def test_the_files_of_a_folder_and_split(tmp_path, files, split, read, others):
+    names(tmp_path, *files)
+    (tmp_path / "folder.json").mkdir()
+    found, left = files_of_folder(tmp_path, split)
+    assert found == [str(tmp_path / name) for name in read]
+    assert left == [str(tmp_path / name) for name in others]
+
+
+def test_a_split_that_no_file_is_named_after(tmp_path):
+    names(tmp_path, "a.json", "b.json", "a_test.json")
+    with pytest.raises(ValueError, match="has 'dev' in its name: a.json, a_test.json, b.json"):
+        files_of_folder(tmp_path, "dev")
+    with pytest.raises(ValueError, match="has 'valid' in its name"):
+        files_of_folder(tmp_path, "valid")
+
+
+def test_images_of_a_folder_without_rows(tmp_path):
+    names(tmp_path, "b.PNG", "sub/a.jpeg", "notes.txt", "c.webp")
+    assert images_of_folder(tmp_path) == ["b.PNG", "c.webp", "sub/a.jpeg"]
+    for file in ("sub/x.JSON", "x.parquet", "x.arrow", "x.csv"):
+        names(tmp_path, file)
+        assert images_of_folder(tmp_path) == []
+        (tmp_path / file).unlink()
+
+
+def test_files_of_rows_in_one_object(tmp_path):
+    file = tmp_path / "rows.json"
+    caption, row = {"caption": "A", "image": "a.png"}, {"a": 1}
+    for content, expected in (
+        (caption, [caption]),
+        ({"rows": [row, row], "tags": ["x"], "empty": []}, [row, row]),
+        (
+            {"images": [{"id": 7, "file_name": "a.png"}], "annotations": [{"image_id": "7"}]},
+            [{"image": "a.png"}],
+        ),
+    ):
+        file.write_text(json.dumps(content))
+        assert rows(file) == expected
+    for content, reason in (
+        ({"x": [row], "y": [row]}, r"with 'x, y'. Write .* the first: .*\[\"x\"\]"),
+        ({"1": row, "2": row}, r"with '1, 2'. If its values are the rows, .*\.values\(\)"),
+        ({"a": 1}, "with 'a'. Correct it, or name another"),
+        ({}, "with 'nothing'. Correct it"),
+        (3, "but 3. Correct it, or name another"),
+        ({"images": [{"id": 7}], "annotations": [{"image_id": 7}]}, "with 'images, annotations'"),
+    ):
+        file.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=reason):
+            rows(file)
+
+
+def test_lines_that_begin_as_a_list_are_read_as_one(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    for text in ('[{"a": 1},\n{"a": 2}]', '[\n{"a": 1}, {"a": 2}\n]', '{"a": 1}\n\n {"a": 2}\n'):
+        file.write_text(text)
+        assert rows(file) == [{"a": 1}, {"a": 2}]
+    file.write_text('[1]\n{"a": 2}')
+    assert rows(file) == [[1], {"a": 2}]
+    file.write_text("\n")
+    assert rows(file) == []
+
+
+def test_cells_of_tables(tmp_path):
+    file = tmp_path / "rows.csv"
+    long = "x" * 200_000  # an image in base64 has more than csv's 131,072
+    file.write_text(f'image,question\n{long},"a\tb\nc"\n')
+    assert rows(file) == [{"image": long, "question": "a\tb\nc"}]
+    file.write_text("sep=ab;question\na,b\n")  # no line that names a separator
+    assert rows(file) == [{"sep=ab": "a,b", "question": None}]
+    file.write_text("")
+    assert rows(file) == []
+
+
+def test_files_that_name_several_images(tmp_path):
+    line = {"file_names": ["a.png", "b.png"], "question": "Q", "images": []}
+    for name, read in (("metadata.jsonl", {"images": ["a.png", "b.png"]}), ("rows.jsonl", line)):
+        (tmp_path / name).write_text(json.dumps(line))
+        assert rows(tmp_path / name) == [{"question": "Q", **read}]
+
+
+def test_a_changed_file_is_read_anew_in_memory(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    for text in ('{"a": 1}', '{"a": 22}', ""):
+        file.write_text(text)
+        stored = open_files((str(file),), streaming=False)
+        assert [row["json"] for row in stored] == [text] * bool(text)
+
+
+def test_rows_of_several_files_have_the_numbers_of_their_own(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "Q"}\n{"question": "R"}')
+    for streaming in (False, True):
+        source = open_source(DataSource(str(tmp_path)), streaming)
+        places = [(name, number) for name, number, _ in source]
+        files = [str(tmp_path / f"{name}.jsonl") for name in ("a", "b")]
+        assert places == [(file, number) for file in files for number in (0, 1)]
+
+
+def test_data_are_named_with_a_configuration_and_a_split(tmp_path):
+    for given, expected in (
+        ("user/data", ("user/data", None, "train")),
+        ("user/data:test", ("user/data", None, "test")),
+        ("user/data:small:test", ("user/data", "small", "test")),
+    ):
+        source = DataSource.named(given)
+        assert (source.path, source.name, source.split) == expected
+    kept = DataSource.named("user/data:test", name="small", split="dev", columns="answer=a")
+    assert (kept.name, kept.split, kept.columns) == ("small", "test", {"answer": "a"})
+    colons = tmp_path / "a:b"
+    colons.mkdir()
+    assert DataSource.named(str(colons)).path == str(colons)
+    other = DataSource.named(f"{tmp_path}:test")
+    assert (other.path, other.split) == (str(tmp_path), "test")
+    with pytest.raises(ValueError, match="user/data:a:b:c has 3 colons"):
+        DataSource.named("user/data:a:b:c")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_paths_that_are_no_data(tmp_path, streaming):
+    names(tmp_path, "notes.txt", "a.png", "a::b.zip")
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "rows.json").write_text("[]")
+    broken = tmp_path / "broken.zip"
+    broken.write_bytes(b"x")
+    for path, folder, reason in (
+        (tmp_path / "notes.txt", None, "There is no data file .*notes.txt"),
+        (tmp_path / "folder.json", None, "There is no data file .*folder.json"),
+        (tmp_path / "none.csv", None, "There is no data file .*none.csv"),
+        (tmp_path / "none", None, "none is no file or folder here"),
+        ("a/b/c", None, "a/b/c is no file or folder here, nor owner/name"),
+        (tmp_path / "rows.json", tmp_path / "none", "no image folder or .zip file .*none"),
+        (tmp_path / "rows.json", tmp_path / "a.png", "no image folder or .zip file .*a.png"),
+        (tmp_path / "rows.json", tmp_path / "a::b.zip", "no image folder or .zip file .*a::b"),
+        (tmp_path / "rows.json", broken, "broken.zip cannot be read as a zip file"),
+    ):
+        folder = str(folder) if folder else None
+        with pytest.raises(ValueError, match=reason):
+            open_source(DataSource(str(path), image_folder=folder), streaming)
+    (tmp_path / "rows.json").write_text('[{"question": "Q"}]')
+    with pytest.raises(ValueError, match="is one file, and has no split 'test'"):
+        open_source(DataSource(str(tmp_path / "rows.json"), split="test"), streaming)
+
+
+def test_an_image_folder_may_be_a_zip_file_of_any_case(tmp_path):
+    (tmp_path / "rows.json").write_text('[{"question": "Q"}]')
+    with zipfile.ZipFile(tmp_path / "IMAGES.ZIP", "w") as file:
+        file.writestr("a.png", image_bytes())
+    opened = open_source(
+        DataSource(str(tmp_path / "rows.json"), image_folder=f"{tmp_path}/IMAGES.ZIP"), False
+    )
+    shown = opened.rules.image("sub/../a.png")["path"]
+    assert shown == f"zip://a.png::{tmp_path}/IMAGES.ZIP"
+    (tmp_path / "folder.zip").mkdir()
+    folder = ImageRules(str(tmp_path / "folder.zip"))
+    assert folder.archive is None
+    assert folder.image("a.png")["path"] == str(tmp_path / "folder.zip" / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "to say what to train on"),
+        ({"dataset_name": "a", "datasets": [{"path": "b"}]}, "not both"),
+        ({"datasets": [{"name": "a"}]}, "A data set has path and some of"),
+        ({"datasets": [{"path": "a", "weight": 1}]}, "A data set has path and some of"),
+        ({"datasets": ["a"]}, "A data set has path and some of"),
+        ({"dataset_name": "a", "test_split_size": 0.0}, "test_split_size must be between 0 and 1"),
+        ({"dataset_name": "a", "test_split_size": 1.0}, "test_split_size must be between 0 and 1"),
+        ({"dataset_name": "a", "shuffle_buffer_size": 0}, "must be 1 or more: 0"),
+        ({"dataset_name": "a", "filters": "score"}, "filters has 'score'"),
+        ({"dataset_name": "a", "bad_rows": "0"}, "bad_rows must be"),
+    ],
+)
+def test_options_of_data_are_checked_at_once(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        DataArguments(**options)
+
+
+def test_data_sets_of_a_mixture_have_the_options_of_all_unless_they_say_otherwise():
+    own = {"path": "b", "image_folder": "own", "columns": "answer=b", "filters": "b=2"}
+    given = DataArguments(
+        datasets=[{"path": "a"}, own], image_folder="all", columns="answer=a", filters="a=1"
+    )
+    shown = [(each.image_folder, each.columns, each.filters) for each in given.sources]
+    assert shown == [("all", {"answer": "a"}, "a=1"), ("own", {"answer": "b"}, "b=2")]
+    one = DataArguments(
+        dataset_name="a", dataset_config="c", dataset_train_split="s", image_folder="i",
+        columns=["answer"], filters="a=1",
+    ).sources  # fmt: skip
+    expected = DataSource("a", "c", split="s", image_folder="i", columns=["answer"], filters="a=1")
+    assert one == [expected]
+    (named,) = DataArguments(dataset_name="a:c:s").sources
+    assert (named.name, named.split) == ("c", "s")
+    assert DataSource("a", fraction="0.5").fraction == 0.5
+
+
+def test_held_out_data_are_opened_as_the_training_data(tmp_path):
+    for split in ("train", "test", "dev"):
+        file = {"image": f"{split}.png", "asked": f"{split}?", "answer": "A", "n": 1}
+        (tmp_path / f"{split}.json").write_text(json.dumps([file, file | {"n": 2}]))
+    images(tmp_path / "shown", "red.png")
+    shared = {"columns": "question=asked,answer=answer,image=image", "filters": "n<2"}
+    options = {**shared, "image_folder": str(tmp_path / "shown")}
+    for own, split in (
+        ({}, "test"),
+        ({"dataset_test_split": "dev"}, "dev"),
+        ({"eval_dataset_name": f"{tmp_path}:dev"}, "dev"),
+        ({"eval_dataset_name": str(tmp_path)}, "test"),
+        ({"eval_dataset_name": str(tmp_path / "train.json")}, "train"),
+    ):
+        held = open_held_out(arguments(tmp_path, **options, **own))
+        assert [raw["question"] for _, _, raw in held] == [f"{split}?"]
+        assert held.rules == ImageRules(str(tmp_path / "shown"))
+    streamed = open_held_out(arguments(tmp_path, **options, dataset_streaming=True))
+    assert isinstance(streamed.data, IterableDataset)
+    (tmp_path / "test.json").unlink()
+    for given in (arguments(tmp_path), arguments(tmp_path, dataset_test_split="none")):
+        with pytest.raises(ValueError, match="There is no held-out data. .*Give eval_dataset_name"):
+            open_held_out(given)
+    with pytest.raises(ValueError, match="A mixture has no test split"):
+        open_held_out(DataArguments(datasets=[{"path": "a"}]))
+
+
+def test_a_saved_data_set_without_splits_is_held_out_whole(tmp_path):
+    saved = Dataset.from_list([{"question": "Q", "answer": "A"}])
+    saved.save_to_disk(str(tmp_path / "saved"))
+    held = open_held_out(arguments("other", eval_dataset_name=str(tmp_path / "saved")))
+    assert [raw["question"] for _, _, raw in held] == ["Q"]
+    with pytest.raises(ValueError, match="it has the splits train"):
+        open_source(DataSource(str(tmp_path / "saved"), split="test"), False)
+
+
+def test_a_folder_of_images_has_no_splits(tmp_path):
+    images(tmp_path, "red.png", "sub/blue.png")
+    opened = open_source(DataSource(str(tmp_path)), False)
+    assert [raw for _, _, raw in opened] == [{"image": "red.png"}, {"image": "sub/blue.png"}]
+    assert opened.rules == ImageRules(str(tmp_path))
+    with pytest.raises(ValueError, match="a folder of images without splits"):
+        open_source(DataSource(str(tmp_path), split="test"), False)
+
+
+def test_rows_of_columns_that_are_listed_have_these_alone(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "Q", "answer": "A", "more": 1}\n{"answer": "B"}\n[1]')
+    for streaming in (False, True):
+        source = open_source(DataSource(str(file), columns=["question", "answer"]), streaming)
+        assert [raw for _, _, raw in source] == [
+            *({"question": "Q", "answer": "A"}, {"answer": "B"}, [1])
+        ]
+        with pytest.raises(ValueError, match="Its columns are: answer, more, question"):
+            open_source(DataSource(str(file), columns=["question", "none"]), streaming)
+
+
+def test_columns_of_a_stream_are_looked_for_in_its_first_thousand_rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    for place, found in ((999, True), (1000, False)):
+        lines = [json.dumps({"a": 1, "b" if number == place else "a": 2}) for number in range(1001)]
+        file.write_text("\n".join(lines))
+        source = DataSource(str(file), columns=["b"])
+        assert len(list(open_source(source, False).rows(0, 3))) == 3
+        if found:
+            open_source(source, True)
+        else:
+            with pytest.raises(ValueError, match="columns names 'b', which no row has"):
+                open_source(source, True)
+
+
+def test_rows_are_read_from_a_number_on():
+    data = Dataset.from_dict({"a": [*range(10)]}, features=Features(a=Value("int64")))
+    source = Source("mine", ImageRules(), data)
+    assert source.rows(3, 2) == [("mine", 3, {"a": 3}), ("mine", 4, {"a": 4})]
+    assert [number for _, number, _ in source.rows(8, 5)] == [8, 9]
+    assert [raw["a"] for _, _, raw in source.rows_at([7, 2, 7])] == [7, 2, 7]
+    chosen = source.filtered(parse_filters("a>=4,a!=6,a<9"))
+    assert [(number, raw["a"]) for _, number, raw in chosen] == [(n, n) for n in (4, 5, 7, 8)]
+    assert source.filtered(()) is source
+
+
+@pytest.mark.parametrize(
+    ("condition", "value", "kept"),
+    [
+        ("a>=4", 4, True), ("a>4", 4, False), ("a<=4", "4", True), ("a<4", 4.0, False),
+        ("a=4", "4.0", True), ("a!=4", 4, False), ("a!=4", None, True), ("a=4", None, False),
+        ("a!=4", float("nan"), True), ("a>=4", float("nan"), False), ("a=nan", float("nan"), False),
+        ("a=true", True, True), ("a=1", True, False), ("a=True", False, False),
+        ("a=Some Thing", "some thing", True), ("a=x", "X ", False), ("a==x", "x", True),
+    ],
+)  # fmt: skip
+def test_a_condition_keeps(condition, value, kept):
+    (made,) = parse_filters(condition)
+    assert made.keeps({"a": value, "b": 9}) == kept
+
+
+def test_conditions_are_parsed_at_their_first_comparison():
+    assert parse_filters(" a >= 4 , b=c>d") == (Filter("a", ">=", "4"), Filter("b", "=", "c>d"))
+    assert parse_filters(["a=x, y"]) == (Filter("a", "=", "x, y"),)
+    assert parse_filters(None) == parse_filters([]) == ()
+    with pytest.raises(ValueError, match="a is 'x' in a row, and no number"):
+        Filter("a", "<", "4").keeps({"a": "x"})
+    for wrong in ("", "a=", "=4", "a>=x", ["a", "b=1"]):
+        with pytest.raises(ValueError, match="filters (has|compares)"):
+            parse_filters(wrong)
+
+
+def test_files_of_one_folder_may_be_of_several_splits(tmp_path):
+    for name, answer in (("train", "A"), ("test", "B")):
+        write_parquet(tmp_path / "data" / f"{name}.parquet", [llava("Q", answer)])
+    for split, answer in (("train", "A"), ("test", "B")):
+        for streaming in (False, True):
+            ((_, number, raw),) = open_source(
+                DataSource(f"{tmp_path}/data", split=split), streaming
+            )
+            assert (number, raw["conversations"][1]["value"]) == (0, answer)
