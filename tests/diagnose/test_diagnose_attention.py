@@ -10,7 +10,12 @@ import torch
 from transformers import MistralConfig, PreTrainedModel, Qwen2Config
 from vlm_families import BOS, END, EOS, FAMILIES, IMAGE, INDICATORS, LAYERS, PAD, START, make
 
-from normalign_llava.diagnose.measure.attention import attention_maps, bottom_bias, image_grid
+from normalign_llava.diagnose.measure.attention import (
+    attention_maps,
+    bottom_bias,
+    image_grid,
+    relative_entropy,
+)
 
 
 NO_TEXT = {PAD, BOS, EOS, START, END, IMAGE, *INDICATORS}
@@ -108,7 +113,30 @@ def test_the_grid_of_an_image_and_its_bottom_third():
     square, wide = ({"pixel_values": torch.zeros(1, 3, *size)} for size in ((336, 336), (32, 128)))
     assert image_grid(square, 576) == (24, 24) and image_grid(square, 577) is None  # a class token
     assert image_grid(wide, 16) == (2, 8)  # a square number of tokens, not a square
-    assert image_grid({"image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}, 8) is None
+    tall = {"pixel_values": torch.zeros(1, 3, 32, 16)}
+    assert image_grid(tall, 8) == (4, 2) and image_grid({}, 4) is None
+    assert image_grid(wide, 9) is None  # a row of nine is no grid of an image four times as wide
+    assert image_grid({"image_grid_thw": torch.tensor([[1, 8, 4]])}, 8) == (4, 2)
+
+
+def test_several_images_tiles_and_frames_form_no_grid_even_of_a_square_number():
+    for shape in ((4, 3, 16, 16), (1, 4, 3, 16, 16)):
+        assert image_grid({"pixel_values": torch.zeros(shape)}, 16) is None
+    for grids in ([[1, 4, 4]] * 4, [[4, 4, 4]]):
+        assert image_grid({"image_grid_thw": torch.tensor(grids)}, 16) is None
+
+
+def test_learned_queries_form_no_grid():
+    model, batch = tiny.llava(), tiny.inputs()
+    assert ask(model, batch).grid == (2, 2)
+    model.config.model_type = "aria"  # whose visual tokens are learned queries
+    measured = ask(model, batch)
+    assert measured.grid is measured.bottom_bias is None
+    assert [(len(rows), len(rows[0])) for rows in measured.maps] == [(1, 4)] * 2
+
+
+def test_a_single_visual_token_has_even_attention():
+    assert relative_entropy(torch.ones(1, 1, dtype=torch.float64)) == 1.0
 
 
 def test_several_images_are_taken_together():

@@ -2,6 +2,7 @@
 """The critical norm: its formula against random vectors, its measurement against hidden states."""
 
 import math
+import re
 from functools import partial
 from statistics import fmean
 
@@ -51,6 +52,31 @@ def test_at_the_critical_norm_rotation_has_fallen_to_that_share():
     assert Updates(1e-6, [1e6, 1e6], [1.5, 1.5]).critical_norm(0.5) is None  # far above every norm
 
 
+def test_a_single_layer_counts_although_it_is_the_last():
+    updates = Updates(3.0, SIZES[:1], ANGLES[:1])
+    (at_90,), (of_text,) = updates.rotation(90.0), updates.rotation(3.0)
+    assert updates.relative_rotation(90.0) == pytest.approx(at_90 / of_text)
+
+
+def test_the_table_has_the_norms_at_two_shares_and_none_where_there_is_none():
+    updates = Updates(3.0, SIZES, ANGLES)
+    _, numbers = updates.table("tiny").columns
+    n_text, update, *norms = numbers.cells
+    assert (float(n_text), float(update)) == (3.0, SIZES[0])
+    for cell, share in zip(norms, (0.9, 0.5), strict=True):
+        norm, in_n_text = map(float, re.findall(r"[\d.]+", cell))
+        assert updates.relative_rotation(norm) == pytest.approx(share, abs=0.01)
+        assert in_n_text == pytest.approx(norm / 3, rel=0.01)
+    _, numbers = Updates(1e-6, [1e6, 1e6], [1.5, 1.5]).table("tiny").columns
+    assert list(numbers.cells)[2:] == ["none", "none"]
+
+
+def test_an_adapter_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is an adapter"):
+        updates_of(str(tmp_path))
+
+
 @pytest.mark.parametrize("cls", [LlamaConfig, Gemma2Config, GraniteConfig])
 def test_updates_are_differences_of_hidden_states(tmp_path, cls):
     tiny_parts.language(tmp_path / "language", cls=cls)
@@ -83,6 +109,9 @@ def test_updates_are_differences_of_hidden_states(tmp_path, cls):
 
 def test_a_language_model_alone_and_in_a_vlm_measure_the_same(tmp_path):
     tiny_parts.language(tmp_path / "language")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "language")
+    tokenizer.bos_token, tokenizer.add_bos_token = "<|im_start|>", True
+    tokenizer.save_pretrained(tmp_path / "language")
     tiny_parts.vision(tmp_path / "vision")
     build_checkpoint(str(tmp_path / "vision"), str(tmp_path / "language"), tmp_path / "built")
     alone, within = (updates_of(str(tmp_path / folder)) for folder in ("language", "built"))

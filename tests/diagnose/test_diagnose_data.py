@@ -1,6 +1,7 @@
 """Images with questions from all places, which of them are drawn, and the inputs made of them."""
 
 import json
+from random import Random
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.forms import PROMPT
-from normalign_llava.diagnose.data import Sample, Samples, batches, load_samples
+from normalign_llava.data.sources.arguments import DataSource
+from normalign_llava.data.sources.source import open_source
+from normalign_llava.diagnose.data import Sample, Samples, _shuffled, batches, load_samples
 
 
 COLOURS = ("red", "green", "blue", "white", "black", "gray")
@@ -73,6 +76,35 @@ def test_a_row_gives_its_first_image_and_question(tmp_path):
     assert sample.question == "A?" and "red.png" in sample.name
 
 
+def test_rows_without_an_image_are_skipped_and_questions_are_needed(tmp_path, caplog):
+    shown = {"question": "  what?\n", "image": "red.png"}
+    rows = [{"question": "no image?", "answer": "a"}, shown, {"question": "no image?"}]
+    train_data.write_json(tmp_path / "mine", rows)
+    loaded = load_samples(str(tmp_path / "mine"), 2)
+    assert drawn(loaded) == {"data.json, row 1 (red.png)": "what?"}
+    assert "has only 1 samples, not 2" in caplog.text
+    silent = {"messages": [{"role": "user", "content": "<image>"}], "images": ["red.png"]}
+    train_data.write_json(tmp_path / "silent", [silent])
+    with pytest.raises(ValueError, match=r"row 0 \(red.png\) has no question"):
+        load_samples(str(tmp_path / "silent"), 1)
+    gone = {"question": "what?", "image": str(tmp_path / "gone.png")}
+    train_data.write_json(tmp_path / "gone", [gone])
+    with pytest.raises(ValueError, match=r"row 0 \(gone.png\) cannot be used: "):
+        load_samples(str(tmp_path / "gone"), 1)
+
+
+@pytest.mark.parametrize(("streaming", "expected"), [(True, 3), (False, 8)])
+def test_of_a_stream_the_first_rows_are_shuffled(tmp_path, streaming, expected):
+    path = tmp_path / "rows.parquet"
+    Dataset.from_dict({"number": list(range(8))}).to_parquet(str(path))
+    source = open_source(DataSource.named(str(path)), streaming=streaming)
+    orders = [
+        [raw["number"] for _, _, raw in _shuffled(source, 3, Random(seed))] for seed in range(4)
+    ]
+    assert all(sorted(order) == list(range(expected)) for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
+
+
 @pytest.mark.usefixtures("archives")
 def test_the_built_in_images(caplog):
     loaded = load_samples(None, 40)
@@ -94,6 +126,7 @@ def samples(*questions) -> list[Sample]:
 def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint)
     processor.tokenizer.pad_token = None  # so the end of the sequence pads
+    processor.tokenizer.padding_side = "right"
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     asked = samples("Long question here?", "Short?", "Last?")
     first, last = batches(processor, asked, 2)
@@ -110,3 +143,18 @@ def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
         assert torch.allclose(model(**first).logits[1, -1], alone, atol=1e-4)
     with pytest.raises(ValueError, match="fails for row 0, row 1: .*"):
         list(batches(processor, samples("Fine?", "Is <image> <image> one?"), 2))
+
+
+def test_without_a_chat_template_a_line_break_parts_image_and_question(checkpoint):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    processor.chat_template = None
+    processor.tokenizer.padding_side = "right"
+    asked = samples("Long question here?", "Short?")
+    (made,) = batches(processor, asked, 2)
+    pairs = zip(made["input_ids"], made["attention_mask"], strict=True)
+    texts = [processor.decode(ids[mask.bool()]) for ids, mask in pairs]
+    assert texts == [f"{'<image>' * 4}\n{sample.question}" for sample in asked]
+    assert made["attention_mask"][1, 0] == 0 and made["attention_mask"][:, -1].all()
+    images = [sample.image for sample in asked]
+    pixels = processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
+    assert torch.equal(made["pixel_values"], pixels)

@@ -66,7 +66,36 @@ def by_claim(report, against=None):
 def test_the_verdict_on_one_model(ratio, asymmetry, error, numbers, agreed, has):
     first, second, third = verdict(with_rotation(diagnosed(ratio), asymmetry, error))
     assert all(number in first for number in numbers) and f"can check {agreed}." in third
-    assert has in second
+    assert has in second and "layers 1 to 29" in first
+
+
+@pytest.mark.parametrize(
+    ("ratio", "asymmetry", "reasons"),
+    [
+        (1.03, 0.97, ("not much larger", "not rotate clearly less")),
+        (1.03, 0.4, ("not much larger",)),
+        (46.0, 1.2, ("not rotate clearly less",)),
+    ],
+)
+def test_reasons_why_a_model_has_no_problem_are_those_that_hold(ratio, asymmetry, reasons):
+    sentence = problem(with_rotation(diagnosed(ratio), asymmetry))
+    for reason in ("not much larger", "not rotate clearly less"):
+        assert (reason in sentence) == (reason in reasons)
+
+
+def test_a_problem_is_not_measured_without_visual_or_text_tokens():
+    report = diagnosed()
+    without_visual = replace(report, interface=replace(report.interface, visual=None))
+    for unmeasured in (with_rotation(report, None), without_visual):
+        assert "was not measured" in problem(unmeasured)
+    first, second, _ = verdict(with_rotation(report, None))
+    assert "rotate – ×" in first and "was not measured" in second
+
+
+def test_without_n_text_the_ratio_to_text_in_the_data_stands_in_the_verdict():
+    report = diagnosed()
+    norms = replace(report.interface, ratio=None, ratio_data=31.0)
+    assert "at 31 ×" in verdict(replace(report, interface=norms))[0]
 
 
 def test_claims_are_checked_on_the_model_without_the_norm():
@@ -74,7 +103,7 @@ def test_claims_are_checked_on_the_model_without_the_norm():
     ours, base = with_rotation(ours, 0.9), with_rotation(base, 0.4)
     numbers = ("1.02 ×", "instead of 37.0 ×", "0.900 ×", "instead of 0.400 ×")
     _, problems, compared = verdict(ours, base)
-    assert all(number in compared for number in numbers)
+    assert all(number in compared for number in numbers) and "Compared with base," in compared
     assert problems.startswith("base: It has the problem") and "ours: It does not" in problems
     checked = by_claim(ours, base)
     assert "at 27 ×" in checked["projector"][1] and "have 66 ×" in checked["projector"][1]
@@ -87,12 +116,33 @@ def test_claims_are_checked_on_the_model_without_the_norm():
     }.items():
         assert checked[claim][0] == "agrees" and number in checked[claim][1], claim
     assert checked["focus"][0] == "too small"
+    subjects = {claim: sentence.partition(":")[0] for claim, (_, sentence) in checked.items()}
+    assert subjects == dict.fromkeys(NAMES[:5], "base") | dict.fromkeys(NAMES[5:], "ours")
+
+
+@pytest.mark.parametrize(
+    ("norm", "of_other", "decoder", "compared"),
+    [
+        ("none", "none", "agrees", "does not apply"),
+        ("none", "layer_norm", "agrees", "does not apply"),
+        ("layer_norm", "rms_norm", "does not apply", "not measured"),
+    ],
+)
+def test_claims_of_a_pair_that_does_not_differ_by_the_norm_are_the_model_s(
+    norm, of_other, decoder, compared
+):
+    ours, other = diagnosed(norm=norm, model="ours"), diagnosed(norm=of_other, model="other")
+    checked = by_claim(ours, other)
+    assert all(sentence.startswith("ours: ") for _, sentence in checked.values())
+    assert checked["decoder"][0] == decoder
+    assert checked["nearness"][0] == checked["focus"][0] == compared
 
 
 def test_claims_that_fail_or_cannot_be_checked():
     aligned = by_claim(diagnosed(1.0, "layer_norm"))
     assert aligned["decoder"][0] == aligned["rotation"][0] == "does not apply"
     assert aligned["nearness"][0] == aligned["focus"][0] == "not measured"
+    assert aligned["bottom"][0] == "does not apply"
     without_text = by_claim(with_rotation(diagnosed(attention=[]), None))
     assert without_text["nearness"][0] == "does not apply"
     assert without_text["rotation"][0] == without_text["bottom"][0] == "not measured"
@@ -130,6 +180,70 @@ def test_the_claim_on_updates_leaves_the_last_layer_out():
 
 
 @pytest.mark.parametrize(
+    ("quantity", "deviations", "outcome"),
+    [
+        ("log_update", (0.6, 0.79), "agrees"),  # up to 1 + 2 * 0.992 / 8, within 1.25
+        ("log_update", (0.6, 0.81), "unclear"),  # up to 1 + 2 * 1.008 / 8
+        ("update_angle", (0.0, 0.69), "agrees"),  # 2 * 39.5 / 8 degrees, within 10
+        ("update_angle", (0.0, 0.71), "unclear"),
+    ],
+)
+def test_the_error_of_a_distance_is_that_of_both_kinds_over_samples(quantity, deviations, outcome):
+    same = (0.0, 0.0, 0.0)
+    report = updates(log_update=same, update_angle=same)
+    assert by_claim(replace(report, samples=1))["updates"][0] == "unclear"
+    curves = getattr(report.depth, quantity)
+    for kind, deviation in zip(("visual", "text"), deviations, strict=True):
+        curves[kind].std[:] = [deviation] * 5
+    assert by_claim(report)["updates"][0] == outcome
+
+
+def nearing(factor: float, asymmetry: float, error: float = 0.01, **changes) -> Report:
+    """Norms of all states but the last a factor apart, and this ratio of rotations."""
+    report = with_rotation(diagnosed(layers=3, **changes), asymmetry, error)
+    visual = [math.log(factor)] * 3 + [0.0]
+    curves = {"visual": Curve(visual, [0.0] * 4), "text": Curve([0.0] * 4, [0.0] * 4)}
+    return replace(report, depth=replace(report.depth, log_norm=curves))
+
+
+@pytest.mark.parametrize(
+    ("factors", "rotations", "outcome"),
+    [
+        ((8.0, 1.1), (0.4, 0.9), "agrees"),
+        ((8.0, 1.1), (1.6, 1.1), "agrees"),
+        ((1.1, 1.1), (0.4, 0.9), "too small"),
+        ((8.0, 1.1), (0.9, 0.9), "too small"),
+        ((1.1, 8.0), (0.4, 0.9), "disagrees"),
+        ((8.0, 1.1), (0.9, 0.4), "disagrees"),
+    ],
+)
+def test_both_norms_and_rotations_must_be_nearer(factors, rotations, outcome):
+    (factor_before, factor), (before, now) = factors, rotations
+    base, ours = nearing(factor_before, before), nearing(factor, now, norm="layer_norm")
+    found, sentence = by_claim(ours, base)["nearness"]
+    assert found == outcome
+    # Over four states, of which the last differ by nothing.
+    numbers = f"factor of {factor**0.75:.2f} on average, {factor_before**0.75:.2f} without it"
+    assert numbers in sentence and f"is {now:.2f} ± 0.01 × text's, {before:.2f} ± 0.01" in sentence
+
+
+@pytest.mark.parametrize(
+    ("error_before", "error", "outcome"),
+    [(0.10, 0.0, "agrees"), (0.12, 0.0, "unclear"), (0.0, 0.27, "agrees"), (0.0, 0.29, "unclear")],
+)
+def test_the_errors_of_both_rotations_count_relative_to_them(error_before, error, outcome):
+    """2.5 times nearer, less twice 2.5 * hypot(error_before / 0.4, error), is to be 1.11."""
+    base, ours = nearing(8.0, 0.4, error_before), nearing(1.1, 1.0, error, norm="layer_norm")
+    assert by_claim(ours, base)["nearness"][0] == outcome
+
+
+def test_a_layer_that_rotates_both_alike_does_not_rotate_visual_tokens_less():
+    report = with_rotation(diagnosed(layers=5), 0.9, less=2)
+    report.depth.rotation["visual"].mean[2:] = report.depth.rotation["text"].mean[2:]
+    assert "less in 2 of 4 layers" in by_claim(report)["rotation"][1]
+
+
+@pytest.mark.parametrize(
     "asymmetry, error, less, outcome",
     [
         (0.4, 0.01, 29, "agrees"),
@@ -160,12 +274,18 @@ def test_rotation_must_matter_be_significant_and_be_in_most_layers(asymmetry, er
         ((1.1, 1.0, 1.05), "too small"),
         ((0.6, 0.5, 0.55), "disagrees"),
         ((1.7,), "unclear"),  # one question has no standard error
+        # The standard error of four is 0.577 times the distance from their mean, 1.5.
+        ((1.29, 1.29, 1.71, 1.71), "agrees"),
+        ((1.27, 1.27, 1.73, 1.73), "unclear"),
     ],
 )
 def test_attention_at_the_bottom_is_judged_by_the_same_rule(biases, outcome):
     report = diagnosed()
-    attention = [replace(report.attention[0], bottom_bias=[bias] * 30) for bias in biases]
-    assert by_claim(replace(report, attention=attention))["bottom"][0] == outcome
+    asked = report.attention[0]
+    attention = [replace(asked, bottom_bias=[bias - 0.5, bias + 0.5] * 15) for bias in biases]
+    attention.insert(0, replace(asked, bottom_bias=None))  # without a grid
+    found, sentence = by_claim(replace(report, attention=attention))["bottom"]
+    assert found == outcome and f"questions: {len(biases)}" in sentence
 
 
 def entropies(values: list[float]) -> list[Attention]:
@@ -193,6 +313,9 @@ def test_focus_is_not_compared_if_one_of_the_questions_is_another():
     old[1] = replace(old[1], question="Is it another?")
     ours, theirs = diagnosed(1.0, "layer_norm", "ours", attention=new), diagnosed(attention=old)
     assert by_claim(ours, theirs)["focus"][0] == "not measured"
+    same = replace(theirs, attention=entropies([0.90, 0.90, 0.90]))
+    sentence = by_claim(ours, same)["focus"][1]
+    assert "0.810, 0.900 without it" in sentence and "lower by 0.090 ± 0.006" in sentence
 
 
 def paper_model(visual: tuple[float, float] | None, entry: tuple[float, float], text: float):
@@ -208,6 +331,33 @@ def paper_model(visual: tuple[float, float] | None, entry: tuple[float, float], 
         ratio=received.mean / text,
     )
     return replace(report, interface=norms)
+
+
+@pytest.mark.parametrize(
+    ("deviation", "samples", "outcome"),
+    [(3.9, 64, "agrees"), (4.1, 64, "unclear"), (1.9, 16, "agrees"), (2.1, 16, "unclear")],
+)
+def test_each_sample_counts_once_in_the_error_of_a_norm(deviation, samples, outcome):
+    """4 minus twice the error is 3 at a deviation of half the root of the samples."""
+    report = replace(paper_model(None, (8.0, 2 * deviation), 2.0), samples=samples)
+    assert by_claim(report)["decoder"][0] == outcome
+
+
+@pytest.mark.parametrize(("deviation", "outcome"), [(0.1, "agrees"), (1.0, "unclear")])
+def test_without_n_text_the_text_in_the_data_has_an_error_too(deviation, outcome):
+    """4 minus twice 4 * hypot(3 / 4, deviation) / 8: 3.24 and 2.75."""
+    report = paper_model(None, (8.0, 6.0), 99.0)
+    text = Moments(2.0, 2 * deviation, 713)
+    report = replace(report, interface=replace(report.interface, vocabulary=None, text=text))
+    found, sentence = by_claim(report)["decoder"]
+    assert found == outcome and "at 4.0 ×" in sentence
+
+
+def test_where_no_rows_enter_a_projector_those_that_leave_the_encoder_count():
+    report = diagnosed()
+    norms = replace(report.interface, projector_input=None)
+    outcome, sentence = by_claim(replace(report, interface=norms))["projector"]
+    assert outcome == "agrees" and re.findall(r"[\d.]+ ×", sentence) == ["66 ×"]
 
 
 def test_the_paper_s_own_models_have_its_difference_of_norms():
@@ -256,6 +406,10 @@ def test_every_outcome_of_the_rule_by_hand():
         (within, 8.0, 1.1, "unclear"),
         (within, 14.0, 1.9, "disagrees"),
         (above, math.nan, 1.0, "unclear"),
+        (above, 5.0, 1.0, "agrees"),  # ends of the interval that are at a threshold
+        (above, 2.0, 0.5, "unclear"),
+        (within, 8.0, 1.0, "agrees"),
+        (within, 12.0, 1.0, "unclear"),
     ):
         assert criterion.outcome(Effect(value, error)) == outcome, (value, error)
         assert criterion.outcome(Effect(value, None)) == "unclear"

@@ -3,6 +3,9 @@ all numbers, runs no text of data, and loads nothing from outside."""
 
 import math
 import re
+from base64 import b64decode
+from dataclasses import replace
+from html import unescape
 
 import numpy as np
 import pytest
@@ -12,11 +15,28 @@ from diagnosed import attention_of, diagnosed, embeddings_of
 from PIL import Image
 from transformers import LlavaProcessor
 
-from normalign_llava.diagnose.figures import attention, cosine, draw, norms, rotation
+from normalign_llava.diagnose.figures import (
+    STAGES,
+    attention,
+    cosine,
+    draw,
+    dynamics,
+    interface,
+    norms,
+    rotation,
+)
+from normalign_llava.diagnose.findings import findings, verdict
 from normalign_llava.diagnose.page import write_page
-from normalign_llava.diagnose.report import Attention, Drawing
+from normalign_llava.diagnose.report import Attention, Drawing, DynamicsStep, Moments
 from normalign_llava.diagnose.run import shown_image
-from normalign_llava.diagnose.style import shown
+from normalign_llava.diagnose.style import (
+    drawable,
+    elide,
+    log_scale,
+    new_figure,
+    ratio_title,
+    shown,
+)
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error")]
@@ -45,17 +65,107 @@ def test_what_was_measured_is_drawn_and_nothing_else(images):
     assert [drawing.file for drawing in bare] == [f"{name}.png" for name in names[:4]]
 
 
+def test_kinds_of_token_that_do_not_occur_are_not_drawn():
+    report = diagnosed(layers=5)
+    alone = replace(report.depth, norm={"visual": report.depth.norm["visual"]})
+    models = shown(replace(report, depth=alone), None)
+    for sketch in (norms, cosine, rotation):
+        (axes,) = sketch(models)[0].axes
+        assert [curve.get_label() for curve in axes.lines] == ["visual, llava-baseline"]
+
+
+def test_the_interface_shows_mean_and_deviation_of_each_stage_that_a_model_has():
+    ours, baseline = diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base")
+    special = Moments(0.0, 0.0, 4)  # which a logarithmic axis cannot show
+    reports = [
+        replace(report, interface=replace(report.interface, special=special))
+        for report in (baseline, ours)
+    ]
+    figure, _ = interface(shown(reports[1], reports[0]))
+    (axes,) = figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    drawn = {}
+    for bar in axes.containers:
+        (mean,), (place,) = bar.lines[0].get_data()
+        (low, _), (high, _) = bar.lines[2][0].get_segments()[0]
+        drawn[place] = [mean, (high - low) / 2]
+    places = iter(sorted(drawn))  # of a stage, the baseline's is above
+    for row, label in enumerate(labels):
+        (stage,) = (stage for stage, (_, name) in STAGES.items() if name == label)
+        for report in reports:
+            moments = getattr(report.interface, stage)
+            if moments:
+                place = next(places)
+                assert abs(place - row) < 0.5
+                assert drawn[place] == pytest.approx([moments.mean, moments.std])
+    assert next(places, None) is None
+    assert "special tokens, as received" not in labels and len(labels) == 7
+    (text,) = (line for line in axes.lines if line.get_linestyle() == ":")
+    assert list(text.get_xdata()) == [ours.interface.vocabulary.mean] * 2
+    assert axes.get_xscale() == "log" and axes.get_ylim()[0] > axes.get_ylim()[1]
+
+
+def test_titles_have_the_ratio_of_what_is_drawn():
+    models = shown(diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base"))
+    ratios = {
+        interface: (1.02, 37.0),
+        norms: (1.02 * 1.08 / 1.234, 37.0 * 1.08 / 1.234),
+        rotation: [model.report.depth.asymmetry for model in reversed(models)],
+    }
+    for sketch, (ours, base) in ratios.items():
+        title = " ".join(sketch(models)[0].get_suptitle().split())
+        assert [float(ratio) for ratio in re.findall(r"([\d.]+) ×", title)] == [
+            pytest.approx(ours, rel=0.005),
+            pytest.approx(base, rel=0.005),
+        ]
+    means = [np.mean(models[1].report.depth.cosine[kind].mean) for kind in ("visual", "text")]
+    title = cosine(models)[0].get_suptitle()
+    assert f"{means[0]:.3f} for visual" in title and f"{means[1]:.3f} for text" in title
+
+
+def test_dynamics_show_each_step_of_the_models_that_recorded_them():
+    steps = [DynamicsStep(step, [0.1 * step, 0.2, 0.3], [0.5, 0.6, 0.7]) for step in (1, 2, 4)]
+    models = shown(diagnosed(model="ours", dynamics=steps), diagnosed(dynamics=[]))
+    figure, _ = dynamics(models)
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes[:-1]}  # and a colour bar
+    assert list(panels) == ["visual, ours", "text, ours"]
+    for kind, axes in zip(("visual", "text"), panels.values(), strict=True):
+        assert [list(line.get_xdata()) for line in axes.lines] == [[1, 2, 3]] * 3
+        assert [list(line.get_ydata()) for line in axes.lines] == [
+            getattr(step, kind) for step in steps
+        ]
+        assert len({tuple(line.get_color()) for line in axes.lines}) == 3
+
+
 def test_layers_show_the_reports_numbers():
     ours, baseline = diagnosed(1.0, model="same", layers=5), diagnosed(30.0, model="same", layers=7)
     models = shown(ours, baseline)
     sketches = {"norm": (norms, 1), "cosine": (cosine, 1), "rotation": (rotation, 180 / math.pi)}
     for quantity, (sketch, factor) in sketches.items():
-        (axes,) = sketch(models)[0].axes
-        curves = {curve.get_label(): curve.get_ydata() for curve in axes.lines}
+        figure, _ = sketch(models)
+        (axes,) = figure.axes
+        curves = {curve.get_label(): curve for curve in axes.lines}
+        first = 0 if quantity == "norm" else 1
         for label, report in (("same", ours), ("same (baseline)", baseline)):
             for kind in ("visual", "text"):
+                curve = curves[f"{kind}, {label}"]
                 expected = factor * np.array(getattr(report.depth, quantity)[kind].mean)
-                np.testing.assert_allclose(curves[f"{kind}, {label}"], expected, rtol=1e-12)
+                np.testing.assert_allclose(curve.get_ydata(), expected, rtol=1e-12)
+                assert list(curve.get_xdata()) == list(range(first, first + len(expected)))
+                is_baseline = report is baseline
+                assert (curve.get_linestyle() == "--") == is_baseline
+                assert (curve.get_markerfacecolor() == "white") == is_baseline
+        assert (axes.get_yscale() == "log") == (quantity == "norm")
+        (legend,) = figure.legends
+        assert {text.get_text() for text in legend.get_texts()} == set(curves)
+        bands = [band.get_paths()[0].vertices for band in axes.collections]
+        assert len(bands) == 2  # ours alone
+        for kind, band in zip(("visual", "text"), bands, strict=True):
+            moments = getattr(ours.depth, "log_norm" if quantity == "norm" else quantity)[kind]
+            low, high = (moments.mean[0] + sign * moments.std[0] for sign in (-1, 1))
+            ends = [math.exp(low), math.exp(high)] if first == 0 else [factor * low, factor * high]
+            at_first = band[np.isclose(band[:, 0], first), 1]
+            assert [at_first.min(), at_first.max()] == pytest.approx(ends)
 
 
 def test_attention_maps_are_means_over_layers_on_one_scale(images):
@@ -67,6 +177,64 @@ def test_attention_maps_are_means_over_layers_on_one_scale(images):
         mean = 100 * np.mean(report.attention[0].maps, axis=0)
         np.testing.assert_allclose(axes.images[-1].get_array(), mean)
     assert len({(axes.images[-1].norm.vmin, axes.images[-1].norm.vmax) for axes in maps}) == 1
+    shares = [100 * np.mean(report.attention[0].maps, axis=0) for report in (ours, baseline)]
+    brightest = np.quantile(np.ravel(shares), 0.995)
+    assert maps[0].images[-1].norm.vmax == pytest.approx(brightest)
+
+
+def test_each_question_is_drawn_with_its_own_maps(images):
+    """The second has no maps of ours, and the baseline was not asked the third."""
+    sharps = (1.0, 4.0, 9.0)
+    asked = [attention_of(f"{sharp}?", 5, (3, 4), "image.png", sharp=sharp) for sharp in sharps]
+    asked[1] = replace(asked[1], maps=[])
+    others = [
+        attention_of(f"{sharp}?", 5, (3, 4), "image.png", sharp=2 * sharp) for sharp in sharps
+    ]
+    ours, baseline = diagnosed(attention=asked), diagnosed(attention=others[:2])
+    first, third = attention(shown(ours, baseline), images)
+    assert [drawing.file for _, drawing in (first, third)] == ["attention_1.png", "attention_3.png"]
+    assert "1.0?" in first[0].get_suptitle() and "9.0?" in third[1].caption
+    for (figure, _), answers in ((first, [others[0], asked[0]]), (third, [asked[2]])):
+        maps = [axes.images[-1].get_array() for axes in figure.axes[1:] if axes.images]
+        for shares, answer in zip(maps, answers, strict=True):
+            np.testing.assert_allclose(shares, 100 * np.mean(answer.maps, axis=0))
+
+
+def test_names_fit_and_can_be_drawn():
+    assert elide("abcde", 5) == "abcde"
+    short = elide("0123456789", 7)
+    assert len(short) <= 7 and short.startswith("01") and short.endswith("89") and "…" in short
+    assert drawable("$5 是\n") == r"\$5 \u662f\n"
+    ours, baseline = diagnosed(model="o" * 50), diagnosed(model="是")
+    assert [(each.label, each.baseline) for each in shown(ours, baseline)] == [
+        (r"\u662f (baseline)", True),
+        (elide("o" * 50, 30), False),
+    ]
+    assert [each.baseline for each in shown(ours, None)] == [False]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "title"),
+    [
+        ([1.02], "at 1.02 ×"),
+        ([37.0, 1.02], "at 1.02 × (baseline 37.0 ×)"),
+        ([None, 1.02], "at 1.02 ×"),
+        ([37.0, None], "Norms"),
+    ],
+)
+def test_a_title_has_the_ratios_that_there_are(ratios, title):
+    assert ratio_title(ratios, "at {}", "Norms") == title
+
+
+def test_a_logarithmic_axis_has_ticks_between_powers_of_ten_if_it_is_short():
+    for largest, expected in ((80.0, {1, 2, 5, 10, 20, 50}), (1e5, {1, 10, 100, 1000, 10000, 1e5})):
+        axes = new_figure(3, "Norms").subplots()
+        axes.plot([1, 2], [1, largest])
+        log_scale(axes, "y")
+        axes.set_ylim(0.9, 1.1 * largest)
+        ticks = {round(tick, 6) for tick in axes.get_yticks() if 0.9 <= tick <= 1.1 * largest}
+        assert ticks == expected
+        assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "log")
 
 
 @pytest.mark.parametrize("kind", ["clip", "dinov2", "siglip"])
@@ -95,10 +263,24 @@ def written(folder, report, against) -> str:
 
 def test_every_number_appears(tmp_path):
     report = diagnosed(1.02, "layer_norm", "with-norm", left_out=["Attention: it takes images."])
-    cells = set(re.findall(r">([^<>\n]+)<", written(tmp_path, report, diagnosed())))
+    baseline = diagnosed(left_out=["N_text", "Attention: it takes images."])
+    text = written(tmp_path, report, baseline)
+    cells = set(re.findall(r">([^<>\n]+)<", text))
     norms = {"71.78 ± 13.95", "28.71 ± 16.87", "39.96 ± 45.58", "12.34 ± 5.678", "37.00", "1.020"}
     others = {"0.8927", "2.281", "0.04000", "0.01520", "0.8765", "1000", "2.459", "1,024"}
     assert norms | others | {"Attention: it takes images.", "easy-VQA at 1a2b3c"} <= cells
+    said = unescape(text).replace("\u00a0", " ")
+    assert all(sentence in said for sentence in verdict(report, baseline))
+    for finding in findings(report, baseline):
+        assert finding.sentence in said and finding.claim in said
+    reasons = re.findall(
+        r"<li>([^<]+)</li>", said.partition('id="left-out"')[2].partition("</ul>")[0]
+    )
+    assert reasons == ["Attention: it takes images.", "N_text"]
+    shown = dict(re.findall(r'src="data:image/png;base64,([^"]*)" alt="([^"]*)"', text))
+    assert {title: b64decode(encoded) for encoded, title in shown.items()} == {
+        name: (tmp_path / f"{name}.png").read_bytes() for name in ("norms", "rotation")
+    }
 
 
 def test_in_a_browser_it_loads_nothing_from_outside_and_runs_no_text_of_data(tmp_path):

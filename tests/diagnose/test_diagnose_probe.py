@@ -14,9 +14,10 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.models.mllama import MllamaConfig, MllamaForConditionalGeneration
-from vlm_families import END, IMAGE, INDICATORS, START, WORDS
+from vlm_families import BOS, END, EOS, IMAGE, INDICATORS, START, WORDS
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.diagnose.measure.families import PROJECTORS
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.diagnose.report import Moments
 
@@ -145,6 +146,37 @@ def test_sequences_without_text_or_without_an_image():
     assert norms.text is norms.ratio_data is report.depth.asymmetry is None
     assert norms.ratio == pytest.approx(norms.visual.mean / norms.vocabulary.mean)
     assert probe(model, [alone, words]).tokens == {"visual": 4, "text": 3, "special": 2}
+    model, batch = vlm_families.make("llava_next")  # an image's rows end in newlines
+    seen, both = (probe(model, batches).tokens for batches in ([batch], [batch, words]))
+    assert both == seen | {"text": seen["text"] + 3, "special": seen["special"] + 1}
+
+
+def test_special_tokens_of_zero_have_a_norm_and_no_direction():
+    """A padding token's row may be all zero, and be used as another special token."""
+    model, batch = vlm_families.make("llava")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[[BOS, EOS]] = 0.0
+    report = probe(model, [batch])
+    assert report.interface.special.mean == 0.0 and report.interface.special.count == 4
+    assert set(report.depth.norm) == set(report.depth.rotation) == {"visual", "text"}
+
+
+def test_a_decoder_of_one_layer_has_no_asymmetry():
+    depth = probe(tiny.llava(text=tiny.text_config(num_hidden_layers=1)), [tiny.inputs()]).depth
+    assert depth.asymmetry is depth.asymmetry_error is None
+    assert len(depth.rotation["text"].mean) == 1 and len(depth.norm["text"].mean) == 2
+
+
+def test_a_model_whose_projector_is_not_known_and_its_names(monkeypatch):
+    monkeypatch.setitem(PROJECTORS, "llava", "elsewhere")
+    model, batch = vlm_families.make("llava")
+    report = probe(model, [batch], data="mine")
+    assert (report.model, report.data) == ("llava", "mine")  # of no folder: its type
+    assert report.projector is report.interface.projector_output is None
+    assert report.interface.visual and "'llava'" in report.left_out[0]
+    model.config.name_or_path = "somebody/tiny"
+    assert probe(model, [batch]).model == "tiny"
+    assert probe(model, [batch], name="given").model == "given"
 
 
 def test_a_layer_that_changes_nothing():

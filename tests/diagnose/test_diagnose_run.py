@@ -14,13 +14,14 @@ import tiny
 import torch
 import training
 from paths import ROOT
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers import AddedToken, AutoProcessor, LlavaForConditionalGeneration
 from typer.testing import CliRunner
 
 from normalign_llava.checkpoint import precision
 from normalign_llava.checkpoint.files import DYNAMICS
 from normalign_llava.cli import app
-from normalign_llava.diagnose import report
+from normalign_llava.diagnose import report, run
+from normalign_llava.diagnose.data import load_samples
 from normalign_llava.diagnose.run import diagnose, read_dynamics
 
 
@@ -100,6 +101,7 @@ def test_the_report_holds_what_the_api_returned(compared):
     assert (ours.norm, none.norm, ours.samples, none.samples) == ("layer_norm", "none", 6, 6)
     assert ours.data == none.data == "images"
     assert ours.tokens == none.tokens and ours.tokens["visual"] == 24
+    assert ours.tokens["special"] == 6 * 3  # two turns begin and one ends
     assert ours.interface.ratio == pytest.approx(1, abs=1e-4) and none.interface.ratio > 10
     assert ours.gain.distance == pytest.approx(0, abs=1e-6) and none.gain is None
     questions = [answer.question for answer in ours.attention]
@@ -186,6 +188,55 @@ def test_what_cannot_be_diagnosed_is_refused_before_weights_are_read(alone, root
         read_dynamics(tmp_path / DYNAMICS)
 
 
+def test_options_reach_the_measurement_and_what_is_left_out_is_said(root, tmp_path):
+    """Where but a special token comes after the image, attention cannot be measured."""
+    model, table = tmp_path / "model", tmp_path / "mine.csv"
+    shutil.copytree(root / "llava", model)
+    processor = AutoProcessor.from_pretrained(model)
+    mark = AddedToken("?", special=True, normalized=False)  # which the configuration does not know
+    processor.tokenizer.add_tokens(mark, special_tokens=True)
+    processor.chat_template = (
+        "{% set text = messages[0]['content'][1]['text'] %}{{ text[:-1] }}<image>{{ text[-1] }}"
+    )
+    processor.save_pretrained(model)
+    table.write_text(
+        "path,asked\n" + "".join(f"{number}.png,is it {number}?\n" for number in range(8))
+    )
+    options = dict(image_folder=str(root / "images"), columns="image=path,question=asked")
+    options |= dict(samples=3, seed=5, batch_size=2, dtype="bfloat16", name="mine")
+    diagnosis = diagnose(str(model), data=str(table), output=tmp_path / "out", **options)
+    report, provenance = diagnosis.report, stored(tmp_path / "out")["provenance"]
+    assert (report.model, report.dtype, report.samples) == ("mine", "bfloat16", 3)
+    assert report.tokens["special"] == 3
+    assert report.depth.asymmetry_error is not None  # over two batches
+    named = ("seed of the sample", "batch size", "precision asked for", "samples asked for")
+    assert [provenance[name] for name in named] == ["5", "2", "bfloat16", "3"]
+    drawn = load_samples(
+        str(table), 3, seed=5, image_folder=options["image_folder"], columns=options["columns"]
+    )
+    first = load_samples(
+        str(table), 3, image_folder=options["image_folder"], columns=options["columns"]
+    )
+    questions = [loaded.samples[0].question for loaded in (drawn, first)]
+    assert provenance["first question"] == questions[0] != questions[1]
+    (reason,) = report.left_out
+    assert report.attention == [] and "from question 1 on: No text comes after" in reason
+    assert diagnosis.summary() == [
+        *diagnosis.verdict,
+        reason,
+        f"Report: {tmp_path / 'out' / 'report.html'}",
+    ]
+    *_, claims = diagnosis.renderable().renderables
+    cells = zip(*(column.cells for column in claims.columns), strict=True)
+    assert list(cells) == [(each.claim, each.outcome, each.sentence) for each in diagnosis.findings]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == listed(stored(tmp_path / "out"))
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        diagnose(str(model), data=str(table), dtype="float8")
+    (model / DYNAMICS).write_text('{"step": 1}')
+    with pytest.raises(ValueError, match=f"{DYNAMICS} is not as training writes it"):
+        diagnose(str(model), data=str(table), output=tmp_path / "out", **options)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in float16")
 def test_products_of_emulated_float16_are_in_bfloat16(root, tmp_path, processor, monkeypatch):
     processor(0.3, float16=5.0)
@@ -193,7 +244,9 @@ def test_products_of_emulated_float16_are_in_bfloat16(root, tmp_path, processor,
     half = LlavaForConditionalGeneration.from_pretrained(root / "llava", dtype=torch.float16)
     half.save_pretrained(model)
     AutoProcessor.from_pretrained(root / "llava").save_pretrained(model)
+    monkeypatch.setattr(run, "QUESTIONS", 3)
     exact = diagnose(model, output=tmp_path / "exact", dtype="float32", **options).report
+    assert len(exact.attention) == 3 and exact.dtype == "float32"
     monkeypatch.setattr(precision, "free_memory", lambda: 0)
     cast = diagnose(model, output=tmp_path / "cast", **options).report
     assert cast.dtype == "float16, products in bfloat16"

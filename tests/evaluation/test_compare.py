@@ -9,6 +9,9 @@ from typer.testing import CliRunner
 
 from normalign_llava.cli import app
 from normalign_llava.evaluation.compare import (
+    Arm,
+    Comparison,
+    Difference,
     compare_arms,
     mcnemar,
     over_questions,
@@ -167,6 +170,76 @@ def test_what_alike_means_is_told_if_only_the_first_row_has_it(tmp_path):
     assert "'alike': all differ by the same" in " ".join(shown.split())
 
 
+def test_the_table_has_a_row_for_each_difference():
+    kept = [
+        Difference("pope acc", "ours", "base", 1200, 0.75, 0.5, (0.1, 0.4), None, 0.03),
+        Difference("one", "ours", "base", 1, 0.5, 0.75, None, (-0.3, -0.2), None, True),
+        Difference("same", "ours", "base", 5, 1.0, 0.5, None, None, None, True),
+    ]
+    table = Comparison([Arm("base", []), Arm("ours", [])], kept).renderable()
+    titles = ["task", "model", "n", "score", "base", "difference", "over questions", "over seeds"]
+    assert [column.header for column in table.columns] == [*titles, "p"]
+    assert list(zip(*(column.cells for column in table.columns), strict=True)) == [
+        ("pope acc", "ours", "1,200", "0.750", "0.500", "+0.250", "+0.100 +0.400", "-", "0.030"),
+        ("one", "ours", "1", "0.500", "0.750", "-0.250", "-", "-0.300 -0.200", "-"),
+        ("same", "ours", "5", "1.000", "0.500", "+0.500", "alike", "alike", "-"),
+    ]
+
+
+def test_intervals_are_the_same_again_and_wider_at_more_confidence(tmp_path):
+    arms = []
+    for name, share in (("none", 0.5), ("gwc", 0.6)):
+        folders = [scored(tmp_path / f"{name}-{seed}", answers(share, seed)) for seed in range(3)]
+        arms.append(read_arm(f"{name}={','.join(folders)}"))
+    ends = {}
+    for confidence in (0.5, 0.95, 0.99):
+        (row,) = compare_arms(arms, confidence).differences
+        (again,) = compare_arms(arms, confidence).differences
+        assert row == again and row.several_runs
+        ends[confidence] = [row.over_questions, row.over_seeds]
+    for low, middle, high in zip(*ends.values(), strict=True):
+        assert high[0] < middle[0] < low[0] < row.value < low[1] < middle[1] < high[1]
+
+
+def test_one_run_against_several_has_no_p_value_and_no_interval_over_seeds(tmp_path):
+    folders = [scored(tmp_path / f"ours-{seed}", answers(0.6, seed)) for seed in range(2)]
+    ours, base = f"ours={','.join(folders)}", scored(tmp_path / "base", answers(0.5, 9))
+    for arms in ([base, ours], [ours, base]):
+        (row,) = compare_arms([*map(read_arm, arms)]).differences
+        assert row.mcnemar is row.over_seeds is None and not row.several_runs
+
+
+def test_scores_that_are_not_right_or_wrong_have_no_p_value(tmp_path):
+    folders = [scored(tmp_path / "base", [0, 1, 1]), scored(tmp_path / "ours", [0.5, 1, 1])]
+    (row,) = compare_arms([*map(read_arm, folders)]).differences
+    assert row.mcnemar is None and row.value == pytest.approx(1 / 6)
+
+
+def test_the_first_metric_that_every_question_has_is_compared(tmp_path):
+    metrics = [Metric("acc_shape", 1.0), Metric("acc", 0.5)]
+    rows = [{"metrics": ["acc", "acc_shape"], "acc": 1, "acc_shape": 1}, {"acc": 0}]
+    ((task, scores),) = read_arm(evaluated(tmp_path, "mine", metrics, rows)).runs[0].items()
+    assert (task, [*scores.values()]) == ("mine acc", [1.0, 0.0])
+
+
+def test_parts_of_a_group_number_their_questions_each_from_the_start(tmp_path):
+    folder = scored(tmp_path / "a", [1, 0, 1], task="group")
+    samples = next((tmp_path / "a").rglob("samples_*.jsonl"))
+    (samples.parent / "samples_other_2026-01-01T00-00-00.jsonl").write_text(samples.read_text())
+    ((_, scores),) = read_arm(folder).runs[0].items()
+    assert len(scores) == 6
+
+
+def test_answers_to_another_version_of_a_task_are_not_compared(tmp_path):
+    folders = []
+    for version in ("1.0", "2.0"):
+        folders.append(scored(tmp_path / version, [1, 0, 1]))
+        result = Evaluation("pope", "POPE", [Metric("acc", 0.5)], 3, 3, [], None, {"pope": version})
+        result.write(tmp_path / version)
+    with pytest.raises(ValueError, match="pope acc asked the models different questions"):
+        compare_arms([*map(read_arm, folders)])
+
+
 def test_several_seeds_of_two_arms(tmp_path):
     arms = []
     for name, share in (("none", 0.5), ("gwc", 0.6)):
@@ -187,6 +260,7 @@ def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
 def test_a_task_that_is_not_compared_is_named(tmp_path):
     one, other = (scored(tmp_path / name, answers(0.5, 1)) for name in ("a=b,c", "d"))
     scored(tmp_path / "a=b,c", answers(0.5, 1), task="mmstar")
+    scored(tmp_path / "d", answers(0.5, 1), task="ai2d")
     for folder in (one, other):
         Evaluation("mine", "mine", [Metric("f1", 0.5)], 9, 9, []).write(tmp_path / folder)
     command = ["compare", one, other, "--output", str(tmp_path)]
@@ -196,6 +270,7 @@ def test_a_task_that_is_not_compared_is_named(tmp_path):
     assert "pope acc" in shown.output and kept["questions"] == 200
     assert "Left out: mine f1 (no score per question: a=b,c, d)." in shown.output
     assert "Left out: mmstar acc (not evaluated on it: d)." in shown.output
+    assert "Left out: ai2d acc (not evaluated on it: a=b,c)." in shown.output
 
 
 def test_the_first_filter_of_the_summary_is_compared(tmp_path):

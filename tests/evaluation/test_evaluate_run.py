@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import scripted_tasks
+import stored
 import suite_tasks
 import tiny_parts as parts
 import training
@@ -78,6 +79,10 @@ def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_p
     template = model / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     assert not skipped()
+    trained = stored.weights(model)  # in place: the other files are the same
+    trained["model.multi_modal_projector.norm.weight"] += 1
+    stored.store(model, trained)
+    assert not skipped() and skipped()
     for file in own.glob("*.yaml"):
         file.write_text(file.read_text() + "\n")
     assert not skipped() and not skipped(model=training.checkpoint(tmp_path / "other", arm="none"))
@@ -138,6 +143,8 @@ def test_evaluations_that_end_at_the_same_time_are_all_kept(prepared, tmp_path):
 def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
     (result,) = run(room, tmp_path, "tiny_choosing", limit=2).results
     assert result.partial and (result.samples, result.total) == (2, 5)
+    (larger,) = run(room, tmp_path, "tiny_choosing", limit=3).results
+    assert larger.samples == 3
     run(room, tmp_path, "tiny_choosing")
     with pytest.raises(ValueError, match="--limit would replace results of tiny_choosing. Name a"):
         run(room, tmp_path, "tiny_choosing", limit=2)

@@ -90,6 +90,7 @@ def test_what_an_answer_contains():
     }
     assert all(contains_any(answer, [text]) for answer, text in within.items())
     assert not any(contains_any(answer, [text]) for answer, text in outside.items())
+    assert contains_any("a red kite", ["Red"])
     assert contains_any("a bird", ["kite", "bird"]) and not contains_any("a bird", [])
 
 
@@ -112,6 +113,9 @@ def test_turns_of_finevision_s_rows_are_questions_by_themselves(tmp_path, caplog
     assert (result["exact_match"], result["contains"]) == pytest.approx((4 / 6, 5 / 6))
     assert "2 of 3 rows have several questions" in caplog.text
     assert "own data of 3 rows, 6 questions" in task.config.dataset_path
+    within = [{"user": "So, <image>?", "assistant": "a"}, {"user": "b?", "assistant": "b"}]
+    with pytest.raises(ValueError, match="it has 2 questions"):
+        own_task(folder_of(tmp_path / "within", {"texts": within}))
 
 
 def test_choices_by_hand(tmp_path):
@@ -153,6 +157,38 @@ def test_the_longest_true_answer_can_be_generated(tmp_path):
         task = own_task(lines(tmp_path / "long.jsonl", asked("what?", "a kite"), row))
         allowed = task.config.generation_kwargs["max_gen_toks"]
         assert allowed >= len(long_answer.encode()) + 2 > len(long_answer) + 20
+    chosen = asked("what?", "B", choices=[long_answer, "no"])
+    task = own_task(lines(tmp_path / "long.jsonl", chosen))
+    assert task.config.generation_kwargs["max_gen_toks"] >= len(long_answer.encode()) + 2
+
+
+def test_the_version_is_that_of_questions_answers_and_images(tmp_path):
+    row = asked("what?", "kite")
+    same = [own_task(folder_of(tmp_path / name, row)).VERSION for name in ("a", "b")]
+    (tmp_path / "b" / "0.png").write_bytes(training.image(9))
+    others = [own_task(str(tmp_path / "b"))]
+    for number, change in enumerate((asked("who?", "kite"), asked("what?", "bird"))):
+        others.append(own_task(folder_of(tmp_path / f"c{number}", change)))
+    assert same[0] == same[1]
+    assert len({same[0], *(task.VERSION for task in others)}) == 4
+
+
+def test_what_a_task_is_called_and_which_scores_are_good(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for split, answer in (("train", "kite"), ("test", "bird")):
+        lines(tmp_path / "mine" / f"{split}.jsonl", asked("what?", answer))
+    task = own_task(f"{tmp_path}/mine:test")
+    assert task.config.task == "own_mine-test" and task.eval_docs["answer"] == ["bird"]
+    good = task.higher_is_better()
+    assert good == dict.fromkeys(("exact_match", "contains"), True) | dict.fromkeys(
+        ("blank", "blank_contains", "commonest"), False
+    )
+
+
+def test_an_answer_of_marks_alone_is_read_as_it_is(tmp_path):
+    task = own_task(lines(tmp_path / "rows.jsonl", asked("what?", "?"), asked("what?", "!")))
+    result, _ = scores(task, " ? ", "", "")
+    assert result["exact_match"] == 1 / 2
 
 
 def test_several_images_and_a_system_turn_are_asked(tmp_path):

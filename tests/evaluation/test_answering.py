@@ -1,0 +1,186 @@
+"""Greedy answers: a model's own settings, inputs without a chat template, room, and streams."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import train_data
+from asking import generate
+from chat_families import byte_tokenizer
+from PIL import Image
+from transformers import AutoProcessor, BloomConfig, GenerationConfig, LlamaConfig, LlavaConfig
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.evaluation.answering import (
+    AnswerStream,
+    answers,
+    decoding_greedily,
+    free_positions,
+    greedy_config,
+    model_inputs,
+    system_turn,
+    user_turn,
+)
+
+
+QUESTION = "what is 7 plus 0?"
+IMAGE = Image.radial_gradient("L").convert("RGB")
+
+
+@pytest.fixture(scope="module")
+def asked(checkpoint):
+    """A model and its processor."""
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    return model, AutoProcessor.from_pretrained(checkpoint)
+
+
+def test_ends_and_padding_are_the_model_s_and_then_the_tokenizer_s():
+    tokenizer = byte_tokenizer()
+    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    own = GenerationConfig(eos_token_id=[3, end], pad_token_id=4, num_beams=3, max_new_tokens=5)
+    greedy = greedy_config(own, tokenizer)
+    assert (greedy.eos_token_id, greedy.pad_token_id) == ([3, end], 4)
+    assert greedy.num_beams != 3 and greedy.max_new_tokens is None and greedy.do_sample is False
+    bare = greedy_config(GenerationConfig(), tokenizer)
+    assert (bare.eos_token_id, bare.pad_token_id) == ([end], padding)
+    tokenizer.eos_token = tokenizer.pad_token = None
+    none = greedy_config(GenerationConfig(), tokenizer)
+    assert none.eos_token_id is none.pad_token_id is None
+
+
+def test_the_model_s_own_settings_come_back_also_after_an_error(asked):
+    model, processor = asked
+    own = model.generation_config
+    with pytest.raises(ZeroDivisionError), decoding_greedily(model, processor.tokenizer):
+        assert model.generation_config is not own
+        raise ZeroDivisionError
+    assert model.generation_config is own
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_inputs_are_padded_on_the_left(checkpoint, template):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    processor.tokenizer.padding_side, processor.tokenizer.pad_token = "right", None
+    turns = [[user_turn("Long question?", [IMAGE, IMAGE])], [user_turn("Short?", [IMAGE])]]
+    expected = [f"{'<image>' * 8}Long question?", f"{'<image>' * 4}Short?"]
+    if template:
+        parts = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+        expected = [parts.format(text) for text in expected]
+    else:
+        processor.chat_template = None
+        image = f"{'<image>' * 4}\n"  # a line break after each
+        expected = [f"{image}{image}Long question?", f"{image}Short?"]
+    inputs = model_inputs(processor, turns)
+    masks = inputs["attention_mask"].bool()
+    pairs = zip(inputs["input_ids"], masks, strict=True)
+    assert [processor.decode(ids[mask]) for ids, mask in pairs] == expected
+    assert masks[:, -1].all() and not masks[1, 0]
+    assert inputs["input_ids"][1, 0] == processor.tokenizer.eos_token_id
+    assert inputs["pixel_values"].shape[0] == 3
+
+
+def test_without_a_chat_template_one_question_is_asked_also_without_an_image(checkpoint):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    processor.chat_template = None
+    inputs = model_inputs(processor, [[user_turn("a or b?")]])
+    assert processor.decode(inputs["input_ids"][0]) == "a or b?" and "pixel_values" not in inputs
+    with pytest.raises(ValueError, match="one question, alone"):
+        model_inputs(processor, [[system_turn("Be brief."), user_turn("a or b?")]])
+
+
+def test_a_text_with_the_image_token_is_refused_in_any_turn(asked):
+    _, processor = asked
+    for turns in ([user_turn("<image>?")], [system_turn("<image>"), user_turn("a?")]):
+        with pytest.raises(ValueError, match="<image>, which stands for an image"):
+            model_inputs(processor, [[user_turn("b?")], turns])
+
+
+def test_a_prompt_leaves_the_positions_after_it():
+    text = LlamaConfig(max_position_embeddings=20)
+    config = LlavaConfig(text_config=text)
+    assert free_positions(config, 19) == 1
+    for tokens in (20, 21):
+        with pytest.raises(ValueError, match=f"{tokens} tokens, and the model reads 20"):
+            free_positions(config, tokens)
+    assert free_positions(BloomConfig(), 21) is None  # of relative positions
+
+
+@contextmanager
+def saying(model, processor, token):
+    """Within the block the model says nothing but this token."""
+    others = {*range(model.config.text_config.vocab_size)}
+    others -= {processor.tokenizer.convert_tokens_to_ids(token)}
+    model.generation_config.suppress_tokens = sorted(others)
+    try:
+        yield
+    finally:
+        model.generation_config.suppress_tokens = None
+
+
+def test_answers_end_with_the_model_s_positions(asked):
+    model, processor = asked
+    turns = [user_turn(QUESTION, [IMAGE])]
+    inputs = model_inputs(processor, [turns])
+    length, positions = inputs["input_ids"].shape[1], model.config.text_config
+    positions.max_position_embeddings = length + 2
+    try:
+        with saying(model, processor, "A"):
+            assert answers(model, processor, [turns], 6) == ["AA"]
+            assert answers(model, processor, [turns], 1) == ["A"]
+            stream = AnswerStream(model, processor, inputs, 6)
+            assert "".join(stream) == "AA" and stream.ids.shape[1] == length + 2
+    finally:
+        positions.max_position_embeddings = 256
+
+
+def test_special_tokens_and_spaces_at_its_ends_are_no_part_of_an_answer(asked):
+    model, processor = asked
+    turns = [user_turn(QUESTION, [IMAGE])]
+    for token in (" ", "<|im_start|>"):
+        with saying(model, processor, token):
+            assert answers(model, processor, [turns], 3) == [""]
+    with saying(model, processor, "<|im_start|>"):
+        stream = AnswerStream(model, processor, model_inputs(processor, [turns]), 3)
+        assert "".join(stream) == "" and stream.ids[0, -3:].unique().numel() == 1
+
+
+def test_answers_in_a_batch_and_as_a_stream_are_those_of_generate(asked, checkpoint):
+    model, processor = asked
+    expected = [generate(checkpoint, text, IMAGE)[0] for text in (QUESTION, "a or b, or c?")]
+    turns = [[user_turn(text, [IMAGE])] for text in (QUESTION, "a or b, or c?")]
+    assert answers(model, processor, turns, 8) == [text.strip() for text in expected]
+    stream = AnswerStream(model, processor, model_inputs(processor, turns[:1]), 8)
+    assert stream.ids is None
+    assert "".join(stream) == expected[0] and stream.ids.shape[0] == 1
+
+
+def test_a_stream_that_is_closed_stops_and_one_that_fails_says_why(asked):
+    model, processor = asked
+    inputs = model_inputs(processor, [[user_turn(QUESTION, [IMAGE])]])
+    model.generation_config.suppress_tokens = [processor.tokenizer.eos_token_id]
+    steps = []
+    count = model.lm_head.register_forward_hook(lambda *call: steps.append(1))
+    try:
+        pieces = iter(AnswerStream(model, processor, inputs, 150))
+        next(pieces)
+        pieces.close()
+    finally:
+        count.remove()
+        model.generation_config.suppress_tokens = None
+    assert len(steps) < 150
+    broken = {**inputs, "pixel_values": torch.zeros(3, 3, 16, 16)}
+    with pytest.raises((ValueError, RuntimeError), match="features"):
+        "".join(AnswerStream(model, processor, broken, 4))
+
+
+def test_labels_that_a_processor_makes_are_left_out(asked, monkeypatch):
+    processor = train_data.processor()
+    made = processor.apply_chat_template
+
+    def with_labels(*args, **kwargs):
+        inputs = made(*args, **kwargs)
+        inputs["labels"] = inputs["input_ids"]
+        return inputs
+
+    monkeypatch.setattr(processor, "apply_chat_template", with_labels)
+    assert "labels" not in model_inputs(processor, [[user_turn("a?", [IMAGE])]])

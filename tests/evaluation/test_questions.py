@@ -1,0 +1,170 @@
+"""The questions of `normalign ask`: of a folder, of rows, and those a file has answers to."""
+
+import json
+
+import pytest
+import train_data
+
+from normalign_llava.evaluation.ask import (
+    AskOptions,
+    answer_rows,
+    append_rows,
+    ask,
+    count_answered,
+)
+from normalign_llava.evaluation.questions import (
+    Question,
+    check_images,
+    question_about,
+    questions_about_each,
+    questions_of_data,
+    read_words,
+)
+
+
+def roles_and_texts(question):
+    return [
+        (turn["role"], "".join(part.get("text", "<image>") for part in turn["content"]))
+        for turn in question.turns
+    ]
+
+
+def test_each_image_in_a_folder_and_below_is_asked_about_in_order(tmp_path):
+    train_data.images(tmp_path, "red.png", "b/blue.png", "a.d/white.png")
+    (tmp_path / "red.png").rename(tmp_path / "RED.PNG")
+    (tmp_path / "notes.txt").write_text("mine")
+    asked = questions_about_each(tmp_path, [], "what?", "Be brief.")
+    assert [question.name for question in asked] == ["RED.PNG", "a.d/white.png", "b/blue.png"]
+    for question in asked:
+        turns = [("system", "Be brief."), ("user", "<image>what?")]
+        assert roles_and_texts(question) == turns and question.text == "what?"
+    image = asked[2].conversation()[1]["content"][0]["image"]
+    assert image.getpixel((0, 0)) == (0, 0, 255)
+    assert asked[2].turns[1]["content"][0]["image"] is None  # it is not kept in memory
+    (tmp_path / "empty").mkdir()
+    for folder, further, text, said in (
+        (tmp_path, [], None, "Give the question about each"),
+        (tmp_path, [tmp_path / "RED.PNG"], "what?", "give it alone"),
+        (tmp_path / "empty", [], "what?", "has no image"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            questions_about_each(folder, further, text, None)
+
+
+def test_a_question_about_images_is_named_after_them(tmp_path):
+    one = question_about([tmp_path / "a.png", tmp_path / "b.png"], "what?", None)
+    assert one.name == "a.png, b.png" and roles_and_texts(one) == [("user", "<image><image>what?")]
+    paths = [str(tmp_path / name) for name in ("a.png", "b.png")]
+    assert [image["path"] for image in one.images] == paths
+    assert question_about([], "what?", None).name
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def test_rows_are_asked_up_to_their_first_answer(tmp_path):
+    said = [turn("user", "<image>A?"), turn("assistant", " a ")]
+    later = [turn("user", "<image>B?"), turn("assistant", "b"), turn("user", "C?")]
+    rows = [
+        {"messages": [turn("system", "Own."), *said, *later], "images": ["red.png", "blue.png"]},
+        {"question": "D?", "image": "red.png"},
+        {"question": "E?", "answer": "e"},
+    ]
+    path = train_data.write_json(tmp_path / "mine", rows)
+    asked = questions_of_data(str(path), image_folder=None, columns=None, system="Brief.")
+    assert [question.name for question in asked] == [f"data.json, row {row}" for row in range(3)]
+    assert [roles_and_texts(question) for question in asked] == [
+        [("system", "Own."), ("user", "<image>A?")],
+        [("system", "Brief."), ("user", "<image>D?")],
+        [("system", "Brief."), ("user", "E?")],
+    ]
+    assert [len(question.images) for question in asked] == [1, 1, 0]
+    assert [question.truth for question in asked] == ["a", None, "e"]
+    assert [question.further_turns for question in asked] == [3, 0, 0]
+    (plain, *_) = questions_of_data(str(path), image_folder=None, columns=None, system=None)
+    assert roles_and_texts(plain)[0] == ("system", "Own.")
+    for row, reason in (
+        ({"messages": [turn("system", "x"), turn("assistant", "a")]}, "it has no question"),
+        ({"messages": [turn("user", "<image>")], "images": ["red.png"]}, "it has no question"),
+        ({"question": "A?", "image": "gone.png"}, "gone.png"),
+    ):
+        bad = train_data.write_json(tmp_path / "bad", [{"question": "A?"}, row])
+        with pytest.raises(ValueError, match=f"data.json, row 1 cannot be asked: .*{reason}"):
+            questions_of_data(str(bad), image_folder=None, columns=None, system=None)
+
+
+def test_an_image_that_cannot_be_decoded_is_named_with_its_question(tmp_path):
+    train_data.images(tmp_path, "red.png")
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    good, bad = (question_about([tmp_path / f"{name}.png"], "?", None) for name in ("red", "bad"))
+    check_images([good])
+    with pytest.raises(ValueError, match="bad.png cannot be used"):
+        check_images([good, bad])
+
+
+def test_a_word_that_looks_like_an_image_is_no_question():
+    for word in ("kite.PNG", "~/kite.jpg"):
+        with pytest.raises(ValueError, match="There is no file .*kite"):
+            read_words([word])
+    assert read_words(["x" * 5000]) == ([], "x" * 5000)  # too long for the name of a file
+    with pytest.raises(ValueError, match="is empty"):
+        read_words([" "])
+    assert read_words([]) == ([], None)
+
+
+QUESTIONS = [question_about([], text, None) for text in ("A?", "B?")]
+
+
+def stored(file, *rows):
+    append_rows(file, rows)
+    return file
+
+
+def test_a_file_of_answers_is_continued_after_those_it_has(tmp_path):
+    file = tmp_path / "new" / "a.jsonl"
+    assert count_answered(file, QUESTIONS, "m") == 0
+    both = list(answer_rows("m", QUESTIONS, ["ä", "b"]))
+    assert [row["answer"] for row in both] == ["ä", "b"] and "truth" not in both[0]
+    stored(file, both[0])
+    assert count_answered(file, QUESTIONS, "m") == 1 and "ä" in file.read_text(encoding="utf-8")
+    stored(file, both[1])
+    assert count_answered(file, QUESTIONS, "m") == 2
+    known = Question("row", QUESTIONS[0].turns, truth="")
+    (row,) = answer_rows("m", [known], ["a"])
+    assert row == {"model": "m", "name": "row", "question": "A?", "answer": "a", "truth": ""}
+
+
+def test_a_file_of_other_answers_is_left_alone(tmp_path):
+    first, second = answer_rows("m", QUESTIONS, ["a", "b"])
+    without = {name: value for name, value in first.items() if name != "answer"}
+    cases = (
+        [first, second, second],
+        [second],
+        [first | {"model": "n"}],
+        [without],
+        [["answer"]],
+        ["x"],
+    )
+    for number, rows in enumerate(cases):
+        file = stored(tmp_path / f"{number}.jsonl", *rows)
+        with file.open("a") as opened:
+            opened.write('{"not whole')
+        before = file.read_bytes()
+        with pytest.raises(ValueError, match="Give another --output"):
+            count_answered(file, QUESTIONS, "m")
+        assert file.read_bytes() == before
+    (file := tmp_path / "notes.jsonl").write_text("my notes\n")
+    with pytest.raises(ValueError, match="Give another --output"):
+        count_answered(file, QUESTIONS, "m")
+
+
+def test_questions_come_from_one_place(tmp_path):
+    data = train_data.write_json(tmp_path / "mine", [{"question": "A?"}])
+    with pytest.raises(ValueError, match="--data has the images and questions"):
+        ask("gone", ["what?"], AskOptions(), data=str(data))
+    with pytest.raises(ValueError, match="--output needs questions"):
+        ask("gone", [], AskOptions(output=tmp_path / "a.jsonl"))
+    stored(tmp_path / "a.jsonl", json.loads("{}"))
+    with pytest.raises(ValueError, match="Give another --output"):  # before the model is opened
+        ask("gone", ["what?"], AskOptions(output=tmp_path / "a.jsonl"))
