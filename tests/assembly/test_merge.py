@@ -16,6 +16,7 @@ from transformers import AutoProcessor, BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.adapter import open_adapter
+from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 
@@ -303,6 +304,18 @@ def test_a_tokenizer_without_the_image_token_is_not_the_one_of_training(adapter,
         opened = open_adapter(folder)
         assert opened.processor.chat_template == base.chat_template.replace("<|im_end|>", ends)
         assert opened.processor.image_token_id == base.image_token_id
+
+
+def test_the_norm_of_a_base_in_half_precision_is_not_rounded(adapter, bases, tmp_path):
+    folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
+    (folder / "build.json").unlink()  # of another build
+    opened = open_adapter(folder, base=str(bases["bfloat16"]))
+    read, stored_by_name = BaseTensors(opened), weights(bases["bfloat16"])
+    gain = "model.multi_modal_projector.norm.weight"
+    assert not torch.equal(stored_by_name[gain], stored_by_name[gain].bfloat16().float())
+    for name in (gain, "model.multi_modal_projector.linear_1.weight"):
+        assert read[name].dtype == stored_by_name[name].dtype
+        assert torch.equal(read[name], stored_by_name[name])
 
 
 @pytest.mark.parametrize("kept, shape", [(None, "None"), (5, r"\[5\]")])
