@@ -65,7 +65,7 @@ def test_missing_tensors_are_an_error_that_lists_them(tmp_path, load):
     assert all(name.removeprefix("model.") in str(error.value) for name in lost)
 
 
-def test_a_norm_that_is_not_the_folders_drops_its_name(tmp_path):
+def test_a_norm_that_is_not_the_folders_drops_its_name(tmp_path, caplog):
     tiny.model().save_pretrained(tmp_path / "with")
     tiny.model(projector_norm="none").save_pretrained(tmp_path / "without")
     for folder, loaded_as, kept in (
@@ -77,6 +77,8 @@ def test_a_norm_that_is_not_the_folders_drops_its_name(tmp_path):
         config = tiny.config(projector_norm=loaded_as)
         path = tmp_path / folder
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(path, config=config)
+        assert ("This norm is not that of" in caplog.text) != kept
+        caplog.clear()
         names = {str(model.name_or_path), str(model.config.name_or_path)}
         assert names == {str(path) if kept else ""}, (folder, loaded_as)
 
@@ -147,6 +149,10 @@ def test_gain_and_bias_stay_float32(tmp_path):
         stored = dtypes_on_disk(tmp_path / f"cast-{number}")
         for name, kind in stored.items():
             assert kind == (torch.float32 if "projector.norm." in name else dtype)
+    model.to(dtype).save_pretrained(tmp_path / "moved")
+    config = json.loads((tmp_path / "moved" / "config.json").read_text())
+    said = [config["dtype"], config["text_config"]["dtype"], config["vision_config"]["dtype"]]
+    assert said == ["bfloat16"] * 3
     half = torch.float16
     tiny.llava().to(half).save_pretrained(tmp_path / "llava")  # without a norm
     loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "llava", dtype=half)
@@ -160,10 +166,11 @@ def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, 
     model.save_pretrained(tmp_path / "ours")
     tiny.llava(tied=False).save_pretrained(tmp_path / "llava")
     quantization = transformers.BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
-    for folder in ("ours", "llava"):
+    for folder, settings in (("ours", quantization), ("llava", quantization.to_dict())):
         loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(
-            tmp_path / folder, quantization_config=quantization, dtype=torch.bfloat16
+            tmp_path / folder, quantization_config=settings, dtype=torch.bfloat16
         )
+        assert quantization.llm_int8_skip_modules is None  # the caller's stay as they are
         kind = "Linear4bit" if bits == 4 else "Linear8bitLt"
         modules = dict(loaded.named_modules())
         quantized = [name for name in modules if type(modules[name]).__name__ == kind]
@@ -241,5 +248,7 @@ def test_whatever_a_source_says_of_tied_embeddings_results_are_right(tmp_path, c
 def test_tied_embeddings_are_stored_once_where_each_was_gathered_by_itself(tmp_path, caplog):
     model = tiny.model()
     gathered = {name: value.clone() for name, value in model.state_dict().items()}  # as FSDP2 does
+    names = [*gathered]
     model.save_pretrained(tmp_path, state_dict=gathered)
+    assert [*gathered] == names
     assert_reloads(tmp_path, model, True, caplog)

@@ -67,9 +67,11 @@ def test_labels_by_position_are_labels_by_name(family, after):
     with torch.no_grad():
         named = model(input_ids=IDS, labels=IDS)
         by_position = model(IDS, *[None] * (place - 1), IDS, *after)
+        kept = model(IDS, *[None] * place, 1).logits
         loss = torch.nn.functional.cross_entropy(named.logits[0, :-1], IDS[0, 1:])
     torch.testing.assert_close((named.loss, by_position.loss), (loss, loss))
     assert torch.equal(named.logits, by_position.logits)
+    torch.testing.assert_close(kept, named.logits[:, -1:])
 
 
 def test_the_loss_is_divided_by_the_tokens_of_all_batches():

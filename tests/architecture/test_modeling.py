@@ -173,6 +173,48 @@ def test_scales_are_what_the_language_model_does_to_embeddings(family):
         torch.testing.assert_close(state.norm(dim=-1), expected, rtol=1e-3, atol=0.0)
 
 
+@pytest.mark.parametrize(
+    "cls, extra, expected",
+    [
+        (transformers.XGLMConfig, dict(scale_embedding=True), (6.0, 1.0)),
+        (transformers.BioGptConfig, dict(scale_embedding=True), (6.0, 1.0)),
+        (transformers.BioGptConfig, dict(scale_embedding=False), (1.0, 1.0)),
+        (transformers.AfmoeConfig, dict(mup_enabled=False), (1.0, 1.0)),
+        (transformers.Qwen2Config, {}, (1.0, 1.0)),
+    ],
+)
+def test_scales_that_a_configuration_switches(cls, extra, expected):
+    assert modeling.embedding_scales(cls(hidden_size=36, **extra)) == expected
+
+
+def test_the_dtype_is_the_language_model_s():
+    model = tiny.model()
+    model.model.vision_tower.half()
+    model.model.multi_modal_projector.linear_1.double()
+    assert model.dtype == model.model.dtype == torch.float32
+    model.model.language_model.bfloat16()
+    assert model.dtype == model.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tower_trains", [False, True])
+def test_gradients_of_inputs_go_into_the_tower_only_if_it_is_trained(tower_trains):
+    model = tiny.model().requires_grad_(False)
+    model.model.vision_tower.encoder.layers[1].mlp.fc1.weight.requires_grad_(tower_trains)
+    model.enable_input_require_grads()
+    seen = {}
+    parts = {"text": model.get_input_embeddings()}
+    parts["tower"] = model.model.vision_tower.get_input_embeddings()
+    for name, part in parts.items():
+        part.register_forward_hook(
+            lambda module, args, output, name=name: seen.update({name: output.requires_grad})
+        )
+    model(**tiny.inputs())
+    assert seen == {"text": True, "tower": tower_trains}
+    model.disable_input_require_grads()
+    model(**tiny.inputs())
+    assert seen == {"text": False, "tower": False}
+
+
 def test_only_the_gradient_behind_the_norm_differs_between_the_arms():
     arms = {name: tiny.model(gradient_compensation=name).train() for name in ("global", "none")}
     batch = tiny.inputs()

@@ -164,3 +164,19 @@ def test_gradients_are_true_in_evaluation_mode(cls, gain):
     true = gradients(norm.eval(), norm, x, torch.ones_like(x))[0]
     s = max(norm.weight.detach().abs().mean().item(), 1e-3)
     torch.testing.assert_close(in_training, true / s)
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_a_gain_of_low_precision_is_told_of_if_it_is_trained(cls, caplog):
+    def told(norm, mode=True):
+        modeling.logger.warning_once.cache_clear()
+        caplog.clear()
+        assert norm.train(mode) is norm and norm.training == mode
+        return [text for text in caplog.messages if "is trained in" in text]
+
+    for dtype in (torch.bfloat16, torch.float16):
+        (line,) = told(cls(8).to(dtype))
+        assert str(dtype) in line
+        assert not told(cls(8).to(dtype), mode=False)
+        assert not told(cls(8).to(dtype).requires_grad_(False))
+    assert not told(cls(8)) and not told(cls(8).double())

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,20 @@ from stored import weights
 from train_data import image_bytes
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from normalign_llava.assembly.build import ARMS, build_checkpoint, retrofit_checkpoint
+from normalign_llava import NormAlignLlavaConfig
+from normalign_llava.assembly.build import (
+    ARMS,
+    build_checkpoint,
+    retrofit_checkpoint,
+    torch_dtype,
+)
 from normalign_llava.assembly.chat_template import multimodal_chat_template
+from normalign_llava.assembly.generation import copied_generation, flags_of, in_words
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.assembly.processing import check_feature_layer
+from normalign_llava.assembly.parts import check_language_model
+from normalign_llava.assembly.processing import arm_of, check_feature_layer
 from normalign_llava.checkpoint.notices import checkpoint_notices
+from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluation.engine import as_lm
@@ -322,6 +332,103 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, change, m
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("layers", [-1, (-2, -1, 2)])
+def test_hidden_states_that_are_projected(folders, layers):
+    vision, language, output = folders
+    build_checkpoint(vision, language, output, feature_layer=layers, select_strategy="full")
+    model = AutoModelForImageTextToText.from_pretrained(output)
+    chosen = layers if isinstance(layers, int) else [*layers]
+    assert model.config.vision_feature_layer == chosen
+    pixels = tiny.inputs()["pixel_values"]
+    with torch.no_grad():
+        states = model.model.vision_tower(pixels, output_hidden_states=True).hidden_states
+        read = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+        expected = model.model.multi_modal_projector(torch.cat(read, dim=-1))  # with class token
+        (features,) = model.get_image_features(pixels).pooler_output
+    torch.testing.assert_close(features, expected[0])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"arm": "full"}, "none, unit, aligned, gwc, .* got 'full', 'layer_norm'"),
+        ({"norm": "batch_norm"}, "got 'gwc', 'batch_norm'"),
+        ({"norm": "none"}, "got 'gwc', 'none'"),
+        ({"dtype": "int8"}, "float32, bfloat16, float16, got 'int8'"),
+        ({"dtype": torch.float64}, "got torch.float64"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused_before_anything_is_read(tmp_path, options, message):
+    how = [partial(build_checkpoint, "vision", "language")]
+    how += [partial(retrofit_checkpoint, "llava")]
+    for build in how:
+        with pytest.raises(ValueError, match=message):
+            build(tmp_path / "built", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_dtypes_by_name_and_by_themselves():
+    for name in ("float32", "bfloat16", "float16"):
+        dtype = getattr(torch, name)
+        assert torch_dtype(name) is dtype and torch_dtype(dtype) is dtype
+    assert torch_dtype("auto") == "auto"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_arm_of_a_configuration_is_the_one_that_it_was_made_for(arm):
+    assert arm_of(NormAlignLlavaConfig(**ARMS[arm])) == arm
+
+
+def test_what_is_no_llava_gets_no_norm(folders):
+    _, language, output = folders
+    with pytest.raises(ValueError, match="language is a 'llama' model. --from-llava"):
+        retrofit_checkpoint(language, output)
+
+
+def test_flags_that_are_off_are_not_named():
+    config = transformers.GenerationConfig(use_cache=False, top_k=9, do_sample=True)
+    config.chat_format = config.remove_invalid_values = False
+    config.forced_eos_token_id, config.temperature = 5, 0.7
+    kept, left_out = copied_generation(config)
+    assert left_out == {"forced_eos_token_id": 5}
+    assert kept.forced_eos_token_id is None and not hasattr(kept, "chat_format")
+    expected = {"do_sample": True, "temperature": 0.7, "top_k": 9, "use_cache": False}
+    assert flags_of(kept) == expected and [*flags_of(kept)] == sorted(expected)
+    assert in_words(flags_of(kept)) == "do_sample True, temperature 0.7, top_k 9, use_cache False"
+
+
+def test_the_report_shows_what_was_copied_and_what_was_not(folders, capsys):
+    vision, language, output = folders
+    Path(language, "LICENSE").write_text("terms")
+    Path(vision, "NOTICE").write_text("of the encoder")
+    flags = {"top_k": 9, "do_sample": True, "repetition_penalty": 1.5}
+    transformers.GenerationConfig(**flags).save_pretrained(language)
+    report = build_checkpoint(vision, language, output)
+    table = report.renderable()
+    rows = dict(zip(*(column.cells for column in table.columns), strict=True))
+    assert "top_k 9" in rows["generation"] and "repetition" not in rows["generation"]
+    assert rows["generation_left_out"] == "repetition_penalty 1.5"
+    assert rows["notices"] == "notices/language/LICENSE, notices/vision/NOTICE"
+
+
+@pytest.mark.parametrize("kind, norms", [("bloom", True), ("llama", False)])
+def test_a_language_model_that_undoes_the_gain_is_told_of(tmp_path, caplog, kind, norms):
+    config = tiny.text_config(cls=transformers.CONFIG_MAPPING[kind])
+    config.save_pretrained(tmp_path / kind)
+    check_language_model(open_checkpoint(tmp_path / kind))
+    assert ("the gain has no effect" in caplog.text) == norms
+
+
+def test_a_language_model_with_damaged_weights_is_refused(folders):
+    vision, language, output = folders
+    file = f"{language}/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = torch.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="NaN or infinite: weights are damaged"):
+        build_checkpoint(vision, language, output)
+
+
 def test_an_encoder_with_other_features_than_placeholders_is_refused(tmp_path):
     """The count of placeholders follows from the configuration, that of features from the model."""
     vision = parts.vision(tmp_path / "vision", "dinov2")
@@ -348,6 +455,7 @@ def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_
     mamba |= dict(mamba_chunk_size=8, embedding_multiplier=5.65)
     for kind, sizes, message in (
         ("opt", dict(word_embed_proj_dim=16, ffn_dim=48), "embeddings are not as wide as"),
+        ("phi", {}, "its head has a bias"),
         ("openai-gpt", {}, "'openai-gpt' model, not a causal .* with a cache"),
         # Falcon-H1 multiplies embeddings only where it looks them up itself, as LLaVA does for it.
         ("falcon_h1", mamba, "other logits than by itself"),

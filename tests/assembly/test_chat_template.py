@@ -1,5 +1,6 @@
 """Chat templates: text as before, images and generation marks where they belong."""
 
+import copy
 import io
 import re
 from datetime import datetime
@@ -172,6 +173,81 @@ def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
     plain = own.encode("Plain text.")
     assert text_tokenizer(tokenizer).encode("Plain text.") == plain[: len(plain) - len(end)]
     assert tokenizer.encode("Plain text.") == own.encode("Plain text.", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llava_1_5", "qwen3"])
+def test_parts_that_are_joined_beforehand_print_the_same(name):
+    image = "<image>" if name == "llava_1_5" else "<|i|>"
+    template = multimodal_chat_template(TEMPLATES[name], image_token=image)[0]
+    messages = parts(chat("What?", "This.", "Why?"), {"type": "image"}, {"type": "image"})
+    messages[2]["content"].append({"type": "image"})
+    before = copy.deepcopy(messages)
+    shorter, joined = chat_template.without_preamble(template, messages, image)
+    assert messages == before
+    assert render(shorter, joined) == render(template, messages)
+    if name == "llava_1_5":  # which reads parts itself
+        assert shorter is template and joined is messages
+    else:
+        assert len(shorter) < len(template)
+        texts = [message["content"] for message in joined]
+        assert texts == ["<|i|><|i|>What?", "This.", "Why?<|i|>"]
+        assert [message["role"] for message in joined] == ["user", "assistant", "user"]
+    assert chat_template.without_preamble(template, messages, "<other>") == (template, messages)
+
+
+def test_the_check_s_texts_are_those_that_a_template_prints():
+    texts = chat_template.check_texts(multimodal_chat_template(SMOLLM2)[0], {})
+    assert all("<image>" in text for text in texts)
+    prompts = [text.endswith("<|im_start|>assistant\n") for text in texts]
+    assert any(prompts) and not all(prompts)
+    assert chat_template.check_texts("{{ raise_exception('no') }}", {}) == []
+
+
+def test_of_several_templates_the_default_is_used_and_a_file_in_place_of_any(tmp_path):
+    several = {"tool_use": "{{ raise_exception('another') }}", "default": SMOLLM2}
+    tokenizer = tiny_parts.tokenizer(several)
+    assert set_chat_template(tokenizer, None)
+    assert "raise_exception('another')" not in tokenizer.chat_template
+    assert render(tokenizer.chat_template, chat("Hi")) == render(SMOLLM2, chat("Hi"))
+    size, number = len(tokenizer), tokenizer.convert_tokens_to_ids("<image>")
+    assert number == size - 1 and tokenizer.decode([number], skip_special_tokens=True) == ""
+    (tmp_path / "other.jinja").write_text("{{ 'Ü' }}" + SMOLLM2, encoding="utf-8")
+    assert set_chat_template(tokenizer, tmp_path / "other.jinja")
+    assert render(tokenizer.chat_template, chat("Hi")) == "Ü" + render(SMOLLM2, chat("Hi"))
+    assert len(tokenizer) == size  # the image token is added once
+
+
+def test_a_processor_has_a_pad_token_and_a_size_and_the_encoder_s_patches():
+    made = {}
+    for kind, pad in (("siglip", None), ("clip", "<unk>")):
+        tokenizer = tiny_parts.tokenizer()
+        set_chat_template(tokenizer, None)
+        tokenizer.pad_token = pad
+        how = tiny_parts.image_processor(kind), tokenizer, tiny.vision_config(kind)
+        made[kind] = make_processor(*how)
+    assert made["siglip"].tokenizer.pad_token == "<|im_end|>"
+    assert made["clip"].tokenizer.pad_token == "<unk>"
+    assert made["clip"].tokenizer.padding_side == "left"
+    crop = made["siglip"].image_processor.crop_size
+    assert {name: crop[name] for name in ("height", "width")} == {"height": 16, "width": 16}
+    strategies = [made[kind].vision_feature_select_strategy for kind in ("siglip", "clip")]
+    assert strategies == ["full", "default"] and made["clip"].patch_size == 8
+    assert make_processor(*how, "full").vision_feature_select_strategy == "full"
+    odd = tiny_parts.image_processor("siglip")
+    odd.size = {"shortest_edge": 16}
+    with pytest.raises(ValueError, match="size .*shortest_edge.* has no height and width"):
+        make_processor(odd, tokenizer, tiny.vision_config("siglip"))
+
+
+def test_a_tokenizer_that_drops_unknown_letters_is_refused():
+    tokenizer = tiny_parts.tokenizer()
+    set_chat_template(tokenizer, None)
+    tokenizer.backend_tokenizer.model = type(tokenizer.backend_tokenizer.model)(
+        vocab=tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False), merges=[]
+    )
+    how = tiny_parts.image_processor("clip"), tokenizer, tiny.vision_config("clip")
+    with pytest.raises(ValueError, match="drops letters.*unk_token"):
+        make_processor(*how)
 
 
 def test_templates_and_tokenizers_that_cannot_agree_are_refused(tmp_path):

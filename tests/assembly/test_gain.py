@@ -6,9 +6,10 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import tiny
+import tiny_parts
 import torch
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from normalign_llava.assembly.gain import embedding_statistics
 
@@ -106,6 +107,27 @@ def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, text, sc
     assert statistics.n_text == pytest.approx(n_text, rel=1e-12)
     gain = model.model.multi_modal_projector.norm.weight
     torch.testing.assert_close(gain[0].item(), statistics.gain)
+
+
+def test_tokens_of_largest_norm_are_named_if_the_tokenizer_has_them(tmp_path):
+    language = tiny_parts.language(tmp_path / "language", rows=128)
+    tokenizer = AutoTokenizer.from_pretrained(language)
+    model = AutoModelForCausalLM.from_pretrained(language)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[[70, 120, 4]] *= torch.tensor([[9.0], [8.0], [7.0]])
+    model.save_pretrained(language)
+    statistics = embedding_statistics(language, top=3)
+    named = [(token.id, token.text) for token in statistics.top]
+    assert named == [(70, tokenizer.decode([70])), (120, None), (4, tokenizer.decode([4]))]
+    assert len(tokenizer) < 120 and named[0][1] == "c"
+    numbers, largest = statistics.tables()
+    assert [*largest.columns[0].cells] == ["70", "120", "4"]
+    assert [*largest.columns[1].cells] == ["'c'", "", repr(named[2][1])]
+    norms = model.get_input_embeddings().weight.norm(dim=1)
+    assert [*largest.columns[2].cells] == [f"{norms[row]:.3f}" for row in (70, 120, 4)]
+    assert len(embedding_statistics(language, top=0).tables()) == 1
+    everything = embedding_statistics(language, top=1000)
+    assert len(everything.top) == everything.rows == 128
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path):

@@ -11,11 +11,12 @@ import training
 from adapters import load, logits, make_adapter
 from peft import IA3Config, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from stored import FILES, assert_merged, weights
+from stored import FILES, assert_merged, store, weights
 from transformers import AutoProcessor, BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.adapter import open_adapter
+from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 
@@ -50,6 +51,8 @@ def test_the_checkpoint_is_adapter_plus_base(bases, tmp_path, kwargs, base):
     torch.testing.assert_close(logits(merged, bases[base]), expected, rtol=0, atol=1e-5)
     assert (logits(load(bases[base]), bases[base]) - expected).abs().max() > 0.1
     assert (report.quantization, report.dtype) == ("not quantized", "float32")
+    places = (tmp_path / "merged", tmp_path / "adapter", bases[base])
+    assert (report.output, report.adapter, report.base) == tuple(map(str, places))
     assert report.difference < 1e-5
     assert_merged(tmp_path / "merged", tmp_path / "adapter", bases[base])
     before, after = (weights(folder) for folder in (bases[base], tmp_path / "merged"))
@@ -95,8 +98,16 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     model = PeftModel.from_pretrained(load(bases["tied"]), adapter)
     model.create_or_update_model_card(str(adapter))
     assert str(bases["tied"]) in (adapter / "README.md").read_text()
-    merge_adapter(adapter, tmp_path / "cardless")
+    base = shutil.copytree(bases["tied"], tmp_path / "base")
+    (base / "README.md").write_text("the base's card")
+    merge_adapter(adapter, tmp_path / "cardless", base=str(base))
     assert not (tmp_path / "cardless" / "README.md").exists()
+    # Without a card of the adapter's, the base's; but what the base's own training measured stays.
+    (adapter / "README.md").unlink()
+    (adapter / "dynamics.jsonl").rename(base / "dynamics.jsonl")
+    merge_adapter(adapter, tmp_path / "with-card", base=str(base))
+    assert (tmp_path / "with-card" / "README.md").read_text() == "the base's card"
+    assert not (tmp_path / "with-card" / "dynamics.jsonl").exists()
 
 
 @pytest.mark.parametrize("base, dora", [("bfloat16", False), ("tied", True)])
@@ -196,6 +207,10 @@ REFUSED = [
     ({"base_model_name_or_path": None}, {}, "does not name its base"),
     ({}, {"base": "untied"}, "does not fit the base .*untied: build.json differs. Give the right"),
     ({}, {"base": "wide"}, "does not fit the base .* Give the right --base"),
+    ({}, {"base_quantization": "int4"}, r"not known.*quantization none\|nf4\|nf4-double\|int8"),
+    ({}, {"base": "language"}, "language is a 'llama' model. Give the right one"),
+    ({"init_lora_weights": "olora"}, {}, "init_lora_weights 'olora', which changes the base"),
+    ({"init_lora_weights": "corda"}, {}, "init_lora_weights 'corda', which changes the base"),
     ({}, {"base": "quantized"}, "quantized is stored quantized. Give what it was made from"),
 ]
 
@@ -206,6 +221,7 @@ def adapter(bases, tmp_path_factory):
     root = tmp_path_factory.mktemp("adapter")
     make_adapter(bases["tied"], root / "adapter")
     (root / "adapter" / "build.json").write_bytes((bases["tied"] / "build.json").read_bytes())
+    shutil.copytree(bases["tied"].with_name("tied-language"), root / "language")
     config = shutil.copytree(bases["tied"], root / "quantized") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": NF4}))
     return root
@@ -229,6 +245,89 @@ def test_what_does_not_fit_is_refused(bases, adapter, tmp_path, changes, options
     with pytest.raises(ValueError, match=message):
         merge_adapter(folder, tmp_path / "merged", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+IN_BFLOAT16 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
+RECORDS = [
+    # training.json, --base-quantization, and the base's quantization and dtype before it
+    ({"quantization": None, "options": {"dtype": "bfloat16"}}, None, None, None),
+    ({"quantization": IN_BFLOAT16, "options": {"dtype": "float32"}}, None, IN_BFLOAT16, "float32"),
+    ({"quantization": IN_BFLOAT16, "options": {"dtype": "auto"}}, None, IN_BFLOAT16, "bfloat16"),
+    ({"quantization": IN_BFLOAT16}, None, IN_BFLOAT16, "bfloat16"),
+    ({"quantization": IN_BFLOAT16}, "none", None, None),
+    ({"options": {"dtype": "float16"}}, "int8", {"load_in_8bit": True}, "float16"),
+    ({}, "nf4", {**NF4, "bnb_4bit_use_double_quant": False}, None),
+    (None, "nf4-double", NF4, None),
+]
+
+
+@pytest.mark.parametrize("record, given, quantization, dtype", RECORDS)
+def test_how_the_base_was_loaded_in_training(adapter, tmp_path, record, given, quantization, dtype):
+    folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
+    (folder / "training.json").unlink()
+    if record is not None:
+        (folder / "training.json").write_text(json.dumps(record))
+    opened = open_adapter(folder, base_quantization=given)
+    assert (opened.quantization, opened.dtype) == (quantization, dtype)
+
+
+@pytest.mark.parametrize(
+    "changes, realigned",
+    [
+        ({}, False),
+        ({"projector_gain_init": "text_norm"}, False),  # as the base has it
+        ({"gradient_compensation": "none", "text_embedding_norm": 9.0}, False),
+        ({"projector_gain_init": "one"}, True),
+    ],
+)
+def test_the_norm_is_aligned_again_if_training_began_it_otherwise(
+    adapter, tmp_path, changes, realigned
+):
+    folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
+    record = {"quantization": None, "config_changes": changes}
+    (folder / "training.json").write_text(json.dumps(record))
+    opened = open_adapter(folder)
+    assert opened.realigned == realigned
+    arm = {name: changes[name] for name in changes if name != "text_embedding_norm"}
+    assert {name: getattr(opened.config, name) for name in arm} == arm
+    assert opened.config.text_embedding_norm != 9.0
+
+
+def test_a_tokenizer_without_the_image_token_is_not_the_one_of_training(adapter, bases, tmp_path):
+    base = AutoProcessor.from_pretrained(bases["tied"])
+    for has_image, ends in ((True, "<|im_start|>"), (False, "<|im_end|>")):
+        folder = shutil.copytree(adapter / "adapter", tmp_path / f"adapter-{has_image}")
+        tokenizer = base.tokenizer if has_image else parts.tokenizer()
+        other = base.chat_template.replace("<|im_end|>", "<|im_start|>")
+        tokenizer.chat_template = other
+        tokenizer.save_pretrained(folder)
+        opened = open_adapter(folder)
+        assert opened.processor.chat_template == base.chat_template.replace("<|im_end|>", ends)
+        assert opened.processor.image_token_id == base.image_token_id
+
+
+def test_the_norm_of_a_base_in_half_precision_is_not_rounded(adapter, bases, tmp_path):
+    folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
+    (folder / "build.json").unlink()  # of another build
+    opened = open_adapter(folder, base=str(bases["bfloat16"]))
+    read, stored_by_name = BaseTensors(opened), weights(bases["bfloat16"])
+    gain = "model.multi_modal_projector.norm.weight"
+    assert not torch.equal(stored_by_name[gain], stored_by_name[gain].bfloat16().float())
+    for name in (gain, "model.multi_modal_projector.linear_1.weight"):
+        assert read[name].dtype == stored_by_name[name].dtype
+        assert torch.equal(read[name], stored_by_name[name])
+
+
+@pytest.mark.parametrize("kept, shape", [(None, "None"), (5, r"\[5\]")])
+def test_a_base_whose_tensors_are_not_its_configuration_s_is_refused(
+    adapter, bases, tmp_path, kept, shape
+):
+    base = shutil.copytree(bases["tied"], tmp_path / "base")
+    tensors, name = weights(base), "model.language_model.norm.weight"
+    whole = tensors.pop(name)
+    store(base, tensors if kept is None else {**tensors, name: whole[:kept].clone()})
+    with pytest.raises(ValueError, match=rf"^1 tensors of {base} .*{name} has shape {shape}, not"):
+        merge_adapter(adapter / "adapter", tmp_path / "merged", base=str(base))
 
 
 def test_what_is_no_adapter_is_refused(tmp_path):

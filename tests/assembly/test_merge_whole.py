@@ -25,7 +25,7 @@ from normalign_llava.assembly.adapter import open_adapter
 from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.assembly.merged_tensors import MergedTensors
+from normalign_llava.assembly.merged_tensors import MergedTensors, relative_change
 from normalign_llava.checkpoint.files import ADAPTER_WEIGHTS
 
 
@@ -212,6 +212,27 @@ def share(values, expected):
     """The largest change, as a share of the largest number."""
     change = (values - expected).abs().max().item()
     return change and change / expected.abs().max().item()
+
+
+def test_a_change_is_a_share_of_the_largest_number_of_its_tensor():
+    expected = {"a": torch.tensor([4.0, -8.0]), "b": torch.tensor([1.0, 0.5])}
+    same = {name: value.clone() for name, value in expected.items()}
+    assert relative_change(same, expected) == relative_change({}, {}) == 0.0
+    for name, value, change in (
+        ("a", [3.0, -8.0], 1 / 8),
+        ("a", [4.0, -6.0], 2 / 8),
+        ("b", [1.25, 0.5], 1 / 4),
+        ("b", [1.0, 0.25], 1 / 4),
+    ):
+        changed = {"a": same["a"], "b": same["b"], name: torch.tensor(value)}
+        assert relative_change(changed, expected) == change
+        half = {kind: number.half() for kind, number in changed.items()}
+        assert relative_change(half, expected) == change
+    both = {"a": torch.tensor([3.0, -8.0]), "b": torch.tensor([1.5, 0.5])}
+    assert relative_change(both, expected) == 0.5
+    # Whole numbers, empty tensors and zeros have no share.
+    others = {"a": torch.tensor([1]), "b": torch.zeros(0), "c": torch.zeros(2)}
+    assert relative_change({name: value + 1 for name, value in others.items()}, others) == 0.0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

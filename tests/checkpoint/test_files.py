@@ -284,6 +284,156 @@ def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
         assert kept == "user/model"
 
 
+def test_a_name_in_the_home_folder_is_a_folder_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert files.find_model("~/model") == (str(tmp_path / "model"), None)
+
+
+def written(folder, **contents):
+    """A folder with files of these contents."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (folder / name.replace("_json", ".json")).write_text(content)
+    return folder
+
+
+CONFIG, ADAPTER = {"config_json": "{}"}, {"adapter_config_json": "{}"}
+
+
+def test_folders_are_told_by_the_files_in_them(tmp_path):
+    model, adapter = written(tmp_path / "a", **CONFIG), written(tmp_path / "b", **ADAPTER)
+    both, neither = written(tmp_path / "c", **CONFIG, **ADAPTER), written(tmp_path / "d")
+    for folder in (model, both):
+        assert files.find_checkpoint(folder) == (str(folder), None)
+    with pytest.raises(ValueError, match=f"normalign merge {adapter} --output"):
+        files.find_checkpoint(adapter)
+    with pytest.raises(ValueError, match="d has no config.json.* Look again"):
+        files.find_checkpoint(neither, remedy="Look again.")
+    for folder in (model, adapter, both):
+        files.check_folder(folder)
+    with pytest.raises(ValueError, match="d has no config.json.*adapter_config.json"):
+        files.check_folder(neither)
+    with pytest.raises(ValueError, match="none is no folder here"):
+        files.check_folder(tmp_path / "none")
+    with pytest.raises(ValueError, match="b has no adapter_model.safetensors"):
+        files.check_adapter(adapter)
+    with pytest.raises(ValueError, match="a has no adapter_config.json"):
+        files.check_adapter(model)
+    (adapter / "adapter_model.safetensors").touch()
+    files.check_adapter(adapter)
+
+
+def test_checkpoints_of_a_run_are_named_in_order(tmp_path):
+    for step in (6, 3, 8, 1, 5, 4, 7):
+        written(tmp_path / f"checkpoint-{step}", **CONFIG)
+    written(tmp_path / "checkpoint-2")
+    expected = ", ".join(f"checkpoint-{step}" for step in (1, 3, 4, 5, 6, 7, 8))
+    with pytest.raises(ValueError, match=f"It has {expected}: name one"):
+        files.find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model", "a/b/c", "../b", "a/b c", "a/-b", ""])
+def test_what_is_no_repository_s_name_is_refused(name):
+    assert not files.is_hub_id(name)
+    with pytest.raises(ValueError):
+        files.check_repo_id(name)
+    assert files.is_hub_id("a/b-1.5") and files.check_repo_id("a/b-1.5") is None
+
+
+def test_where_downloads_are_kept(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ann")
+    for name in ("NORMALIGN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "")
+    assert str(files.cache_dir()) == "/home/ann/.cache/normalign-llava"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert str(files.cache_dir()) == "/cache/normalign-llava"
+    monkeypatch.setenv("NORMALIGN_CACHE", "~/kept")
+    assert str(files.cache_dir()) == "/home/ann/kept"
+
+
+def test_a_replaced_folder_is_new_as_a_whole_and_nothing_of_others_is_lost(tmp_path):
+    target = written(tmp_path / "[1]*", first="old", second="old")
+    left = written(tmp_path / ".[1]*-abcdefgh" / "[1]*", first="half")
+    with finished_folder(target, lambda folder: ["first", "second"]) as staging:
+        (staging / "first").write_text("new")
+    assert [path.name for path in target.iterdir()] == ["first"] and not left.parent.exists()
+    assert (target / "first").read_text() == "new"
+    (target / "mine").write_text("mine")
+    said = r"holds mine, which is not to be replaced\. Choose"
+    with pytest.raises(ValueError, match=said), finished_folder(target, lambda folder: ["first"]):
+        pass
+    assert {path.name for path in target.iterdir()} == {"first", "mine"}
+
+
+def test_what_only_looks_like_a_killed_run_s_is_kept(tmp_path):
+    other = written(tmp_path / "other" / "out", file="mine").parent
+    (tmp_path / ".out-linklink").symlink_to(other)
+    written(tmp_path / ".out-lonelock", **{files.LOCK: ""})  # which a process has just made
+    (tmp_path / ".out-of_files").write_text("")
+    written(tmp_path / ".out-withmore", out="", more="")
+    written(tmp_path / ".out-toolongx1", out="")
+    before = sorted(tmp_path.rglob("*"))
+    assert files.remove_unfinished(tmp_path / "out") == []
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (other / "out" / "file").read_text() == "mine"
+
+
+OF_A_RUN = {
+    "its adapter": ("run/adapter_config.json", "run/checkpoint-6", True),
+    "its record": ("run/training.json", "run/checkpoint-6", True),
+    "its state": ("run/trainer_state.json", "run/checkpoint-6", True),
+    "another checkpoint": ("run/checkpoint-3/trainer_state.json", "run/checkpoint-6", True),
+    "the same checkpoint": ("run/checkpoint-6/trainer_state.json", "run/checkpoint-6", True),
+    "in a checkpoint": ("run/checkpoint-6/trainer_state.json", "run/checkpoint-6/a/b", True),
+    "the beginning of a name": ("run/training.json", "run/checkpoint-6-merged", True),
+    "a name without a step": ("run/training.json", "run/checkpoint-best", False),
+    "another name": ("run/training.json", "run/my-checkpoint-6", False),
+    "the run itself": ("run/training.json", "run", False),
+    "no run's": ("run/config.json", "run/checkpoint-6", False),
+    "another folder's": ("run/training.json", "checkpoint-6", False),
+}
+
+
+@pytest.mark.parametrize("kind", OF_A_RUN)
+def test_which_places_are_a_run_s(tmp_path, monkeypatch, kind):
+    file, place, is_refused = OF_A_RUN[kind]
+    written((tmp_path / file).parent, **{Path(file).name: "{}"})
+    monkeypatch.chdir(tmp_path)
+    if not is_refused:
+        files.check_not_in_run(Path(place))
+        return
+    checkpoint = "lies in checkpoint-6" if place.endswith("a/b") else "is named as a checkpoint"
+    said = f"{tmp_path / place} {checkpoint}.* outside {tmp_path / 'run'},"
+    with pytest.raises(ValueError, match=said):
+        files.check_not_in_run(Path(place))
+
+
+def test_json_is_read_if_it_is_there_and_written_as_it_is_read(tmp_path):
+    file = tmp_path / "a.json"
+    assert files.json_or_none(file) is None
+    for content in (b"{", b'"\xff"', b"[" * 100_000):
+        file.write_bytes(content)
+        assert files.json_or_none(file) is None
+    content = {"name": "Größe 🪁", "list": [1, 2.5, None]}
+    files.write_json(file, content)
+    text = file.read_text(encoding="utf-8")
+    assert files.json_or_none(file) == json.loads(text) == content
+    assert "Größe 🪁" in text and text.endswith("}\n")
+
+
+def test_a_folder_made_for_a_lock_stays_if_it_was_filled(tmp_path):
+    with only_writer(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / "file").touch()
+        lock = (tmp_path / "a" / "b" / files.LOCK).read_text()
+    assert f"process {os.getpid()}" in lock
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["file"]
+    with pytest.raises(RuntimeError), only_writer(tmp_path / "a" / "b"):
+        raise RuntimeError
+    with only_writer(tmp_path / "a" / "b", wait=0):  # it was given back, and is taken again
+        assert (tmp_path / "a" / "b" / files.LOCK).exists()
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Parts, a LLaVA and a NormAlign-LLaVA; an adapter of it, images, data, and a recipe."""

@@ -14,9 +14,16 @@ import training
 from huggingface_hub import ModelCard
 from paths import ROOT
 from safetensors.torch import save_file
+from transformers import AutoProcessor, AutoTokenizer
+from transformers.utils import logging
 
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.opening import licence_of, open_checkpoint
+from normalign_llava.checkpoint.opening import (
+    check_processor,
+    licence_of,
+    open_checkpoint,
+    read_record,
+)
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.run import main
@@ -60,6 +67,13 @@ def test_the_licence_of_a_folder_is_its_card_s(tmp_path):
         ("---\nlicense: mit\nlicense_link: LICENSE\n---\n", ("mit", None, None)),
         ("---\nlicense: [mit, cc0-1.0]\n---\n", ("other", "mit, cc0-1.0", None)),
         ("---\nlicense: [: \n---\n", None),
+        ("---\nlicense_name: mine\n---\n", None),
+        ("---\nlicense: []\n---\n", None),
+        ("---\nlicense: [mit]\nlicense_name: one\n---\n", ("mit", "one", None)),
+        (
+            "---\nlicense: other\nlicense_name: 3\nlicense_link: https://a.b/c\n---\n",
+            ("other", "3", "https://a.b/c"),
+        ),
     ):
         (tmp_path / "README.md").write_text(card)
         names = ("license", "license_name", "license_link")
@@ -123,3 +137,62 @@ def test_a_configuration_of_more_parameters_than_weights_could_hold_is_refused(
     folder.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=fault):
         open_checkpoint(folder.parent).load()
+
+
+def test_records_are_json_objects(tmp_path):
+    assert read_record(str(tmp_path), "build.json") is None
+    for content, expected in (('{"a": 1}', {"a": 1}), ("[1]", None), ("{", None), ("{}", {})):
+        (tmp_path / "build.json").write_text(content)
+        assert read_record(str(tmp_path), "build.json") == expected
+    assert read_record("user/none", "build.json") is None  # on a Hub that cannot be asked
+
+
+@pytest.fixture
+def opened(checkpoint):
+    return open_checkpoint(checkpoint)
+
+
+def test_a_processor_with_another_image_token_is_refused(opened):
+    processor = AutoProcessor.from_pretrained(opened.name)
+    number = processor.image_token_id
+    opened.check_image_token(processor)
+    processor.image_token_id = 5
+    with pytest.raises(ValueError, match=f"is {number} in config.json and 5 in its tokenizer"):
+        opened.check_image_token(processor)
+
+
+def test_a_folder_with_a_tokenizer_alone_has_no_processor(tmp_path):
+    tiny_parts.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    alone = open_checkpoint(tmp_path)
+    assert len(alone.preprocessor(AutoTokenizer)) == len(tiny_parts.tokenizer())
+    with pytest.raises(ValueError, match="no processor for images.*AutoProcessor.from_pretrained"):
+        alone.preprocessor(AutoProcessor)
+
+
+def test_loading_sets_back_what_transformers_logs(opened):
+    before = logging.get_verbosity()
+    try:
+        logging.set_verbosity_info()
+        model = opened.load(dtype=torch.bfloat16)
+        assert logging.get_verbosity() == logging.INFO and model.dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="The model .* cannot be loaded"):
+            opened.load(dtype="float31")
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.set_verbosity(before)
+    files = Path(opened.name).glob("*.safetensors")
+    assert opened.weight_bytes == sum(file.stat().st_size for file in files)
+
+
+def test_tokens_are_compared_with_the_features_of_the_model(opened):
+    model, processor = opened.load(), opened.processor
+    assert check_processor(processor) == check_processor(processor, model) == 4
+    processor.vision_feature_select_strategy = "full"  # the class token too
+    assert check_processor(processor) == 5
+    with pytest.raises(ValueError, match="has 5 image tokens in the prompt, and 5 and 4 by"):
+        check_processor(processor, model)
+    processor.image_processor.do_center_crop = False  # images keep their shapes
+    processor.image_processor.do_resize = False
+    with pytest.raises(ValueError, match="image tokens in the prompt, and 5 by"):
+        check_processor(processor)

@@ -4,6 +4,7 @@ import os
 import socket
 
 import pytest
+import tiny
 import torch
 from transformers import LlamaConfig, LlavaConfig
 
@@ -53,6 +54,7 @@ def test_half_precision_pays_from_one_and_a_half_times_as_fast(processor, dtype)
     [
         (torch.float16, True, 0.2, "float32"),
         (torch.float16, True, 0.7, "bfloat16"),
+        (torch.float16, True, 1.2, "auto"),
         (torch.bfloat16, False, 0.2, "float32"),
         (torch.bfloat16, False, 0.7, "auto"),
     ],
@@ -70,6 +72,75 @@ def test_the_fastest_precision_that_fits_is_run(processor, caplog, stored, fast,
         config.dtype = kept
         assert dtype_to_load("auto", config, 0) == "auto"
     assert len(caplog.messages) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs a checkpoint's own precision")
+def test_a_gibibyte_is_left_to_run_in(processor, monkeypatch):
+    processor(0.3, float16=5.0)
+    monkeypatch.setattr(precision, "free_memory", lambda: 5 * 2**30)
+    config = LlavaConfig(text_config=LlamaConfig(dtype=torch.float16))  # which alone has a dtype
+    for size, dtype in ((2**31, "float32"), (2**31 + 1, "bfloat16"), (2**32, "bfloat16")):
+        assert dtype_to_load("auto", config, size) == dtype
+    assert dtype_to_load("auto", config, 2**32 + 1) == "auto"
+    assert dtype_to_load("auto", None, 2**33) == "auto"
+    assert dtype_to_load(torch.float16, None, 1) == torch.float16
+
+
+def test_a_slow_precision_that_was_asked_for_is_told_of(processor, caplog):
+    processor(0.3, float16=5.0)
+    for dtype in ("bfloat16", torch.bfloat16, "float32", torch.float32, "auto", None):
+        precision.warn_if_slow(dtype, "cpu")
+    assert not caplog.messages
+    precision.warn_if_slow(torch.float16, "cpu")
+    assert "only emulates float16" in caplog.messages[0]
+    precision.logger.warning_once.cache_clear()
+    precision.warn_if_slow("float16", "cpu")
+    assert len(caplog.messages) == 2
+
+
+def test_a_model_in_float16_where_bfloat16_alone_is_fast(processor):
+    half = tiny.model().half()
+    for bfloat16, float16, emulates in ((0.3, 5.0, True), (0.3, 0.3, False), (5.0, 5.0, False)):
+        processor(bfloat16, float16=float16)
+        assert precision.emulates_float16(half) == emulates
+        assert not precision.emulates_float16(half.float())
+        assert not precision.emulates_float16(half.bfloat16())
+        half.half()
+
+
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "settings, name",
+    [
+        (None, "not quantized"),
+        ({}, "not quantized"),
+        ({"load_in_8bit": True}, "8-bit"),
+        ({"load_in_4bit": True}, "4-bit FP4, products in float32"),
+        (FOUR_BITS, "4-bit FP4, products in bfloat16"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "4-bit NF4, products in float32"),
+        (
+            {**FOUR_BITS, "bnb_4bit_compute_dtype": torch.float16, **precision.NF4},
+            "4-bit NF4, double quantization, products in float16",
+        ),
+    ],
+)
+def test_quantization_in_words(settings, name):
+    assert precision.quantization_name(settings) == name
+    shorter = name.partition(", products")[0]
+    assert precision.quantization_name(settings, products=False) == shorter
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a GPU has is asked, not measured")
+def test_four_bits_are_of_the_decoder_s_layers_and_their_products_in_what_is_fast(processor):
+    processor(0.3)
+    for dtype, expected in (("auto", torch.bfloat16), ("float16", torch.float16)):
+        settings = precision.four_bits(tiny.model(), dtype)
+        assert settings.bnb_4bit_compute_dtype == expected
+        assert settings.bnb_4bit_quant_type == "nf4" and settings.bnb_4bit_use_double_quant
+        beside = {"lm_head", "model.vision_tower", "model.multi_modal_projector"}
+        assert {*settings.llm_int8_skip_modules} == beside
 
 
 def test_what_is_free_is_at_most_what_the_machine_has_and_falls_with_what_is_taken():
@@ -122,6 +193,18 @@ def test_what_is_free_in_a_container_is_its_limit_without_what_is_taken(tmp_path
     (group / "memory.current").write_text(str(2**23))
     (group / "memory.stat").write_text("anon 5\nactive_file 1000\ninactive_file 24\n")
     assert free_memory() == 2**24 - 2**23 + 1024
+    (group / "memory.current").write_text(str(2**25))
+    assert free_memory() == 0
+
+
+def test_what_is_free_in_a_container_of_the_first_version(tmp_path, monkeypatch):
+    containers(tmp_path, monkeypatch, "4:cpu,memory:/job\n", memory__job=str(2**24))
+    group = tmp_path / "groups" / "memory" / "job"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(2**24))
+    (group / "memory.usage_in_bytes").write_text(str(2**22))
+    (group / "memory.stat").write_text("cache 7\nactive_file 100\ninactive_file 20\n")
+    assert free_memory() == 2**24 - 2**22 + 120
 
 
 @pytest.mark.parametrize(("share", "pays"), [(1 / 1.4, False), (1 / 1.6, True)])
@@ -143,10 +226,23 @@ def test_products_with_4_bit_weights_are_computed_in_what_is_fast(processor):
 def test_products_in_bfloat16_round_what_goes_in_and_give_float16():
     torch.manual_seed(0)
     x, weight = torch.randn(5, 8).half(), torch.randn(6, 8).half()
+    images, kernels = torch.randn(1, 2, 4, 4).half(), torch.randn(3, 2, 2, 2).half()
+    wide = torch.randn(5, 8)
+    in_float32 = wide @ wide.T
     with precision.ProductsInBfloat16():
+        assert torch.equal(wide @ wide.T, in_float32)
+        of_kernels = torch.nn.functional.conv2d(images, weight=kernels)
+        mask = torch.zeros(5, 5).half()
+        attended = torch.nn.functional.scaled_dot_product_attention(*[x[None]] * 3, attn_mask=mask)
         products = torch.nn.functional.linear(x, weight), x @ weight.T, torch.matmul(x, weight.T)
         assert (x + x).dtype == torch.float16
     exact = x.bfloat16().double() @ weight.bfloat16().double().T  # what bfloat16 inputs multiply to
+    assert of_kernels.dtype == attended.dtype == torch.float16
+    expected = torch.nn.functional.conv2d(images.bfloat16(), kernels.bfloat16())
+    assert torch.equal(of_kernels, expected.half())
+    rounded = x.bfloat16()[None]
+    expected = torch.nn.functional.scaled_dot_product_attention(*[rounded] * 3)
+    assert torch.equal(attended, expected.half())
     for product in products:
         assert product.dtype == torch.float16
         torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-3)

@@ -22,7 +22,12 @@ from typer.testing import CliRunner
 
 from normalign_llava.checkpoint.files import INDEX, WEIGHTS
 from normalign_llava.checkpoint.opening import open_checkpoint
-from normalign_llava.checkpoint.untrusted import check_files, check_weights
+from normalign_llava.checkpoint.untrusted import (
+    check_files,
+    check_weights,
+    json_object,
+    loading,
+)
 from normalign_llava.cli import app
 
 
@@ -301,3 +306,157 @@ def test_a_broken_checkpoint_ends_in_a_sentence(refused, tmp_path, command, kind
     error = refused(command, KINDS[kind])
     assert str(tmp_path / "model") in error or "feature_layer" in error, error
     assert kind not in SAID or SAID[kind] in " ".join(error.split())
+
+
+def small(folder: Path, **files) -> Path:
+    """A folder with JSON files of these names and contents, and `config.json` of no model."""
+    for name, content in {"config": {}, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+NAMED = [
+    ("config", {"configuration_files": ["other.json"]}, "configuration_files names files"),
+    ("tokenizer_config", {"fast_tokenizer_files": ["a.json"]}, "fast_tokenizer_files names files"),
+    ("generation_config", {"attn_implementation": "a/b"}, "attn_implementation a/b in gener"),
+    ("config", {"a": {"b": [{"_attn_implementation": "a/b@v1"}]}}, "_attn_implementation a/b"),
+    ("config", [], "config.json is not a JSON object"),
+    ("preprocessor_config", "text", "preprocessor_config.json is not a JSON object"),
+    ("added_tokens", 3, "added_tokens.json is not a JSON object"),
+]
+
+
+@pytest.mark.parametrize("name, content, said", NAMED)
+def test_what_a_file_may_not_say(tmp_path, name, content, said):
+    with pytest.raises(ValueError, match=said):
+        check_files(small(tmp_path, **{name: content}))
+    (tmp_path / f"{name}.json").write_text("{'a': 1}")
+    with pytest.raises(ValueError, match=f"{name}.json is not valid JSON"):
+        check_files(tmp_path)
+
+
+def test_what_a_file_may_say(tmp_path):
+    """Of other models than ours no code is run, whatever files name."""
+    code = {"auto_map": {"AutoTokenizer": ["a.A", None]}}
+    config = {"model_type": "llama", "_attn_implementation": "sdpa", **code}
+    assert check_files(small(tmp_path, config=config, tokenizer_config=code)) == config
+    ours = config | {"model_type": "normalign_llava"}  # whose own code is not run either
+    with pytest.raises(ValueError, match="no use for: auto_map in tokenizer_config.json. None"):
+        check_files(small(tmp_path, config=ours))
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert check_files(tmp_path) == ours
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "config.json").unlink()
+    assert check_files(tmp_path) == {}
+
+
+def test_links_in_hidden_folders_are_no_files_of_a_checkpoint(tmp_path):
+    folder = small(tmp_path)
+    (folder / ".git" / "deep").mkdir(parents=True)
+    (folder / ".git" / "deep" / "link").symlink_to("/etc/hostname")
+    check_files(folder)
+    (folder / ".venv").symlink_to("/etc")
+    with pytest.raises(ValueError, match=r"\.venv is a link out of its folder, to /etc\. "):
+        check_files(folder)
+
+
+def index(folder: Path, weight_map) -> Path:
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+ONE, TWO = "a-00001-of-00002.safetensors", "a-00002-of-00002.safetensors"
+
+
+def test_weights_are_those_of_the_index_unless_one_file_has_them(tmp_path):
+    for number, name in enumerate((ONE, TWO, "other.safetensors")):
+        save_file({f"t{number}": torch.zeros(2)}, tmp_path / name)
+    index(tmp_path, {"t1": TWO, "t0": ONE, "more": TWO})
+    assert check_weights(tmp_path) == [tmp_path / ONE, tmp_path / TWO]
+    asked = []
+
+    def second(names):
+        asked.extend(names)
+        return "t1"
+
+    assert check_weights(tmp_path, holding=second) == [tmp_path / TWO]
+    assert sorted(asked) == ["more", "t0", "t1"]
+    (tmp_path / ONE).unlink()
+    assert check_weights(tmp_path, holding=second) == [tmp_path / TWO]
+    with pytest.raises(ValueError, match=f"{INDEX} names {ONE}, which is missing"):
+        check_weights(tmp_path)
+    (tmp_path / TWO).write_bytes((tmp_path / TWO).read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{TWO} cannot be loaded"):
+        check_weights(tmp_path, holding=second)
+    save_file({"t": torch.zeros(2)}, tmp_path / WEIGHTS)
+    assert check_weights(tmp_path, holding=second) == [tmp_path / WEIGHTS]
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        None,
+        {},
+        [ONE],
+        {"t": "deep/a.safetensors"},
+        {"t": "deep\\a.safetensors"},
+        {"t": "a.bin"},
+        {"t": "a.safetensors.bin"},
+        {"t": 3},
+        {"s": ONE, "t": "../a.safetensors"},
+    ],
+)
+def test_an_index_of_other_files_is_refused(tmp_path, weight_map):
+    (tmp_path / "deep").mkdir()
+    for name in (ONE, "deep/a.safetensors", "deep\\a.safetensors"):
+        save_file({"t": torch.zeros(2)}, tmp_path / name)
+    with pytest.raises(ValueError, match=f"{INDEX} is not an index of safetensors files"):
+        check_weights(index(tmp_path, weight_map))
+
+
+class Damaged(Exception):
+    """An error of a library."""
+
+
+def raised_by_a_library(error):
+    """In a frame that is not the package's, as in a file that it reads."""
+    raise error
+
+
+def test_errors_of_reading_become_sentences_about_what_was_read():
+    for error, said in (
+        (
+            Damaged("no \n such\n layer."),
+            "The model X cannot be loaded: Damaged: no such layer. Do",
+        ),
+        (ValueError("a" * 700), f"The model X cannot be loaded: {'a' * 600}. Do"),
+        (KeyError("b"), "The model X cannot be loaded: KeyError: 'b'. Do"),
+        (ValueError("set `trust_remote_code=True`"), "The model X needs code that comes with it"),
+    ):
+        with pytest.raises(ValueError) as raised, loading("The model X", remedy="Do it."):
+            raised_by_a_library(error)
+        assert str(raised.value).startswith(said) and raised.value.__cause__ is error
+    with (
+        pytest.raises(ValueError, match="X cannot be loaded: .*utf-8.*Save or fetch"),
+        loading("X"),
+    ):
+        b"\xff".decode()
+
+
+@pytest.mark.parametrize("kind", [OSError, FileNotFoundError, ImportError, KeyboardInterrupt])
+def test_errors_that_say_themselves_what_is_wrong_stay(kind):
+    with pytest.raises(kind) as raised, loading("The model X"):
+        raised_by_a_library(kind("said"))
+    assert str(raised.value) == "said"
+
+
+def test_a_sentence_of_the_package_itself_stays():
+    with pytest.raises(ValueError, match="^config.json is not valid JSON"), loading("The model X"):
+        json_object(b"{", "config.json")
+
+
+def test_full_memory_is_no_fault_of_the_file():
+    error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.raises(RuntimeError) as raised, loading("The model X"):
+        raised_by_a_library(error)
+    assert raised.value is error and error.__notes__ == ["loading the model X"]
