@@ -1,6 +1,7 @@
 """Every option of a command reaches the function that the command is for, under its own name."""
 
 import inspect
+import json
 import shlex
 from importlib import import_module
 from pathlib import Path
@@ -285,3 +286,90 @@ def test_several_processes_need_a_configuration(stopped_at):
     assert "--num_processes needs --accelerate_config" in invoke(f"{named} 2").stderr
     assert got == {}
     assert invoke(f"{named} 1").stderr == "Error: so far\n" and got
+
+
+@pytest.fixture
+def returning(monkeypatch):
+    """Puts what a function of the package returns in its place; keeps what it is called with."""
+
+    def returning(place, value=None):
+        module, _, name = f"normalign_llava.{place}".rpartition(".")
+        calls = []
+
+        def answer(*args, **kwargs):
+            calls.append(args)
+            return value
+
+        monkeypatch.setattr(import_module(module), name, answer)
+        return calls
+
+    return returning
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_what_comes_after_building_is_told_if_it_can_be_trained(returning, marks):
+    returning("assembly.build.build_checkpoint", SimpleNamespace(generation_marks=marks))
+    result = invoke("build --vision v --language l --output 'my model'")
+    assert result.exit_code == 0
+    line = "Next: normalign train --stage align --model_name_or_path 'my model' "
+    assert (line in result.stdout) == marks == ("Next" in result.stdout)
+
+
+def test_a_merged_model_has_its_card_rendered_again(returning):
+    returning("assembly.merge.merge_adapter", "the report")
+    refreshed = returning("hub_cards.card.write.refresh_card")
+    result = invoke("merge a --output 'my model'")
+    assert result.exit_code == 0 and refreshed == [(Path("my model"),)]
+    assert result.stdout == "the report\nNext: normalign diagnose 'my model'\n"
+
+
+@pytest.mark.parametrize(
+    ("failed", "results", "status", "file"),
+    [({}, ["a"], 0, "x.json"), ({"b": "no"}, ["a"], 1, "x.json"), ({"b": "no"}, [], 1, "none")],
+)
+def test_a_task_that_failed_is_in_the_status(returning, failed, results, status, file):
+    evaluated = SimpleNamespace(failed=failed, results=results, file=Path("x.json"))
+    returning("evaluation.run.evaluate", evaluated)
+    result = invoke("evaluate m")
+    assert result.exit_code == status and result.stdout.endswith(f"\nResults: {file}.\n")
+
+
+@pytest.mark.parametrize("faults", [[], ["Row 3: no image.", "Row 4: no answer."]])
+@pytest.mark.parametrize("stops", [True, False])
+@pytest.mark.parametrize("model", ["", "--model m"])
+def test_faults_of_data_are_in_the_status_if_training_would_stop(returning, faults, stops, model):
+    told = {"table": lambda source: f"table of {source}", "rendered": lambda terminal: "a row"}
+    check = SimpleNamespace(**told, faults=faults, stops=stops, examples=[1] if model else [])
+    returning("train.data_check.check_data", check)
+    result = invoke(f"data d {model}")
+    assert result.exit_code == int(bool(faults) and stops)
+    assert result.stderr.split("\n")[1:-1] == faults
+    assert result.stdout.startswith("table of d\n")
+    assert ("a row\n" in result.stdout) == ("as the model sees" in result.stdout) == bool(model)
+
+
+def test_models_are_compared_in_their_order_and_the_result_is_stored(
+    returning, monkeypatch, tmp_path
+):
+    compare = import_module("normalign_llava.evaluation.compare")
+    monkeypatch.setattr(compare, "read_arm", lambda argument: f"arm {argument}")
+    row = compare.Difference("pope", "b", "a", 9, 0.5, 0.25, (0.1, 0.2), None, None)
+    told = SimpleNamespace(differences=[row], left_out=lambda: ["Left out: gqa."])
+    calls = returning("evaluation.compare.compare_arms", told)
+    result = invoke(f"compare a b=c,d --output {tmp_path}/x")
+    assert calls == [(["arm a", "arm b=c,d"],)] and result.exit_code == 0
+    assert result.stdout.endswith(f"\nLeft out: gqa.\nWritten to {tmp_path}/x.\n")
+    (stored,) = json.loads((tmp_path / "x" / "comparison.json").read_text())
+    assert (stored["task"], stored["score"], stored["over_questions"]) == ("pope", 0.5, [0.1, 0.2])
+
+
+def test_what_the_author_of_a_card_should_know_is_told(returning):
+    returning("hub_cards.card.write.write_card", SimpleNamespace(warnings=["One.", "Two."]))
+    lines = invoke("card c").stdout.splitlines()
+    assert lines == ["Warning: One.", "Warning: Two.", "Card: c/README.md"]
+
+
+def test_a_diagnosis_is_summed_up(returning):
+    returning("diagnose.run.diagnose", SimpleNamespace(summary=lambda: ["One.", "Two."]))
+    result = invoke("diagnose m")
+    assert result.exit_code == 0 and result.stdout == "One.\nTwo.\n"

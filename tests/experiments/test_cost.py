@@ -56,9 +56,9 @@ def test_the_price_of_a_plan_is_the_sum_of_its_runs(tmp_path, monkeypatch, capsy
 
     def run_cost(plan, run, device_memory):
         asked.append((run.cell, device_memory))
-        longer = 3 if run.name == "long" else 1
+        longer, disk = (3, 30e9) if run.name == "long" else (1, 3e9)
         size = 4e9 if run.group == "one" else 1e12
-        first = StageCost(10, 1e3, 1.8e15 * longer, lambda gpus: size / gpus, 1e9, 3e9)
+        first = StageCost(10, 1e3, 1.8e15 * longer, lambda gpus: size / gpus, 1e9, disk)
         second = StageCost(20, 2e3, 3.6e15, lambda gpus: 5e8, 2e9, 5e9)
         return {"stage1": first, "stage2": second}, 5e8
 
@@ -79,8 +79,8 @@ def test_the_price_of_a_plan_is_the_sum_of_its_runs(tmp_path, monkeypatch, capsy
     assert rows["one/long, all"][:6] == ["2", "60", "6e+03", "1.8e+16", "10", "5"]
     assert "on more than 64 GPUs" in rows["two, stage1"][-2]
     assert rows["the plan"][:6] == ["7", "210", "2.1e+04", "4.5e+16", "25", "12.5"]
-    # The last run has checkpoints, 3 and 5 with its results, beside what six others keep.
-    assert rows["the plan"][-1] == f"{6 * 3.5 + 0.5 + 3 + 5:.1f}"
+    # The last long run has checkpoints, 30 and 5 with its results, beside what five others keep.
+    assert rows["the plan"][-1] == f"{5 * 3.5 + 0.5 + 30 + 5:.1f}"
     assert "Downloads: 8.5 GB: some/model 6.5 GB, some/data 2 GB." in said
     assert "50% of 1 TFLOP/s" in said
     print_cost(read(tmp_path, downloads={}), SimpleNamespace(**{**OPTIONS, "only": ["two"]}))

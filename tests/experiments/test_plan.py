@@ -3,14 +3,18 @@
 import importlib.util
 import json
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import commands
 import pytest
+import runs
 import training
 import yaml
 from commands import _diagnosis, _stored, own_data, steps
-from datasets import Dataset, Features, Image, List
+from datasets import Dataset, Features, Image, List, Value, load_from_disk
 from paths import ROOT
 from plan import Plan, Variant, read_plan
 from report import information, read_result, write_report
@@ -357,3 +361,98 @@ def test_a_hash_of_the_data_tells_images_words_and_stages_apart(tmp_path):
     hashes = [hash_of(tmp_path / str(place), *both) for place, both in enumerate(stages)]
     assert len(set(hashes)) == len(stages)
     assert hash_of(tmp_path / "again", first, second) == hashes[0]
+
+
+def test_an_experiment_s_data_show_no_image_on_which_its_recipes_were_chosen(tmp_path, monkeypatch):
+    shown = {0: [1, 1, 3], 2: [3, 4]}  # by the recipes' seeds
+
+    def drawn(rows, emoji_share=None, seed=None):
+        numbers = shown.get(seed, range(rows))
+        assert seed in (0, 2) or emoji_share == 0.0
+        images = [[{"bytes": b"%d" % number, "path": None}] for number in numbers]
+        features = Features({"images": List(Image()), "row": Value("int64")})
+        return Dataset.from_dict({"images": images, "row": [*numbers]}, features=features)
+
+    monkeypatch.setattr(runs, "training_data", drawn)
+    for first, second in ((3, 2), (9, 9)):
+        runs.write_data(tmp_path / "data", first, second, 7)
+    stages = [load_from_disk(tmp_path / "data" / name)["row"][:] for name in ("stage1", "stage2")]
+    assert stages == [[0, 2, 5], [6, 7]]
+    shown[7] = [1, 2, 3]
+    with pytest.raises(ValueError, match="There are 1 rows of new images; 2 are needed"):
+        runs.write_data(tmp_path / "few", 1, 1, 7)
+
+
+def report_of(ratio):
+    """What a diagnosis stores, as far as a result has it."""
+    curves = {kind: {"mean": [ratio, 2.0]} for kind in ("visual", "text")}
+    depth = {"asymmetry": ratio / 2, "rotation": curves}
+    report = {"interface": {"ratio": ratio}, "depth": depth, "gain": None}
+    return {"report": {**report, "dynamics": [{"step": 0, "of": ratio}]}}
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_the_result_of_commands_is_read_from_what_they_leave(tmp_path, monkeypatch, merged):
+    tune = {} if merged else {"use_peft": None}
+    named = {name: BASE[name] | {"dataset_name": "some/data"} for name in ("stage1", "stage2")}
+    plan = plan_of(tmp_path, commands=True, stage1=named["stage1"], stage2=named["stage2"] | tune)
+    run, work = plan.runs()[0], tmp_path / "work"
+    folder, last = work / run.key, "model" if merged else "stage2"
+    about = {"hardware": {"devices": ["a CPU"]}, "versions": {"torch": "2"}, "commit": "c" * 40}
+    record = {"seconds": 5.0, "processes": 2, "steps": 9}
+    statuses, said = {}, []
+
+    def run_command(command):
+        assert command[:3] == [sys.executable, "-m", "normalign_llava"]
+        name = command[3]
+        said.append(name)
+        if status := statuses.get(name):
+            return SimpleNamespace(returncode=status)
+        target = Path(command[command.index("--output") + 1]) if "--output" in command else None
+        if name == "train":
+            target = Path(command[command.index("--output_dir") + 1])
+            made(target.parent, target.name, "checkpoint-1/a.pt")
+            own = record if target.name == "stage1" else record | about | {"seconds": 7.0}
+            (target / "training.json").write_text(json.dumps(own))
+        elif name == "evaluate":
+            for task in plan.tasks:
+                Evaluation(task, task, [Metric("acc", 0.5)], 9, 9, []).write(Path(command[4]))
+        elif name == "diagnose":
+            made(folder, f"{Path(command[4]).name}/diagnostics", "report.json")
+            stored = report_of(1.0 if Path(command[4]).name == "stage1" else 3.0)
+            (Path(command[4]) / "diagnostics" / "report.json").write_text(json.dumps(stored))
+        else:
+            target.mkdir(parents=True)
+        return SimpleNamespace(returncode=0)
+
+    def read_arm(name):
+        assert name == str(folder / last)
+        return SimpleNamespace(runs=[{"pope acc": {("pope", 0, "x"): 1.0}}])
+
+    monkeypatch.setattr(commands.subprocess, "run", run_command)
+    monkeypatch.setattr(commands, "read_arm", read_arm)
+    statuses["evaluate"] = 3
+    with pytest.raises(ValueError, match=r"status 3: normalign evaluate .*pope,mmstar"):
+        commands.run_commands(plan, run, "v", "l", work, 1)
+    steps_before = ["build", "train", "train", *(["merge"] if merged else []), "evaluate"]
+    assert said == steps_before
+    statuses.clear()
+    said.clear()
+    result = commands.run_commands(plan, run, "v", "l", work, 1)
+    assert said == ["evaluate", "diagnose", "diagnose"]  # it goes on from there
+    assert not list(work.rglob("checkpoint-*"))
+    assert (result["group"], result["variant"], result["seed"]) == ("one", "a", 2)
+    assert result["settings"] == vars(run.variant) and result["bf16"] is False
+    assert result["scores"] == {"pope acc": 0.5, "mmstar acc": 0.5} and result["columns"] == {}
+    assert result["answers"]["pope acc"]["scores"] == [1.0]
+    assert result["diagnosis"]["stage1"]["entry"] == 1.0
+    assert result["diagnosis"]["stage2"]["entry"] == 3.0
+    assert result["dynamics"] == [{"step": 0, "of": 1.0}]
+    trained = {"stage1": 5.0, "stage2": 7.0}
+    assert result["training"] == {
+        name: {"seconds": seconds, "processes": 2} for name, seconds in trained.items()
+    }
+    assert {name: result[name] for name in about} == about
+    names = ["build", "stage1", "stage2", *(["merge"] if merged else []), "evaluate"]
+    assert list(result["times"]) == [*names, "diagnose stage 1", "diagnose"]
+    assert all(seconds["seconds"] < 9 for seconds in result["times"].values())

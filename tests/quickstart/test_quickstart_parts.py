@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset, load_from_disk
 from PIL import Image
 from rich.console import Console
 
 from normalign_llava.fetched.easy_vqa import OVERALL, QUESTION_KINDS, SYSTEM, Question
-from normalign_llava.quickstart import results as quickstart_results
+from normalign_llava.quickstart import results as quickstart_results, train as quickstart_train
 from normalign_llava.quickstart.results import METRICS, diagnose_once, draw_images, print_results
 from normalign_llava.quickstart.run import Settings, command_to_ask
 from normalign_llava.quickstart.train import rows_of, stage, train_stage, words
@@ -29,6 +30,17 @@ def test_a_seed_is_that_of_the_data_the_projector_and_both_recipes():
     assert settings.stage1 == stage("quickstart-align", seed=7)
     assert settings.stage2 == stage("quickstart-tune", seed=7)
     assert rows_of({"max_steps": 3, "global_batch_size": 5, "per_device_train_batch_size": 1}) == 15
+
+
+def test_the_stages_have_no_row_in_common_and_are_written_once(tmp_path, monkeypatch):
+    def drawn(rows, seed):
+        return Dataset.from_dict({"row": [f"{number} of {seed}" for number in range(rows)]})
+
+    monkeypatch.setattr(quickstart_train, "training_data", drawn)
+    for first, second, seed in ((3, 2, 7), (9, 9, 8)):
+        quickstart_train.write_data(tmp_path / "data", first, second, seed)
+    stages = [load_from_disk(tmp_path / "data" / name)["row"][:] for name in ("stage1", "stage2")]
+    assert stages == [["0 of 7", "1 of 7", "2 of 7"], ["3 of 7", "4 of 7"]]
 
 
 def test_the_question_is_asked_with_the_system_turn_of_training():
@@ -116,9 +128,9 @@ def test_a_diagnosis_is_made_once_and_again_for_a_baseline(tmp_path, monkeypatch
     def diagnose(model, **options):
         made.append({"model": model, **options})
         report = {"against": options["against"]}
-        (tmp_path / "diagnostics").mkdir(exist_ok=True)
         (tmp_path / "diagnostics" / "report.json").write_text(json.dumps(report))
 
+    (tmp_path / "diagnostics").mkdir()  # as an earlier one left it that was stopped
     monkeypatch.setattr(quickstart_results, "diagnose", diagnose)
     page = tmp_path / "diagnostics" / "report.html"
     for baseline in (None, None, Path("plain"), Path("plain"), None):
