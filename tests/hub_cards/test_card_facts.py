@@ -103,7 +103,9 @@ def test_a_projector_that_was_never_trained_is_warned_of(folder):
     warned = "never trained: its projector is random"
     assert warned in " ".join(render_card(folder).warnings)
     made.trained(folder)
-    assert warned not in " ".join(render_card(folder).warnings)
+    card = render_card(folder)
+    assert warned not in " ".join(card.warnings)
+    assert "one training run, seed 42:" in card.text  # of both stages
 
 
 def test_a_gain_that_moved_by_a_little_was_trained(folder):
@@ -198,6 +200,8 @@ def test_an_evaluation_says_when_and_with_what_it_was_run(full):
     assert "\n- Run on 2026-01-02 with torch 2.13, lm\\_eval 0.5.\n" in card_of(full)
     made.evaluated(full, date="2026-01-02")
     assert "\n- Run on 2026-01-02.\n" in card_of(full)
+    made.evaluated(full, versions={"torch": "2.13"})
+    assert "\n- Run with torch 2.13.\n" in card_of(full)
     made.evaluated(full)
     assert "- Run" not in card_of(full)
 
