@@ -74,8 +74,8 @@ def render_card(
         settled = {key: value for key, value in derived.items() if not is_open.get(key)}
         tags = list(dict.fromkeys([*derived["tags"], *(previous.get("tags") or ())]))
         content = {"license": None, **derived, **previous, **settled, "tags": tags}  # in this order
-        if content.get("license") not in (None, derived.get("license")):
-            stated = content.get("license_name") or content["license"]
+        stated = content.get("license") and (content.get("license_name") or content["license"])
+        if no_licence and stated not in (None, derived.get("license")):
             terms_sentence, no_licence = f"Its author states: {stated}.", None
         if content.get("base_model") != derived.get("base_model"):
             nameless = []

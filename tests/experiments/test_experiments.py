@@ -3,22 +3,27 @@
 import importlib.util
 import json
 import re
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import runs
 import tiny_parts
 import torch
+import training
 import yaml
 from paths import ROOT
 from PIL import Image
 from plan import read_plan
 from report import difference, holm, read_result, write_report
-from runs import FixedFactors
+from runs import FixedFactors, write_multiplied
 from scipy import stats
-from transformers import TrainerControl, TrainerState
+from transformers import AutoProcessor, TrainerControl, TrainerState
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.evaluation.engine import SUITES
+from normalign_llava.evaluation.results import Evaluation, Metric
 
 
 EXPERIMENTS = ROOT / "experiments"
@@ -99,6 +104,29 @@ def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(checkpoint
     assert torch.equal(projector(features), before)
 
 
+def test_a_fixed_factor_becomes_part_of_the_projector(tmp_path):
+    plain = training.checkpoint(tmp_path / "none", arm="none")
+    write_multiplied(plain, 2.5, tmp_path / "model")
+    folders = plain, tmp_path / "model"
+    before, after = map(NormAlignLlavaForConditionalGeneration.from_pretrained, folders)
+    features = torch.randn(3, 16)
+    tokens = before.model.multi_modal_projector(features)
+    torch.testing.assert_close(after.model.multi_modal_projector(features), 2.5 * tokens)
+    for name, value in before.model.language_model.state_dict().items():
+        assert torch.equal(after.model.language_model.state_dict()[name], value)
+    assert AutoProcessor.from_pretrained(tmp_path / "model").tokenizer.chat_template
+
+
+def test_a_task_that_failed_is_no_score(tmp_path, monkeypatch):
+    failed = SimpleNamespace(failed={"pope": "No rows."})
+    monkeypatch.setattr(runs, "evaluate", lambda *args, **options: failed)
+    with pytest.raises(ValueError, match=r"pope could not be run: No rows\."):
+        runs.scores(tmp_path, ["pope"])
+    Evaluation("pope", "POPE", [Metric("acc", 0.25), Metric("f1", 0.5)], 9, 9, []).write(tmp_path)
+    monkeypatch.setattr(runs, "evaluate", lambda *args, **options: SimpleNamespace(failed={}))
+    assert runs.scores(tmp_path, ["pope"]) == {"pope acc": 0.25, "pope f1": 0.5}
+
+
 def test_differences_are_paired_and_corrected_as_by_hand():
     values = np.random.default_rng(0).normal(size=(4, 6))
 
@@ -128,10 +156,13 @@ def test_differences_are_paired_and_corrected_as_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
 
 
-def test_stored_results_make_the_report_that_is_stored():
-    plan = read_plan(EXPERIMENTS / "regime.yaml")
-    stored = (plan.results / "report.md").read_text()
-    assert write_report(plan).read_text() == stored
+@pytest.mark.parametrize("name", ["regime", "table4-small"])
+def test_stored_results_make_the_report_that_is_stored(tmp_path, name):
+    folder = EXPERIMENTS / "results" / name
+    copied = shutil.copytree(folder, tmp_path / name)
+    plan = read_plan(EXPERIMENTS / f"{name}.yaml", copied)
+    (copied / "report.md").unlink()
+    assert write_report(plan).read_text() == (folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize("file", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda file: file.stem)

@@ -178,7 +178,8 @@ def visible(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Repo
 def whoami(hub: "HubServer", request: Request) -> Answer:
     account = request.signed_in()
     token = {"displayName": "test", "role": account.role}
-    return reply({"type": "user", "name": account.name, "orgs": [], "auth": {"accessToken": token}})
+    known = {"type": "user", "name": account.name, "auth": {"accessToken": token}}
+    return reply(known | {"orgs": [{"name": "lab"}]})
 
 
 def info(hub: "HubServer", request: Request, kind, repo_id, revision="main") -> Answer:

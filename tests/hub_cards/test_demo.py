@@ -16,6 +16,8 @@ import demo_parts
 import httpx
 import numpy as np
 import pytest
+import tiny
+import tiny_parts
 import torch
 from asking import generate
 from browser import chromium, load
@@ -31,7 +33,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from normalign_llava.hub_cards import demo_app
-from normalign_llava.hub_cards.demo import GRADIO_VERSION, space_files
+from normalign_llava.hub_cards.demo import GRADIO_VERSION, run_demo, space_files
 
 
 pytestmark = pytest.mark.slow
@@ -158,6 +160,88 @@ def test_a_strip_is_refused_that_an_image_processor_would_make_huge(tmp_path, si
     with pytest.raises(demo_app.gr.Error, match="too narrow"):
         demo_app.open_image(file)
     assert demo_app.open_image(whole).size == (4000, 20)
+
+
+def colours(image):
+    """The colours at the left and the right of an image."""
+    return image.getpixel((1, 1)), image.getpixel((image.width - 2, 1))
+
+
+BLACK, WHITE, RED = (0, 0, 0), (255, 255, 255), (255, 0, 0)
+
+
+def test_an_image_is_shown_upright_in_colour_and_on_white(tmp_path):
+    two = Image.new("RGBA", (20, 10), (255, 0, 0, 255))
+    two.paste((0, 0, 0, 0), (10, 0, 20, 10))  # transparent, which is black beneath
+    for name, image, expected in (
+        ("rgba.png", two, (RED, WHITE)),
+        ("palette.png", two.quantize(8), (RED, WHITE)),
+        ("grey.png", Image.linear_gradient("L").rotate(90), (BLACK, WHITE)),
+        ("cmyk.jpg", Image.new("CMYK", (20, 10)), (WHITE, WHITE)),
+        ("bits.png", Image.new("1", (20, 10)), (BLACK, BLACK)),
+    ):
+        image.save(tmp_path / name)
+        opened = demo_app.open_image(str(tmp_path / name))
+        assert opened.mode == "RGB" and opened.size == image.size
+        pairs = zip(colours(opened), expected, strict=True)
+        assert all(np.abs(np.subtract(*pair)).max() <= 2 for pair in pairs), name
+    turned = Image.Exif()
+    turned[274] = 6  # by a quarter
+    two.convert("RGB").save(tmp_path / "turned.png", exif=turned)
+    assert demo_app.open_image(str(tmp_path / "turned.png")).size == (10, 20)
+
+
+@pytest.mark.parametrize("name", ["deep.png", "float.tiff", "old.tga", "words.png", "cut.png"])
+def test_a_file_that_is_no_image_of_8_bits_is_refused(tmp_path, name):
+    file = tmp_path / name
+    if name == "deep.png":
+        Image.new("I;16", (4, 4)).save(file)
+    elif name == "float.tiff":
+        Image.new("F", (4, 4)).save(file)
+    elif name == "words.png":
+        file.write_text("words")
+    else:
+        demo_parts.noise((40, 40)).save(file)
+    if name == "cut.png":
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(demo_app.gr.Error, match="cannot be read. Save it as PNG"):
+        demo_app.open_image(str(file))
+
+
+@pytest.mark.parametrize("asked", [(None, QUESTION), ("red", None), ("red", " \n")])
+def test_an_image_and_a_question_are_needed(loaded, red, asked):
+    file, question = asked
+    with pytest.raises(demo_app.gr.Error, match="Give an image and a question"):
+        next(demo_app.answer(*loaded, file and str(red), question, 5))
+
+
+def one_hot(logits, token):
+    """Logits of the same shape, of which one is higher than all others."""
+    changed = torch.zeros_like(logits)
+    changed[..., token] = 1
+    return changed
+
+
+def test_an_answer_without_words_is_told_so(tmp_path, red):
+    model, processor = demo_parts.load(demo_parts.checkpoint(tmp_path))
+    space = processor.tokenizer.convert_tokens_to_ids(" ")
+    model.lm_head.register_forward_hook(lambda module, states, logits: one_hot(logits, space))
+    *_, (text, maps) = demo_app.answer(model, processor, str(red), QUESTION, 5)
+    assert text == "(The answer is empty.)" and len(maps) == 3
+
+
+def test_a_space_without_a_gpu_computes_in_float32_if_that_fits(loaded, monkeypatch):
+    model, _ = loaded
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    for room, dtype in ((size, torch.float32), (size - 1, "auto")):
+        monkeypatch.setattr(demo_app, "SPACE_MEMORY", room)
+        assert demo_app.cpu_dtype(model.config) == dtype
+
+
+def test_the_demo_is_of_this_package_s_models(tmp_path):
+    folder = tiny_parts.llava(tmp_path / "llava", tiny.llava())
+    with pytest.raises(ValueError, match="is a 'llava' model. The demo is for NormAlign"):
+        run_demo(folder)
 
 
 def call(url, *data):

@@ -202,9 +202,12 @@ def test_a_record_that_is_not_ours_is_not_believed(publish, hub, folder, content
     assert repository.read("publication.json") == content
 
 
-def test_an_owner_is_the_same_in_other_letters(publish, hub, folder):
-    assert publish(folder, "--no-verify", "--repo-id", "ANN/m")[0] == 0
-    assert hub.repository("ANN/m").files()
+@pytest.mark.parametrize("name", ["ANN/m", "lab/m"])
+def test_an_owner_is_the_same_in_other_letters_and_may_be_an_organisation(
+    publish, hub, folder, name
+):
+    assert publish(folder, "--no-verify", "--repo-id", name)[0] == 0
+    assert hub.repository(name).files()
 
 
 def test_a_record_names_ids_that_the_hub_gives(publish, hub, folder):
@@ -286,7 +289,8 @@ def test_a_commit_that_nobody_can_load(publish, hub, folder):
         (["--adapter"], None, "not an adapter"),
         (["--space"], None, "is not this package's"),
         (["--space", "--create-pr"], None, "A Space needs a published whole model"),
-        (["--repo-id", "bob/m"], None, "ann may publish as ann/..., not as bob/m"),
+        (["--repo-id", "bob/m"], None, "ann may publish as ann/... or lab/..., not as"),
+        ([], "read", "The token of ann may only read"),
         (["--public"], None, "is private"),
         ([], " ", "hf auth login"),
     ],
@@ -295,6 +299,8 @@ def test_what_is_wrong_is_said_before_anything_is_sent(publish, hub, folder, opt
     hub.create("ann/m-demo", kind="space", files={"app.py": b"print()"})
     if "--public" in options:
         hub.create("ann/m", private=True)
+    if token == "read":
+        token = hub.token("ann", token)
     status, shown = publish(folder, *options, token=token)
     assert status == 1 and words in shown
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]

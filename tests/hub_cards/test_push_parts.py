@@ -1,0 +1,228 @@
+"""What publishing decides by itself, without a hub: what stands in the way, and what is said."""
+
+import hashlib
+import json
+
+import pytest
+from httpx import Request, Response
+from huggingface_hub import CommitInfo, HfApi, errors
+
+from normalign_llava.diagnose.report import SCHEMA_VERSION
+from normalign_llava.hub_cards.card.facts import Part
+from normalign_llava.hub_cards.push.checks import pinned_base, recorded_base
+from normalign_llava.hub_cards.push.clean_process import first_logits
+from normalign_llava.hub_cards.push.publish import Publication, publish, summary
+from normalign_llava.hub_cards.push.record import (
+    additions,
+    check_files_of_others,
+    files_of_others,
+    stale_files,
+)
+from normalign_llava.hub_cards.push.repository import Repository, check_front_matter, hub_errors
+from normalign_llava.hub_cards.push.source import PublishSource, public_report
+
+
+def git(content):
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+OLD = {"config.json": b"{}", "model.safetensors": b"weights", "training.json": b"1"}
+OLD |= {"README.md": b"card", "LICENSE": b"terms", "merges.txt": b"a b"}
+
+
+def repository(kind="model", **files):
+    """What a publication of `OLD` left, and what others changed since."""
+    ids = {path: git(content) for path, content in OLD.items()}
+    ids["model.safetensors"] = sha256(OLD["model.safetensors"])
+    written = {path: [sha256(content), git(content)] for path, content in OLD.items()}
+    changed = {path.replace("__", "."): git(content) for path, content in files.items()}
+    return Repository(HfApi(), "ann/m", kind, files=ids | changed, written=written)
+
+
+def test_of_an_earlier_publication_what_is_ours_and_not_sent_again_is_stale():
+    added = additions({"config.json": b"{...}", "generation_config.json": b"{}"})
+    stale = ["merges.txt", "model.safetensors", "training.json"]  # neither card nor LICENSE
+    assert stale_files(repository(), added) == stale
+    assert stale_files(repository(training__json=b"2"), added) == stale[:2]
+
+
+def test_what_others_changed_or_added_stands_in_the_way_if_it_is_read_or_overwritten():
+    added = additions({"config.json": b"{...}", "notes.md": b"mine", "vocab.json": b"same"})
+    assert files_of_others(repository(), added) == []
+    theirs = repository(
+        config__json=b"theirs", notes__md=b"theirs", README__md=b"theirs", vocab__json=b"same",
+        merges__txt=b"theirs", other__md=b"theirs", adapter_config__json=b"theirs",
+    )  # fmt: skip
+    found = ["adapter_config.json", "config.json", "merges.txt", "notes.md"]
+    assert files_of_others(theirs, added) == found
+    read = ["adapter_config.json", "config.json", "merges.txt", "vocab.json"]
+    assert files_of_others(theirs) == read
+    with pytest.raises(ValueError, match="ann/m has files that no publication") as error:
+        check_files_of_others(theirs, added)
+    listed = str(error.value).splitlines()
+    assert "- config.json, which would be overwritten" in listed
+    assert "- merges.txt, which would be read beside the model" in listed
+    # A Space reads nothing beside what it is sent; its card is a file like others.
+    space = repository("space", README__md=b"theirs", merges__txt=b"theirs")
+    assert files_of_others(space, additions({"README.md": b"ours"})) == ["README.md"]
+    check_files_of_others(space, additions({"app.py": b"ours"}))
+
+
+def test_what_was_done_is_told_and_what_would_be():
+    source = PublishSource(None, {"a": b"1", "b": b"2"}, {"a": 1234, "b": 1}, ["notes.txt", "x/"])
+    before = Repository(
+        HfApi(endpoint="https://huggingface.co"), "ann/m", branch="trial", commit="0" * 40
+    )
+    planned = summary(Publication(source, before)).splitlines()
+    assert planned[1:] == ["  a: 1,234 bytes", "  b: 1 bytes", "Stays here: notes.txt, x/."]
+    nothing = PublishSource(None, {}, {}, [])
+    assert summary(Publication(nothing, before)).endswith("Stays here: nothing.")
+
+    def told(oid, **more):
+        page = more.pop("pr_url", None)
+        commit = CommitInfo(f"https://huggingface.co/ann/m/commit/{oid}", "m", "", oid, pr_url=page)
+        return summary(Publication(source, before, commit, **more)).splitlines()
+
+    first, *others = told("1" * 40, removed=["c", "d"])
+    assert first == "Sent to ann/m: 2 files in one commit; removed: c, d."
+    assert others[:2] == [
+        f"Commit: {'1' * 40}",
+        "Repository: https://huggingface.co/ann/m/tree/trial",
+    ]
+    assert len(others) == 3 and '"' + "1" * 40 + '"' in others[2]
+    first, *others = told(
+        "0" * 40,
+        space="https://huggingface.co/s",
+        pr_url="https://huggingface.co/ann/m/discussions/1",
+    )
+    assert first == "Sent to ann/m: nothing changed; removed: nothing."
+    assert others[2:4] == [
+        "Pull request: https://huggingface.co/ann/m/discussions/1",
+        "Space: https://huggingface.co/s",
+    ]
+
+
+def adapter(folder, **settings):
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+    return folder
+
+
+def test_the_base_that_an_adapter_names_is_pinned_as_far_as_it_is_known(tmp_path):
+    name = "base_model_name_or_path"
+    pinned = adapter(tmp_path / "a", **{name: "lab/base"}, revision="trial")
+    expected = Part("base model", "lab/base", "lab/base", "trial")
+    assert recorded_base(pinned) == expected
+    assert pinned_base(pinned, None, ask_hub=False) == expected
+    assert pinned_base(pinned, "lab/base", ask_hub=False) == expected
+    other = Part("base model", "my/base", "my/base", "main")
+    assert pinned_base(pinned, "my/base", ask_hub=False) == other
+    for revision in ({}, {"revision": None}):
+        plain = adapter(tmp_path / "a", **{name: "lab/base"}, **revision)
+        assert recorded_base(plain).revision == "main"
+    here = adapter(tmp_path / "a", **{name: str(tmp_path)})
+    for folder in (here, adapter(tmp_path / "b")):
+        assert recorded_base(folder) is None
+        with pytest.raises(ValueError, match="base is a folder.* --base user/name"):
+            pinned_base(folder, None, ask_hub=False)
+        assert pinned_base(folder, "my/base", ask_hub=False) == other
+    with pytest.raises(ValueError, match="base is a folder"):
+        pinned_base(pinned, str(tmp_path), ask_hub=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"as_adapter": True}, "is not an adapter"),
+        ({"base": "lab/base"}, "is not an adapter"),
+        ({"base_quantization": "nf4"}, "is not an adapter"),
+        ({"space": True, "create_pr": True}, "A Space needs"),
+        ({"repo_id": "a b/c"}, "a b/c"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_are_refused_at_once(folder, options, said):
+    with pytest.raises(ValueError, match=said):
+        publish(folder, **{"repo_id": "ann/m", "dry_run": True, **options})
+
+
+def test_an_adapter_has_no_space_and_a_folder_that_is_written_to_is_not_published(tmp_path, folder):
+    saved = adapter(tmp_path / "adapter", base_model_name_or_path="lab/base")
+    with pytest.raises(ValueError, match="A Space needs"):
+        publish(saved, "ann/m", as_adapter=True, space=True)
+    with pytest.raises(ValueError, match="absent"):
+        publish(tmp_path / "absent", "ann/m")
+
+
+def response(status, headers):
+    request = Request("GET", "https://huggingface.co/x")
+    return Response(status, headers=headers, request=request)
+
+
+def failed(error, cause=None):
+    with pytest.raises(OSError) as caught, hub_errors("It was sent."):
+        raise error from cause
+    return str(caught.value)
+
+
+def test_a_failure_of_the_hub_is_a_line_with_its_status_and_its_reason():
+    refused = response(403, {"X-Error-Message": "No\nwrite access."})
+    of_hub = errors.HfHubHTTPError("403 ...", response=refused, server_message="No\nwrite access.")
+    assert failed(of_hub).endswith(" failed: (403) No write access. It was sent.")
+    silent = errors.HfHubHTTPError("503 of it", response=response(503, {}))
+    assert failed(silent).endswith(" failed: (503) 503 of it. It was sent.")
+    upload = RuntimeError("while uploading")
+    assert failed(upload, of_hub) == failed(of_hub)
+    assert failed(RuntimeError("while uploading")).endswith(
+        " failed: while uploading. It was sent."
+    )
+    with pytest.raises(ValueError, match="ours"), hub_errors():
+        raise ValueError("ours")
+    assert check_front_matter(additions({"other.md": b"---\nlicense: 3\n---\n"}), "model") is None
+
+
+def a_report(**changes):
+    content = {"schema_version": SCHEMA_VERSION, "against": None, "figures": [], "provenance": {}}
+    content["report"] = {"attention": [{"question": "who?", "image": "a.png", "maps": [1]}]}
+    return json.dumps(content | changes)
+
+
+def test_of_a_report_figures_of_samples_and_of_other_folders_stay_here():
+    names = ["interface.png", "attention_1.png", "image_2.png", "baseline_image_1.png"]
+    names += ["../a.png", "a/b.png", ".a.png", "a.svg", "images.png", "baseline_norms.png"]
+    figures = [{"file": name, "title": "T"} for name in names]
+    content, shown = public_report(a_report(figures=figures))
+    assert shown == ["interface.png", "images.png", "baseline_norms.png"]
+    stored = json.loads(content)
+    assert [drawn["file"] for drawn in stored["figures"]] == shown
+    assert stored["report"]["attention"] == [{"question": "", "image": None, "maps": []}]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (a_report(schema_version=SCHEMA_VERSION - 1), f"has schema {SCHEMA_VERSION - 1}, not"),
+        ("{", "diagnostics/report.json"),
+        ("[]", "diagnostics/report.json"),
+        (json.dumps({"schema_version": SCHEMA_VERSION}), "Diagnose again, or remove it"),
+    ],
+)
+def test_a_report_that_cannot_be_read_is_named(text, said):
+    with pytest.raises(ValueError, match=said):
+        public_report(text)
+
+
+def test_logits_that_are_not_finite_are_no_answer(folder):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    assert len(first_logits(model, processor)) == model.config.text_config.vocab_size
+    unasked = processor.tokenizer.convert_tokens_to_ids("z")  # alone among the logits
+    model.lm_head.weight.data[unasked, 0] = float("inf")
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        first_logits(model, processor)

@@ -1,0 +1,157 @@
+"""The quickstart's parts, each by itself: what is printed and drawn, and what is done only once."""
+
+import json
+import shlex
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, load_from_disk
+from PIL import Image
+from rich.console import Console
+
+from normalign_llava.fetched.easy_vqa import OVERALL, QUESTION_KINDS, SYSTEM, Question
+from normalign_llava.quickstart import results as quickstart_results, train as quickstart_train
+from normalign_llava.quickstart.results import METRICS, diagnose_once, draw_images, print_results
+from normalign_llava.quickstart.run import Settings, command_to_ask
+from normalign_llava.quickstart.train import rows_of, stage, train_stage, words
+
+
+def test_options_are_a_command_line():
+    options = {"seed": 3, "target_modules": ["a", "b"], "bf16": False, "folder": Path("x/y")}
+    line = "--seed 3 --target_modules a b --bf16 False --folder x/y"
+    assert words(options) == line.split()
+
+
+def test_a_seed_is_that_of_the_data_the_projector_and_both_recipes():
+    settings = Settings.seeded(7)
+    assert settings.seed == settings.stage1["seed"] == settings.stage2["seed"] == 7
+    assert settings.stage1 == stage("quickstart-align", seed=7)
+    assert settings.stage2 == stage("quickstart-tune", seed=7)
+    assert rows_of({"max_steps": 3, "global_batch_size": 5, "per_device_train_batch_size": 1}) == 15
+
+
+def test_the_stages_have_no_row_in_common_and_are_written_once(tmp_path, monkeypatch):
+    def drawn(rows, seed):
+        return Dataset.from_dict({"row": [f"{number} of {seed}" for number in range(rows)]})
+
+    monkeypatch.setattr(quickstart_train, "training_data", drawn)
+    for first, second, seed in ((3, 2, 7), (9, 9, 8)):
+        quickstart_train.write_data(tmp_path / "data", first, second, seed)
+    stages = [load_from_disk(tmp_path / "data" / name)["row"][:] for name in ("stage1", "stage2")]
+    assert stages == [["0 of 7", "1 of 7", "2 of 7"], ["3 of 7", "4 of 7"]]
+
+
+def test_the_question_is_asked_with_the_system_turn_of_training():
+    question = Question("shape", "what's it?", "circle", Path("a b.png"), None)
+    line = command_to_ask(Path("my model"), question)
+    expected = ["normalign", "ask", "my model", "a b.png", "what's it?", "--system", SYSTEM]
+    assert shlex.split(line) == expected
+
+
+KINDS = list(METRICS)
+
+
+def scored(first):
+    """Other shares for each kind."""
+    return {kind: first + number / 100 for number, kind in enumerate(KINDS)}
+
+
+@pytest.mark.parametrize("with_baseline", [False, True])
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_table_has_every_share_in_its_column(tmp_path, with_baseline, alike):
+    results = {
+        "before": {"accuracy": scored(0.1), "blank": scored(0.9)},
+        "after": {"accuracy": scored(0.2), "blank": scored(0.3)},
+        "baseline": {"accuracy": scored(0.4), "blank": scored(0.9)} if with_baseline else None,
+        "majority": scored(0.5),
+        "count": {kind: 100 + number for number, kind in enumerate(KINDS)},
+        "seconds": {"fetch": 1000.0, "build": 1.4, "stage 1": 2.2},
+        "reloaded_alike": alike,
+        "verdicts": {"model": ["First [red].", "Second."], "stage1": ["Third."]},
+    }
+    console = Console(file=StringIO(), width=160)
+    pages = [tmp_path / "model" / "report.html", tmp_path / "stage1" / "report.html"]
+    print_results(console, results, tmp_path, pages)
+    said = console.file.getvalue()
+    table = [line.strip("┃│").replace("┃", "│").split("│") for line in said.splitlines()]
+    cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in table if len(row) > 3}
+    titles = ["questions", "before", "after", "after, blank image", "majority answer"]
+    firsts = [0.1, 0.2, 0.3, 0.5]
+    if with_baseline:
+        titles.insert(4, "without the norm")
+        firsts.insert(3, 0.4)
+    assert cells.pop("kind") == titles
+    assert list(cells) == KINDS == [*QUESTION_KINDS, OVERALL, "emoji"]
+    for number, kind in enumerate(KINDS):
+        shares = [f"{first + number / 100:.2f}" for first in firsts]
+        assert cells[kind] == [str(100 + number), *shares]
+    assert "took 4 seconds" in said
+    assert ("code: the same logits." in said) == alike and ("other logits" in said) != alike
+    assert "Report on model: First [red]. Second.\n" in said and "on stage1: Third.\n" in said
+    named = {line.split(":")[0]: line.split(": ")[-1].strip() for line in said.splitlines()}
+    assert named["Checkpoint"] == str(tmp_path / "model")
+    assert named["Model card"] == str(tmp_path / "model" / "README.md")
+    assert named["Images"] == str(tmp_path / "images.png")
+    assert said.count("Report: ") == 2 and all(str(page) in said for page in pages)
+
+
+def coloured(file):
+    """Pixels that are crimson, and that are green, in a picture."""
+    pixels = np.asarray(Image.open(file).convert("RGB")).astype(int)
+    crimson = (abs(pixels - [220, 20, 60]).max(-1) < 30).sum()
+    green = (abs(pixels - [0, 128, 0]).max(-1) < 30).sum()
+    return crimson, green
+
+
+def test_answers_are_green_if_they_are_right_and_crimson_if_not(tmp_path):
+    file = tmp_path / "grey.png"
+    Image.new("RGB", (8, 8), "grey").save(file)
+    shape = Question("shape", "what shape is it?", "circle", file, None)
+    emoji = Question("emoji", "what is this?", "dog", file, None)
+    wrong = [(shape, "a square, no circle but a triangle"), *[(emoji, "cat")] * 4]
+    for name, answered, expected in (
+        ("right.png", [(shape, "It is a circle."), (emoji, "dog")], (False, True)),
+        ("wrong.png", wrong, (True, False)),
+    ):
+        draw_images(answered, tmp_path / name)
+        crimson, green = coloured(tmp_path / name)
+        assert (crimson > 20, green > 20) == expected, name
+    heights = [Image.open(tmp_path / name).height for name in ("right.png", "wrong.png")]
+    assert heights[1] > 1.7 * heights[0]  # a fifth one begins a row
+
+
+def test_a_diagnosis_is_made_once_and_again_for_a_baseline(tmp_path, monkeypatch):
+    made = []
+
+    def diagnose(model, **options):
+        made.append({"model": model, **options})
+        report = {"against": options["against"]}
+        (tmp_path / "diagnostics" / "report.json").write_text(json.dumps(report))
+
+    (tmp_path / "diagnostics").mkdir()  # as an earlier one left it that was stopped
+    monkeypatch.setattr(quickstart_results, "diagnose", diagnose)
+    page = tmp_path / "diagnostics" / "report.html"
+    for baseline in (None, None, Path("plain"), Path("plain"), None):
+        assert diagnose_once(tmp_path, baseline, 5, "-stage1") == page
+    names = {"name": "quickstart-stage1", "against_name": "quickstart-no-norm-stage1"}
+    shared = {"model": str(tmp_path), "samples": 5, **names}
+    assert made == [{**shared, "against": None}, {**shared, "against": "plain"}]
+
+
+def test_a_task_that_failed_ends_the_quickstart_with_its_reason(tmp_path, monkeypatch):
+    class Suite:
+        failed = {"offline_emoji": "no rows"}
+
+    monkeypatch.setattr(quickstart_results, "evaluate", lambda *args, **options: Suite)
+    with pytest.raises(RuntimeError, match="offline_emoji could not be run: no rows"):
+        quickstart_results.ask_held_out(tmp_path, None, False)
+
+
+def test_a_stage_that_is_finished_is_not_trained_again(tmp_path):
+    """What was left of a run beside its result is removed."""
+    (tmp_path / "stage1").mkdir()
+    (tmp_path / "stage1-trainer").mkdir()
+    train_stage({}, tmp_path / "no checkpoint", tmp_path / "no data", tmp_path / "stage1")
+    assert [path.name for path in tmp_path.iterdir()] == ["stage1"]
