@@ -220,6 +220,7 @@ def bitsandbytes_bytes(cls, parameters, embedding) -> int:
     """What an optimizer of bitsandbytes keeps after a step, without tables that all share."""
     optimizer = cls(parameters)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()  # it knows parameters by their addresses, those of earlier tests too
     manager.override_config(embedding, "optim_bits", 32)
     manager.register_parameters(parameters)
     for parameter in parameters:

@@ -580,13 +580,19 @@ def test_each_curve_has_its_name_and_the_best_step_a_line(tmp_path, monkeypatch)
         }
 
 
+def logged_losses(count: int) -> list[dict[str, float]]:
+    return [{"step": step, "loss": 2.0 / step} for step in range(1, count + 1)]
+
+
 def test_the_curve_is_drawn_at_a_save_once_a_minute_in_the_first_process(tmp_path, monkeypatch):
     curves = Curves(monkeypatch)
     args, callback = SimpleNamespace(output_dir=str(tmp_path)), LossCurve()
-    state = TrainerState(log_history=[{"step": 1, "loss": 2.0}], best_global_step=1)
+    state = TrainerState(log_history=logged_losses(3), best_global_step=1)
     callback.on_save(args, state, None)
     assert not curves.drawn
     callback._drawn -= PAUSE
+    callback.on_save(args, TrainerState(log_history=logged_losses(2)), None)  # no curve yet
+    assert not curves.drawn
     state.is_world_process_zero = False
     callback.on_save(args, state, None)
     assert not curves.drawn
