@@ -157,7 +157,9 @@ class FixedFactors(TrainerCallback):
     """
 
     def __init__(self, tokens: float, gradient: float):
-        self.tokens, self.gradient, self._hooks = tokens, gradient, []
+        self.tokens = tokens
+        self.gradient = gradient
+        self._hooks: list[Any] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Hooks the projector and its norm."""

@@ -168,12 +168,20 @@ def main_result(by_group: dict[str, dict[str, list[Line]]], models: int) -> str:
     return "holds" if holds else "is not shown"
 
 
+def _scaled(interval: Interval | None, factor: float) -> Interval | None:
+    """An interval in other units."""
+    if interval is None:
+        return None
+    low, high = interval
+    return factor * low, factor * high
+
+
 def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict[str, list[Line]]:
     """Differences to none over the seeds that both have, by arm; the average last, if it is known.
 
     Intervals are corrected for so many benchmarks (Bonferroni), and not that of the average.
     """
-    by_arm = {}
+    by_arm: dict[str, list[Line]] = {}
     for arm, seeds in arms.items():
         common = sorted(seeds.keys() & arms.get("none", {}).keys())
         if arm == "none" or not common:
@@ -185,13 +193,16 @@ def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict
         by_arm[arm] = []
         for each in compare_arms(pair, 1 - (1 - CONFIDENCE) / benchmarks).differences:
             name, factor = _named(each.task)
-            intervals = [
-                ends and (factor * ends[0], factor * ends[1])
-                for ends in (each.over_questions, each.over_seeds)
-            ]
-            scores = factor * each.score, factor * each.reference
-            unknown = _unknown(each)
-            by_arm[arm].append(Line(name, *scores, reported.get(name), *intervals, unknown))
+            line = Line(
+                name,
+                factor * each.score,
+                factor * each.reference,
+                reported.get(name),
+                _scaled(each.over_questions, factor),
+                _scaled(each.over_seeds, factor),
+                _unknown(each),
+            )
+            by_arm[arm].append(line)
         columns = [[arms[name][seed]["columns"] for seed in common] for name in ("none", arm)]
         none, own = (np.array([run[AVERAGE] for run in of if AVERAGE in run]) for of in columns)
         if len(none) == len(own) == len(common):
@@ -219,7 +230,8 @@ def draw(
     panels = figure.subplots(2, len(groups), squeeze=False)
     for (above, below), (name, arms) in zip(panels.T, groups.items(), strict=True):
         for arm, lines in by_group[name].items():
-            colour, labels = COLOURS[arm], [NAMES[arm], "the paper's"]
+            colour = COLOURS[arm]
+            labels: list[str | None] = [NAMES[arm], "the paper's"]
             shift = 0.1 * list(NAMES).index(arm) - 0.2
             for place, line in enumerate(lines):
                 ends = line.interval or line.over_questions or [line.difference] * 2
@@ -289,7 +301,8 @@ def _paper_row(model: str | None, arm: str) -> dict[str, float]:
 def _scores(arms: dict[str, Seeds], paper: str | None) -> list[str]:
     """As in the paper: a column for each benchmark, a row for each arm, and the paper's rows."""
     digits = 2 if paper else 3
-    columns, body = {}, []
+    columns: dict[str, list[float]] = {}
+    body = []
     for arm, seeds in arms.items():
         columns = {}
         for result in seeds.values():
