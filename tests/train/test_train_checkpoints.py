@@ -107,6 +107,9 @@ def test_an_earlier_run_is_not_written_over(written, run):
     for resume in (None, "last"):
         with pytest.raises(ValueError, match="holds .* model.*--output_dir"):
             resolve_resume(resume, run, 1)
+    (run / "checkpoint-2").mkdir()  # without its end, so that a run would begin anew
+    with pytest.raises(ValueError, match="holds a model, but no checkpoint"):
+        resolve_resume("last", run, 1)
 
 
 def test_an_earlier_folder_does_not_mix_with_the_new_one_and_a_complete_one_stays(run):

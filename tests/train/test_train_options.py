@@ -299,6 +299,8 @@ def test_precision_follows_the_machine_or_an_option(tmp_path, monkeypatch, proce
     for name in ("bf16", "fp16"):  # in a configuration of accelerate
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
         assert parsed() == (name == "bf16", name == "fp16", name)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as its launcher does by default
+    assert parsed() == (pays, False, "bf16" if pays else "no")
 
 
 def test_steps_on_a_gpu_that_is_not_here_are_in_bfloat16(tmp_path, processor):

@@ -108,8 +108,10 @@ def test_a_dry_run_checks_the_repository_and_creates_none(hub, run):
     assert done.returncode == 1 and f"not as {REPO}" in " ".join(done.stderr.split())
     done = run(hub.token("ann"), dry_run=True)
     assert done.returncode == 0 and not hub.repositories, done.stderr
-    hub.create(REPO, files={"README.md": b"# By hand"})
-    done = run(hub.token("ann"), dry_run=True)
+    repository = hub.create(REPO, files={"README.md": b"# By hand"})
+    repository.branches["trial"] = repository.head().oid
+    repository.change({"README.md": b""})  # on main
+    done = run(hub.token("ann"), dry_run=True, hub_revision="trial")
     assert done.returncode == 1 and "not written by this package" in " ".join(done.stderr.split())
 
 
