@@ -57,18 +57,29 @@ def folders(tmp_path):
 def test_a_seed_decides_the_projector_whatever_was_drawn_before(folders):
     vision, language, output = folders
     made = []
-    for number, seed in enumerate([43, 43, 44]):
+    for number, seed in enumerate([0, 0, 44]):
         torch.rand(number + 1)
         build_checkpoint(vision, language, f"{output}-{number}", seed=seed)
         made.append(weights(f"{output}-{number}")["model.multi_modal_projector.linear_1.weight"])
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
 
 
+def test_the_projector_begins_at_the_scale_of_the_language_model_s_layers(folders):
+    vision, language, output = folders
+    build_checkpoint(vision, language, output, seed=0)
+    stored, scale = weights(output), tiny.text_config().initializer_range
+    for name in ("linear_1", "linear_2"):
+        projector = f"model.multi_modal_projector.{name}"
+        assert stored[f"{projector}.weight"].std().item() == pytest.approx(scale, rel=0.1)
+        assert not stored[f"{projector}.bias"].any()
+
+
 @pytest.mark.parametrize("kind", parts.ENCODERS)
-def test_every_encoder_gives_as_many_features_as_placeholders(tmp_path, kind):
+def test_every_encoder_gives_as_many_features_as_placeholders(tmp_path, kind, caplog):
     vision = parts.vision(tmp_path / "vision", kind)
     report = build_checkpoint(vision, parts.language(tmp_path / "language"), tmp_path / "built")
     assert report.tokens_per_image == parts.FEATURES[kind]
+    assert "tensors that are not of" not in caplog.text  # such as the text model of a CLIP
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "built")
     processor = AutoProcessor.from_pretrained(tmp_path / "built", trust_remote_code=False)
     assert type(processor) is transformers.LlavaProcessor

@@ -225,6 +225,12 @@ def test_a_streamed_mixture_never_ends_and_keeps_its_shares(load, tmp_path):
         assert abs(len(rows) - expected) < 49  # four standard deviations
 
 
+def test_sources_of_a_stream_that_go_on_keep_their_turns_when_one_ends(load, tmp_path):
+    listed = sources(tmp_path, a=1, b=3, c=3)
+    rows = load(None, datasets=listed, streamed=True).train
+    assert answers(islice(rows, 8)) == ["a0", "b0", "c0", "b1", "c1", "b2", "c2", "a0"]
+
+
 def test_a_stream_is_shuffled_in_its_buffer(load, tmp_path):
     (listed,) = sources(tmp_path, a=200)
     options = {"datasets": [listed], "dataset_streaming": True, "shuffle_buffer_size": 16}

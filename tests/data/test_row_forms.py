@@ -311,6 +311,7 @@ def test_what_looks_like_an_image_in_a_row_without_any():
         ({"image": "a.png", "img_path": "b.png", "query": "Q", "label": "A"},
             "question=query,answer=label"),
         ({"query": {"x": 1}, "problem": "Q", "response": "A"}, "question=problem,answer=response"),
+        ({"Image": "a.png", "query": "Q", "label": "A"}, "image=Image,question=query,answer=label"),
         ({"asked": [QA[0]], "dialog": QA}, "messages=dialog"),
         ({"said": [QA[1]], "dialog": QA}, "messages=dialog"),
         ({"preferred_output": QA, "non_preferred_output": QA}, "messages=preferred_output"),
