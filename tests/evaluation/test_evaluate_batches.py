@@ -56,6 +56,7 @@ def checkpoint(request, tmp_path_factory):
     processor = AutoProcessor.from_pretrained(stock)
     processor.chat_template = template
     processor.tokenizer.eos_token = "T"  # another end than the model's
+    processor.tokenizer.padding_side = "right"  # as in training elsewhere
     processor.save_pretrained(stock)
     return stock
 
@@ -105,3 +106,10 @@ def test_answers_in_batches_are_those_to_one_question_at_a_time(checkpoint, tmp_
         samples = sorted(result["samples"]["tiny_mixed"], key=lambda sample: sample["doc_id"])
         assert [sample["resps"][0][0] for sample in samples] == expected
         assert result["results"]["tiny_mixed"]["exact_match,none"] == pytest.approx(6 / 9)
+
+
+def test_questions_without_images_are_padded_on_the_left(checkpoint):
+    lm = as_lm(resolve_model(str(checkpoint)), batch_size=2, dtype="float32")
+    inputs = lm.tok_batch_multimodal_encode(["what is two and two?", "and?"], [[], []])
+    long, short = inputs["attention_mask"].tolist()
+    assert all(long) and short == sorted(short) and not short[0]

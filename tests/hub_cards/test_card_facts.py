@@ -245,6 +245,7 @@ def test_a_sentence_is_text_wherever_markup_could_begin(full, prompt):
     assert {child.type for child in inline.children} <= {"text", "text_special"}
     shown = "".join(child.content for child in inline.children)
     assert shown == prompt.replace("\n", " ").replace("\u200b", "")
+    assert not re.search(r"(?<!\\)\$", folded)  # between two the Hub typesets a formula
 
 
 def test_a_notice_with_spaces_in_its_name_is_linked(folder):

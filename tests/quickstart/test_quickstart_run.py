@@ -64,7 +64,10 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output, c
     assert not (output / "stage1").exists() and not (output / "results.json").exists()
     before = {path: path.stat().st_mtime_ns for path in (output / "untrained").iterdir()}
     assert "stage 1" in killed.stdout and "Resuming" not in killed.stdout + killed.stderr
+    seconds = json.loads((output / "journal.json").read_text())["seconds"]
     results = run_quickstart(output, SHORT)
+    assert list(seconds) == ["fetch", "convert", "build"]
+    assert seconds.items() <= results["seconds"].items()  # what was done before keeps its time
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in before.items())
     assert results == json.loads((output / "results.json").read_text())
     assert results["reloaded_alike"]
