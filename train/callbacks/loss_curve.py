@@ -25,7 +25,10 @@ FEWEST = 3
 
 
 class LossCurve(TrainerCallback):
-    """Draws `loss.png` at saves and at the end, of all steps, those before a resumption too."""
+    """Draws `loss.png` at saves and at the end, of all steps, those before a resumption too.
+
+    A curve of fewer than `FEWEST` points is not drawn.
+    """
 
     def __init__(self):
         self._drawn = time.monotonic()
