@@ -139,14 +139,14 @@ def test_of_several_processes_the_first_that_fails_prints_its_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_launched_run_has_as_many_processes_as_are_asked_for(tmp_path):
+def test_a_launched_run_has_as_many_processes_as_are_asked_for(prepared, tmp_path):
     named = {"model_name_or_path": "absent", "dataset_name": "absent", "output_dir": "out"}
     options = {"accelerate_config": "a.yaml", "num_processes": "2", **named, "learning_rate": "nan"}
     (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\nmain_process_port: 0\n")
-    command = [sys.executable, "-m", "normalign_llava", "train"]
-    command += [word for name, value in options.items() for word in (f"--{name}", value)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, cwd=tmp_path, env=environment, **CAPTURED)
+    command = ["-m", "normalign_llava", "train"]
+    for name, value in options.items():
+        command += [f"--{name}", value]
+    process = prepared.run(command, tmp_path, CUDA_VISIBLE_DEVICES="")
     said = [line for line in process.stderr.splitlines() if line.startswith("Error")]
     assert process.returncode == 1 and len(said) in (1, 2), process.stderr
     assert all(re.match("Error in process [01]: learning_rate must", line) for line in said)

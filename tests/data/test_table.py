@@ -102,7 +102,7 @@ def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch)
     assert len(list((tmp_path / "cache").rglob("*_of_00003.arrow"))) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_start_reads_the_cache(processor, tmp_path, cache):
     path = write_json(tmp_path / "data", [llava(f"Q{n}?", "yes") for n in range(9)])
     assert len(read(path, processor).train) == 9

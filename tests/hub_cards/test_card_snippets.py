@@ -77,6 +77,7 @@ def adapter(checkpoint, tmp_path_factory):
     return folder
 
 
+@pytest.mark.nightly
 def test_the_snippets_of_a_published_card_load_the_commit_that_publish_names(
     hub, publish, folder, tmp_path
 ):

@@ -8,7 +8,7 @@ from paths import DOCS
 from remote_code import run_blocked
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 SECTION = "## Tools that call LLaVA's class\n"
 RUN = """
 import io, json

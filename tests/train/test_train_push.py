@@ -72,7 +72,7 @@ def test_a_run_publishes_its_result_once(hub, run, prepared, tmp_path, parts):
         assert repository.read(path.name) == path.read_bytes()
 
 
-@pytest.mark.parametrize("on_hub", [True, False])
+@pytest.mark.parametrize("on_hub", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_an_adapter_is_sent_alone_if_its_base_is_on_the_hub(hub, run, parts, on_hub):
     base = {"model_name_or_path": "lab/base"} if on_hub else {}
     served = hub.serve("lab/base", parts / "model")

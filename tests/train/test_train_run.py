@@ -8,8 +8,6 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -114,6 +112,9 @@ def test_of_two_machines_the_first_alone_prints_what_is_next(tmp_path, parts, pr
 
 IMPORTED = """
 import sys
+for name in list(sys.modules):  # the process has them from the beginning
+    if name.partition(".")[0] == "normalign_llava":
+        del sys.modules[name]
 import normalign_llava.cli
 from transformers import TrainerCallback
 from normalign_llava.train.options import parse
@@ -129,9 +130,9 @@ train(*parse(sys.argv[1:]), [Imported()])
 """Prints the modules of this package, with code in them, that the first step has imported."""
 
 
-def test_a_run_imports_what_it_uses(tmp_path, parts):
+def test_a_run_imports_what_it_uses(prepared, tmp_path, parts):
     file = training.recipe(tmp_path, parts, stage="align", max_steps=1)
-    done = subprocess.run([sys.executable, "-c", IMPORTED, file], capture_output=True, text=True)
+    done = prepared.run(["-c", IMPORTED, file])
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("IMPORTED"))
     modules = [name.removeprefix("normalign_llava.") for name in line.split()[1:]]
