@@ -164,17 +164,18 @@ def running_children(parent: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_launcher_that_is_stopped_ends_with_the_status_of_the_signal(tmp_path, number, status):
+def test_a_launcher_that_is_stopped_ends_with_the_status_of_the_signal(
+    prepared, tmp_path, number, status
+):
     words = ["--accelerate_config", "ddp", "--num_processes", "2", "--dataset_name", "none"]
     words += ["--model_name_or_path", str(tmp_path)]
-    command = [sys.executable, "-m", "normalign_llava", "train", *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, **pipes) as done:
-        while done.poll() is None and running_children(done.pid) < 2:
-            time.sleep(0.05)
-        done.send_signal(number)
-        said = done.communicate()[1]
-    assert done.returncode == status and "Stopped." in said, said
+    command = ["-m", "normalign_llava", "train", *words]
+    launcher = prepared.start(command, CUDA_VISIBLE_DEVICES="")
+    while launcher.poll() is None and running_children(launcher.pid) < 2:
+        time.sleep(0.05)
+    os.kill(launcher.pid, number)
+    ended = launcher.wait()
+    assert ended.returncode == status and "Stopped." in ended.stderr, ended.stderr
 
 
 def test_an_error_without_a_rank_is_told(tmp_path):

@@ -82,6 +82,9 @@ QUESTIONS = [row["messages"][0]["content"][1]["text"] for row in ROWS]
 ANSWERS = [row["messages"][1]["content"][0]["text"] for row in ROWS]
 
 
+BY_HEART = dict(max_steps=150, learning_rate=1e-2, logging_steps=50)
+
+
 def trained_on_rows(folder: Path, checkpoint: Path, **options) -> Path:
     """A run on the four rows."""
     rows = Dataset.from_list(ROWS, features=FEATURES)
@@ -141,7 +144,7 @@ def made(request, tmp_path_factory):
         (folder / f"{number}.png").write_bytes(row["images"][0]["bytes"])
     files = [folder / f"{number}.png" for number in range(4)]
     checkpoint = built(folder, request.param)
-    trained = trained_on_rows(folder / "trained", checkpoint, max_steps=300, learning_rate=5e-3)
+    trained = trained_on_rows(folder / "trained", checkpoint, **BY_HEART)
     return request.param, folder, files, trained
 
 

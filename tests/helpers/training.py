@@ -57,7 +57,7 @@ def recipe(folder: Path, parts: Path, **options) -> str:
     """A short run from `parts / "model"` on `parts / "data/data.json"` to `folder / "out"`."""
     paths = dict(model_name_or_path=str(parts / "model"), output_dir=str(folder / "out"))
     data = dict(dataset_name=str(parts / "data" / "data.json"), stage="tune", global_batch_size=4)
-    options = {**TWO_STEPS, **paths, **data, **options}
+    options = {**TWO_STEPS, "sample_count": 0, **paths, **data, **options}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(options))
     return str(file)
@@ -93,8 +93,9 @@ def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2)
 
 
 def arguments(folder: Path, **options) -> NormAlignConfig:
-    """`SHORT` with changes."""
-    return NormAlignConfig(**{"output_dir": str(folder), "seed": 0, **SHORT, **options})
+    """`SHORT` with changes; evaluation answers no rows."""
+    defaults = {"output_dir": str(folder), "seed": 0, "sample_count": 0, **SHORT}
+    return NormAlignConfig(**{**defaults, **options})
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

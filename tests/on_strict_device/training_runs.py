@@ -64,6 +64,7 @@ ADAPTERS = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0, "gradient_checkp
 def test_training_steps_with_all_callbacks(trainer, options, only_answers):
     options = {"optim": "sgd", "learning_rate": 0.1, "probe_steps": [0, 2], **options}
     options |= {"held_out": training.rows(2), "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"sample_count": 1, "sample_max_new_tokens": 4}
     runs = []
     for device in ("cpu", "strict"):
         run = trainer(device, **options)

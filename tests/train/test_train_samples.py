@@ -14,6 +14,7 @@ from train_data import inside
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.train.callbacks.samples import _short, sample_callback
 from normalign_llava.train.modules.model import base_model
+from normalign_llava.train.options import NormAlignConfig
 
 
 pytestmark = pytest.mark.slow
@@ -136,7 +137,7 @@ def test_training_is_bitwise_the_same_with_answers(untied, tmp_path):
 def test_a_row_with_a_broken_image_is_passed_over_and_four_are_answered_by_default(
     untied, tmp_path, caplog
 ):
-    args = training.arguments(tmp_path, eval_strategy="steps", eval_steps=1)
+    args = NormAlignConfig(str(tmp_path), **training.SHORT, eval_strategy="steps", eval_steps=1)
     callback = sample_callback(held_out_rows(), args, is_sharded=False)
     assert [sample.truth for sample in callback.samples] == ["red", "blue", "yes", "no"]
     assert sample_callback({"one": held_out_rows()}, args, is_sharded=False).count == 4
