@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from functools import partial
+from importlib import import_module
 
 import demo_parts
 import httpx
@@ -32,7 +33,6 @@ from remote_code import BLOCK
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from normalign_llava.hub_cards import demo_app
 from normalign_llava.hub_cards.demo import GRADIO_VERSION, run_demo, space_files
 
 
@@ -57,6 +57,12 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
+def demo_app():
+    """The module, imported when a test needs it: Gradio takes seconds."""
+    return import_module("normalign_llava.hub_cards.demo_app")
+
+
+@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return demo_parts.checkpoint(tmp_path_factory.mktemp("demo"))
 
@@ -74,7 +80,7 @@ def red(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(loaded):
+def url(demo_app, loaded):
     app = demo_app.build_app(*loaded, title="Test", source="", max_new_tokens=80)
     demo_app.launch(app, server_port=free_port(), prevent_thread_lock=True, quiet=True)
     yield app.local_url
@@ -97,7 +103,9 @@ def test_the_page_streams_what_generate_answers_and_then_shows_the_maps(url, che
 
 
 @pytest.mark.parametrize("vision", ["clip", "registers"])
-def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(tmp_path, vision):
+def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(
+    demo_app, tmp_path, vision
+):
     folder = demo_parts.checkpoint(tmp_path, vision=vision)
     (model, processor), (twin, _) = demo_parts.load(folder), demo_parts.load(folder)
     for layer in (*model.get_decoder().layers, *twin.get_decoder().layers):
@@ -129,7 +137,7 @@ def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(tmp
         assert np.argsort(quarters).tolist() == np.argsort(expected).tolist()
 
 
-def test_an_answer_ends_with_the_context_or_when_it_is_stopped(tmp_path, red):
+def test_an_answer_ends_with_the_context_or_when_it_is_stopped(demo_app, tmp_path, red):
     model, processor = demo_parts.load(demo_parts.checkpoint(tmp_path, context=1024))
     model.generation_config.eos_token_id = None
     steps = []
@@ -153,7 +161,7 @@ def test_wrong_questions_get_a_message_and_the_page_goes_on(url, red):
 
 
 @pytest.mark.parametrize("size", [(4001, 20), (20, 4001)])
-def test_a_strip_is_refused_that_an_image_processor_would_make_huge(tmp_path, size):
+def test_a_strip_is_refused_that_an_image_processor_would_make_huge(demo_app, tmp_path, size):
     file, whole = tmp_path / "strip.png", tmp_path / "whole.png"
     Image.new("RGB", size).save(file)
     Image.new("RGB", (4000, 20)).save(whole)
@@ -170,7 +178,7 @@ def colours(image):
 BLACK, WHITE, RED = (0, 0, 0), (255, 255, 255), (255, 0, 0)
 
 
-def test_an_image_is_shown_upright_in_colour_and_on_white(tmp_path):
+def test_an_image_is_shown_upright_in_colour_and_on_white(demo_app, tmp_path):
     two = Image.new("RGBA", (20, 10), (255, 0, 0, 255))
     two.paste((0, 0, 0, 0), (10, 0, 20, 10))  # transparent, which is black beneath
     for name, image, expected in (
@@ -192,7 +200,7 @@ def test_an_image_is_shown_upright_in_colour_and_on_white(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["deep.png", "float.tiff", "old.tga", "words.png", "cut.png"])
-def test_a_file_that_is_no_image_of_8_bits_is_refused(tmp_path, name):
+def test_a_file_that_is_no_image_of_8_bits_is_refused(demo_app, tmp_path, name):
     file = tmp_path / name
     if name == "deep.png":
         Image.new("I;16", (4, 4)).save(file)
@@ -209,7 +217,7 @@ def test_a_file_that_is_no_image_of_8_bits_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("asked", [(None, QUESTION), ("red", None), ("red", " \n")])
-def test_an_image_and_a_question_are_needed(loaded, red, asked):
+def test_an_image_and_a_question_are_needed(demo_app, loaded, red, asked):
     file, question = asked
     with pytest.raises(demo_app.gr.Error, match="Give an image and a question"):
         next(demo_app.answer(*loaded, file and str(red), question, 5))
@@ -222,7 +230,7 @@ def one_hot(logits, token):
     return changed
 
 
-def test_an_answer_without_words_is_told_so(tmp_path, red):
+def test_an_answer_without_words_is_told_so(demo_app, tmp_path, red):
     model, processor = demo_parts.load(demo_parts.checkpoint(tmp_path))
     space = processor.tokenizer.convert_tokens_to_ids(" ")
     model.lm_head.register_forward_hook(lambda module, states, logits: one_hot(logits, space))
@@ -230,7 +238,7 @@ def test_an_answer_without_words_is_told_so(tmp_path, red):
     assert text == "(The answer is empty.)" and len(maps) == 3
 
 
-def test_a_space_without_a_gpu_computes_in_float32_if_that_fits(loaded, monkeypatch):
+def test_a_space_without_a_gpu_computes_in_float32_if_that_fits(demo_app, loaded, monkeypatch):
     model, _ = loaded
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     for room, dtype in ((size, torch.float32), (size - 1, "auto")):
