@@ -1,9 +1,6 @@
 """Data sets in memory: what is cached of them; rows are made of their sources when read."""
 
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import tiny_parts
@@ -102,15 +99,24 @@ def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch)
     assert len(list((tmp_path / "cache").rglob("*_of_00003.arrow"))) == 3
 
 
-@pytest.mark.nightly
-def test_a_second_start_reads_the_cache(processor, tmp_path, cache):
+SECOND = """
+import sys
+
+import datasets
+sys.path.append(sys.argv[1])
+datasets.config.HF_DATASETS_CACHE = sys.argv[2]
+import train_data
+print(len(train_data.read(sys.argv[3], train_data.processor()).train))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_reads_the_cache(prepared, processor, tmp_path, cache):
     path = write_json(tmp_path / "data", [llava(f"Q{n}?", "yes") for n in range(9)])
     assert len(read(path, processor).train) == 9
     written = {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")}
-    own = {"HF_DATASETS_CACHE": str(cache), "PYTHONPATH": str(HELPERS), "PYTHONHASHSEED": "7"}
-    code = "import sys, train_data as own; print(len(own.read(sys.argv[1], own.processor()).train))"
-    words = [sys.executable, "-c", code, str(path)]
-    process = subprocess.run(words, env=os.environ | own, capture_output=True, text=True)
+    # That process has another seed of hashes than this one.
+    process = prepared.run(["-c", SECOND, HELPERS, cache, path])
     assert process.stdout.split() == ["9"] and len(written) == 2, process.stderr
     assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
 
