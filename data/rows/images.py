@@ -213,7 +213,8 @@ class PlainFiles:
             if "://" not in folder and _allows_folder(rules, folder):
                 files = _regular_files(folder, _LISTED_FOR_EACH * images)
                 listed.append(np.fromiter(map(hash, files), np.int64))
-        self._hashes = np.sort(np.concatenate(listed))
+        self._hashes = np.concatenate(listed)
+        self._hashes.sort()
 
     def include(self, paths: Sequence[str]) -> np.ndarray:
         """Which of these paths, as [`ImageRules.image`] gives them, are of such files: `(n,)`."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets in memory: a cached table has facts of each row, which is parsed when it is read."""
 
+import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,8 +173,8 @@ def check_rows(
 
 def measure(rows: Dataset, report: SourceReport) -> None:
     """Fills in the numbers of rows, images and tokens of a table, or of parsed rows in memory."""
-    columns = rows.with_format(None).select_columns(["length", "image_count"])
-    lengths, counts = (np.array(columns[name][:]) for name in columns.column_names)
+    lengths = _column(rows, "length").to_numpy()
+    counts = _column(rows, "image_count").to_numpy()
     report.valid = report.used = len(rows)
     report.images, report.text_only = int(counts.sum()), int((counts == 0).sum())
     report.shortest, report.longest = int(lengths.min()), int(lengths.max())
@@ -213,7 +215,7 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
     processes = min(checks.processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{facts}.lock"):
+    with FileLock(cache / f"{facts}.lock"), _frozen_objects():
         table = chunks.map(
             _facts,
             fn_kwargs={"data": source, "processor": processor},
@@ -227,6 +229,23 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
             desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
         )
     return table.add_column("part", np.full(len(table), part))
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Within, the garbage collector leaves alone what exists: libraries have a million objects.
+
+    To look at them again and again would take a fifth of the time, and each of the processes that
+    check rows would copy the memory that they are in. What a caller has frozen stays frozen.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _facts(chunk: dict, data: Source, processor: LlavaProcessor | None) -> dict[str, list]:

@@ -1,5 +1,6 @@
 """Data sets in memory: what is cached of them; rows are made of their sources when read."""
 
+import gc
 import pickle
 
 import pytest
@@ -224,3 +225,21 @@ def stored_paths(cache, start: str) -> list[str]:
         for row in Dataset.from_file(str(file)):
             paths += [path for path in row["paths"] if path.startswith(start + "/")]
     return paths
+
+
+def test_what_exists_is_frozen_while_rows_are_checked_and_no_longer(
+    processor, tmp_path, monkeypatch
+):
+    counts, facts = [], table._facts
+
+    def counted(*args, **kwargs):
+        counts.append(gc.get_freeze_count())
+        return facts(*args, **kwargs)
+
+    monkeypatch.setattr(table, "_facts", counted)
+    gc.unfreeze()
+    read(write_json(tmp_path / "data", [llava("Q?", "yes")]), processor)
+    assert counts[0] > 10_000 and gc.get_freeze_count() == 0
+    gc.freeze()
+    read(write_json(tmp_path / "other", [llava("Q?", "no")]), processor)
+    assert gc.get_freeze_count() > 10_000  # what a caller has frozen
