@@ -17,11 +17,11 @@ quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 3 $(BY_FILE)
+	$(BIN)/python -m pytest -q -n 4 $(BY_FILE)
 
 # Also the tests that are left out above: most of those with several processes.
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m ""
+	$(BIN)/python -m pytest -q -n 4 $(BY_FILE) -m ""
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "not slow"

@@ -57,7 +57,7 @@ def shown(outputs: list, kind: str) -> list[str]:
     return [output.data[kind] for output in outputs if kind in output.get("data", ())]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_is_built_trained_merged_compared_published_and_asked(run, hub, tmp_path):
     small = dict(VISION=parts.vision(tmp_path / "vision", "siglip"), STEPS=1, BATCH=2)
     small |= dict(LANGUAGE=parts.language(tmp_path / "language"), DRAWN={"train": 4, "test": 2})

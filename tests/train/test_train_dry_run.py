@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is counted before training: parameters, memory; what a dry run needs, writes, proposes."""
 
+import functools
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -182,6 +183,7 @@ def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
     def answer(size, *words):
         return remedy(make(words, size), lambda more: make([*words, *more], size))
 
+    @functools.cache
     def total(*words):
         return make(words).estimate_memory().total
 
