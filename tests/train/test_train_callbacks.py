@@ -366,11 +366,18 @@ def test_cosines_are_those_of_the_hidden_states():
 
 
 def test_of_a_batch_without_images_the_probe_measures_text_alone(tmp_path):
-    args, model, state = training.arguments(tmp_path), tiny.model(), TrainerState()
-    probe = CosineProbe([0], tiny.inputs(images=0, batch=2))
+    args, model, state = training.arguments(tmp_path), tiny.model(), TrainerState(global_step=2)
+    batch = tiny.inputs(images=0, batch=2)
+    for layer in model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    expected = layer_cosines(model, batch)["text"]
+    probe = CosineProbe([0, 2], batch)
+    probe.on_train_begin(args, state, None, model=model.train())  # of a run that is resumed
+    assert not probe.collect() and not (tmp_path / DYNAMICS).exists()
+    state.global_step = 0
     probe.on_train_begin(args, state, None, model=model)
     (line,) = lines(tmp_path)
-    assert line["visual"] == [] and len(line["text"]) == 2
+    assert line["visual"] == [] and line["text"] == pytest.approx(expected)
     assert probe.collect() == {"cosine/text": pytest.approx(sum(line["text"]) / 2)}
     assert probe.collect() == {}  # it is logged once
 
@@ -411,6 +418,9 @@ def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
     expected = dict(padded(rows[:2]))
     del expected["labels"]
     training.assert_equal(probe.batch, expected)
+    args.probe_steps = None
+    of_another_collator = CosineProbe.of_rows(rows, lambda given: {"rows": given}, args)
+    assert of_another_collator.batch == {"rows": rows[:2]} and not of_another_collator.steps
 
 
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):

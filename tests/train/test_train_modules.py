@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a model to train, by themselves: freezing, precision, modes, bytes, arms, hooks."""
 
+import re
 from types import SimpleNamespace
 
 import bitsandbytes
@@ -9,7 +10,7 @@ import tiny
 import torch
 import training
 from accelerate import FullyShardedDataParallelPlugin
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch import distributed as dist, nn
 from torch.distributed import fsdp
 from transformers import BitsAndBytesConfig
@@ -18,6 +19,7 @@ from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGe
 from normalign_llava.assembly.processing import arm_of
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train.modules import model as parts
+from normalign_llava.train.modules.adapter import language_adapter
 from normalign_llava.train.modules.load import (
     check_architecture,
     config_of_arm,
@@ -73,6 +75,12 @@ def test_beside_adapters_the_layers_below_stay_frozen():
         *("projector", "norm")
     }
     assert parts.projector_norm(model) is parts.base_model(model).model.multi_modal_projector.norm
+    parts.train_in_float32(model)
+    saved = parts.base_model(model).model.multi_modal_projector
+    original = saved.original_module.linear_1.weight.clone()
+    with torch.no_grad():
+        saved.modules_to_save["default"].linear_1.weight += 1.0
+    assert torch.equal(saved.original_module.linear_1.weight, original)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -376,7 +384,8 @@ def test_a_gain_is_kept_unless_the_arm_has_another(tmp_path, checkpoint, arm):
     args.model_init_kwargs = {"dtype": "float32"}
     opened = open_checkpoint(checkpoint)
     model = load_model(opened, args, RATES)
-    assert model.name_or_path == str(checkpoint) and arm_of(model.config) == (arm or "gwc")
+    assert model.name_or_path == model.config.name_or_path == str(checkpoint)
+    assert arm_of(model.config) == (arm or "gwc")
     norm = parts.projector_norm(model)
     if arm == "none":
         assert not [*norm.parameters()]
@@ -394,6 +403,68 @@ def test_what_a_dry_run_cannot_count_is_refused(tmp_path, checkpoint):
     eight_bits = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(ValueError, match="dry_run cannot count load_in_8bit"):
         load_model(open_checkpoint(checkpoint), args, RATES, eight_bits, use_peft=True)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_settings_of_4_bits_are_copied_and_products_are_in_the_precision_of_steps(
+    tmp_path, checkpoint, bf16
+):
+    args = training.arguments(tmp_path, dry_run=True, bf16=bf16)
+    args.model_init_kwargs = {"dtype": "float32", "revision": "main"}
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
+    given = settings.to_dict()
+    rates = {**RATES, "language": 0.0}
+    model = load_model(open_checkpoint(checkpoint), args, rates, settings)
+    assert settings.to_dict() == given
+    products = {m.compute_dtype for m in model.modules() if type(m).__name__ == "Linear4bit"}
+    assert products == {torch.bfloat16 if bf16 else torch.float32}
+    assert not model.is_quantized  # which transformers would refuse to train
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_without_options_a_checkpoint_is_loaded_in_its_own_precision(tmp_path, checkpoint):
+    args = training.arguments(tmp_path)
+    args.model_init_kwargs = None
+    model = load_model(open_checkpoint(checkpoint), args, RATES)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def of_language(config, **rates):
+    """The configuration of adapters that is used of another one, with these learning rates."""
+    rates = {**dict.fromkeys(RATES, 0.0), "language": 1e-4, **rates}
+    return language_adapter(config, tiny.config(tied=False), rates)
+
+
+@pytest.mark.parametrize(
+    ("rates", "saved"),
+    [
+        ({}, None),
+        ({"norm": 1e-3}, ["multi_modal_projector"]),
+        ({"projector": 1e-3}, ["multi_modal_projector"]),
+        ({"vision": 1e-3}, ["vision_tower"]),
+        ({"vision": 1e-3, "norm": 1e-3}, ["vision_tower", "multi_modal_projector"]),
+    ],
+)
+def test_what_is_trained_in_full_beside_adapters_is_saved_with_them(rates, saved):
+    assert of_language(LoraConfig(), **rates).modules_to_save == saved
+
+
+def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
+    with pytest.raises(ValueError, match="peft_config is a IA3Config"):
+        of_language(IA3Config())
+    with pytest.raises(ValueError, match="its learning rate is 0"):
+        of_language(LoraConfig(), language=0.0)
+
+
+def test_patterns_name_modules_as_peft_reads_them():
+    ahead = r"(?!.*up_proj).*_proj"  # which names what it leaves out
+    assert of_language(LoraConfig(target_modules=ahead)).target_modules == ahead
+    first = r"model\.language_model\.layers\.0\..*"
+    excluded = of_language(LoraConfig(exclude_modules=first)).exclude_modules
+    assert re.fullmatch(excluded, "model.language_model.layers.0.mlp.up_proj")
+    assert not re.fullmatch(excluded, "model.language_model.layers.1.mlp.up_proj")
+    with pytest.raises(ValueError, match="peft_config names proj, which would have no effect"):
+        of_language(LoraConfig(exclude_modules=["proj"]))  # the end of names, not a name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
