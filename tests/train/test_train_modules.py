@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import training
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import distributed as dist, nn
 from torch.distributed import fsdp
@@ -25,6 +25,7 @@ from normalign_llava.train.modules.load import (
     config_of_arm,
     frozen_dtype,
     load_model,
+    settle_float16,
 )
 
 
@@ -420,6 +421,40 @@ def test_the_settings_of_4_bits_are_copied_and_products_are_in_the_precision_of_
     assert products == {torch.bfloat16 if bf16 else torch.float32}
     assert not model.is_quantized  # which transformers would refuse to train
     assert not any(parameter.requires_grad for parameter in model.parameters())
+    args.arm = "unit"  # a gain that is not read need not be set
+    beside = load_model(open_checkpoint(checkpoint), args, rates, settings, use_peft=True)
+    assert beside.is_quantized  # for PEFT
+
+
+def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_path, checkpoint):
+    args, rates = training.arguments(tmp_path), {**dict.fromkeys(RATES, 0.0), "norm": 1e-3}
+    args.model_init_kwargs = {"dtype": "float32"}
+    settings = BitsAndBytesConfig(load_in_4bit=True)
+    model = load_model(open_checkpoint(checkpoint), args, rates, settings)
+    parts.freeze(model, rates)
+    before = training.weights(model)
+    plain = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    model.load_state_dict({name: value + 1 for name, value in plain.state_dict().items()}, False)
+    names = {f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias")}
+    assert training.moved(before, model) == names
+
+
+@pytest.mark.parametrize("size", [20_000.0, -20_000.0, float("nan")])
+def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(tmp_path, size):
+    args, model = training.arguments(tmp_path), tiny.model()
+    Accelerator(cpu=True)  # the options have made accelerate forget its state
+    args.fp16, args.model_init_kwargs = True, {"attn_implementation": "eager"}
+    model.config.quantization_config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16
+    )
+    settle_float16(model, args, tiny.inputs())
+    assert args.fp16
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_2.bias.fill_(size)
+    settle_float16(model, args, tiny.inputs())
+    assert (args.fp16, args.mixed_precision) == (False, "no")
+    assert args.model_init_kwargs == {"attn_implementation": "eager", "dtype": "float32"}
+    assert model.config.quantization_config.bnb_4bit_compute_dtype == torch.float32
 
 
 def test_without_options_a_checkpoint_is_loaded_in_its_own_precision(tmp_path, checkpoint):
