@@ -1,13 +1,16 @@
 """What a checkpoint says of where it comes from: parts, code, machine, time, earlier stages."""
 
+import copy
 import json
 import os
 import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import tiny
 import tiny_parts
 import torch
 import train_data
@@ -16,13 +19,14 @@ from huggingface_hub import ModelCard, constants
 from paths import ROOT
 from safetensors.torch import save_file
 from stored import store, weights
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoModel, AutoProcessor, AutoTokenizer, ViTConfig, ViTModel
 from transformers.utils import logging
 
-from normalign_llava import NormAlignLlavaModel
+from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.files import find_checkpoint
 from normalign_llava.checkpoint.opening import (
+    Checkpoint,
     check_processor,
     hub_dataset,
     licence_of,
@@ -137,6 +141,9 @@ def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached
         cached("model", "user/lm", commit, json.dumps({"of": commit}), "build.json")
     assert read_record("user/lm", "build.json", OLD) == {"of": OLD}
     assert read_record("user/lm", "build.json") == {"of": NEW}
+    for commit in (OLD, NEW):
+        cached("model", "user/lm", commit, json.dumps({"of": commit}), "config.json")
+    assert open_checkpoint("user/lm", OLD).stored == {"of": OLD}
     assert find_checkpoint("user/lm", OLD) == ("user/lm", OLD)
     assert find_checkpoint("user/lm") == ("user/lm", NEW)
 
@@ -206,6 +213,7 @@ def test_records_are_json_objects(tmp_path):
         (tmp_path / "build.json").write_text(content)
         assert read_record(str(tmp_path), "build.json") == expected
     assert read_record("user/none", "build.json") is None  # on a Hub that cannot be asked
+    assert read_record("no name!", "build.json") is licence_of("no name!") is None
 
 
 @pytest.fixture
@@ -296,3 +304,45 @@ def test_a_model_without_a_processor_is_loaded(opened, tmp_path, lost):
 def test_a_model_that_does_not_generate_is_loaded(opened):
     bare = opened.load(NormAlignLlavaModel)
     assert type(bare) is NormAlignLlavaModel and not bare.can_generate()
+
+
+def test_an_adapter_s_processor_is_read_where_no_configuration_is(opened, tmp_path):
+    folder = shutil.copytree(opened.name, tmp_path / "adapter")
+    (folder / "config.json").unlink()
+    processor = Checkpoint(str(folder), None, {}).processor
+    assert processor.image_token_id == opened.processor.image_token_id
+
+
+@pytest.mark.skipif(find_spec("num2words") is not None, reason="num2words is installed")
+def test_a_processor_that_needs_a_package_names_it(opened):
+    class Needs:
+        @classmethod
+        def from_pretrained(cls, name, **options):
+            raise ImportError("Package `num2words` is required")
+
+    with pytest.raises(ImportError, match="needs num2words, which is not installed"):
+        opened.preprocessor(Needs)
+
+
+def test_a_pooling_layer_and_the_norm_of_a_llava_may_be_absent(tmp_path):
+    config = ViTConfig(**tiny.ENCODER)
+    ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "vit")
+    assert open_checkpoint(tmp_path / "vit").load(AutoModel).num_parameters() > 0
+    llava = tiny_parts.llava(tmp_path / "llava", tiny.llava())
+    assert open_checkpoint(llava).load().model.multi_modal_projector.norm.weight.any()
+
+
+def test_another_configuration_is_used_in_place_of_its_own(opened):
+    config = copy.deepcopy(opened.config)
+    config.text_config.num_hidden_layers = 1
+    whole, less = (
+        opened.without_weights(NormAlignLlavaForConditionalGeneration, own)
+        for own in (None, config)
+    )
+    assert less.num_parameters() < whole.num_parameters()
+    assert opened.config.text_config.num_hidden_layers == 2
+
+
+def test_a_checkpoint_that_is_not_there_has_the_remedy_that_is_given():
+    with pytest.raises(ValueError, match=r"none is no file or folder here\. Look again"):
+        open_checkpoint("none", remedy="Look again.")

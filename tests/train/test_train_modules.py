@@ -19,7 +19,7 @@ from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGe
 from normalign_llava.assembly.processing import arm_of
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train.modules import model as parts
-from normalign_llava.train.modules.adapter import language_adapter
+from normalign_llava.train.modules.adapter import check_quantized, language_adapter
 from normalign_llava.train.modules.load import (
     check_architecture,
     config_of_arm,
@@ -491,9 +491,26 @@ def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
         of_language(LoraConfig(), language=0.0)
 
 
+def test_what_is_quantized_is_not_trained_in_full_and_what_is_not_may_be():
+    args = SimpleNamespace(learning_rates=lambda use_peft: {"language": 1e-5})
+    four_bits, config = BitsAndBytesConfig(load_in_4bit=True), tiny.config(tied=False)
+    for saved in (None, ["embed_tokens"], ["lm_head"], ["norm"]):
+        check_quantized(config, four_bits, args, LoraConfig(modules_to_save=saved))
+    for saved in ("gate_proj", "mlp"):
+        with pytest.raises(ValueError, match=f"{saved}, which would be quantized"):
+            check_quantized(config, four_bits, args, LoraConfig(modules_to_save=[saved]))
+    with pytest.raises(ValueError, match="language_learning_rate 1e-05 would train"):
+        check_quantized(config, four_bits, args, None)
+    four_bits.llm_int8_skip_modules = ["lm_head"]
+    with pytest.raises(ValueError, match="llm_int8_skip_modules is set here"):
+        check_quantized(config, four_bits, args, LoraConfig())
+
+
 def test_patterns_name_modules_as_peft_reads_them():
     ahead = r"(?!.*up_proj).*_proj"  # which names what it leaves out
     assert of_language(LoraConfig(target_modules=ahead)).target_modules == ahead
+    listed = of_language(LoraConfig(target_modules="q_proj, v_proj"))  # as TRL writes a list
+    assert listed.target_modules == {"q_proj", "v_proj"}
     first = r"model\.language_model\.layers\.0\..*"
     excluded = of_language(LoraConfig(exclude_modules=first)).exclude_modules
     assert re.fullmatch(excluded, "model.language_model.layers.0.mlp.up_proj")
