@@ -33,6 +33,9 @@ ODD = torch.tensor([[1.0], [math.nan], [math.inf]])
         (lambda: mean_embedding_norm(ODD), r"2 embedding rows .*\[1, 2\]"),
         (lambda: mean_embedding_norm(torch.ones(4, 3, device="meta")), "on meta"),
         (lambda: mean_embedding_norm(torch.ones(4, 3, dtype=torch.uint8)), "quantized .*uint8"),
+        (lambda: mean_embedding_norm(torch.ones(4, 3).to(torch.float8_e4m3fn)), "quantized .*8_e4"),
+        (lambda: NormAlignLlavaConfig(projector_gain_init="two"), "text_norm, one, got 'two'"),
+        (lambda: NormAlignLlavaConfig(gradient_compensation="all"), "global, none, got 'all'"),
         (lambda: NormAlignLlavaConfig(projector_norm="batch"), "layer_norm.*rms_norm.*none.*batch"),
         (lambda: NormAlignLlavaConfig(text_embedding_norm=math.nan), "text_embedding_norm .*nan"),
         (lambda: NormAlignLlavaConfig(text_embedding_norm=0.0), "text_embedding_norm .*0.0"),
@@ -46,6 +49,21 @@ ODD = torch.tensor([[1.0], [math.nan], [math.inf]])
 def test_wrong_values_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_defaults_are_the_papers_and_configurations_do_not_share_what_they_hold():
+    config = NormAlignLlavaConfig(text_embedding_norm=1)  # whole numbers are numbers
+    assert (config.gain_floor, config.projector_norm_eps, config.text_embedding_norm) == (
+        *(1e-3, 1e-5),
+        1,
+    )
+    for name in ("LayerNorm", "RMSNorm"):
+        norm = getattr(modeling, f"GlobalWeightCompensated{name}")(8)
+        assert (norm.gain_floor, norm.eps, norm.compensate) == (1e-3, 1e-5, True)
+    config.auto_map["AutoModel"] = "other.Model"
+    assert NormAlignLlavaConfig().auto_map == NormAlignLlavaConfig.auto_map_entries
+    again = NormAlignLlavaConfig(**config.to_dict())
+    assert (again.model_type, again.auto_map) == ("normalign_llava", config.auto_map_entries)
 
 
 @pytest.mark.parametrize("vision, tied", [("clip", True), ("siglip", False)])

@@ -310,6 +310,8 @@ def test_folders_are_told_by_the_files_in_them(tmp_path):
         files.find_checkpoint(adapter)
     with pytest.raises(ValueError, match="d has no config.json.* Look again"):
         files.find_checkpoint(neither, remedy="Look again.")
+    with pytest.raises(ValueError, match=r"none is no file or folder here\. Look again"):
+        files.find_checkpoint(tmp_path / "none", remedy="Look again.")
     for folder in (model, adapter, both):
         files.check_folder(folder)
     with pytest.raises(ValueError, match="d has no config.json.*adapter_config.json"):
@@ -364,6 +366,26 @@ def test_a_replaced_folder_is_new_as_a_whole_and_nothing_of_others_is_lost(tmp_p
     with pytest.raises(ValueError, match=said), finished_folder(target, lambda folder: ["first"]):
         pass
     assert {path.name for path in target.iterdir()} == {"first", "mine"}
+
+
+def test_a_link_stays_one_to_the_folder_that_is_replaced(tmp_path):
+    folder, link = written(tmp_path / "real", first="old"), tmp_path / "link"
+    link.symlink_to(folder)
+    with finished_folder(link, lambda folder: ["first"]) as staging:
+        (staging / "first").write_text("new")
+    assert link.is_symlink() and (folder / "first").read_text() == "new"
+    assert {*tmp_path.iterdir()} == {folder, link}
+
+
+def test_a_lock_has_the_command_and_is_held_by_whatever_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    long = ["/bin/normalign", "train", "recipe.yaml", "--output_dir", "a" * 30, "b" * 200]
+    for words, begin in ((long, "`normalign train recipe.yaml --output_dir a"), ([""], "`python`")):
+        monkeypatch.setattr(sys, "argv", words)
+        with only_writer("out"), only_writer(tmp_path / "out", wait=0):
+            lock = (tmp_path / "out" / files.LOCK).read_text()
+        assert lock.startswith(begin) and lock.endswith(f", process {os.getpid()}")
+        assert len(lock) < 160
 
 
 def test_what_only_looks_like_a_killed_run_s_is_kept(tmp_path):

@@ -61,6 +61,8 @@ def test_a_hub_that_cannot_be_asked_for_notices_is_told_of(caplog):
     assert "user/model" in line
 
 
-@pytest.mark.parametrize("build", [None, {}, {"notices": None}, {"notices": {"a": 1}}])
+@pytest.mark.parametrize(
+    "build", [None, {}, {"notices": None}, {"notices": {"a": 1}}, {"notices": [3]}]
+)
 def test_a_record_without_a_list_of_notices_has_none(tmp_path, build):
     assert checkpoint_notices(build, str(tmp_path)) == {}

@@ -1,29 +1,39 @@
 """What a checkpoint says of where it comes from: parts, code, machine, time, earlier stages."""
 
+import copy
 import json
 import os
 import re
+import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import tiny
 import tiny_parts
 import torch
 import train_data
 import training
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from paths import ROOT
 from safetensors.torch import save_file
-from transformers import AutoProcessor, AutoTokenizer
+from stored import store, weights
+from transformers import AutoModel, AutoProcessor, AutoTokenizer, ViTConfig, ViTModel
 from transformers.utils import logging
 
+from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.checkpoint.files import find_checkpoint
 from normalign_llava.checkpoint.opening import (
+    Checkpoint,
     check_processor,
+    hub_dataset,
     licence_of,
     open_checkpoint,
     read_record,
 )
+from normalign_llava.checkpoint.prompts import fixes_the_date
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.run import main
@@ -69,6 +79,7 @@ def test_the_licence_of_a_folder_is_its_card_s(tmp_path):
         ("---\nlicense: [: \n---\n", None),
         ("---\nlicense_name: mine\n---\n", None),
         ("---\nlicense: []\n---\n", None),
+        ("a card without metadata", None),
         ("---\nlicense: [mit]\nlicense_name: one\n---\n", ("mit", "one", None)),
         (
             "---\nlicense: other\nlicense_name: 3\nlicense_link: https://a.b/c\n---\n",
@@ -78,6 +89,63 @@ def test_the_licence_of_a_folder_is_its_card_s(tmp_path):
         (tmp_path / "README.md").write_text(card)
         names = ("license", "license_name", "license_link")
         assert licence_of(str(tmp_path)) == (licence and dict(zip(names, licence, strict=True)))
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Puts a file of a repository into the Hub's cache, at a commit that `main` then is."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put(kind, name, commit, text, file="README.md"):
+        repository = tmp_path / "hub" / f"{kind}s--{name.replace('/', '--')}"
+        for folder in (repository / "snapshots" / commit, repository / "refs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        (repository / "snapshots" / commit / file).write_text(text)
+        (repository / "refs" / "main").write_text(commit)
+
+    return put
+
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+def test_the_licence_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
+    named = "---\nlicense: other\nlicense_name: {}\nlicense_link: TERMS.md\n---\n"
+    for commit, name in ((OLD, "first"), (NEW, "second")):
+        cached("model", "user/lm", commit, named.format(name))
+    for revision, name, place in ((OLD, "first", OLD), (None, "second", "main")):
+        found = licence_of("user/lm", revision)
+        assert found["license_name"] == name
+        assert found["license_link"] == f"{constants.ENDPOINT}/user/lm/blob/{place}/TERMS.md"
+    cached("model", "user/bare", NEW, "a card without metadata")
+    assert licence_of("user/bare") is licence_of("user/none") is None
+
+
+def test_a_data_set_is_named_with_what_its_card_says(cached):
+    cards = {
+        "user/one": ("license: mit\nlanguage: en", "mit", ["en"]),
+        "user/two": ("license: [mit, cc0-1.0]\nlanguage: [en, de]", "mit, cc0-1.0", ["en", "de"]),
+        "user/three": ("tags: [a]", None, None),
+    }
+    for name, (card, licence, languages) in cards.items():
+        cached("dataset", name, NEW, f"---\n{card}\n---\n")
+        told = {"id": name, "revision": NEW, "license": licence, "language": languages}
+        assert hub_dataset(name) == told
+    broken = {"id": "user/four", "license": None, "language": None}
+    cached("dataset", "user/four", NEW, "---\nlicense: [: \n---\n")
+    assert hub_dataset("user/four").items() >= broken.items()
+
+
+def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
+    for commit in (OLD, NEW):
+        cached("model", "user/lm", commit, json.dumps({"of": commit}), "build.json")
+    assert read_record("user/lm", "build.json", OLD) == {"of": OLD}
+    assert read_record("user/lm", "build.json") == {"of": NEW}
+    for commit in (OLD, NEW):
+        cached("model", "user/lm", commit, json.dumps({"of": commit}), "config.json")
+    assert open_checkpoint("user/lm", OLD).stored == {"of": OLD}
+    assert find_checkpoint("user/lm", OLD) == ("user/lm", OLD)
+    assert find_checkpoint("user/lm") == ("user/lm", NEW)
 
 
 def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_path):
@@ -145,6 +213,7 @@ def test_records_are_json_objects(tmp_path):
         (tmp_path / "build.json").write_text(content)
         assert read_record(str(tmp_path), "build.json") == expected
     assert read_record("user/none", "build.json") is None  # on a Hub that cannot be asked
+    assert read_record("no name!", "build.json") is licence_of("no name!") is None
 
 
 @pytest.fixture
@@ -188,6 +257,7 @@ def test_loading_sets_back_what_transformers_logs(opened):
 def test_tokens_are_compared_with_the_features_of_the_model(opened):
     model, processor = opened.load(), opened.processor
     assert check_processor(processor) == check_processor(processor, model) == 4
+    assert check_processor(processor, opened.load(dtype=torch.bfloat16)) == 4
     processor.vision_feature_select_strategy = "full"  # the class token too
     assert check_processor(processor) == 5
     with pytest.raises(ValueError, match="has 5 image tokens in the prompt, and 5 and 4 by"):
@@ -196,3 +266,83 @@ def test_tokens_are_compared_with_the_features_of_the_model(opened):
     processor.image_processor.do_resize = False
     with pytest.raises(ValueError, match="image tokens in the prompt, and 5 by"):
         check_processor(processor)
+
+
+def test_a_processor_is_checked_and_its_prompts_have_a_fixed_date(opened, tmp_path):
+    folder = shutil.copytree(opened.name, tmp_path / "model")
+    processor = opened.processor
+    processor.chat_template = "{{ strftime_now('%d') }}" + processor.chat_template
+    processor.save_pretrained(folder)
+    dated = open_checkpoint(folder).processor
+    assert fixes_the_date(dated.chat_template)
+    assert dated.tokenizer.chat_template == dated.chat_template
+    processor.image_processor.do_center_crop = False
+    processor.image_processor.do_resize = False
+    processor.save_pretrained(folder)
+    with pytest.raises(ValueError, match="must give all images one size"):
+        _ = open_checkpoint(folder).processor
+
+
+def test_tensors_that_are_not_of_the_model_are_told_of(opened, tmp_path, caplog):
+    folder = shutil.copytree(opened.name, tmp_path / "model")
+    store(folder, {**weights(folder), "model.more.weight": torch.ones(2)})
+    spoilt = open_checkpoint(folder)
+    spoilt.load(config=spoilt.config)  # as of a part, which reads some of them
+    assert not caplog.messages
+    spoilt.load()
+    assert "has 1 tensors that are not of" in caplog.text and "model.more.weight" in caplog.text
+
+
+@pytest.mark.parametrize("lost", [("processor_config.json",), ("tokenizer.json",)])
+def test_a_model_without_a_processor_is_loaded(opened, tmp_path, lost):
+    folder = shutil.copytree(opened.name, tmp_path / "model")
+    for name in lost:
+        (folder / name).unlink()
+    assert open_checkpoint(folder).load().num_parameters() == opened.load().num_parameters()
+
+
+def test_a_model_that_does_not_generate_is_loaded(opened):
+    bare = opened.load(NormAlignLlavaModel)
+    assert type(bare) is NormAlignLlavaModel and not bare.can_generate()
+
+
+def test_an_adapter_s_processor_is_read_where_no_configuration_is(opened, tmp_path):
+    folder = shutil.copytree(opened.name, tmp_path / "adapter")
+    (folder / "config.json").unlink()
+    processor = Checkpoint(str(folder), None, {}).processor
+    assert processor.image_token_id == opened.processor.image_token_id
+
+
+@pytest.mark.skipif(find_spec("num2words") is not None, reason="num2words is installed")
+def test_a_processor_that_needs_a_package_names_it(opened):
+    class Needs:
+        @classmethod
+        def from_pretrained(cls, name, **options):
+            raise ImportError("Package `num2words` is required")
+
+    with pytest.raises(ImportError, match="needs num2words, which is not installed"):
+        opened.preprocessor(Needs)
+
+
+def test_a_pooling_layer_and_the_norm_of_a_llava_may_be_absent(tmp_path):
+    config = ViTConfig(**tiny.ENCODER)
+    ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "vit")
+    assert open_checkpoint(tmp_path / "vit").load(AutoModel).num_parameters() > 0
+    llava = tiny_parts.llava(tmp_path / "llava", tiny.llava())
+    assert open_checkpoint(llava).load().model.multi_modal_projector.norm.weight.any()
+
+
+def test_another_configuration_is_used_in_place_of_its_own(opened):
+    config = copy.deepcopy(opened.config)
+    config.text_config.num_hidden_layers = 1
+    whole, less = (
+        opened.without_weights(NormAlignLlavaForConditionalGeneration, own)
+        for own in (None, config)
+    )
+    assert less.num_parameters() < whole.num_parameters()
+    assert opened.config.text_config.num_hidden_layers == 2
+
+
+def test_a_checkpoint_that_is_not_there_has_the_remedy_that_is_given():
+    with pytest.raises(ValueError, match=r"none is no file or folder here\. Look again"):
+        open_checkpoint("none", remedy="Look again.")

@@ -6,7 +6,7 @@ import socket
 import pytest
 import tiny
 import torch
-from transformers import LlamaConfig, LlavaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlavaConfig
 
 from normalign_llava.checkpoint import precision
 from normalign_llava.checkpoint.precision import (
@@ -143,6 +143,13 @@ def test_four_bits_are_of_the_decoder_s_layers_and_their_products_in_what_is_fas
         assert {*settings.llm_int8_skip_modules} == beside
 
 
+def test_four_bits_of_a_language_model_leave_its_head_alone(processor):
+    processor(0.3)
+    alone = AutoModelForCausalLM.from_config(tiny.text_config(tied=False))
+    assert precision.four_bits(alone, "float16").llm_int8_skip_modules == ["lm_head"]
+    assert precision.four_bits(alone.model, "float16").llm_int8_skip_modules is None
+
+
 def test_what_is_free_is_at_most_what_the_machine_has_and_falls_with_what_is_taken():
     before = free_memory()
     taken = torch.ones(2**28)  # 1 GiB
@@ -195,6 +202,22 @@ def test_what_is_free_in_a_container_is_its_limit_without_what_is_taken(tmp_path
     assert free_memory() == 2**24 - 2**23 + 1024
     (group / "memory.current").write_text(str(2**25))
     assert free_memory() == 0
+
+
+@pytest.mark.parametrize(("limit", "counted"), [("max", "active_file 1"), (str(2**24), "anon 5")])
+def test_a_container_without_a_limit_or_without_counts_is_passed_over(
+    tmp_path, monkeypatch, limit, counted
+):
+    containers(tmp_path, monkeypatch, "0::/\n", x=limit)
+    (tmp_path / "groups" / "memory.current").write_text(str(2**20))
+    (tmp_path / "groups" / "memory.stat").write_text(f"{counted}\n")
+    assert free_memory() > 2**25
+
+
+def test_where_nothing_tells_of_containers_the_machine_s_memory_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "OWN_GROUPS", tmp_path / "none")
+    monkeypatch.setattr(precision, "GROUPS", tmp_path / "groups")
+    assert precision.memory_limit() == MACHINE and free_memory() > 2**25
 
 
 def test_what_is_free_in_a_container_of_the_first_version(tmp_path, monkeypatch):

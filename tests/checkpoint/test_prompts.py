@@ -3,6 +3,8 @@
 import chat_families as families
 import pytest
 import tiny_parts as parts
+import train_data
+from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
 from normalign_llava.checkpoint import prompts
@@ -102,3 +104,19 @@ def test_templates_with_a_date(template, asks, fixes):
     assert prompts.asks_for_the_date(template) == asks
     assert prompts.fixes_the_date(template) == fixes
     assert not prompts.fixes_the_date(None)
+
+
+def test_what_a_tokenizer_adds_to_every_text_ends_no_answer():
+    tokenizer = parts.tokenizer(LOOP)
+    adding = TemplateProcessing(single=f"$A {OTHER}", special_tokens=[(OTHER, 1)])
+    tokenizer.backend_tokenizer.post_processor = adding
+    assert tokenizer.encode("a")[-1] == 1
+    assert prompts.answer_ends(tokenizer) == [2]
+
+
+@pytest.mark.parametrize("template", [None, {"default": LOOP}])
+def test_a_processor_without_a_template_or_with_several_stays_as_it_is(template):
+    processor = train_data.processor()
+    processor.chat_template = template
+    prompts.fix_date(processor)
+    assert processor.chat_template == template

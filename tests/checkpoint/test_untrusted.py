@@ -254,6 +254,9 @@ def test_a_folder_that_is_a_link_out_of_the_checkpoint_is_refused(good, tmp_path
     (folder / "inside").mkdir()
     (folder / "here").symlink_to("inside")
     check_files(folder)
+    (tmp_path / "linked").symlink_to(folder)  # as a whole
+    check_files(tmp_path / "linked")
+    check_weights(tmp_path / "linked")
     (folder / "inside" / "notices").symlink_to(tmp_path / "outside")
     with pytest.raises(ValueError, match="notices is a link out of its folder, to .*outside"):
         check_files(folder)
@@ -313,6 +316,17 @@ def small(folder: Path, **files) -> Path:
     for name, content in {"config": {}, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
+
+
+READ = ["config", "generation_config", "adapter_config", INDEX.removesuffix(".json")]
+READ += ["tokenizer_config", "tokenizer", "special_tokens_map", "added_tokens", "chat_template"]
+READ += ["processor_config", "preprocessor_config", "video_preprocessor_config"]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_every_file_that_is_read_is_checked(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}.json is not a JSON object"):
+        check_files(small(tmp_path, **{name: [1]}))
 
 
 NAMED = [
@@ -441,6 +455,12 @@ def test_errors_of_reading_become_sentences_about_what_was_read():
         loading("X"),
     ):
         b"\xff".decode()
+
+
+def test_the_panic_of_a_library_is_an_error_of_what_was_read():
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    with pytest.raises(ValueError, match="X cannot be loaded: PanicException: index"), loading("X"):
+        raised_by_a_library(panic("index out of bounds"))
 
 
 @pytest.mark.parametrize("kind", [OSError, FileNotFoundError, ImportError, KeyboardInterrupt])

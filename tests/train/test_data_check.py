@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import tiny
 import tiny_parts
+import train_data
+import training
+from chat_families import TEMPLATES, byte_tokenizer
 from paths import DOCS
-from train_data import assistant, image_bytes, llava, mixed_rows, read, user, write_json
+from train_data import assistant, image_bytes, inside, llava, mixed_rows, read, user, write_json
 from training import image as image_of_noise
 from typer.testing import CliRunner
 
@@ -16,10 +19,11 @@ from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.cli import app
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.checks import SourceReport
+from normalign_llava.data.rows.parse import parse_row
 from normalign_llava.data.sources import table
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.data_check import DataCheck, check_data
+from normalign_llava.train.data_check import DataCheck, _example, check_data
 
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -207,7 +211,7 @@ def test_of_many_rows_training_skips_a_hundredth(tmp_path, monkeypatch, bad, sto
     assert found.exit_code == int(stops) and "row 0: " in found.output
 
 
-def test_every_image_is_opened_if_that_is_asked_for(tmp_path, monkeypatch):
+def test_every_image_is_opened_if_that_is_asked_for(tmp_path, monkeypatch, checkpoint):
     for module in (checks, table):
         monkeypatch.setattr(module, "MANY_ROWS", 100)
     monkeypatch.setattr(checks, "DEFAULT_SHARE", 0.1)
@@ -221,6 +225,27 @@ def test_every_image_is_opened_if_that_is_asked_for(tmp_path, monkeypatch):
     assert check_data(DataSource(str(path))).faults == []
     (fault,) = check_data(DataSource(str(path)), check_images=True).faults
     assert f"row {other}: " in fault and "broken.png" in fault
+    (shown,) = check_data(DataSource(str(path)), str(checkpoint), rows=[other]).examples
+    assert "broken.png" in shown.title and not any(learned for _, learned in shown.pieces)
+
+
+def test_captions_and_a_checkpoint_that_is_not_there_are_told_of(tmp_path, caplog):
+    path = write_json(tmp_path, [{"image": "red.png", "caption": "A red square."}])
+    assert check_data(DataSource(str(path))).faults == []
+    assert "captions are trained as answers" in caplog.text and str(path) in caplog.text
+    with pytest.raises(ValueError, match="none .*normalign build"):
+        check_data(DataSource(str(path)), str(tmp_path / "none"))
+
+
+def test_an_image_in_a_row_has_no_name_and_the_first_token_of_all_may_be_learned():
+    processor = train_data.processor(byte_tokenizer(), TEMPLATES["smollm2"])
+    letter = processor.tokenizer.decode([0])
+    assert letter.strip()
+    row = {**training.row(3), **parse_row(llava("<image>Q", letter, inside("red")))}
+    example = _example(row, ConversationCollator(processor))
+    assert example.title == "tiny, row 3"
+    learned = "".join(text for text, is_learned in example.pieces if is_learned)
+    assert learned.startswith(letter) and len(learned) > 1
 
 
 def test_turns_are_shown_with_images_in_their_places_and_what_is_learned_marked(tmp_path):

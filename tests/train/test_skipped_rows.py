@@ -87,6 +87,12 @@ def test_processes_that_add_at_once_keep_exactly_what_is_allowed(allowed, tmp_pa
     assert SkippedRows(path).add("other.json", min(stored), allowed) == allowed + 1
 
 
+def test_a_file_is_made_with_the_first_row_that_may_be_skipped(tmp_path):
+    counted = SkippedRows(tmp_path / "out" / "skipped.jsonl")
+    assert counted.add("data.json", 3, 0.5) == 1 and not counted.path.parent.exists()
+    assert counted.add("data.json", 3, 1) is None and counted.path.exists()
+
+
 def test_copies_share_a_temporary_file_which_ends_with_the_first():
     counted = SkippedRows()
     copy = pickle.loads(pickle.dumps(counted))

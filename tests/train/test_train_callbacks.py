@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 import training
+from accelerate import Accelerator
 from documented import documented
 from transformers import (
     AutoProcessor,
@@ -148,6 +149,11 @@ def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypat
     state = TrainerState(global_step=10, max_steps=14, is_world_process_zero=True)
     args, control, lines = TrainingArguments(), TrainerControl(), steps.ProgressLines()
     lines.on_train_begin(args, state, control)
+    lines.on_step_begin(args, state, control)
+    lines.on_log(args, state, control, logs={"loss": 1.0})
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" -")  # before a step was taken
+    now[0] += 7200
+    lines.on_train_begin(args, state, control)  # the run begins anew
     now[0] += 3600  # in which a resumed run reads the rows of the steps before
     for _ in range(2):
         lines.on_step_begin(args, state, control)
@@ -216,6 +222,13 @@ def test_clipping_is_explained_where_the_factor_is_large_and_most_are_clipped(
         assert " 3.14," in said[0] and "max_grad_norm 2.5" in said[0]
 
 
+@pytest.mark.parametrize("missing", ["gwc/factor", "clip/share"])
+def test_clipping_is_not_explained_where_it_was_not_measured(capsys, missing):
+    entry = {**LOGGED, "gwc/factor": 3.14159, "clip/share": 0.9}
+    del entry[missing]
+    assert not [line for line in told([entry], capsys) if "GWC" in line]
+
+
 class Table(TrainerCallback):
     """As the one of a notebook."""
 
@@ -247,6 +260,42 @@ def test_the_first_step_is_measured_too_if_it_is_logged(checkpoint, tmp_path):
         assert entry["norm/visual"] > 0 and entry["grad_norm/gain"] > 0
         assert "clip/share" not in entry  # nothing is clipped
         assert math.hypot(*(entry[f"grad_norm/{part}"] for part in GRADIENT_PARTS)) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "steps_measured"), [({"logging_steps": 2}, [2, 4]), ({"logging_steps": 3}, [3])]
+)
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_which_steps_are_measured_is_an_option_of_this_run(
+    tmp_path, options, steps_measured, strategy
+):
+    args = training.arguments(tmp_path, **options, logging_strategy=strategy)
+    Accelerator(cpu=True)  # the options have made accelerate forget its state
+    watch, model, found = steps.Measurements(args), tiny.model(), []
+    state = TrainerState(max_steps=4, logging_steps=1)  # as a run that is resumed had it
+    watch.on_train_begin(args, state, None, model=model)
+    for state.global_step in range(4):
+        watch.on_step_begin(args, state, None)
+        watch.on_pre_optimizer_step(args, state, None, model=model)
+        if watch.collect():
+            found.append(state.global_step + 1)
+    assert found == (steps_measured if strategy == "steps" else [])
+
+
+def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_share(tmp_path):
+    args = training.arguments(tmp_path, max_grad_norm=1.0)
+    Accelerator(cpu=True)
+    watch, model, state = steps.Measurements(args), tiny.model(), TrainerState(max_steps=4)
+    watch.after_clip(torch.tensor(9.0))
+    watch.on_train_begin(args, state, None, model=model)
+    shares = []
+    for norms in ([None], [None, torch.tensor(0.5), torch.tensor(2.0)]):
+        watch.on_step_begin(args, state, None)
+        watch.on_pre_optimizer_step(args, state, None, model=model)
+        for norm in norms:
+            watch.after_clip(norm)
+        shares.append(watch.collect().get("clip/share"))
+    assert shares == [None, 0.5]
 
 
 @pytest.mark.parametrize("arm", ["aligned", "rms", "none"])
@@ -314,8 +363,23 @@ def test_cosines_are_those_of_the_hidden_states():
         cosines = [torch.cosine_similarity(*pair, -1)[mask].mean() for pair in pairwise(states)]
         assert measured[kind] == pytest.approx(torch.stack(cosines).tolist(), abs=1e-6)
     assert measured["visual"] != pytest.approx(measured["text"], abs=1e-3)
-    without_images = layer_cosines(model, tiny.inputs(images=0, batch=2))
-    assert without_images["visual"] == [] and len(without_images["text"]) == 2
+
+
+def test_of_a_batch_without_images_the_probe_measures_text_alone(tmp_path):
+    args, model, state = training.arguments(tmp_path), tiny.model(), TrainerState(global_step=2)
+    batch = tiny.inputs(images=0, batch=2)
+    for layer in model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    expected = layer_cosines(model, batch)["text"]
+    probe = CosineProbe([0, 2], batch)
+    probe.on_train_begin(args, state, None, model=model.train())  # of a run that is resumed
+    assert not probe.collect() and not (tmp_path / DYNAMICS).exists()
+    state.global_step = 0
+    probe.on_train_begin(args, state, None, model=model)
+    (line,) = lines(tmp_path)
+    assert line["visual"] == [] and line["text"] == pytest.approx(expected)
+    assert probe.collect() == {"cosine/text": pytest.approx(sum(line["text"]) / 2)}
+    assert probe.collect() == {}  # it is logged once
 
 
 def lines(folder):
@@ -354,6 +418,9 @@ def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
     expected = dict(padded(rows[:2]))
     del expected["labels"]
     training.assert_equal(probe.batch, expected)
+    args.probe_steps = None
+    of_another_collator = CosineProbe.of_rows(rows, lambda given: {"rows": given}, args)
+    assert of_another_collator.batch == {"rows": rows[:2]} and not of_another_collator.steps
 
 
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):

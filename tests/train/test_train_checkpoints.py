@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,13 @@ def test_an_earlier_folder_does_not_mix_with_the_new_one_and_a_complete_one_stay
         shutil.copytree(run / "checkpoint-2", folder)
         raise OSError(28, "No space left on device")  # as when older checkpoints are removed
     assert missing_from(folder, 1) == []
+    full = pytest.raises(OSError, match=r"[\d,.]+ MiB are free.*checkpoint-2")
+    with full as raised, checkpoints.writing_checkpoint(folder, 1):
+        raise OSError(28, "No space left on device")
+    free = re.search(r"([\d,.]+) MiB are free", str(raised.value))[1]
+    system = os.statvfs(run)
+    free_bytes = system.f_bavail * system.f_frsize
+    assert float(free.replace(",", "")) * 2**20 == pytest.approx(free_bytes, rel=0.05)
 
 
 FULL_DISK = """
@@ -343,9 +351,11 @@ def test_after_a_stop_it_is_said_what_is_lost_and_how_to_go_on(run, tmp_path):
         (run / "training.json").write_text(json.dumps(record))
         assert f"complete in {run}" in checkpoints.after_stop(run, 1, 4)
         assert "--resume" in checkpoints.after_stop(run, 1, 3)
+    spaced = run.rename(tmp_path / "my run")
+    assert f"'{spaced}/checkpoint-4'" in checkpoints.after_stop(spaced, 1, 5)  # as a shell reads it
 
 
-def test_the_precision_of_a_run_is_that_of_the_named_or_newest_checkpoint(tmp_path):
+def test_the_precision_of_a_run_is_that_of_the_named_or_newest_checkpoint(tmp_path, monkeypatch):
     def write(folder, **options):
         folder.mkdir(parents=True)
         (folder / "training.json").write_text(json.dumps({"options": options}))
@@ -357,8 +367,15 @@ def test_the_precision_of_a_run_is_that_of_the_named_or_newest_checkpoint(tmp_pa
         write(out / f"checkpoint-{step}", bf16=bf16)
     assert checkpoints.began_in(str(named), str(out)) == (False, True)
     assert checkpoints.began_in("last", str(out)) == (True, False)
-    (out / "checkpoint-10" / "training.json").write_text("{")
-    assert checkpoints.began_in("last", str(out)) == (False, False)
+    for content in ("{", "{}", json.dumps({"options": {"seed": 3}})):
+        (out / "checkpoint-10" / "training.json").write_text(content)
+        assert checkpoints.began_in("last", str(out)) == (False, False)
+    (tmp_path / "alone" / "trainer_output").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "alone")  # transformers' own folder
+    (out / "checkpoint-2").rename("trainer_output/checkpoint-2")
+    assert checkpoints.began_in("last", None) == (False, False)
+    write(tmp_path / "brief", bf16=True)
+    assert checkpoints.began_in(str(tmp_path / "brief"), None) == (True, False)
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), OSError(13, "Permission denied")])
@@ -375,6 +392,10 @@ def test_a_result_is_no_model_if_the_disk_is_full_and_stays_otherwise(tmp_path, 
         write()
         raise OSError(28, "No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    with pytest.raises(OSError, match="No space left"), checkpoints.writing_result(tmp_path):
+        (tmp_path / "config.json").touch()  # the first of its files
+        raise OSError(28, "No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "scaler.pt", "rng_state_1.pth"])
@@ -389,8 +410,29 @@ def test_a_state_of_any_kind_that_is_damaged_is_named(run, name):
     damaged = pytest.raises(ValueError, match=f"{folder}/{name} is damaged: what happened ")
     with damaged, checkpoints.reading_checkpoint(folder):
         raise RuntimeError("what happened\nin many lines")
+    without_text = pytest.raises(ValueError, match=f"{name} is damaged: KeyError")
+    with without_text, checkpoints.reading_checkpoint(folder):
+        raise KeyError
     os.truncate(folder / name, 200)
     assert checkpoints.truncated_states(folder) == [folder / name]
+    damaged = pytest.raises(ValueError, match=f"{folder}/{name} is damaged: what happened ")
+    with damaged, checkpoints.reading_checkpoint(folder):
+        raise RuntimeError("what happened")
+    (folder / name).unlink()
+    states = [path.name for path in checkpoints.state_files(folder)]
+    assert states == sorted({"optimizer.pt", "rng_state.pth", "scheduler.pt"})
+
+
+@pytest.mark.parametrize("how", ["damaged", "a link to nothing"])
+def test_weights_that_cannot_be_read_are_named(tmp_path, how):
+    file = tmp_path / "model.safetensors"
+    if how == "damaged":
+        file.write_bytes(b"\xff" * 60)
+    else:
+        file.symlink_to(tmp_path / "none")
+    damaged = pytest.raises(ValueError, match=f"{file} is damaged: what happened")
+    with damaged, checkpoints.reading_checkpoint(tmp_path):
+        raise RuntimeError("what happened")
 
 
 def test_an_error_that_is_no_checkpoint_s_stays_as_it_is():
@@ -417,6 +459,24 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(run, tmp_
     for output, known in ((run, "checkpoint-2, checkpoint-4"), (tmp_path / "new", "no checkpoint")):
         with pytest.raises(ValueError, match=f"no checkpoint .*/checkpoint-7.*{output}.*{known}"):
             resolve_resume(str(run / "checkpoint-7"), output, 1)
+
+
+def test_a_path_from_here_is_the_checkpoint_that_it_leads_to(run, monkeypatch):
+    monkeypatch.chdir(run)
+    assert resolve_resume("checkpoint-4", run, 1) == Path("checkpoint-4")
+    with pytest.raises(ValueError, match="holds checkpoint-4, which a later resume"):
+        resolve_resume("checkpoint-2", run, 1)
+
+
+@pytest.mark.parametrize("name", checkpoints.RESULT)
+def test_a_model_is_not_written_over_and_a_run_with_one_goes_on(run, tmp_path, name):
+    (tmp_path / "model").mkdir()
+    for folder in (tmp_path / "model", run):
+        (folder / name).write_text("{}")
+    for resume in (None, "last"):
+        with pytest.raises(ValueError, match="holds a model"):
+            resolve_resume(resume, tmp_path / "model", 1)
+    assert resolve_resume("last", run, 1) == run / "checkpoint-4"
 
 
 def test_a_resumption_is_printed_by_the_first_process(run, monkeypatch, capsys):

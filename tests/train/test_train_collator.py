@@ -130,6 +130,9 @@ def test_rows_of_any_form_are_collated_as_when_they_are_parsed(processor):
     assert "bytes" not in str(given[0])  # the rows are not changed
     with pytest.raises(ValueError, match="row 1 of its batch: the answer in turn 1 is empty"):
         collate([given[0], llava("Q", " ")])
+    broken = {**llava("<image>Q", "A"), "image": {"path": "bad.png", "bytes": TRUNCATED}}
+    with pytest.raises(ValueError, match="given to the collator, row 2: .*truncated"):
+        collate([*given[:2], broken])
 
 
 def test_answers_of_the_prompt_are_not_learned(processor):
@@ -190,6 +193,16 @@ def test_rows_with_labels_are_counted_with_padding_and_without(processor):
         assert [int(count) for count in count_rows_with_labels(batch)] == [2, 1]
         none = ConversationCollator(processor, padding_free=free)([rows[1]])
         assert [int(count) for count in count_rows_with_labels(none)] == [0, 1]
+
+
+def test_rows_with_labels_are_counted_whatever_tells_rows_apart():
+    """Two rows of two tokens, of which one has one label."""
+    labels = torch.tensor([[-100, 3], [-100, -100]])
+    places = torch.tensor([[0, 1], [0, 1]])
+    in_one = {"labels": labels.view(1, 4), "position_ids": places.view(1, 4)}
+    given = {"labels": labels, "position_ids": places, "attention_mask": torch.ones_like(labels)}
+    for batch in (in_one, given, {"labels": labels}):
+        assert [int(count) for count in count_rows_with_labels(batch)] == [1, 1]
 
 
 def test_a_template_without_marks_and_a_tokenizer_that_drops_letters_are_refused():

@@ -121,14 +121,14 @@ def test_weights_that_the_last_step_spoiled_are_not_saved(make, tmp_path):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_norm_below_0_is_not_finite_as_deepspeed_means_it(make, tmp_path):
+def test_a_norm_below_0_is_not_finite_as_deepspeed_means_it(make, monkeypatch):
     trainer = make()
     finite, model = trainer.finite, trainer.model.train()
     inputs = trainer.data_collator([trainer.train_dataset[0]])
 
-    def is_finite(norm):
+    def is_finite(norm, loss=1.0, batch=inputs):
         finite.on_step_begin(trainer.args, trainer.state, trainer.control)
-        finite.check_loss(torch.tensor(1.0), inputs)
+        finite.check_loss(torch.tensor(loss), batch)
         return finite.is_step_finite(model, norm, None)
 
     for norm in (torch.tensor(2.0), 0.0, None):
@@ -137,6 +137,18 @@ def test_a_norm_below_0_is_not_finite_as_deepspeed_means_it(make, tmp_path):
         with pytest.raises(FloatingPointError, match="in the gradients.* No checkpoint is compl"):
             is_finite(norm)
     assert model.training
+    without_labels = {name: value for name, value in inputs.items() if name != "labels"}
+    assert is_finite(2.0, batch=without_labels)  # as of a loss that takes none
+    passes = []
+    model.model.register_forward_hook(lambda *args: passes.append(1))
+    finite.check_loss(torch.tensor(1.0), inputs)  # of a step that is never taken
+    with pytest.raises(FloatingPointError, match="first in the loss"):
+        is_finite(2.0, loss=math.nan)
+    assert len(passes) == 1  # of the batch of the bad step alone
+    monkeypatch.setattr(trainer.args, "fp16", True)
+    assert is_finite(math.inf)  # DeepSpeed's own scaler passes the step over
+    with pytest.raises(FloatingPointError, match="first in the loss"):
+        is_finite(2.0, loss=math.nan)
 
 
 def test_a_step_can_be_skipped(make, tmp_path, caplog):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a model to train, by themselves: freezing, precision, modes, bytes, arms, hooks."""
 
+import re
 from types import SimpleNamespace
 
 import bitsandbytes
@@ -8,8 +9,8 @@ import pytest
 import tiny
 import torch
 import training
-from accelerate import FullyShardedDataParallelPlugin
-from peft import LoraConfig, get_peft_model
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch import distributed as dist, nn
 from torch.distributed import fsdp
 from transformers import BitsAndBytesConfig
@@ -18,11 +19,13 @@ from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGe
 from normalign_llava.assembly.processing import arm_of
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train.modules import model as parts
+from normalign_llava.train.modules.adapter import check_quantized, language_adapter
 from normalign_llava.train.modules.load import (
     check_architecture,
     config_of_arm,
     frozen_dtype,
     load_model,
+    settle_float16,
 )
 
 
@@ -73,6 +76,12 @@ def test_beside_adapters_the_layers_below_stay_frozen():
         *("projector", "norm")
     }
     assert parts.projector_norm(model) is parts.base_model(model).model.multi_modal_projector.norm
+    parts.train_in_float32(model)
+    saved = parts.base_model(model).model.multi_modal_projector
+    original = saved.original_module.linear_1.weight.clone()
+    with torch.no_grad():
+        saved.modules_to_save["default"].linear_1.weight += 1.0
+    assert torch.equal(saved.original_module.linear_1.weight, original)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -376,7 +385,8 @@ def test_a_gain_is_kept_unless_the_arm_has_another(tmp_path, checkpoint, arm):
     args.model_init_kwargs = {"dtype": "float32"}
     opened = open_checkpoint(checkpoint)
     model = load_model(opened, args, RATES)
-    assert model.name_or_path == str(checkpoint) and arm_of(model.config) == (arm or "gwc")
+    assert model.name_or_path == model.config.name_or_path == str(checkpoint)
+    assert arm_of(model.config) == (arm or "gwc")
     norm = parts.projector_norm(model)
     if arm == "none":
         assert not [*norm.parameters()]
@@ -394,6 +404,119 @@ def test_what_a_dry_run_cannot_count_is_refused(tmp_path, checkpoint):
     eight_bits = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(ValueError, match="dry_run cannot count load_in_8bit"):
         load_model(open_checkpoint(checkpoint), args, RATES, eight_bits, use_peft=True)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_settings_of_4_bits_are_copied_and_products_are_in_the_precision_of_steps(
+    tmp_path, checkpoint, bf16
+):
+    args = training.arguments(tmp_path, dry_run=True, bf16=bf16)
+    args.model_init_kwargs = {"dtype": "float32", "revision": "main"}
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
+    given = settings.to_dict()
+    rates = {**RATES, "language": 0.0}
+    model = load_model(open_checkpoint(checkpoint), args, rates, settings)
+    assert settings.to_dict() == given
+    products = {m.compute_dtype for m in model.modules() if type(m).__name__ == "Linear4bit"}
+    assert products == {torch.bfloat16 if bf16 else torch.float32}
+    assert not model.is_quantized  # which transformers would refuse to train
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    args.arm = "unit"  # a gain that is not read need not be set
+    beside = load_model(open_checkpoint(checkpoint), args, rates, settings, use_peft=True)
+    assert beside.is_quantized  # for PEFT
+
+
+def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_path, checkpoint):
+    args, rates = training.arguments(tmp_path), {**dict.fromkeys(RATES, 0.0), "norm": 1e-3}
+    args.model_init_kwargs = {"dtype": "float32"}
+    settings = BitsAndBytesConfig(load_in_4bit=True)
+    model = load_model(open_checkpoint(checkpoint), args, rates, settings)
+    parts.freeze(model, rates)
+    before = training.weights(model)
+    plain = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    model.load_state_dict({name: value + 1 for name, value in plain.state_dict().items()}, False)
+    names = {f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias")}
+    assert training.moved(before, model) == names
+
+
+@pytest.mark.parametrize("size", [20_000.0, -20_000.0, float("nan")])
+def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(tmp_path, size):
+    args, model = training.arguments(tmp_path), tiny.model()
+    Accelerator(cpu=True)  # the options have made accelerate forget its state
+    args.fp16, args.model_init_kwargs = True, {"attn_implementation": "eager"}
+    model.config.quantization_config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16
+    )
+    settle_float16(model, args, tiny.inputs())
+    assert args.fp16
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_2.bias.fill_(size)
+    settle_float16(model, args, tiny.inputs())
+    assert (args.fp16, args.mixed_precision) == (False, "no")
+    assert args.model_init_kwargs == {"attn_implementation": "eager", "dtype": "float32"}
+    assert model.config.quantization_config.bnb_4bit_compute_dtype == torch.float32
+
+
+def test_without_options_a_checkpoint_is_loaded_in_its_own_precision(tmp_path, checkpoint):
+    args = training.arguments(tmp_path)
+    args.model_init_kwargs = None
+    model = load_model(open_checkpoint(checkpoint), args, RATES)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def of_language(config, **rates):
+    """The configuration of adapters that is used of another one, with these learning rates."""
+    rates = {**dict.fromkeys(RATES, 0.0), "language": 1e-4, **rates}
+    return language_adapter(config, tiny.config(tied=False), rates)
+
+
+@pytest.mark.parametrize(
+    ("rates", "saved"),
+    [
+        ({}, None),
+        ({"norm": 1e-3}, ["multi_modal_projector"]),
+        ({"projector": 1e-3}, ["multi_modal_projector"]),
+        ({"vision": 1e-3}, ["vision_tower"]),
+        ({"vision": 1e-3, "norm": 1e-3}, ["vision_tower", "multi_modal_projector"]),
+    ],
+)
+def test_what_is_trained_in_full_beside_adapters_is_saved_with_them(rates, saved):
+    assert of_language(LoraConfig(), **rates).modules_to_save == saved
+
+
+def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
+    with pytest.raises(ValueError, match="peft_config is a IA3Config"):
+        of_language(IA3Config())
+    with pytest.raises(ValueError, match="its learning rate is 0"):
+        of_language(LoraConfig(), language=0.0)
+
+
+def test_what_is_quantized_is_not_trained_in_full_and_what_is_not_may_be():
+    args = SimpleNamespace(learning_rates=lambda use_peft: {"language": 1e-5})
+    four_bits, config = BitsAndBytesConfig(load_in_4bit=True), tiny.config(tied=False)
+    for saved in (None, ["embed_tokens"], ["lm_head"], ["norm"]):
+        check_quantized(config, four_bits, args, LoraConfig(modules_to_save=saved))
+    for saved in ("gate_proj", "mlp"):
+        with pytest.raises(ValueError, match=f"{saved}, which would be quantized"):
+            check_quantized(config, four_bits, args, LoraConfig(modules_to_save=[saved]))
+    with pytest.raises(ValueError, match="language_learning_rate 1e-05 would train"):
+        check_quantized(config, four_bits, args, None)
+    four_bits.llm_int8_skip_modules = ["lm_head"]
+    with pytest.raises(ValueError, match="llm_int8_skip_modules is set here"):
+        check_quantized(config, four_bits, args, LoraConfig())
+
+
+def test_patterns_name_modules_as_peft_reads_them():
+    ahead = r"(?!.*up_proj).*_proj"  # which names what it leaves out
+    assert of_language(LoraConfig(target_modules=ahead)).target_modules == ahead
+    listed = of_language(LoraConfig(target_modules="q_proj, v_proj"))  # as TRL writes a list
+    assert listed.target_modules == {"q_proj", "v_proj"}
+    first = r"model\.language_model\.layers\.0\..*"
+    excluded = of_language(LoraConfig(exclude_modules=first)).exclude_modules
+    assert re.fullmatch(excluded, "model.language_model.layers.0.mlp.up_proj")
+    assert not re.fullmatch(excluded, "model.language_model.layers.1.mlp.up_proj")
+    with pytest.raises(ValueError, match="peft_config names proj, which would have no effect"):
+        of_language(LoraConfig(exclude_modules=["proj"]))  # the end of names, not a name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -206,6 +206,24 @@ def test_passes_are_those_of_the_epochs_that_max_steps_takes(tmp_path):
     assert passes(12, 50) == two
 
 
+def test_rows_of_a_step_are_those_of_all_processes(tmp_path):
+    args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=3, world_size=2)
+    for asked, rows in ((None, 12), (8, 8)):
+        args.global_batch_size = asked
+        assert collator.rows_in_step(args) == rows
+
+
+@pytest.mark.parametrize("processes, passes", [(1, 2), (2, 1)])
+def test_processes_share_the_tokens_of_a_step(processes, passes):
+    """By hand: four rows of 5 tokens, of which a pass holds two."""
+    args = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=1, global_batch_size=4)
+    args.world_size, args.process_index, args.dataloader_drop_last = processes, 0, False
+    args.packing, args.train_sampling_strategy, args.max_length = True, "sequential", 10
+    args.seed, args.data_seed, args.max_steps, args.num_train_epochs = 0, None, -1, 1
+    rows = Dataset.from_dict({"length": [5] * 4})
+    assert collator.passes_in_step(args, rows) == passes
+
+
 def test_the_order_of_rows_is_that_of_the_strategy_and_of_the_seed_for_data(tmp_path):
     rows = Dataset.from_dict({"length": LENGTHS})
 
@@ -325,3 +343,33 @@ def test_a_language_model_that_mixes_rows_is_refused_by_its_name(tmp_path, cls, 
     with nullcontext() if apart else refused:
         check, args = collator.PackedAttentionCheck(), training.arguments(tmp_path)
         check.on_train_begin(args, None, None, model=model)
+
+
+class Leaks(torch.nn.Module):
+    """Changes the logits of a row behind others by a share of their norm, and by another share
+    if the first of the others is another row.
+    """
+
+    def __init__(self, by_place: float, by_others: float):
+        super().__init__()
+        self.config = tiny.text_config()
+        self.by_place, self.by_others = by_place, by_others
+
+    def forward(self, input_ids, position_ids, use_cache):
+        logits = functional.one_hot(input_ids, 16).float()  # 6 logits of 96 are 1
+        if input_ids.shape[1] > 6:
+            logits = logits + self.by_place / 4
+        if input_ids[0, 0] == 6:
+            logits = logits + self.by_others / 4
+        return SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize("half", [None, "bf16", "fp16"])
+def test_rows_are_apart_but_for_rounding_in_the_precision_of_steps(half):
+    args = SimpleNamespace(device=torch.device("cpu"), bf16=half == "bf16", fp16=half == "fp16")
+    place, others = (0.05, 0.01) if half else (1e-3, 1e-5)
+    check = collator.PackedAttentionCheck()
+    check.on_train_begin(args, None, None, model=Leaks(0.8 * place, 0.8 * others))
+    for leaks in (Leaks(1.2 * place, 0.0), Leaks(0.0, 1.2 * others)):
+        with pytest.raises(ValueError, match="padding_free would mix rows in a llama"):
+            check.on_train_begin(args, None, None, model=leaks)

@@ -4,16 +4,20 @@
 import copy
 import json
 import subprocess
+import sys
 from dataclasses import dataclass, field
+from enum import Enum
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 import training
 from accelerate import Accelerator
-from peft import LoraConfig
+from peft import LoraConfig, LoraRuntimeConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from normalign_llava.data.rows.checks import DataReport, SourceReport
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows
 from normalign_llava.train.keeping import record
 from normalign_llava.train.keeping.same_run import check_resumed
@@ -82,8 +86,9 @@ def test_the_commit_of_a_checkout_says_whether_files_were_changed(installed, mon
 @pytest.mark.parametrize(
     ("content", "commit"),
     [
-        ({"url": "https://a", "vcs_info": {"vcs": "git", "commit_id": "d" * 40}}, "d" * 40),
-        ({"url": "file:///a", "dir_info": {}}, None),
+        (json.dumps({"url": "https://a", "vcs_info": {"commit_id": "d" * 40}}), "d" * 40),
+        (json.dumps({"url": "file:///a", "dir_info": {}}), None),
+        ("{", None),
         (None, None),
     ],
 )
@@ -94,15 +99,20 @@ def test_without_a_checkout_the_commit_is_that_which_pip_installed(
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: normalign-llava\nVersion: 9.9\n")
     if content:
-        (folder / "direct_url.json").write_text(json.dumps(content))
+        (folder / "direct_url.json").write_text(content)
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert record.code_commit() == commit
+    monkeypatch.setenv("PATH", str(tmp_path))  # where git is not installed
+    assert record.code_commit() == commit
+    monkeypatch.setattr(sys, "path", [])  # nor is this package
+    assert record.code_commit() is None
 
 
 @dataclass
 class Options:
     """Options of each kind that a record tells apart."""
 
+    required: str | None
     number: int = 5
     always: int = 3
     names: list[str] = field(default_factory=list)
@@ -114,24 +124,32 @@ class Options:
 
 def test_a_record_has_what_was_changed_and_what_is_always_told(tmp_path):
     def changed(**own):
-        return record._changed(Options(**own), {"always", "empty"})
+        return record._changed(Options(None, **own), {"always", "empty"})
 
     assert changed() == {"always": 3}
     assert changed(number=6, names=["b"]) == {"always": 3, "number": 6, "names": ["b"]}
     assert changed(text=None) == {"always": 3, "text": None}  # a default that was taken away
     assert changed(switch=True, empty="x") == {"always": 3, "switch": True, "empty": "x"}
-    options = Options(number=0)
+    assert changed(text=object(), empty={}) == {"always": 3}  # what JSON cannot hold, or is empty
+    options = Options(None, number=0)
     options.derived = 7
     assert record._changed(options, set()) == {"number": 0}
 
 
+class Kind(Enum):
+    PLAIN = "plain"
+
+
 def test_no_local_path_is_in_a_record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
+    for name in ("data", "a:b"):
+        (tmp_path / name).mkdir()
     folder = str(tmp_path / "data")
     values = {
         "path": folder,
         "split": f"{folder}:train:a",
+        "colon": str(tmp_path / "a:b"),
+        "kind": Kind.PLAIN,
         "list": (folder, "owner/name"),
         "set": set("bdace"),
         "object": object(),
@@ -142,6 +160,8 @@ def test_no_local_path_is_in_a_record(tmp_path, monkeypatch):
     assert record._plain(values) == {
         "path": "data",
         "split": "data:train:a",
+        "colon": "a:b",
+        "kind": "plain",
         "list": ["data", "owner/name"],
         "set": [*"abcde"],
         "object": None,
@@ -156,9 +176,30 @@ def test_of_accelerator_and_adapters_a_record_has_what_is_not_the_default():
     assert record._changes_of_accelerator(AcceleratorConfig()) == {}
     assert record._changes_of_accelerator(changed) == {"even_batches": False}
     config = LoraConfig(r=4, target_modules=["v", "q"], base_model_name_or_path="/here/model")
+    config.revision, config.peft_version = "v2", "0.1"
+    config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
     assert record._changes_of_adapters(config) == {"r": 4, "target_modules": ["q", "v"]}
     optimizer = (torch.optim.SGD, {"lr": 0.1})
     assert record._named(optimizer) == {"class": "torch.optim.sgd.SGD", "lr": 0.1}
+
+
+def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(tmp_path):
+    args = training.arguments(tmp_path, stage="tune", run_name="mine", hub_token="secret")
+    Accelerator(cpu=True)  # the options have made accelerate forget its state
+    dropped = [DroppedRow("a.json", 3, "x.png", "is truncated")]
+    report = DataReport([SourceReport("a.json", "train", dropped=dropped)])
+    model, rates = tiny.model(), {"norm": 1e-3}
+    made = record.training_record(model, None, args, rates, report)
+    options = made["options"]
+    args.model_init_kwargs = {"dtype": "bfloat16", "attn_implementation": None}
+    loaded = record.training_record(model, None, args, rates, report)["options"]
+    assert loaded["dtype"] == "bfloat16" and "attn_implementation" not in loaded
+    for name in ("max_length", "num_train_epochs", "weight_decay", "global_batch_size"):
+        assert options[name] == getattr(args, name)
+    left_out = {"run_name", "hub_token", "output_dir", "use_cpu", "model_name_or_path"}
+    assert not left_out & options.keys()
+    assert made["data"][0]["dropped"] == [3]
+    assert (made["before"], made["optimizer"], made["adapters"]) == (None, None, None)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +233,8 @@ def weights(trainer) -> int:
         (dict(save_strategy="epoch", num_train_epochs=2.5), 3),
         (dict(save_strategy="steps", save_steps=30), 4),  # the last step is saved too
         (dict(save_strategy="steps", save_steps=0.1), 10),
+        (dict(save_strategy="steps", save_steps=0.035), 25),  # after every fourth
+        (dict(save_strategy="steps", save_steps=1), 100),
         (dict(save_strategy="steps", save_steps=0.1, save_total_limit=3), 4),
         (dict(save_strategy="steps", save_steps=30, save_total_limit=9), 4),
     ],

@@ -10,9 +10,10 @@ import training
 from datasets import Dataset
 from PIL import Image
 from train_data import inside
+from transformers import TrainerState
 
 from normalign_llava.data.rows.parse import FEATURES
-from normalign_llava.train.callbacks.samples import _short, sample_callback
+from normalign_llava.train.callbacks.samples import _lines_before, _short, sample_callback
 from normalign_llava.train.modules.model import base_model
 from normalign_llava.train.options import NormAlignConfig
 
@@ -140,15 +141,35 @@ def test_a_row_with_a_broken_image_is_passed_over_and_four_are_answered_by_defau
     args = NormAlignConfig(str(tmp_path), **training.SHORT, eval_strategy="steps", eval_steps=1)
     callback = sample_callback(held_out_rows(), args, is_sharded=False)
     assert [sample.truth for sample in callback.samples] == ["red", "blue", "yes", "no"]
-    assert sample_callback({"one": held_out_rows()}, args, is_sharded=False).count == 4
+    named = sample_callback({"one": held_out_rows()}, args, is_sharded=False)
+    assert named.count == len(named.samples) == 4
+    state = TrainerState(is_world_process_zero=False)
+    callback.on_evaluate(args, state, None)  # the first process answers
+    assert not (tmp_path / "samples.jsonl").exists()
     assert not caplog.text
     assert sample_callback(held_out_rows(), args, is_sharded=True) is None
     assert "sharded" in caplog.text
+    caplog.clear()
+    for strategy, count, told in (("no", None, False), ("no", 2, True), ("steps", None, True)):
+        asked = training.arguments(
+            tmp_path, eval_strategy=strategy, sample_count=count, eval_steps=1
+        )
+        assert sample_callback(held_out_rows(), asked, is_sharded=True) is None
+        assert ("sharded" in caplog.text) == told
+        caplog.clear()
     assert sample_callback(None, args, is_sharded=False) is None
     args.sample_count = 2
     assert len(sample_callback(held_out_rows(), args, is_sharded=False).samples) == 2
     args.sample_count = 0
     assert sample_callback(held_out_rows(), args, is_sharded=False) is None
+
+
+def test_lines_of_this_step_and_later_ones_are_dropped(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    assert _lines_before(file, 2) == []
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
+    file.write_text("\n".join(lines) + "\n")
+    assert _lines_before(file, 2) == lines[:1]
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,16 @@ def test_the_loss_and_every_gradient_are_those_of_trl(tmp_path, checkpoint):
         losses.append(loss.detach())
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients(ours.model), gradients(model), rtol=1e-4, atol=1e-7)
+    sizes = []
+    ours.model.model.register_forward_hook(
+        lambda module, args, output: sizes.append(output.last_hidden_state.shape[:2])
+    )
+    ours.compute_loss(ours.model, dict(batch(ours)), num_items_in_batch=None)
     base_model(ours.model).only_answers = False  # as on a GPU, where TRL's head sees all positions
     whole = ours.compute_loss(ours.model, dict(batch(ours)), num_items_in_batch=None)
     torch.testing.assert_close(whole.detach(), losses[1], rtol=1e-6, atol=0)
+    labels = batch(ours)["labels"]
+    assert sizes == [(1, int((labels[:, 1:] != -100).sum())), labels.shape]
 
 
 def test_without_images_the_loss_is_the_decoders_and_the_tower_learns_nothing(tmp_path, checkpoint):
