@@ -245,6 +245,7 @@ def test_names_fit_and_can_be_drawn():
     short = elide("0123456789", 7)
     assert len(short) <= 7 and short.startswith("01") and short.endswith("89") and "…" in short
     assert drawable("$5 是\n") == r"\$5 \u662f\n"
+    assert drawable("soft\xadhyphen") == r"soft\xadhyphen"  # which the font has
     ours, baseline = diagnosed(model="o" * 50), diagnosed(model="是")
     assert [(each.label, each.baseline) for each in shown(ours, baseline)] == [
         (r"\u662f (baseline)", True),
