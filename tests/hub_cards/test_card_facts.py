@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from normalign_llava.evaluation.results import Evaluation, Metric
 from normalign_llava.hub_cards.card.facts import Part
-from normalign_llava.hub_cards.card.metadata import TAGS
 from normalign_llava.hub_cards.card.write import refresh_card, render_card, write_card
 
 
@@ -332,12 +331,6 @@ def test_what_the_author_added_on_the_hub_comes_before_the_folder_s(full):
     assert (content["thumbnail"], content["a"], content["b"]) == ("b.png", 1, 1)
     somebody = "---\nthumbnail: c.png\n---\n# Mine\n"
     assert data(render_card(full, hub_card=somebody))["thumbnail"] == "a.png"
-
-
-def test_front_matter_without_tags_gets_those_of_every_card(folder):
-    text = re.sub(r"^tags:\n(- .*\n)+", "tags:\n", write_card(folder).text, flags=re.MULTILINE)
-    (folder / "README.md").write_text(text)
-    assert data(render_card(folder))["tags"] == TAGS
 
 
 def test_a_card_of_front_matter_alone_is_replaced(folder):
