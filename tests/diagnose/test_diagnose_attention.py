@@ -115,6 +115,11 @@ def test_the_grid_of_an_image_and_its_bottom_third():
     assert image_grid(wide, 16) == (2, 8)  # a square number of tokens, not a square
     tall = {"pixel_values": torch.zeros(1, 3, 32, 16)}
     assert image_grid(tall, 8) == (4, 2) and image_grid({}, 4) is None
+    flat = {"pixel_values": torch.zeros(1, 3, 16, 640)}
+    assert (
+        image_grid(flat, 4) is None
+        and image_grid({"pixel_values": torch.zeros(3, 8, 8)}, 4) is None
+    )
     assert image_grid(wide, 9) is None  # a row of nine is no grid of an image four times as wide
     assert image_grid({"image_grid_thw": torch.tensor([[1, 8, 4]])}, 8) == (4, 2)
 
@@ -126,10 +131,11 @@ def test_several_images_tiles_and_frames_form_no_grid_even_of_a_square_number():
         assert image_grid({"image_grid_thw": torch.tensor(grids)}, 16) is None
 
 
-def test_learned_queries_form_no_grid():
+@pytest.mark.parametrize("family", ["aria", "idefics2"])
+def test_learned_queries_form_no_grid(family):
     model, batch = tiny.llava(), tiny.inputs()
     assert ask(model, batch).grid == (2, 2)
-    model.config.model_type = "aria"  # whose visual tokens are learned queries
+    model.config.model_type = family  # whose visual tokens are learned queries
     measured = ask(model, batch)
     assert measured.grid is measured.bottom_bias is None
     assert [(len(rows), len(rows[0])) for rows in measured.maps] == [(1, 4)] * 2
@@ -168,8 +174,25 @@ def test_layers_whose_window_ends_within_the_image_are_left_out(window, layers):
     assert_as_the_reference(measured, reference(model, batch))
 
 
+@pytest.mark.parametrize("spoiled", [None, math.nan])
+def test_a_layer_without_a_map_or_with_nan_in_it_is_left_out(spoiled):
+    """The first is as of linear attention."""
+    model = tiny.model()
+    first = model.get_decoder().layers[0].self_attn
+    attend = first.forward
+
+    def forward(*args, **kwargs):
+        output, shares = attend(*args, **kwargs)
+        return output, None if spoiled is None else torch.full_like(shares, spoiled)
+
+    first.forward = forward
+    assert ask(model, tiny.inputs()).layers == [2]
+
+
 def test_errors_say_what_to_do():
     batch = tiny.inputs()
+    with pytest.raises(ValueError, match="No text comes after an image"):
+        ask(tiny.model(), tiny.inputs(images=0))
     last = batch | {name: batch[name][:, :5] for name in ("input_ids", "attention_mask")}
     short = tiny.model(text=tiny.text_config(cls=MistralConfig, sliding_window=8))
     with pytest.raises(ValueError, match="None of the 2 layers of MistralModel has an attention"):

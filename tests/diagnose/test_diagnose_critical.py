@@ -5,6 +5,7 @@ import math
 import re
 from functools import partial
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import tiny_parts
@@ -13,6 +14,7 @@ from transformers import AutoModel, AutoTokenizer, Gemma2Config, GraniteConfig, 
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.gain import embedding_statistics
+from normalign_llava.diagnose import critical
 from normalign_llava.diagnose.critical import Updates, measure_updates, updates_of
 
 
@@ -50,6 +52,41 @@ def test_at_the_critical_norm_rotation_has_fallen_to_that_share():
     assert updates.relative_rotation(norm) == pytest.approx(0.5, abs=1e-5)
     assert updates.relative_rotation(norm * 0.99) > 0.5
     assert Updates(1e-6, [1e6, 1e6], [1.5, 1.5]).critical_norm(0.5) is None  # far above every norm
+
+
+def test_a_critical_norm_may_be_thousands_of_n_text():
+    updates = Updates(1.0, [1e4, 1e4], [1.5, 1.5])
+    assert updates.relative_rotation(updates.critical_norm(0.5)) == pytest.approx(0.5, abs=1e-4)
+    assert updates.critical_norm(0.5) > 1e3
+
+
+def test_an_update_against_a_state_of_its_own_size_leaves_nothing():
+    """They differ by rounding, by which the square of what is left is below 0."""
+    for norm, size in ((1.72, 1.7199999999999998), (4.93, 4.9300000000000015), (0.7, 0.7)):
+        first, second = Updates(1.0, [size, 1.0], [math.pi, 1.0]).rotation(norm)
+        assert math.isfinite(first) and second == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_revision_and_trust_are_passed_on(monkeypatch):
+    got = []
+
+    def resolve(model, revision, **options):
+        got.append((model, revision, options))
+        known = {"name": "there", "revision": "c" * 40}
+        return SimpleNamespace(checkpoint=SimpleNamespace(**known))
+
+    def statistics(name, **options):
+        got.append((name, options))
+        raise ValueError("so far")
+
+    monkeypatch.setattr(critical, "resolve_model", resolve)
+    monkeypatch.setattr(critical, "embedding_statistics", statistics)
+    with pytest.raises(ValueError, match="so far"):
+        updates_of("bea/m", "trial")
+    assert got == [
+        ("bea/m", "trial", {"trust_remote_code": False}),
+        ("there", {"top": 0, "revision": "c" * 40}),
+    ]
 
 
 def test_a_single_layer_counts_although_it_is_the_last():

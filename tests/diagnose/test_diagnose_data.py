@@ -93,6 +93,37 @@ def test_rows_without_an_image_are_skipped_and_questions_are_needed(tmp_path, ca
         load_samples(str(tmp_path / "gone"), 1)
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "what?", "image": "https://host/sub/a.png"}, r"row 0 \(a.png\) cannot be "),
+        ({"image": "red.png", "messages": 3}, "row 0.* cannot be used"),
+        ({"images": ["red.png"], "messages": 3}, "row 0.* cannot be used"),
+        ({"messages": 3}, "no row with an image"),
+        ({"messages": 3, "picture": "red.png"}, "row 0.* cannot be used"),
+        (3, "row 0 cannot be used"),
+    ],
+    ids=str,
+)
+def test_a_row_that_cannot_be_read_is_an_error_if_it_has_an_image(tmp_path, row, said):
+    train_data.images(tmp_path, "red.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=said):
+        load_samples(str(tmp_path / "rows.jsonl"), 1)
+
+
+def test_data_are_called_by_their_file_and_split_and_half_a_character_is_a_question_mark(tmp_path):
+    train_data.images(tmp_path, "red.png")
+    row = json.dumps({"question": "what\ud83d?", "image": "red.png"}) + "\n"
+    for folder, file in (("mine", "train"), ("mine", "val"), ("one:two", "train")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        train_data.images(tmp_path / folder, "red.png")
+        (tmp_path / folder / f"{file}.jsonl").write_text(row)
+    for data in ("mine:val", "one:two"):
+        loaded = load_samples(f"{tmp_path}/{data}", 1)
+        assert loaded.name == data and loaded.samples[0].question == "what??"
+
+
 @pytest.mark.parametrize(("streaming", "expected"), [(True, 3), (False, 8)])
 def test_of_a_stream_the_first_rows_are_shuffled(tmp_path, streaming, expected):
     path = tmp_path / "rows.parquet"
@@ -143,6 +174,21 @@ def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
         assert torch.allclose(model(**first).logits[1, -1], alone, atol=1e-4)
     with pytest.raises(ValueError, match="fails for row 0, row 1: .*"):
         list(batches(processor, samples("Fine?", "Is <image> <image> one?"), 2))
+
+
+def test_a_padding_token_of_the_tokenizer_pads_and_labels_are_left_out(checkpoint, monkeypatch):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    processor.tokenizer.pad_token = "z"
+    made = processor.apply_chat_template
+
+    def with_labels(*args, **kwargs):
+        inputs = made(*args, **kwargs)
+        inputs["labels"] = inputs["input_ids"]
+        return inputs
+
+    monkeypatch.setattr(processor, "apply_chat_template", with_labels)
+    (inputs,) = batches(processor, samples("Long question here?", "Short?"), 2)
+    assert processor.decode(inputs["input_ids"][1, :2]) == "zz" and "labels" not in inputs
 
 
 def test_without_a_chat_template_a_line_break_parts_image_and_question(checkpoint):

@@ -75,6 +75,7 @@ def test_the_verdict_on_one_model(ratio, asymmetry, error, numbers, agreed, has)
         (1.03, 0.97, ("not much larger", "not rotate clearly less")),
         (1.03, 0.4, ("not much larger",)),
         (46.0, 1.2, ("not rotate clearly less",)),
+        (0.2, 0.4, ("not much larger",)),
     ],
 )
 def test_reasons_why_a_model_has_no_problem_are_those_that_hold(ratio, asymmetry, reasons):
@@ -90,6 +91,54 @@ def test_a_problem_is_not_measured_without_visual_or_text_tokens():
         assert "was not measured" in problem(unmeasured)
     first, second, _ = verdict(with_rotation(report, None))
     assert "rotate – ×" in first and "was not measured" in second
+
+
+@pytest.mark.parametrize(("ratio", "applies"), [(1.2, False), (1.25, False), (1.26, True)])
+def test_rotation_is_asked_of_visual_tokens_that_are_larger(ratio, applies):
+    outcome, _ = by_claim(with_rotation(diagnosed(ratio), 0.4))["rotation"]
+    assert outcome == ("agrees" if applies else "does not apply")
+
+
+def without(report, **changes):
+    """`report` with other fields of its depth."""
+    return replace(report, depth=replace(report.depth, **changes))
+
+
+def test_claims_whose_numbers_are_missing_are_not_measured():
+    report = diagnosed()
+    norms = replace(report.interface, ratio=None, ratio_data=None)
+    assert by_claim(replace(report, interface=norms))["rotation"][0] == "not measured"
+    for quantity in ("log_update", "update_angle"):
+        visual = {"visual": getattr(report.depth, quantity)["visual"]}
+        for curves in ({}, visual):
+            found = by_claim(without(report, **{quantity: curves}))
+            assert found["updates"][0] == "not measured"
+    idle = Curve([-math.inf] * 30, [0.0] * 30)  # all layers change nothing
+    still = without(report, log_update={"visual": idle, "text": idle})
+    assert by_claim(still)["updates"][0] == "not measured"
+
+
+@pytest.mark.parametrize("changes", [{"asymmetry": None}, {"log_norm": {}}])
+def test_what_is_missing_of_one_of_two_models_is_not_compared(changes):
+    ours, base = diagnosed(1.0, "layer_norm", "ours"), diagnosed(model="base")
+    assert by_claim(ours, base)["nearness"][0] != "not measured"
+    for pair in ((without(ours, **changes), base), (ours, without(base, **changes))):
+        assert by_claim(*pair)["nearness"][0] == "not measured"
+    silent = replace(ours, attention=[]), replace(base, attention=[])
+    assert by_claim(*silent)["focus"][0] == "not measured"
+
+
+def test_norms_of_zero_and_rotations_without_an_error_decide_nothing():
+    zero = Moments(0.0, 0.0, 4)
+    report = paper_model(None, (8.0, 6.0), 2.0)
+    of_zero = replace(report, interface=replace(report.interface, visual=zero))
+    assert by_claim(of_zero)["decoder"][0] == "unclear"
+    norms = replace(report.interface, vocabulary=None, text=zero)
+    assert by_claim(replace(report, interface=norms))["decoder"][0] == "not measured"
+    for errors, asymmetry in (((None, 0.01), 0.4), ((0.01, None), 0.4), ((0.01, 0.01), 0.0)):
+        base = nearing(8.0, asymmetry, errors[0])
+        ours = nearing(1.1, 0.9, errors[1], norm="layer_norm")
+        assert by_claim(ours, base)["nearness"][0] == "unclear"
 
 
 def test_without_n_text_the_ratio_to_text_in_the_data_stands_in_the_verdict():

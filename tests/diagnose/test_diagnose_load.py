@@ -33,6 +33,17 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoin
         handle.load(dtype="float8")
 
 
+def test_a_folder_is_found_from_anywhere_and_called_by_its_name(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint)
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    for path in (".", f"~/{checkpoint.name}"):
+        handle = resolve_model(path)
+        assert handle.name == checkpoint.name and not handle.checkpoint.trust_remote_code
+    for options in ({"base": "there"}, {"base_quantization": "none"}):
+        with pytest.raises(ValueError, match="is no adapter"):
+            resolve_model(".", **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in vlm_processors.FOLDERS if name != "smolvlm"])
 def test_images_go_through_the_processor_of_each_family(name, tmp_path):

@@ -10,8 +10,10 @@ from html import unescape
 import numpy as np
 import pytest
 import tiny_parts
+import torch
 from browser import chromium, load
 from diagnosed import attention_of, diagnosed, embeddings_of
+from matplotlib.figure import Figure
 from PIL import Image
 from transformers import LlavaProcessor
 
@@ -105,6 +107,41 @@ def test_the_interface_shows_mean_and_deviation_of_each_stage_that_a_model_has()
     assert axes.get_xscale() == "log" and axes.get_ylim()[0] > axes.get_ylim()[1]
 
 
+def test_the_interface_leaves_out_what_a_logarithm_or_a_model_lacks():
+    ours, baseline = diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base")
+    changes = {"special": Moments(2.0, math.nan, 4), "vocabulary": Moments(2.0, 0.1, 9)}
+    ours = replace(ours, interface=replace(ours.interface, **changes))
+    baseline = replace(baseline, interface=replace(baseline.interface, special=None))
+    (axes,) = interface(shown(ours, baseline))[0].axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert "special tokens, as received" not in labels
+    (text,) = (line for line in axes.lines if line.get_linestyle() == ":")
+    assert list(text.get_xdata()) == [2.0, 2.0]  # N_text of the model, not of its baseline
+    unknown = replace(ours, interface=replace(ours.interface, vocabulary=None, ratio=None))
+    (axes,) = interface(shown(unknown, None))[0].axes
+    assert not [line for line in axes.lines if line.get_linestyle() == ":"]
+
+
+def test_dynamics_of_the_baseline_alone_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: None)
+    drawings = draw(diagnosed(dynamics=[], attention=[]), diagnosed(attention=[]), tmp_path)
+    assert [drawing.file for drawing in drawings][4:] == ["dynamics.png"]
+
+
+def test_dynamics_of_a_single_step_have_a_scale():
+    steps = [DynamicsStep(5, [0.1, 0.2], [0.5, 0.6])]
+    figure, _ = dynamics(shown(diagnosed(dynamics=steps), None))
+    assert figure.axes[-1].get_ylim() == (5.0, 6.0)
+
+
+@pytest.mark.parametrize("grid", [(3, 4), None])
+def test_maps_without_a_grid_are_stretched_and_told_so(images, grid):
+    asked = attention_of("Where?", 5, grid, "image.png")
+    ((figure, drawing),) = attention(shown(diagnosed(attention=[asked]), None), images)
+    assert (figure.axes[1].get_aspect() == "auto") == (grid is None)
+    assert ("in order" in drawing.caption) == (grid is None)
+
+
 def test_titles_have_the_ratio_of_what_is_drawn():
     models = shown(diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base"))
     ratios = {
@@ -156,6 +193,9 @@ def test_layers_show_the_reports_numbers():
                 assert (curve.get_linestyle() == "--") == is_baseline
                 assert (curve.get_markerfacecolor() == "white") == is_baseline
         assert (axes.get_yscale() == "log") == (quantity == "norm")
+        assert all(tick == round(tick) for tick in axes.get_xticks())  # it counts layers
+        if quantity == "rotation":
+            assert axes.get_ylim()[0] == 0
         (legend,) = figure.legends
         assert {text.get_text() for text in legend.get_texts()} == set(curves)
         bands = [band.get_paths()[0].vertices for band in axes.collections]
@@ -205,6 +245,7 @@ def test_names_fit_and_can_be_drawn():
     short = elide("0123456789", 7)
     assert len(short) <= 7 and short.startswith("01") and short.endswith("89") and "…" in short
     assert drawable("$5 是\n") == r"\$5 \u662f\n"
+    assert drawable("soft\xadhyphen") == r"soft\xadhyphen"  # which the font has
     ours, baseline = diagnosed(model="o" * 50), diagnosed(model="是")
     assert [(each.label, each.baseline) for each in shown(ours, baseline)] == [
         (r"\u662f (baseline)", True),
@@ -248,8 +289,16 @@ def test_the_image_is_shown_as_the_model_received_it(kind):
     expected = np.asarray(whole if kind == "siglip" else cropped).astype(int)
     seen = np.asarray(shown_image(processor, inputs, image)).astype(int)
     assert seen.shape == expected.shape and np.abs(seen - expected).max() <= 3
-    image_processor.do_normalize = False  # so that it cannot be told
-    assert shown_image(processor, inputs, image) is shown_image(processor, {}, image) is image
+    for value, shade in ((100.0, 255), (-100.0, 0)):
+        extreme = {"pixel_values": torch.full((1, 3, 16, 16), value)}
+        assert shown_image(processor, extreme, image).getextrema() == ((shade, shade),) * 3
+    pixels = inputs["pixel_values"]
+    for several in (torch.cat([pixels, pixels]), pixels[0], pixels[None]):
+        assert shown_image(processor, {"pixel_values": several}, image) is image
+    for setting in ("do_normalize", "do_rescale"):
+        setattr(image_processor, setting, False)  # so that it cannot be told
+        assert shown_image(processor, inputs, image) is shown_image(processor, {}, image) is image
+        setattr(image_processor, setting, True)
 
 
 def written(folder, report, against) -> str:

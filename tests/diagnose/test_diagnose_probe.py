@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -17,7 +18,12 @@ from transformers.models.mllama import MllamaConfig, MllamaForConditionalGenerat
 from vlm_families import BOS, END, EOS, IMAGE, INDICATORS, START, WORDS
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.diagnose.measure.families import PROJECTORS
+from normalign_llava.diagnose.measure.families import (
+    PROJECTORS,
+    boundary_ids,
+    find_parts,
+    token_positions,
+)
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.diagnose.report import Moments
 
@@ -214,6 +220,7 @@ def test_models_and_batches_that_cannot_be_measured_are_refused():
         (model.get_decoder(), batch, "cannot be read: no language model alone"),
         (tuned, batch, "Prompt tuning"),
         (model, {**batch, "pixel_values_videos": batch["pixel_values"]}, "pixel_values_videos"),
+        (model, {**batch, "input_features": batch["pixel_values"]}, "input_features"),
         (model, {"input_ids": torch.tensor([[1, 5, 6]])}, "visual token.*97"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -229,6 +236,58 @@ def test_models_and_batches_that_cannot_be_measured_are_refused():
             last.bias.fill_(bias)
         with pytest.raises(ValueError, match=message):
             probe(model, [batch])
+
+
+def test_text_of_zero_has_no_direction_and_layers_that_change_nothing_no_asymmetry():
+    model, batch = vlm_families.make("llava")
+    with torch.no_grad():
+        for layer in model.get_decoder().layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    assert probe(model, [batch]).depth.asymmetry is None
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()
+    with pytest.raises(ValueError, match="All text tokens are zero in state 0"):
+        probe(model, [batch])
+
+
+def test_labels_and_the_cache_are_left_out_and_a_processor_names_its_tokenizer_s_tokens():
+    model, batch = vlm_families.make("llava")
+    more = {**batch, "labels": batch["input_ids"], "use_cache": True}
+    plain = probe(model, [batch], tokenizer=tokenizer())
+    assert asdict(probe(model, [more], tokenizer=tokenizer())) == asdict(plain)
+    processor = SimpleNamespace(tokenizer=tokenizer())
+    assert probe(model, [batch], tokenizer=processor).tokens == plain.tokens
+    model.is_loaded_in_8bit = True
+    model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    assert probe(model, [batch]).dtype.startswith("8-bit")
+
+
+def test_ids_of_a_configuration_are_those_of_its_token_fields():
+    config = tiny.config()
+    known = boundary_ids(config)
+    config.video_token_index, config.own_token_ids = 71, [72, None, "x"]
+    config.flag_token_id = "none"
+    assert boundary_ids(config) - known == {71, 72} and IMAGE not in known
+
+
+def test_parts_of_a_base_model_alone_and_of_a_family_that_cannot_be_told():
+    model = tiny.llava()
+    assert find_parts(model).projector_name == "model.multi_modal_projector"
+    assert find_parts(model.model).projector_name == "multi_modal_projector"
+    model.config.model_type = "hunyuan_vl"
+    with pytest.raises(ValueError, match="cannot be told from learned rows"):
+        find_parts(model)
+
+
+def test_a_mask_of_pairs_of_tokens_pads_nothing():
+    ids = torch.tensor([[5, IMAGE, 6]])
+    pairs = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
+    kinds = token_positions(ids, pairs, IMAGE)
+    assert kinds["visual"].tolist() == [[False, True, False]]
+    assert kinds["text"].tolist() == [[True, False, True]]
+    padded = token_positions(ids, torch.tensor([[0, 1, 1]]), IMAGE)
+    assert padded["text"].tolist() == [[False, False, True]]
 
 
 def tokenizer():

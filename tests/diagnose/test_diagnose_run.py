@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import asdict
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -94,6 +95,7 @@ def test_the_report_holds_what_the_api_returned(compared):
     provenance, ours, none = content["provenance"], diagnosis.report, diagnosis.against
     assert provenance["first question"] == ours.attention[0].question
     assert provenance["torch"] == version("torch") and provenance["samples asked for"] == "6"
+    assert not [name for name in provenance if "revision" in name]  # of folders
 
     assert (ours.norm, none.norm, ours.samples, none.samples) == ("layer_norm", "none", 6, 6)
     assert ours.data == none.data == "images"
@@ -123,6 +125,49 @@ def test_every_file_is_listed_the_model_as_it_was_and_nobody_named(compared, alo
     assert names <= listed(stored(diagnosis.folder))
     after = hashes(diagnosis.folder.parent)
     assert {name: after[name] for name in after if not name.startswith("diagnostics/")} == before
+
+
+def test_files_of_a_diagnosis_are_those_beside_its_report_with_its_names(tmp_path):
+    drawn = ["interface", "norms", "cosine", "rotation", "dynamics", "attention_12", "image_1"]
+    ours = {"report.html", "baseline_image_2.png", *(f"{name}.png" for name in drawn)}
+    for name in (*ours, "notes.png", "norms.svg", "attention_a.png", "image_1.png.txt"):
+        (tmp_path / name).write_text("")
+    assert run._written(tmp_path) == set()  # there is no report
+    (tmp_path / "report.json").write_text("{}")
+    assert run._written(tmp_path) == ours | {"report.json"}
+
+
+@pytest.mark.parametrize("line", ["{", '{"visual": 0.1}', "3"])
+def test_dynamics_that_training_did_not_write_are_named(tmp_path, line):
+    assert read_dynamics(tmp_path / DYNAMICS) == []
+    (tmp_path / DYNAMICS).write_text(line)
+    with pytest.raises(ValueError, match=f"{DYNAMICS} is not as training writes it.*Remove it"):
+        read_dynamics(tmp_path / DYNAMICS)
+
+
+def test_where_a_diagnosis_is_written_and_how_its_models_are_opened(tmp_path, monkeypatch):
+    opened, folders = [], []
+
+    def resolve(model, **options):
+        opened.append((model, options))
+        return SimpleNamespace(name=model, processor="processor")
+
+    def stop(folder, *args):
+        folders.append(folder)
+        raise ValueError("so far")
+
+    monkeypatch.setattr(run, "resolve_model", resolve)
+    monkeypatch.setattr(run, "finished_folder", stop)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    adapted = {"base": "there", "base_quantization": "none"}
+    for model, output in (("bea/model", None), ("here", None), ("here", "out")):
+        with pytest.raises(ValueError, match="so far"):
+            diagnose(model, against="other", output=output, trust_remote_code=True, **adapted)
+    expected = ["diagnostics/bea/model", "here/diagnostics", "out"]
+    assert folders == [tmp_path / name for name in expected]
+    trusted = {"trust_remote_code": True}
+    assert opened[:2] == [("bea/model", trusted | adapted), ("other", trusted)]
 
 
 COMMAND = """

@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import AutoProcessor, BloomConfig, GenerationConfig, LlamaConfig, LlavaConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.evaluation import answering
 from normalign_llava.evaluation.answering import (
     AnswerStream,
     answers,
@@ -48,11 +49,22 @@ def test_ends_and_padding_are_the_model_s_and_then_the_tokenizer_s():
     assert none.eos_token_id is none.pad_token_id is None
 
 
+def test_token_0_and_what_else_decoding_needs_are_kept():
+    tokenizer = byte_tokenizer()
+    own = GenerationConfig(eos_token_id=(0, 5), pad_token_id=0)
+    greedy = greedy_config(own, tokenizer)
+    assert greedy.eos_token_id == [0, 5, tokenizer.eos_token_id] and greedy.pad_token_id == 0
+    assert greedy_config(GenerationConfig(eos_token_id=0)).eos_token_id == [0]
+    needed = {"bos_token_id": 6, "decoder_start_token_id": 7, "cache_implementation": "static"}
+    assert greedy_config(GenerationConfig(**needed)).to_dict().items() >= needed.items()
+
+
 def test_the_model_s_own_settings_come_back_also_after_an_error(asked):
     model, processor = asked
     own = model.generation_config
     with pytest.raises(ZeroDivisionError), decoding_greedily(model, processor.tokenizer):
         assert model.generation_config is not own
+        assert model.generation_config.eos_token_id[-1] == processor.tokenizer.eos_token_id
         raise ZeroDivisionError
     assert model.generation_config is own
 
@@ -77,6 +89,22 @@ def test_inputs_are_padded_on_the_left(checkpoint, template):
     assert masks[:, -1].all() and not masks[1, 0]
     assert inputs["input_ids"][1, 0] == processor.tokenizer.eos_token_id
     assert inputs["pixel_values"].shape[0] == 3
+
+
+def test_a_padding_token_of_the_tokenizer_s_own_pads(checkpoint):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    processor.tokenizer.pad_token = "z"
+    inputs = model_inputs(processor, [[user_turn("Long question?")], [user_turn("Short?")]])
+    assert processor.decode(inputs["input_ids"][1, :2]) == "zz"
+
+
+def test_without_a_chat_template_some_questions_of_a_batch_may_have_no_image(checkpoint):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    processor.chat_template = None
+    inputs = model_inputs(processor, [[user_turn("a?", [IMAGE])], [user_turn("b?")]])
+    pairs = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+    texts = [processor.decode(ids[mask]) for ids, mask in pairs]
+    assert texts == [f"{'<image>' * 4}\na?", "b?"] and len(inputs["pixel_values"]) == 1
 
 
 def test_without_a_chat_template_one_question_is_asked_also_without_an_image(checkpoint):
@@ -133,6 +161,16 @@ def test_answers_end_with_the_model_s_positions(asked):
         positions.max_position_embeddings = 256
 
 
+def test_a_model_without_a_limit_answers_as_long_as_it_may(asked, monkeypatch):
+    model, processor = asked
+    turns = [user_turn(QUESTION, [IMAGE])]
+    monkeypatch.setattr(answering, "free_positions", lambda config, tokens: None)
+    with saying(model, processor, "A"):
+        assert answers(model, processor, [turns], 3) == ["AAA"]
+        stream = AnswerStream(model, processor, model_inputs(processor, [turns]), 3)
+        assert "".join(stream) == "AAA"
+
+
 def test_special_tokens_and_spaces_at_its_ends_are_no_part_of_an_answer(asked):
     model, processor = asked
     turns = [user_turn(QUESTION, [IMAGE])]
@@ -141,7 +179,24 @@ def test_special_tokens_and_spaces_at_its_ends_are_no_part_of_an_answer(asked):
             assert answers(model, processor, [turns], 3) == [""]
     with saying(model, processor, "<|im_start|>"):
         stream = AnswerStream(model, processor, model_inputs(processor, [turns]), 3)
-        assert "".join(stream) == "" and stream.ids[0, -3:].unique().numel() == 1
+        assert list(stream) == [] and stream.ids[0, -3:].unique().numel() == 1
+
+
+def test_an_answer_in_a_batch_is_greedy_whatever_the_model_s_own_settings_are(asked):
+    model, processor = asked
+    with saying(model, processor, "A"):
+        model.generation_config.num_beams = model.generation_config.num_return_sequences = 2
+        try:
+            assert answers(model, processor, [[user_turn(QUESTION, [IMAGE])]], 2) == ["AA"]
+        finally:
+            model.generation_config.num_beams = model.generation_config.num_return_sequences = None
+
+
+def test_a_model_in_bfloat16_answers(checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype="bfloat16")
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    with saying(model, processor, "A"):
+        assert answers(model, processor, [[user_turn(QUESTION, [IMAGE])]], 2) == ["AA"]
 
 
 def test_answers_in_a_batch_and_as_a_stream_are_those_of_generate(asked, checkpoint):

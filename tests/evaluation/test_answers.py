@@ -16,6 +16,7 @@ def test_answers_that_choose_the_second_option():
         "The answer is 'B'.", "Answer: B", "Option B", "option b",
         "The correct choice is option B.", "I think it's B", "La respuesta es B", "答案是B",
         "B, not A", "b. The animal that one sees in this picture", "a cat", "A cat", "A cat.",
+        "b: the animal that one sees in this picture", '"B" is what one would say of it here.',
         "A CAT", "The answer is a cat", "A cat sits there.",
     ]  # fmt: skip
     chosen = {answer: chosen_option(answer, OPTIONS) for answer in answers}
@@ -34,6 +35,10 @@ def test_answers_that_choose_nothing():
         "Sorry, I can't help with images of people yet.", "I'm sorry, but I cannot see a cat.",
         "I can't tell. B?", "I cannot determine whether it is B.",
         "I would say that it is B since there are ears that one can see in the picture",
+        "Unable to say whether it is B.", "I'm unable to see a cat.", "I can’t say: a cat.",
+        "I am sorry, a cat.", "I can not tell a cat.", "Cannot determine a cat.",
+        "The answer is A & B", "The answer is A/B", "The answer is A, B", "It is B’s fault",
+        "A bobcat", "A cat2", "It is 5B", "It is B5",
         "A story about a cat that goes on for so long that it is no text of one of the options",
     ]  # fmt: skip
     chosen = {answer: chosen_option(answer, OPTIONS) for answer in answers}
@@ -42,7 +47,7 @@ def test_answers_that_choose_nothing():
 
 def test_the_letter_a_is_an_option_where_it_is_no_article():
     clear = ("A is right", "A because it barks", "The answer is A", "A\nIt barks, as one hears.")
-    for answer in ("A", "a", "A.", "(A)", *clear):
+    for answer in ("A", "a", "A.", "(A)", "A since it barks", *clear):
         assert chosen_option(answer, OPTIONS) == "A"
     assert chosen_option("A dog runs over the grass", OPTIONS) == "A"  # by its text
     assert chosen_option("A dog runs", {"A": "two cats", "B": "dog"}) == "B"
@@ -79,3 +84,13 @@ def test_a_letter_within_a_sentence_counts_among_its_last_four_words_alone():
         answer = " ".join(["I'd go for", "B,", *said[:following]])
         expected = "B" if following < 4 else None
         assert chosen_option(answer, OPTIONS) == expected, answer
+
+
+def test_the_answer_may_be_twice_as_long_as_all_options_together_and_no_longer():
+    options = {"A": "dog", "B": "cat"}  # 6 letters
+    assert chosen_option("a cat now ok", options) == "B"
+    assert chosen_option("at: a cat now", options) is None
+
+
+def test_an_option_s_text_is_no_end_of_another_word():
+    assert chosen_option("one bobcat", {"A": "cat", "B": "a dog here"}) is None

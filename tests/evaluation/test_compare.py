@@ -125,6 +125,8 @@ def test_interval_over_other_numbers_of_seeds_is_welch_s():
         ([0.1 + 0.2, 0.5], [0.1, 0.3]),
         ([61.0, 61.0, 61.0], [60.0, 60.0]),
         ([0.0, 0.0], [0.0, 0.0]),
+        ([0.1 + 0.2, 0.3], [0.0, 0.0]),  # rounding is that of the larger numbers
+        ([-0.3, -(0.1 + 0.2)], [-1.0, -1.0]),
     ],
 )
 def test_runs_that_all_differ_alike_have_no_interval(scores, reference):
@@ -134,8 +136,9 @@ def test_runs_that_all_differ_alike_have_no_interval(scores, reference):
 def test_what_differs_by_more_than_rounding_has_an_interval():
     low, high = over_seeds(np.array([0.9, 0.8]), np.array([0.88, 0.78 - 1e-3]))
     assert low < 0.02 < high
-    low, high = over_seeds(np.array([0.5, 0.5, 0.52]), np.array([0.4, 0.41]))
-    assert low < 0.1 < high
+    for scores in ([0.5, 0.5, 0.52], [0.5, 0.5, 0.5]):
+        low, high = over_seeds(np.array(scores), np.array([0.4, 0.41]))
+        assert low < 0.1 < high
 
 
 def test_questions_that_all_differ_alike_have_no_interval():
@@ -144,6 +147,14 @@ def test_questions_that_all_differ_alike_have_no_interval():
     assert over_questions(np.array([1.0]), np.array([0.0])) is None
     low, high = over_questions(np.array([1.0] * 9 + [0.0]), zeros)
     assert low < 0.9 < high
+
+
+def test_the_interval_over_questions_is_a_percentile_of_ten_thousand_draws():
+    scores = np.random.default_rng(4).normal(size=20)
+    known = {"n_resamples": 10_000, "method": "percentile", "rng": 0}
+    drawn = stats.bootstrap((scores,), np.mean, confidence_level=0.95, **known)
+    expected = tuple(drawn.confidence_interval)
+    assert over_questions(scores, np.zeros(20)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_comparison_says_that_runs_or_questions_are_alike(tmp_path):
@@ -211,8 +222,10 @@ def test_one_run_against_several_has_no_p_value_and_no_interval_over_seeds(tmp_p
 
 def test_scores_that_are_not_right_or_wrong_have_no_p_value(tmp_path):
     folders = [scored(tmp_path / "base", [0, 1, 1]), scored(tmp_path / "ours", [0.5, 1, 1])]
-    (row,) = compare_arms([*map(read_arm, folders)]).differences
-    assert row.mcnemar is None and row.value == pytest.approx(1 / 6)
+    arms = [*map(read_arm, folders)]
+    for pair, value in ((arms, 1 / 6), (arms[::-1], -1 / 6)):
+        (row,) = compare_arms(pair).differences
+        assert row.mcnemar is None and row.value == pytest.approx(value)
 
 
 def test_the_first_metric_that_every_question_has_is_compared(tmp_path):
@@ -220,6 +233,31 @@ def test_the_first_metric_that_every_question_has_is_compared(tmp_path):
     rows = [{"metrics": ["acc", "acc_shape"], "acc": 1, "acc_shape": 1}, {"acc": 0}]
     ((task, scores),) = read_arm(evaluated(tmp_path, "mine", metrics, rows)).runs[0].items()
     assert (task, [*scores.values()]) == ("mine acc", [1.0, 0.0])
+
+
+@pytest.mark.parametrize("said", ["red", [True, False]])
+def test_a_metric_whose_samples_are_no_numbers_is_not_compared(tmp_path, said):
+    """Words, or the pairs of which F1 is made."""
+    metrics = [Metric("f1", 1.0), Metric("acc", 0.5)]
+    rows = [{"metrics": ["f1", "acc"], "f1": said, "acc": right} for right in (1, 0)]
+    ((task, scores),) = read_arm(evaluated(tmp_path, "mine", metrics, rows)).runs[0].items()
+    assert (task, [*scores.values()]) == ("mine acc", [1.0, 0.0])
+
+
+def test_an_arm_is_named_after_its_folder_wherever_it_is_called_from(tmp_path, monkeypatch):
+    whole = scored(tmp_path / "base", [1, 0])
+    monkeypatch.chdir(whole)
+    here = read_arm(".")
+    assert here.name == "base"
+    with pytest.raises(ValueError, match="none twice"):  # the same folder by another path
+        compare_arms([here, read_arm(f"other={whole}")])
+
+
+def test_tasks_and_arms_that_are_not_compared_are_named_once_and_in_order():
+    known = {task: {(task, 0, ""): 1.0} for task in "fbdace"}
+    left_out = Comparison([Arm("whole", [known]), Arm("none", [{}, {}])], []).left_out()
+    expected = [f"Left out: {task} (not evaluated on it: none)." for task in "abcdef"]
+    assert left_out == expected
 
 
 def test_parts_of_a_group_number_their_questions_each_from_the_start(tmp_path):

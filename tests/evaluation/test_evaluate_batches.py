@@ -113,3 +113,8 @@ def test_questions_without_images_are_padded_on_the_left(checkpoint):
     inputs = lm.tok_batch_multimodal_encode(["what is two and two?", "and?"], [[], []])
     long, short = inputs["attention_mask"].tolist()
     assert all(long) and short == sorted(short) and not short[0]
+    asked = ["and?", "what is two and two?"], [[], []]
+    fits = lm.tok_batch_multimodal_encode(*asked, left_truncate_len=len(long))
+    assert fits["input_ids"].shape[1] == len(long)
+    with pytest.raises(ValueError, match="Shorten 'what is two and two"):
+        lm.tok_batch_multimodal_encode(*asked, left_truncate_len=len(long) - 1)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     assert [colours, choice] == evaluated.results
     assert (colours.samples, colours.total, colours.partial) == (5, 5, False)
     assert len(colours.weights) == 64 and colours.settings["batch_size"] == 2
+    assert date.fromisoformat(colours.date)
     assert colours.versions["tiny_looking"] == "3" and "lm_eval" in colours.versions
     sentence = "lm-evaluation-harness runs its task tiny_looking on my-questions."  # no path
     assert colours.protocol[0] == sentence and "<image>what is in 0?" in colours.protocol[-1]

@@ -10,6 +10,7 @@ from scripted_tasks import Script
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
+from normalign_llava.evaluation import own_data
 from normalign_llava.evaluation.own_data import contains_any, own_task
 from normalign_llava.evaluation.results import read_evaluations
 from normalign_llava.hub_cards.card.write import write_card
@@ -85,6 +86,7 @@ def test_what_an_answer_contains():
         "It is red-brown.": "brown",
         "a redder kite": "red",
         "naïveté": "na",
+        "a red-brown kite": "red",
         "": "cat",
         "anything": "",
     }
@@ -151,7 +153,8 @@ def test_any_of_several_accepted_answers_is_right_and_choices_may_be_numbers(tmp
 def test_the_longest_true_answer_can_be_generated(tmp_path):
     """A token may be one byte, and the end of the turn is a token too."""
     short_answers = own_task(lines(tmp_path / "short.jsonl", asked("what?", "a kite")))
-    assert short_answers.config.generation_kwargs["max_gen_toks"] >= 16
+    greedy = {"until": [], "do_sample": False, "temperature": 0.0}
+    assert short_answers.config.generation_kwargs == {**greedy, "max_gen_toks": 64}
     long_answer = "zwölf Äpfel " * 20 + "是"
     for row in (asked("what?", long_answer), asked("what?", "kite", answers=["kite", long_answer])):
         task = own_task(lines(tmp_path / "long.jsonl", asked("what?", "a kite"), row))
@@ -191,6 +194,36 @@ def test_an_answer_of_marks_alone_is_read_as_it_is(tmp_path):
     assert result["exact_match"] == 1 / 2
 
 
+def test_the_commonest_answer_is_counted_as_answers_are_compared(tmp_path):
+    rows = [asked("what?", answer) for answer in ("A kite.", "a kite", "bird")]
+    result, _ = scores(own_task(lines(tmp_path / "rows.jsonl", *rows)), "", "", "", "")
+    assert result["commonest"] == 2 / 3
+
+
+def test_captions_are_all_right_and_choices_may_be_more_than_four(tmp_path, caplog):
+    caplog.set_level("INFO")
+    captioned = {"caption": ["a kite", "a red kite"], "image": "0.png"}
+    task = own_task(lines(tmp_path / "captions.jsonl", captioned), image_folder=images(tmp_path))
+    assert task.eval_docs["answers"] == [["a kite", "a red kite"]]
+    assert "is learned" not in caplog.text
+    six = asked("which?", "6", choices=[*"123456"])
+    task = own_task(lines(tmp_path / "six.jsonl", six))
+    assert scores(task, "F", "")[0]["acc"] == scores(task, "6", "")[0]["acc"] == 1
+
+
+def images(folder):
+    return folder_of(folder / "images", {"question": "?", "answer": "it"})
+
+
+def test_data_that_have_no_rows_or_whose_images_are_not_read_are_refused(tmp_path, monkeypatch):
+    file = lines(tmp_path / "rows.jsonl", asked("what?", "it", figure="0.png"))
+    with pytest.raises(ValueError, match="what looks like an image is not read: column figure"):
+        own_task(file)
+    monkeypatch.setattr(own_data, "parse_rows", lambda *args: [])
+    with pytest.raises(ValueError, match="rows.jsonl has no rows"):
+        own_task(file)
+
+
 def test_several_images_and_a_system_turn_are_asked(tmp_path):
     image, text = {"type": "image"}, {"type": "text", "text": "or"}
     turns = [{"role": "system", "content": "Brief."}, TURNS[0] | {"content": [image, text, image]}]
@@ -203,6 +236,7 @@ def test_several_images_and_a_system_turn_are_asked(tmp_path):
 def test_rows_that_cannot_be_evaluated_are_named(tmp_path):
     cases = {
         "it has 2 questions; save each with its answer as a row": {"messages": TURNS * 2},
+        "no assistant turn": {"question": "what?"},
         "there is no such image": asked("what?", "it", image="gone.png"),
         "the answer 'C' is not just one of": asked("what?", "C", choices=["dog", "cat"]),
         "or whether it has choices, differs": asked("what?", "a", choices=["a", "b"]),

@@ -5,6 +5,9 @@ import json
 import pytest
 import train_data
 
+from normalign_llava.data.sources.arguments import DataSource
+from normalign_llava.data.sources.source import open_source
+from normalign_llava.evaluation import questions
 from normalign_llava.evaluation.ask import (
     AskOptions,
     answer_rows,
@@ -87,11 +90,38 @@ def test_rows_are_asked_up_to_their_first_answer(tmp_path):
     for row, reason in (
         ({"messages": [turn("system", "x"), turn("assistant", "a")]}, "it has no question"),
         ({"messages": [turn("user", "<image>")], "images": ["red.png"]}, "it has no question"),
+        ({"messages": [turn("user", "A?"), turn("system", "x")]}, ""),
         ({"question": "A?", "image": "gone.png"}, "gone.png"),
     ):
         bad = train_data.write_json(tmp_path / "bad", [{"question": "A?"}, row])
         with pytest.raises(ValueError, match=f"data.json, row 1 cannot be asked: .*{reason}"):
             questions_of_data(str(bad), image_folder=None, columns=None, system=None)
+
+
+def test_rows_of_several_files_are_named_by_their_file(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "A?"}\n{"question": "B?"}\n')
+    options = {"image_folder": None, "columns": None, "system": None}
+    asked = questions_of_data(str(tmp_path), **options)
+    expected = [f"{name}.jsonl, row {row}" for name in "ab" for row in range(2)]
+    assert [question.name for question in asked] == expected
+    opened = open_source(DataSource.named(str(tmp_path / "a.jsonl")), streaming=False)
+    monkeypatch.setattr(questions, "open_source", lambda source, streaming: opened)
+    (first, _) = questions_of_data("bea/a", **options)  # of the Hub
+    assert first.name == "bea/a, row 0"
+    monkeypatch.setattr(questions, "open_source", lambda source, streaming: [])
+    with pytest.raises(ValueError, match="bea/a has no rows"):
+        questions_of_data("bea/a", **options)
+
+
+def test_columns_and_images_of_data_are_those_that_are_named(tmp_path):
+    train_data.images(tmp_path / "images", "red.png")
+    table = tmp_path / "mine.csv"
+    table.write_text("path,asked\nred.png,A?\n")
+    named = {"image_folder": str(tmp_path / "images"), "columns": "image=path,question=asked"}
+    (asked,) = questions_of_data(str(table), system=None, **named)
+    assert asked.text == "A?"
+    check_images([asked])
 
 
 def test_an_image_that_cannot_be_decoded_is_named_with_its_question(tmp_path):
@@ -101,9 +131,15 @@ def test_an_image_that_cannot_be_decoded_is_named_with_its_question(tmp_path):
     check_images([good])
     with pytest.raises(ValueError, match="bad.png cannot be used"):
         check_images([good, bad])
+    both = question_about([tmp_path / "red.png", tmp_path / "bad.png"], "?", None)
+    with pytest.raises(ValueError, match="red.png, bad.png cannot be used"):
+        check_images([both])
 
 
-def test_a_word_that_looks_like_an_image_is_no_question():
+def test_a_word_that_looks_like_an_image_is_no_question(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train_data.images(tmp_path, "red.png")
+    assert read_words(["~/red.png", "What?"]) == ([tmp_path / "red.png"], "What?")
     for word in ("kite.PNG", "~/kite.jpg"):
         with pytest.raises(ValueError, match="There is no file .*kite"):
             read_words([word])

@@ -2,11 +2,14 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
-from normalign_llava.evaluation.engine import _metrics, _protocol, chosen_tasks
+from normalign_llava.evaluation import engine
+from normalign_llava.evaluation.engine import _metrics, _protocol, chosen_tasks, task_version
 from normalign_llava.evaluation.results import (
     Answer,
     Evaluation,
@@ -32,6 +35,7 @@ def result(task="pope", samples=5, total=5, **metric):
         ({"value": "0.5"}, "acc"),
         ({"value": True}, "acc"),
         ({"total": math.inf}, "samples"),
+        ({"samples": math.nan}, "samples"),
     ],
 )
 def test_what_is_no_finite_number_is_no_result(change, named):
@@ -55,7 +59,10 @@ def test_results_are_stored_by_task_over_earlier_ones(tmp_path):
     assert stored[0] == result("ai2d", value=0.2, stderr=0.1, references={"blank image": 0.5})
     file = tmp_path / "evaluation" / "summary.json"
     content = json.loads(file.read_text())
-    changes = {"schema_version": 1}, {"evaluations": [{"task": "pope"}]}, {"evaluations": 3}
+    changes = [{"schema_version": 1}, {"evaluations": [{"task": "pope"}]}, {"evaluations": 3}]
+    (kept, *_) = content["evaluations"]
+    (metric,) = kept["metrics"]
+    changes.append({"evaluations": [kept | {"metrics": [metric | {"references": []}]}]})
     for change in changes:
         file.write_text(json.dumps(content | change))
         with pytest.raises(ValueError, match="summary.json is not valid: .*Evaluate again"):
@@ -69,7 +76,8 @@ def test_answers_are_read_in_their_order(tmp_path):
         {"doc": {"prompt": f"{text}?", "answers": [text, "it"]}, "filtered_resps": [text, "white"]}
         for text in texts
     ]
-    (tmp_path / "samples_own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for row, name in zip(rows, ("samples_a.jsonl", "samples_b.jsonl"), strict=True):
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
     (tmp_path / "results.json").write_text("{}")
     assert read_answers(tmp_path) == [Answer(f"{text}?", text, [text, "it"]) for text in texts]
 
@@ -117,14 +125,16 @@ def test_the_first_answers_to_own_questions_are_shown(tmp_path):
     folder.mkdir()
     rows = []
     for number, said in enumerate(("kite", "", "a " * 300, "fourth")):
-        document = {"prompt": f"{number}?", "answers": ["kite", "bird"]}
+        document = {"prompt": f"[red]{number}?", "answers": ["kite", "bird"]}
         rows.append(json.dumps({"doc": document, "filtered_resps": [said]}))
     (folder / "samples_own_mine.jsonl").write_text("\n".join(rows))
     results = [result("own_mine"), result("own_other"), result("pope")]
     (table,) = Evaluated(tmp_path / "summary.json", results, {}).examples()
     _, *shown = cells(table)
     assert "own_mine" in table.title and len(shown) == 3
-    assert shown[:2] == [["0?", "kite", "kite or bird"], ["1?", "(nothing)", "kite or bird"]]
+    expected = [["[red]0?", "kite", "kite or bird"], ["[red]1?", "(nothing)", "kite or bird"]]
+    assert shown[:2] == expected  # as text, and not as markup of the terminal's
+    assert all(isinstance(cell, Text) for cell in table.columns[0].cells)
     assert len(shown[2][1]) <= 200
     with (console := Console(width=200)).capture() as captured:
         console.print(Evaluated(tmp_path / "summary.json", results, {}).renderable())
@@ -164,10 +174,16 @@ def test_of_a_group_the_whole_comes_first_and_its_parts_are_subsets():
     ]
 
 
-def said(chat=True, quantization=None, **config):
+def test_a_part_of_a_group_without_a_title_is_called_by_its_task():
+    raw = {"results": {"part": {"acc,none": 0.5}}, "samples": {"part": [sample("acc")]}}
+    assert _metrics(raw, "group") == [Metric("acc", 0.5, None, {}, "part", 1)]
+
+
+def said(chat=True, quantization=None, samples=None, **config):
     about = {"task": "mine", "dataset_path": "somebody/data", "dataset_name": "en"}
     about |= {"output_type": "generate_until", "generation_kwargs": {"max_gen_toks": 9}}
-    raw = {"samples": {"mine": [{"arguments": [["<image>Who is ä?", {}]]}, {"arguments": []}]}}
+    asked = {"mine": [{"arguments": [["<image>Who is ä?", {}]]}, {"arguments": []}]}
+    raw = {"samples": asked if samples is None else samples}
     return " ".join(_protocol(raw, about | config, chat, quantization))
 
 
@@ -186,6 +202,9 @@ def test_the_protocol_says_what_results_depend_on(tmp_path):
     own = said(metadata={"rule": "Exact."}, dataset_path=str(tmp_path), dataset_name=None)
     assert "Exact." in own and "Who" not in own  # a question of own data is nobody else's
     assert f" {tmp_path.name}." in own and str(tmp_path) not in own
+    assert "first prompt" not in said(samples={})
+    prompt = said(samples={"mine": [{"arguments": [["word " * 300, {}]]}]}).partition("prompt is ")
+    assert prompt[2].endswith(" ...") and 500 < len(prompt[2]) <= 600
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     assert "no others, are quantized: 4-bit NF4" in said(quantization=nf4)
 
@@ -200,3 +219,41 @@ def test_tasks_come_in_the_order_of_suites_and_names_and_once(tmp_path):
     assert chosen_tasks([], ["mmbench_en_dev"], None, None)[0] == ["mmbench_en_dev"]
     with pytest.raises(ValueError, match="no suite 'papers'.*offline"):
         chosen_tasks(["offline", "papers"], [], None, None)
+
+
+TASK_FILES = {
+    "one": "task: one\nmetadata: {version: 2.5}\n",
+    "two": "task: two\n",
+    "three": "task: three\nmetadata: {other: 1}\n",
+    "four": "task: four\nmetadata: null\n",
+    "five": "task: five\nclass: !function own.Task\nmetadata: {version: 7}\n",
+    "all": "group: all\ntask: [one, two]\nmetadata: {version: 9}\n",
+}
+
+
+def test_the_version_of_a_task_is_the_one_in_its_file(tmp_path):
+    for name, text in TASK_FILES.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    (tmp_path / "own.py").write_text("class Task: pass\n")
+    _, manager = chosen_tasks([], ["one"], tmp_path, None)
+    versions = {name: task_version(name, manager) for name in TASK_FILES}
+    none = dict.fromkeys(("two", "three", "four", "all"))  # of a group its tasks have versions
+    assert versions == none | {"one": "2.5", "five": "7"}
+
+
+def test_the_harness_s_own_tasks_are_read_where_a_task_is_none_of_ours(tmp_path, monkeypatch):
+    """Its files take half a minute to read: two names stand for them here."""
+    real, read = engine.TaskManager, []
+
+    def manager(include_path, include_defaults=True):
+        read.append(include_defaults)
+        if include_defaults:
+            return SimpleNamespace(all_tasks=["mmlu", "pope"])
+        return real(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(engine, "TaskManager", manager)
+    for names, expected in ((["pope"], [False]), (["mmlu", "pope"], [False, True])):
+        read.clear()
+        assert chosen_tasks([], names, None, None)[0] == names and read == expected
+    with pytest.raises(ValueError, match="There is no task 'mmlv'"):
+        chosen_tasks([], ["mmlu", "mmlv"], None, None)

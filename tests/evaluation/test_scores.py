@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Image as ImageFeature
 from PIL import Image
 
 from normalign_llava.evaluation.answers import chosen_option
@@ -24,6 +24,7 @@ def test_mmbench_leaves_out_what_is_empty():
     document = {"question": "What?", "hint": "", "A": "a dog", "B": "a cat", "C": "", "D": "nan"}
     prompt = benchmarks.mmbench_text(document)
     assert prompt.startswith("<image>What? There are several options:\nA. a dog\nB. a cat\n\n")
+    assert benchmarks.mmbench_text(document | {"hint": None}) == prompt
 
 
 @pytest.mark.parametrize("answer", [" b ", "B", 1, "1", " 1"])
@@ -55,6 +56,56 @@ def test_an_accepted_answer_of_ocrbench_may_be_alone(dataset, accepted, answer, 
     document = {"dataset": dataset, "answer": accepted, "question_type": " Doc-oriented VQA"}
     scores = dict.fromkeys(("total", "document_vqa", "acc"), right)
     assert benchmarks.ocrbench_results(document, [answer]) == scores
+
+
+COLUMNS = {
+    "mmbench": ["index", "question", "hint", "answer", *"ABCD"],
+    "mmstar": ["question", "answer", "l2_category"],
+    "seedbench": ["question", "answer", *(f"choice_{letter}" for letter in "ABCD")],
+    "scienceqa": ["question", "choices", "answer", "hint"],
+    "ai2d": ["question", "options", "answer"],
+    "pope": ["question", "category", "answer"],
+    "ocrbench": ["question", "answer", "dataset", "question_type"],
+}
+
+
+@pytest.mark.parametrize("task", COLUMNS)
+def test_a_data_set_without_a_column_of_its_task_is_refused(task):
+    known = {"category": " Random", "answer": "yes ", "question_type": "Doc-oriented VQA\n"}
+    row = {name: known.get(name, "x") for name in COLUMNS[task]} | {"image": None}
+    if task == "seedbench":
+        row["question_image_type"] = " Chart "
+    check = getattr(benchmarks, task)
+    assert len(check(with_image(row))) == 1
+    for column in COLUMNS[task]:
+        without = {name: value for name, value in row.items() if name != column}
+        with pytest.raises(ValueError, match=f"new values: {column}\\."):
+            check(with_image(without))
+
+
+def with_image(row):
+    return Dataset.from_list([row]).cast_column("image", ImageFeature())
+
+
+def test_a_list_of_options_may_be_longer_than_four():
+    document = {"options": [f"{number} dogs" for number in range(6)], "answer": 5}
+    assert benchmarks.results(document, ["F"]) == {"acc": 1.0}
+    assert benchmarks.results(document, ["5 dogs"]) == {"acc": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("Which?\nOptions: A: a\ndog, B: a cat", "a dog"),
+        ("Which Options: are there?\nOptions: A: a dog, B: a cat", "a dog"),
+        ("Choices: which?\nChoices:\n(A) a dog\n(B) a cat", "a dog"),
+        ("Which is in the picture?", "A"),  # no options are listed
+        ("Which?\nOptions: B: a cat", "A"),
+    ],
+)
+def test_options_of_mmstar_are_found_wherever_they_stand(question, answer):
+    document = {"question": question, "answer": "A", "l2_category": "x"}
+    assert benchmarks.results(document, [answer])["acc"] == 1.0
 
 
 def test_without_an_answer_yes_precision_and_f1_are_0():

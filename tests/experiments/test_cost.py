@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import cost
 import pytest
 import yaml
-from cost import StageCost, memory_on, print_cost
+from cost import StageCost, memory_on, print_cost, run_cost
 from plan import read_plan
 
 from normalign_llava.train.memory import MemoryEstimate
@@ -88,3 +88,28 @@ def test_the_price_of_a_plan_is_the_sum_of_its_runs(tmp_path, monkeypatch, capsy
     assert "Downloads: none." in said and "one," not in said
     with pytest.raises(ValueError, match="plan does not say how many rows"):
         print_cost(read(tmp_path, rows={"stage1": {}}), SimpleNamespace(**OPTIONS))
+
+
+@pytest.mark.slow
+def test_what_a_run_takes_is_counted_by_dry_runs_of_its_stages(tmp_path):
+    """An image is 16 tokens here. Nine rows in batches of four are three steps."""
+    shared = {"global_batch_size": 4, "per_device_train_batch_size": 2, "image_folder": "gone"}
+    changes = {
+        "stage1": {"recipe": "quickstart-align", **shared, "max_steps": 5, "save_steps": 5},
+        "stage2": {"recipe": "quickstart-tune", **shared, "max_steps": -1, "num_train_epochs": 1},
+        "rows": {name: {"rows": 9, "text": 50, "longest": 60} for name in ("stage1", "stage2")},
+        "groups": {
+            "one": {"question": "?", "shape": "tiny", "seeds": [1], "variants": {"gwc": None}}
+        },
+    }
+    changes["rows"]["stage2"]["images"] = 2
+    plan = read(tmp_path, **changes, accelerate={"stage2": "fsdp2"})
+    costs, untrained = run_cost(plan, plan.runs()[0], "80GB")
+    align, tune = costs["stage1"], costs["stage2"]
+    assert (align.steps, tune.steps) == (5, 3)
+    assert (align.tokens, tune.tokens) == (5 * 4 * (16 + 50), 3 * 4 * (2 * 16 + 50))
+    assert align.kept < untrained < tune.kept  # with the model that the adapter is merged into
+    # A sharded checkpoint has the whole model's weights beside the states.
+    assert align.disk - align.kept < untrained < tune.disk - tune.kept
+    assert align.memory(2) > align.memory(1)  # with buffers of gradients
+    assert tune.memory(4) < tune.memory(1) - untrained

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import runs
+import stored
 import tiny_parts
 import torch
 import training
@@ -87,25 +88,33 @@ def test_an_experiment_from_plan_to_report(archives, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(checkpoint):
+@pytest.mark.parametrize(("factor", "of_gradient"), [(2.0, 4.0), (0.5, 0.25)])
+def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(
+    checkpoint, factor, of_gradient
+):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     projector, features = model.model.multi_modal_projector, torch.randn(3, 16)
     before = projector(features)
     before.square().sum().backward()
     plain = projector.linear_2.weight.grad.clone()
-    callback = FixedFactors(2.0, 4.0)
+    callback = FixedFactors(factor, of_gradient)
     callback.on_train_begin(None, TrainerState(), TrainerControl(), model=model)
     model.zero_grad()
     tokens = projector(features)
-    torch.testing.assert_close(tokens, 2 * before)
-    (tokens / 2).square().sum().backward()
-    torch.testing.assert_close(projector.linear_2.weight.grad, 4 * plain)
+    torch.testing.assert_close(tokens, factor * before)
+    (tokens / factor).square().sum().backward()
+    torch.testing.assert_close(projector.linear_2.weight.grad, of_gradient * plain)
+    with torch.no_grad():  # as while it generates
+        torch.testing.assert_close(projector(features), tokens)
     callback.on_train_end(None, TrainerState(), TrainerControl())
     assert torch.equal(projector(features), before)
 
 
 def test_a_fixed_factor_becomes_part_of_the_projector(tmp_path):
     plain = training.checkpoint(tmp_path / "none", arm="none")
+    trained = stored.weights(plain)
+    trained["model.multi_modal_projector.linear_2.bias"] += 1
+    stored.store(plain, trained)
     write_multiplied(plain, 2.5, tmp_path / "model")
     folders = plain, tmp_path / "model"
     before, after = map(NormAlignLlavaForConditionalGeneration.from_pretrained, folders)
@@ -123,8 +132,15 @@ def test_a_task_that_failed_is_no_score(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"pope could not be run: No rows\."):
         runs.scores(tmp_path, ["pope"])
     Evaluation("pope", "POPE", [Metric("acc", 0.25), Metric("f1", 0.5)], 9, 9, []).write(tmp_path)
-    monkeypatch.setattr(runs, "evaluate", lambda *args, **options: SimpleNamespace(failed={}))
+    asked = {}
+
+    def evaluate(model, **options):
+        asked.update(options)
+        return SimpleNamespace(failed={})
+
+    monkeypatch.setattr(runs, "evaluate", evaluate)
     assert runs.scores(tmp_path, ["pope"]) == {"pope acc": 0.25, "pope f1": 0.5}
+    assert asked["tasks"] == ["pope"] and asked["dtype"] == "float32"
 
 
 def test_differences_are_paired_and_corrected_as_by_hand():

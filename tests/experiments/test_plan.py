@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import commands
 import pytest
 import runs
+import torch
 import training
 import yaml
 from commands import _diagnosis, _stored, own_data, steps
@@ -92,6 +93,7 @@ def test_options_are_the_variant_s_before_the_group_s_the_plan_s_and_the_recipe_
         ({"grups": {}}, "grups"),
         ({"decisions": {"H1": ["one/a"]}}, "H1 must name runs"),
         ({"decisions": {"H1": []}}, "H1 must name runs"),
+        ({"groups": ["one"]}, ""),
         ({"differences": {"D": ["one/a", "one/c"]}}, "D must name runs"),
         ({"groups": {"one": {"question": "?", "variants": {"a": None}}}}, "seeds"),
         ({"variant": {"arn": "gwc"}}, "arn"),
@@ -110,10 +112,14 @@ def test_what_no_plan_has_is_refused(tmp_path, changes, said):
             read_plan(tmp_path / file)
 
 
-def test_a_plan_of_commands_may_change_the_arm_and_the_options(tmp_path):
+def test_a_plan_of_commands_may_change_the_arm_and_the_options(tmp_path, monkeypatch):
     plan = plan_of(tmp_path, commands=True)
     assert len(plan.runs()) == 7
     assert read_plan(tmp_path / "mine.yaml", tmp_path / "x").results == tmp_path / "x"
+    monkeypatch.chdir(tmp_path)
+    assert read_plan(Path("mine.yaml")).results == tmp_path / "results" / "mine"
+    defaults = plan.bf16, plan.diagnosed, plan.feature_layer
+    assert defaults == (False, 32, -4)  # as experiments/README.md has them
 
 
 def values(words):
@@ -168,10 +174,25 @@ def test_the_commands_of_a_run_follow_each_other(tmp_path):
     for name, model in (("diagnose stage 1", "stage1"), ("diagnose", "model")):
         assert said[name][:2] == ["diagnose", f"{folder}/{model}"]
         assert values(said[name][2:]) == {"--samples": "9", "--seed": "2"}
-    shared = steps(plan, runs["one/b/1"], "v", "l", work, 4)
-    for name, config in (("stage1", "ddp"), ("stage2", "fsdp2")):
-        text = shlex.join(shared[name].words)
-        assert f"--accelerate_config {config} --num_processes 4" in text
+    for gpus in (2, 4):
+        shared = steps(plan, runs["one/b/1"], "v", "l", work, gpus)
+        for name, config in (("stage1", "ddp"), ("stage2", "fsdp2")):
+            text = shlex.join(shared[name].words)
+            assert f"--accelerate_config {config} --num_processes {gpus}" in text
+
+
+def test_own_data_of_a_run_are_of_its_seed_and_of_both_its_stages(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(commands, "write_data", lambda *args: written.append(args))
+    plan = plan_of(tmp_path, commands=True)
+    run = plan.runs()[0]
+    first, second = map(rows_of, plan.options(run))
+    commands.write_own_data(plan, run, tmp_path)
+    assert first != second
+    assert written == [(tmp_path / f"data-2-{first}-{second}", first, second, 2)]
+    named = {name: BASE[name] | {"dataset_name": "some/data"} for name in ("stage1", "stage2")}
+    commands.write_own_data(plan_of(tmp_path, commands=True, **named), run, tmp_path)
+    assert len(written) == 1
 
 
 def test_what_a_command_writes_tells_that_it_is_done(tmp_path):
@@ -264,11 +285,15 @@ def test_what_training_logged_is_kept_for_each_step(tmp_path):
         {"step": 1, "loss": 2.123456, "grad_norm": 1.0, "grad_norm/gain": 0.5, "epoch": 0.1},
         {"step": 1, "information": 1.0},
         {"step": 2, "loss": 1.0, "learning_rate": 0.0, "norm/visual": 3.0, "grad_norm": None},
+        {"loss": 1.0, "clip/share": 0.5, "norm/text": 2.0, "gain/mean_abs": 0.25},
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     assert curve(tmp_path) == {
-        **{"step": [1.0, 2.0], "loss": [2.1235, 1.0], "learning_rate": [None, 0.0]},
-        **{"grad_norm": [1.0, None], "grad_norm/gain": [0.5, None], "norm/visual": [None, 3.0]},
+        **{"step": [1.0, 2.0, None], "loss": [2.1235, 1.0, 1.0]},
+        **{"learning_rate": [None, 0.0, None], "grad_norm": [1.0, None, None]},
+        **{"grad_norm/gain": [0.5, None, None], "norm/visual": [None, 3.0, None]},
+        **{"clip/share": [None, None, 0.5], "norm/text": [None, None, 2.0]},
+        "gain/mean_abs": [None, None, 0.25],
     }
 
 
@@ -318,6 +343,40 @@ def test_a_run_that_fails_does_not_stop_the_others(main, tmp_path, monkeypatch, 
     assert "\ntwo-a-seed3 failed: two/a/3 diverged\n" in page
 
 
+def test_a_stored_result_of_other_settings_ends_a_plan_before_anything_is_made(
+    main, tmp_path, monkeypatch
+):
+    plan = plan_of(tmp_path, vision="v", language="l")
+    plan.results.mkdir(parents=True)
+    last = plan.runs()[-1]
+    (plan.results / f"{last.key}.json").write_text('{"settings": {}, "options": {}, "bf16": true}')
+    made = []
+    monkeypatch.setattr(main, "make_run", lambda *args: made.append(args))
+    with pytest.raises(ValueError, match="other settings than mine"):
+        main.run_plan(plan, tmp_path / "work")
+    assert made == []
+
+
+def test_the_words_of_the_command_reach_the_runs(main, tmp_path, monkeypatch, capsys):
+    plan_of(tmp_path)
+    got = []
+
+    def run_plan(plan, *args):
+        got.append((plan.results, *args))
+        return {}
+
+    monkeypatch.setattr(main, "run_plan", run_plan)
+    monkeypatch.setattr(main, "write_report", lambda plan: plan.results / "report.md")
+    folders = ["--results", str(tmp_path / "r"), "--work", str(tmp_path / "w")]
+    words = [str(tmp_path / "mine.yaml"), *folders, "--only", "one/a", "two", "--gpus", "3"]
+    main.main(["run", *words])
+    assert got == [(tmp_path / "r", tmp_path / "w", ["one/a", "two"], 3)]
+    assert capsys.readouterr().out == f"Report: {tmp_path / 'r' / 'report.md'}\n"
+    main.main(["report", *words])
+    assert len(got) == 1
+    assert main.command_parser().parse_args(["run", "p"]).gpus == (torch.cuda.device_count() or 1)
+
+
 def test_commands_are_printed_that_are_still_needed(main, tmp_path, capsys):
     options = {"dataset_name": "some/data"}
     changes = {name: BASE[name] | options for name in ("stage1", "stage2")}
@@ -332,6 +391,17 @@ def test_commands_are_printed_that_are_still_needed(main, tmp_path, capsys):
     assert commands == ["train", "merge", "evaluate", "diagnose", "diagnose"]
     assert all(line.startswith("normalign ") for line in lines)
     assert last.startswith("python ") and shlex.split(last)[-1] == "one/a/1"
+    plan = read_plan(tmp_path / "mine.yaml")
+    run = plan.runs(["one/a/1"])[0]
+    options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
+    known = {"settings": vars(run.variant), "options": options, "bf16": plan.bf16}
+    plan.results.mkdir(parents=True)
+    (plan.results / f"{run.key}.json").write_text(json.dumps(known))  # it is finished
+    words = [*words[:3], str(tmp_path / "other"), "--gpus", "2", "--print"]
+    main.main([*words, "--only", "one/a"])
+    printed = capsys.readouterr().out
+    assert "# one/a/2" in printed and "# one/a/1" not in printed
+    assert "--num_processes 2" in printed and (tmp_path / "other").is_dir()
     with pytest.raises(SystemExit) as exit:
         main.main(["run", str(tmp_path / "gone.yaml")])
     assert exit.value.code == 1 and "Error: " in capsys.readouterr().err
@@ -438,8 +508,13 @@ def test_the_result_of_commands_is_read_from_what_they_leave(tmp_path, monkeypat
     assert said == steps_before
     statuses.clear()
     said.clear()
+    times = json.loads((folder / "times.json").read_text())
+    times["build"]["seconds"] = 600.0
+    (folder / "times.json").write_text(json.dumps(times))
     result = commands.run_commands(plan, run, "v", "l", work, 1)
     assert said == ["evaluate", "diagnose", "diagnose"]  # it goes on from there
+    assert result["times"].pop("build")["seconds"] == 600.0
+    assert result["minutes"] == pytest.approx(10.0, abs=0.1)
     assert not list(work.rglob("checkpoint-*"))
     assert (result["group"], result["variant"], result["seed"]) == ("one", "a", 2)
     assert result["settings"] == vars(run.variant) and result["bf16"] is False
@@ -453,6 +528,6 @@ def test_the_result_of_commands_is_read_from_what_they_leave(tmp_path, monkeypat
         name: {"seconds": seconds, "processes": 2} for name, seconds in trained.items()
     }
     assert {name: result[name] for name in about} == about
-    names = ["build", "stage1", "stage2", *(["merge"] if merged else []), "evaluate"]
+    names = ["stage1", "stage2", *(["merge"] if merged else []), "evaluate"]
     assert list(result["times"]) == [*names, "diagnose stage 1", "diagnose"]
     assert all(seconds["seconds"] < 9 for seconds in result["times"].values())

@@ -17,12 +17,22 @@ import torch
 import yaml
 from cost import row_flops, run_cost
 from dry_runs import random_checkpoint, write_rows
+from matplotlib.figure import Figure
 from paths import DOCS, ROOT
 from PIL import Image
 from plan import read_plan
 from report import write_report
 from scipy import stats
-from scores import PAPER_COLUMNS, Line, lines_of, main_result, paper_average
+from scores import (
+    NAMES,
+    PAPER_COLUMNS,
+    Line,
+    _scores,
+    lines_of,
+    main_result,
+    paper_average,
+    sections,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from normalign_llava.evaluation.results import Evaluation, Metric
@@ -270,10 +280,126 @@ def test_the_average_is_that_of_the_papers_nine_columns_of_whole_tasks():
         ((0.2, 0.8), None, None, "higher"),
         ((-0.1, 1.1), None, None, "not shown"),
         ((0.2, 0.8), (0.1, 0.9), None, "not shown"),  # 0.3 and 0.4 to a side make 0.5
+        # Ends of an interval are in it; without one over questions, or as wide a one, seeds count.
+        ((0.25, 0.75), None, 0.75, "the paper's +0.75 is inside"),
+        ((0.25, 0.75), None, 0.25, "the paper's +0.25 is inside"),
+        ((0.0, 1.0), None, None, "not shown"),
+        ((-2.0, 3.0), None, 1.0, "too few seeds to tell"),
+        ((-2.0, 3.0), (-2.0, 3.0), 1.0, "too few seeds to tell"),
     ],
 )
 def test_a_difference_is_put_into_words_by_the_rule(over_seeds, over_questions, paper, sentence):
     assert Line("a task", 1.5, 1.0, paper, over_questions, over_seeds).sentence == sentence
+
+
+def test_a_score_below_that_without_the_norm_is_lower():
+    assert Line("a task", 1.0, 1.5, None, None, (-0.75, -0.25)).sentence == "lower"
+
+
+def seeds_of(answers, averages=(), benchmark="pope acc"):
+    """Results by seed: right and wrong answers, and averages, if they are known."""
+    seeds = {}
+    for seed, right in enumerate(answers):
+        columns = {"average": averages[seed]} if averages else {}
+        asked = {benchmark: {"asked": "same", "scores": right}}
+        seeds[seed] = {"answers": asked, "columns": columns}
+    return seeds
+
+
+def test_of_one_seed_too_little_is_known_and_of_none_nothing():
+    arms = {"none": seeds_of([[0, 0, 1]], [60.0]), "gwc": seeds_of([[1, 0, 1]], [61.0])}
+    lines = lines_of(arms, None, 1)["gwc"]
+    assert [line.benchmark for line in lines] == ["POPE", "average"]
+    assert [line.sentence for line in lines] == ["too few seeds to tell"] * 2
+    arms["gwc"] = {7: arms["gwc"][0]}  # another seed
+    assert lines_of(arms, None, 1) == {} == lines_of({"gwc": arms["gwc"]}, None, 1)
+
+
+def test_scores_of_ocrbench_are_shares_of_its_questions():
+    arms = {name: seeds_of([[0, 1, 1, 1]], benchmark="ocrbench total") for name in ("none", "gwc")}
+    (line,) = lines_of(arms, None, 1)["gwc"]
+    assert (line.benchmark, line.score, line.reference) == ("OCRBench", 75.0, 75.0)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are drawn, in place of their files."""
+    figures = []
+
+    def keep(figure, file, **options):
+        figures.append(figure)
+        file.touch()
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def two_groups(tmp_path, *papers):
+    """A plan of commands, whose groups are of these models of the paper."""
+    content = {"commands": True, "bf16": None, "tasks": ["mmbench_en_dev", "pope"]}
+    content |= {"stage1": {"recipe": "align-qwen2.5-7b"}, "stage2": {"recipe": "tune-qwen2.5-7b"}}
+    groups = {}
+    for number, paper in enumerate(papers):
+        variants = {"none": {"arm": "none"}, "gwc": {"arm": "gwc"}}
+        groups[f"g{number}"] = {"question": "?", "seeds": [42], "variants": variants}
+        groups[f"g{number}"] |= {"paper": paper} if paper else {}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({**content, "groups": groups}))
+    return read_plan(tmp_path / "plan.yaml", tmp_path)
+
+
+def of_two_seeds(arm):
+    """With an average that is 1 higher, or 1.1, with norm and GWC."""
+    gain = 0.0 if arm == "none" else 0.03
+    results = {}
+    for seed, average in ((42, 60.0), (43, 61.0)):
+        average += gain and 1.0 + (seed == 43) / 10
+        results[seed] = result(arm, seed, [1.0] * 4 + [0.0] * 4, average, gain or None)
+        results[seed]["dynamics"].append({"step": 50, "visual": [0.8, 0.6], "text": [0.4, 0.4]})
+    return results
+
+
+@pytest.mark.parametrize(
+    ("papers", "measured", "said"),
+    [
+        (("Qwen2.5-7B", "Llama-3.2-3B"), 1, "main result is not shown"),  # of one of two models
+        (("Qwen2.5-7B", None), 1, "main result is not shown"),
+        (("Qwen2.5-7B", None), 2, "main result holds"),
+        ((None, None), 2, None),
+    ],
+)
+def test_the_main_result_is_told_of_all_models_if_the_paper_has_any(
+    tmp_path, drawn, papers, measured, said
+):
+    plan = two_groups(tmp_path, *papers)
+    arms = {name: of_two_seeds(name) for name in ("none", "gwc")}
+    results = {f"g{n}/{name}": arms[name] for n in range(measured) for name in arms}
+    text = "\n".join(sections(plan, results))
+    assert said in text if said else "main result" not in text
+
+
+def test_a_column_that_the_paper_lacks_is_empty_in_its_row():
+    page = "\n".join(_scores({"gwc": seeds_of([[1, 0]], [60.0], "own acc")}, "Qwen2.5-7B"))
+    assert "| norm and GWC | 1 | 0.50 | 60.00 |" in page
+    assert "| the paper's norm and GWC | 1 |  | 69.41 |" in page
+
+
+def test_the_figure_shows_differences_and_cosines_by_step(tmp_path, drawn):
+    plan = two_groups(tmp_path, "Qwen2.5-7B")
+    results = {f"g0/{name}": of_two_seeds(name) for name in ("none", "gwc")}
+    sections(plan, results)
+    (figure,) = drawn
+    above, below = figure.axes
+    assert [text.get_text() for text in above.get_legend().get_texts()] == [
+        *("norm and GWC", "the paper's"),
+    ]
+    differences = [line.get_ydata()[0] for line in above.lines if line.get_marker() == "o"]
+    assert differences == pytest.approx([0.0, 0.0, 1.05])
+    assert all(list(line.get_xdata()) == [0, 50] for line in below.lines)
+    curves = {line.get_label(): list(line.get_ydata()) for line in below.lines}
+    assert len(curves) == 4
+    for arm in ("none", "gwc"):
+        assert curves[f"{NAMES[arm]}, visual tokens"] == pytest.approx([0.8, 0.7])
+        assert curves[f"{NAMES[arm]}, text tokens"] == pytest.approx([0.5, 0.4])
 
 
 def test_nothing_is_said_of_seeds_or_questions_that_all_differ_alike():
@@ -318,7 +444,13 @@ def test_operations_are_those_that_torch_counts(models, method, checkpointing):
             torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()).backward()
         text = batch["input_ids"].shape[1] - base_model(model).config.image_seq_length
         counted = counter.get_total_flops()
-        assert row_flops(trainer, text).total() == pytest.approx(counted, rel=0.03)
+        operations = row_flops(trainer, text)
+        assert operations.total() == pytest.approx(counted, rel=0.03)
+        few, several = row_flops(trainer, text, scored=1), row_flops(trainer, text, images=3)
+        tokens = batch["input_ids"].shape[1]
+        assert few == operations | {"head": operations["head"] / tokens}
+        for part in ("vision tower", "projector"):
+            assert several[part] == pytest.approx(3 * operations[part])
 
 
 @pytest.fixture(scope="module")

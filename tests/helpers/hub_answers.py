@@ -186,7 +186,7 @@ def info(hub: "HubServer", request: Request, kind, repo_id, revision="main") -> 
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
     card = commit.files.get("README.md")
-    content = repository.blobs[card].decode() if card else ""
+    content = repository.blobs[card].decode("utf-8", "replace") if card else ""
     known = {"id": repo_id, "sha": commit.oid, "private": repository.private, "tags": []}
     known["siblings"] = [{"rfilename": path} for path in commit.files]
     known["cardData"] = RepoCard(content, ignore_metadata_errors=True).data.to_dict()

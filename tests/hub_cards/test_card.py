@@ -88,14 +88,16 @@ def test_held_out_data_is_not_what_it_was_trained_on(folder):
     made.licensed(folder, "mit", "mit")
     learned = source("a", "train", id="user/data", license="mit", language=["en"])
     held_out = source("b", "eval", id="user/test", license="cc-by-nc-4.0", language=["de"])
-    made.edit(folder / "training.json", stage="align", data=[learned, held_out], options={})
+    unknown = {"source": "c", "used": 3}
+    data_of = [learned, held_out, unknown]
+    made.edit(folder / "training.json", stage="align", data=data_of, options={})
     card = render_card(folder)
     content = data(card)
     assert (content["datasets"], content["language"]) == (["user/data"], ["en"])
     assert content["license"] == "mit" and "user/test" not in section(card, "Licence")
     table = rows(section(card, "Training"))
     assert table["Data"] == ["user/data, 7 of 9 rows"]
-    assert table["Held-out data"] == ["user/test, 7 of 9 rows"]
+    assert table["Held-out data"] == ["user/test, 7 of 9 rows; c, 3 rows"]
 
 
 @pytest.mark.parametrize("second, expected", [(["de"], ["en", "de"]), ([], None), (None, None)])
@@ -201,7 +203,7 @@ def test_what_the_author_wrote_is_kept_byte_for_byte(full):
     assert not data(write_card(full)).keys() & {"datasets", "language", "model-index"}
 
 
-@pytest.mark.parametrize("here", ["", "mine\n"])
+@pytest.mark.parametrize("here", ["", "mine\n", "theirs\n"])
 @pytest.mark.parametrize("there", ["", " \n", "theirs\n"])
 def test_the_text_on_the_hub_is_kept_if_it_has_one(full, here, there):
     text, expected = render_card(full).text, there if there.strip() else here
@@ -292,6 +294,11 @@ def test_an_adapter_says_what_it_is_loaded_on(tmp_path):
     assert content["base_model"] == ["user/base"] and content["base_model_relation"] == "adapter"
     assert content["library_name"] == "peft" and "license" not in content
     assert f'base, base_revision = "user/base", "{"a" * 40}"' in card.text
+    made.licensed(tmp_path, "mit", "mit", vision="encoder")  # it has the base's record of building
+    built = render_card(tmp_path, base=PINNED)
+    assert "base model" not in rows(section(built, "Licence"))
+    assert "No Hub id is recorded" not in " ".join(built.warnings)
+    (tmp_path / "build.json").unlink()
     alone = render_card(tmp_path)
     assert "outputs" not in alone.text and "```python" not in alone.text
     assert "normalign merge" in alone.text and "base_model" not in data(alone)
@@ -372,6 +379,19 @@ def test_measured_alignment(full):
         "Norm, visual over N_text": ["1.02", "37.0"],
         "Norm, visual over text in the same data": ["0.893", "32.4"],
     }
+
+
+def test_what_a_diagnosis_lacks_has_no_number(full):
+    report = json.loads((full / "diagnostics" / "report.json").read_text())
+    for model in (report["report"], report["against"]):
+        model["interface"] |= {"text": None, "ratio_data": None}
+    report["against"]["interface"]["vocabulary"] = None
+    made.edit(full / "diagnostics" / "report.json", **report)
+    table = rows(section(render_card(full), "Measured alignment").partition("A ± ")[0])
+    assert table["Mean norm of text embeddings, N_text"][1] == "–"
+    assert not [name for name in table if name.startswith("Norm of text tokens")]
+    assert not [name for name in table if "over text in the same data" in name]
+    assert len(table["Norm of visual tokens as they enter"]) == 2
 
 
 def test_limits(full):

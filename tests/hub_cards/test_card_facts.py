@@ -33,7 +33,7 @@ def test_a_licence_with_a_name_of_its_own_is_known_by_that(folder):
     licensed(folder, NAMED, {**NAMED})
     card = render_card(folder)
     assert data(card).items() >= NAMED.items()
-    assert "licence" not in " ".join(card.warnings)
+    assert "licence" not in " ".join(card.warnings) and "Its author states" not in card.text
     cells = rows(section(card, "Licence"))
     assert cells["language model"] == [f"[Qwen/decoder]({HUB}/Qwen/decoder)", made_link(NAMED)]
     licensed(folder, NAMED, OTHER)
@@ -114,7 +114,9 @@ def test_a_gain_that_moved_by_a_little_was_trained(folder):
     assert "**not trained**" not in render_card(folder).text
     made.normed(folder, 1.0)
     made.edit(folder / "config.json", projector_gain_init="text_norm", text_embedding_norm=None)
-    assert "How it was trained is not recorded here." in render_card(folder).text  # start unknown
+    card = render_card(folder)
+    assert "How it was trained is not recorded here." in card.text  # its start is unknown
+    assert "never trained" not in " ".join(card.warnings)
 
 
 def recipes(card):
@@ -144,6 +146,9 @@ def test_a_training_of_one_stage_is_called_by_its_name(folder, stage, title):
     table = rows(section(card, "Training"))
     assert table[""] == [title] and table["Steps"] == ["32"] and table["Time"] == ["0:01:00"]
     assert "Hardware" not in table and "<summary>Recipe, as" in card.text
+    made.trained(folder, before=None, hardware={"machine": "x86_64 Linux"}, steps_done=0)
+    table = rows(section(render_card(folder), "Training"))
+    assert table["Hardware"] == ["x86_64 Linux"] and table["Steps"] == ["0 of 32"]
 
 
 @pytest.mark.parametrize(

@@ -304,3 +304,40 @@ def test_what_is_wrong_is_said_before_anything_is_sent(publish, hub, folder, opt
     status, shown = publish(folder, *options, token=token)
     assert status == 1 and words in shown
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
+
+
+READ = """
+import json, sys
+from normalign_llava.hub_cards.push.record import additions
+from normalign_llava.hub_cards.push.repository import check_front_matter, find_repository, log_in
+
+api = log_in("ann/m", f" {sys.argv[1]}\\n")
+for words in ("ann/m main", "ann/m trial", "ann/none main", "ann/b main"):
+    name, branch = words.split()
+    found = find_repository(api, name, branch=branch)
+    files = sorted(found.files)
+    print(json.dumps([found.branch, found.commit, found.private, found.card, found.written, files]))
+added = additions({"a.md": b"", "README.md": b"---\\nlicense: my own\\n---\\n"})
+for attempt in (lambda: check_front_matter(added, "model"), lambda: log_in("ann/m")):
+    try:
+        attempt()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_repository_is_read_as_it_is(prepared, hub):
+    """Its card, with a mark of its encoding and what is no UTF-8; and somebody's own record."""
+    files = {"README.md": b"\xef\xbb\xbfhello \xff", "publication.json": b'{"files": {}}'}
+    first = hub.create("ann/m", private=True, files=files)
+    second = hub.create("ann/b", files={"a.safetensors": b"weights"})
+    ended = prepared.run(["-c", READ, hub.token("ann")])
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    main, trial, none, other = map(json.loads, lines[:4])
+    known = [first.commit, True, "hello \ufffd", {}, [".gitattributes", *sorted(files)]]
+    assert main == ["main", *known] and trial == ["trial", *known]  # there is no such branch
+    assert none == ["main", None, False, None, {}, []]
+    assert other[1:4] == [second.commit, False, None]
+    assert "front matter of README.md" in lines[4]
+    assert "There is no token to publish with" in lines[-1]

@@ -18,7 +18,12 @@ from normalign_llava.hub_cards.push.record import (
     files_of_others,
     stale_files,
 )
-from normalign_llava.hub_cards.push.repository import Repository, check_front_matter, hub_errors
+from normalign_llava.hub_cards.push.repository import (
+    Repository,
+    _recorded,
+    check_front_matter,
+    hub_errors,
+)
 from normalign_llava.hub_cards.push.source import PublishSource, public_report
 
 
@@ -183,6 +188,31 @@ def test_a_failure_of_the_hub_is_a_line_with_its_status_and_its_reason():
     with pytest.raises(ValueError, match="ours"), hub_errors():
         raise ValueError("ours")
     assert check_front_matter(additions({"other.md": b"---\nlicense: 3\n---\n"}), "model") is None
+
+
+OURS = {"written_by": "normalign-llava", "schema_version": 1}
+
+
+@pytest.mark.parametrize(
+    ("record", "written"),
+    [
+        (OURS | {"files": {"a": ["1", "2"], "b": "3"}}, {"a": ["1", "2"]}),
+        (OURS | {"files": ["a"]}, {}),
+        (OURS, {}),
+        (OURS | {"files": {"a": ["1"]}, "schema_version": 2}, {}),
+        (OURS | {"files": {"a": ["1"]}, "written_by": "somebody"}, {}),
+        ({"schema_version": 1, "files": {"a": ["1"]}}, {}),
+        (["a"], {}),
+    ],
+    ids=str,
+)
+def test_what_a_publication_wrote_is_read_from_a_record_of_ours_alone(record, written):
+    assert _recorded(json.dumps(record).encode()) == written
+
+
+@pytest.mark.parametrize("record", [b"{", b"\xff", b"[" * 100_000])
+def test_what_is_no_record_says_nothing(record):
+    assert _recorded(record) == {}
 
 
 def a_report(**changes):

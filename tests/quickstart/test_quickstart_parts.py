@@ -2,19 +2,28 @@
 
 import json
 import shlex
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, load_from_disk
+from matplotlib.figure import Figure
+from paths import DOCS
 from PIL import Image
 from rich.console import Console
 
+from normalign_llava.checkpoint.files import LOCK
 from normalign_llava.fetched.easy_vqa import OVERALL, QUESTION_KINDS, SYSTEM, Question
-from normalign_llava.quickstart import results as quickstart_results, train as quickstart_train
+from normalign_llava.quickstart import (
+    results as quickstart_results,
+    run as quickstart_run,
+    train as quickstart_train,
+)
 from normalign_llava.quickstart.results import METRICS, diagnose_once, draw_images, print_results
-from normalign_llava.quickstart.run import Settings, command_to_ask
+from normalign_llava.quickstart.run import Settings, command_to_ask, run_quickstart
 from normalign_llava.quickstart.train import rows_of, stage, train_stage, words
 
 
@@ -122,6 +131,26 @@ def test_answers_are_green_if_they_are_right_and_crimson_if_not(tmp_path):
     assert heights[1] > 1.7 * heights[0]  # a fifth one begins a row
 
 
+def test_of_a_wrong_answer_the_truth_is_told_below_and_a_long_one_is_shortened(
+    tmp_path, monkeypatch
+):
+    figures = []
+
+    def keep(figure, file, **options):
+        figures.append(figure)
+        file.touch()
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    file = tmp_path / "grey.png"
+    Image.new("RGB", (8, 8), "grey").save(file)
+    asked = [Question("emoji", "what is this?", answer, file, None) for answer in ("dog", "cat")]
+    draw_images(list(zip(asked, ["It is a dog, " * 9, "dog"], strict=True)), tmp_path / "a.png")
+    first, second, *_ = figures[0].axes
+    (said,) = (text.get_text() for text in first.texts)
+    assert said.startswith("It is a dog") and said.endswith(" ...") and len(said) <= 40
+    assert [text.get_text() for text in second.texts] == ["dog", "truth: cat"]
+
+
 def test_a_diagnosis_is_made_once_and_again_for_a_baseline(tmp_path, monkeypatch):
     made = []
 
@@ -141,17 +170,57 @@ def test_a_diagnosis_is_made_once_and_again_for_a_baseline(tmp_path, monkeypatch
 
 
 def test_a_task_that_failed_ends_the_quickstart_with_its_reason(tmp_path, monkeypatch):
+    asked = []
+
     class Suite:
         failed = {"offline_emoji": "no rows"}
 
-    monkeypatch.setattr(quickstart_results, "evaluate", lambda *args, **options: Suite)
-    with pytest.raises(RuntimeError, match="offline_emoji could not be run: no rows"):
-        quickstart_results.ask_held_out(tmp_path, None, False)
+    def evaluate(checkpoint, **options):
+        asked.append((torch.is_autocast_enabled("cpu"), options["limit"], options["dtype"]))
+        return Suite
+
+    monkeypatch.setattr(quickstart_results, "evaluate", evaluate)
+    for limit, bf16 in ((None, False), (5, True)):
+        with pytest.raises(RuntimeError, match="offline_emoji could not be run: no rows"):
+            quickstart_results.ask_held_out(tmp_path, limit, bf16)
+    assert asked == [(False, None, "float32"), (True, 5, "float32")]
 
 
 def test_a_stage_that_is_finished_is_not_trained_again(tmp_path):
     """What was left of a run beside its result is removed."""
     (tmp_path / "stage1").mkdir()
     (tmp_path / "stage1-trainer").mkdir()
-    train_stage({}, tmp_path / "no checkpoint", tmp_path / "no data", tmp_path / "stage1")
+    for _ in range(2):
+        train_stage({}, tmp_path / "no checkpoint", tmp_path / "no data", tmp_path / "stage1")
+        assert [path.name for path in tmp_path.iterdir()] == ["stage1"]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_stage_is_trained_by_its_options_and_leaves_its_files_alone(tmp_path, monkeypatch, bf16):
+    got = []
+
+    def train(data, args, model, callbacks):
+        got.append((args.bf16, args.max_steps, model.model_name_or_path, callbacks))
+        run = Path(args.output_dir)
+        (run / "checkpoint-1").mkdir(parents=True)
+        (run / "model.safetensors").write_text("")
+
+    monkeypatch.setattr(quickstart_train, "train", train)
+    options = stage("quickstart-align", max_steps=3)
+    paths = tmp_path / "start", tmp_path / "data", tmp_path / "stage1"
+    train_stage(options, *paths, bf16=bf16, callbacks=["callback"])
+    assert got == [(bf16, 3, str(tmp_path / "start"), ["callback"])]
     assert [path.name for path in tmp_path.iterdir()] == ["stage1"]
+    assert [path.name for path in (tmp_path / "stage1").iterdir()] == ["model.safetensors"]
+
+
+def test_the_settings_are_those_of_the_results_in_the_docs():
+    stored = json.loads((DOCS / "quickstart" / "results.json").read_text())["settings"]
+    assert stored == json.loads(json.dumps(asdict(Settings.seeded(stored["seed"]))))
+
+
+def test_a_folder_whose_lock_is_left_may_be_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart_run, "_run_quickstart", lambda *args: args)
+    settings = Settings.seeded(0)
+    (tmp_path / LOCK).write_text("")
+    assert run_quickstart(tmp_path, settings) == (tmp_path, settings, False)
