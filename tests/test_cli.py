@@ -245,3 +245,6 @@ def test_memory_that_a_step_lacks_is_a_sentence_with_its_size(capsys, checkpoint
     line = capsys.readouterr().err.splitlines()[-1]
     place = r"in a forward and backward pass of 2 x \d+ tokens"
     assert re.match(rf"Error: Out of memory {place}: .* bytes. Less!", line), line
+    inputs = {"inputs_embeds": torch.zeros(1, 3, 32)}  # of a collator of one's own
+    with pytest.raises(RuntimeError):
+        trainer.training_step(trainer.model, inputs)

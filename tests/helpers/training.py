@@ -93,8 +93,9 @@ def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2)
 
 
 def arguments(folder: Path, **options) -> NormAlignConfig:
-    """`SHORT` with changes."""
-    return NormAlignConfig(**{"output_dir": str(folder), "seed": 0, **SHORT, **options})
+    """`SHORT` with changes, and short answers at evaluations."""
+    own = {"output_dir": str(folder), "seed": 0, "sample_max_new_tokens": 2}
+    return NormAlignConfig(**{**own, **SHORT, **options})
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -137,6 +137,10 @@ def test_a_norm_below_0_is_not_finite_as_deepspeed_means_it(make, tmp_path):
         with pytest.raises(FloatingPointError, match="in the gradients.* No checkpoint is compl"):
             is_finite(norm)
     assert model.training
+    finite.on_step_begin(trainer.args, trainer.state, trainer.control)
+    loss, outputs = trainer.compute_loss(model, dict(inputs), return_outputs=True)
+    assert loss.isfinite() and outputs.logits.isfinite().all()
+    assert finite.is_step_finite(model, 1.0, None)
 
 
 def test_a_step_can_be_skipped(make, tmp_path, caplog):

@@ -24,7 +24,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env
 from documented import PAGE, page_from_fields
 from transformers import BitsAndBytesConfig
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import deepspeed_config, unset_hf_deepspeed_config
 from trl import SFTConfig
 
 from normalign_llava import NormAlignLlavaConfig
@@ -492,6 +492,7 @@ def zero(tmp_path):
 def test_deepspeed_keeps_weights_in_float32_and_autocasts_where_steps_do(zero):
     autocast = zero(more={"bf16": {"enabled": "auto"}}, bf16=True).deepspeed_plugin.deepspeed_config
     assert "bf16" not in autocast
+    assert "bf16" not in deepspeed_config()  # by which ZeRO-3 loads a model
     # An empty list: no weight and no gradient is sent in bfloat16.
     expected = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     assert autocast["torch_autocast"] == expected
@@ -598,7 +599,7 @@ def test_numbers_as_people_and_yaml_write_them():
 
 def test_options_in_python_are_read_as_in_a_recipe(tmp_path):
     recipe = {"output_dir": str(tmp_path), "save_strategy": False, "probe_steps": ["0", "1e2"]}
-    args = parse(BASE, {**recipe, "gradient_checkpointing": False})[1]
+    args = parse(BASE, {**recipe, "gradient_checkpointing": False, "env": None})[1]
     assert (args.save_strategy, args.probe_steps) == ("no", [0, 100])
     assert args.gradient_checkpointing is False
 

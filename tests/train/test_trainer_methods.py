@@ -13,11 +13,12 @@ import stored
 import torch
 import training
 from datasets import Dataset, IterableDataset
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
+from transformers import AutoProcessor, EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.checkpoint.files import LOCK
 from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
+from normalign_llava.train.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow
@@ -250,6 +251,8 @@ def test_rows_that_are_set_before_training_are_trained_on(tmp_path, checkpoint, 
         getattr(trainer, tell)()
         assert trainer.facts["steps"] == 3
         assert trainer.args.gradient_accumulation_steps == (1 if packing else 2)
+        passes = trainer.current_gradient_accumulation_steps  # by which a loss is divided
+        assert passes == trainer.args.gradient_accumulation_steps
         for data in (trainer.facts["data"], trainer.record["data"]):
             assert [(part["split"], part["used"]) for part in data] == [("train", 12), ("eval", 3)]
         expected = replace(trainer.data_collator, padding_free=False)(list(given.train_dataset)[:2])
@@ -262,6 +265,16 @@ def test_rows_that_are_set_before_training_are_trained_on(tmp_path, checkpoint, 
         if not given.state.log_history:
             given.train()
         assert losses_of(trainer) == losses_of(given)
+
+
+def test_how_many_rows_may_turn_out_bad_follows_the_rows_that_are_set(tmp_path, checkpoint):
+    collator = ConversationCollator(AutoProcessor.from_pretrained(checkpoint), bad_rows=0.5)
+    args = training.arguments(tmp_path)
+    trainer = NormAlignTrainer(str(checkpoint), args, collator, words(8))
+    assert trainer.data_collator.skippable == 4
+    trainer.train_dataset = words(4)
+    trainer.summary()
+    assert trainer.data_collator.skippable == 2
 
 
 def test_rows_that_cannot_be_trained_on_are_refused_when_they_are_set(tmp_path, checkpoint):
@@ -295,6 +308,7 @@ def test_a_collator_that_is_set_before_training_makes_the_batches(tmp_path, chec
     trainer.train()
     assert seen[:2] == [2, 2]
     assert all(locked) and not (tmp_path / LOCK).exists()  # no other run writes there meanwhile
+    assert trainer.record["seconds"] > 0
 
 
 def test_what_cannot_begin_is_refused(tmp_path, checkpoint):
@@ -333,7 +347,7 @@ def test_the_step_of_the_weights_that_are_kept_is_recorded_and_said(
     tmp_path, checkpoint, capsys, use_peft
 ):
     own = {} if use_peft else {"vision_learning_rate": 0.0}
-    own |= dict(metric_for_best_model="eval_loss", greater_is_better=True)  # an early step
+    own |= dict(metric_for_best_model="loss", greater_is_better=True)  # an early step
     trainer = make(tmp_path / "out", checkpoint, use_peft=use_peft, **BEST, **own)
     trainer.train()
     trainer.save_model()
@@ -612,6 +626,23 @@ def test_a_picture_that_cannot_be_written_does_not_stop_a_run(tmp_path, checkpoi
     trainer.train()
     trainer.save_model()
     assert stored.weights(tmp_path) and "loss.png was not drawn" in caplog.text
+
+
+def test_a_saved_model_has_the_notices_of_its_base_beside_a_card_by_somebody_else(
+    tmp_path, checkpoint, caplog
+):
+    base, out, notice = tmp_path / "base", tmp_path / "out", "notices/vision/LICENSE"
+    shutil.copytree(checkpoint, base)
+    (base / notice).parent.mkdir(parents=True)
+    (base / notice).write_text("the terms")
+    build = json.loads((base / "build.json").read_text())
+    (base / "build.json").write_text(json.dumps({**build, "notices": [notice]}))
+    trainer = training.trainer(out, base)
+    (out / "README.md").write_text("# By hand\n")
+    trainer.save_model()
+    assert (out / notice).read_text() == "the terms"
+    assert (out / "README.md").read_text() == "# By hand\n" and str(out) in caplog.text
+    assert stored.weights(out)
 
 
 def test_why_steps_are_clipped_is_said_once_and_with_gwc_alone(tmp_path, capsys):
