@@ -39,6 +39,8 @@ from normalign_llava.train.command import (
     launch,
     names_in,
     read_command,
+    read_options,
+    read_recipe,
     recipe_file,
     without_overruled,
 )
@@ -142,6 +144,7 @@ def test_a_copy_of_the_options_means_the_same(tmp_path, way, stage):
     ("given", "changes"),
     [
         (dict(stage="tune"), dict(stage="align")),
+        (dict(stage="tune"), dict(stage=None)),
         (dict(stage="align", learning_rate=5e-4), dict(stage="tune")),
         (dict(stage="tune"), dict(learning_rate=1e-5)),  # which would follow, and is given now
         (dict(stage="tune"), dict(learning_rate=None, seed=3)),
@@ -227,6 +230,13 @@ def test_a_given_learning_rate_is_that_of_every_module_the_stage_trains(tmp_path
     ]
     frozen = config(tmp_path, stage="tune", learning_rate=0.0, norm_learning_rate=1e-4)
     assert rates(frozen) == [0.0, 0.0, 1e-4, 0.0]
+
+
+@pytest.mark.skipif(not hasattr(SFTConfig, "activation_checkpointing"), reason="a former name")
+def test_checkpointing_may_be_given_under_its_newer_name(tmp_path):
+    for given in (True, False):
+        args = config(tmp_path, activation_checkpointing=given)
+        assert args.activation_checkpointing is args.gradient_checkpointing is given
 
 
 def test_nobody_is_warned_of_an_option_that_nobody_set(tmp_path):
@@ -535,7 +545,7 @@ MEANT = [
     *(("use_peft", word, True) for word in TRUE),
     *(("dataset_streaming", word, True) for word in TRUE),
     *(("disable_tqdm", word, False) for word in FALSE),
-    *(("report_to", word, []) for word in ("none", "no", "off", "false")),
+    *(("report_to", word, []) for word in ("none", "no", "off", "false", "None", "No")),
     ("resume_from_checkpoint", "no", None),
     ("max_steps", "1e3", 1000),
     ("max_steps", "1_000", 1000),
@@ -556,6 +566,7 @@ MEANT = [
     ("max_grad_norm", ".inf", math.inf),
     ("early_stopping_threshold", "0", 0.0),
     ("deepspeed", "no", None),
+    ("gradient_checkpointing_kwargs", "no", None),
 ]
 
 
@@ -708,6 +719,18 @@ def test_the_home_folder_stands_for_a_tilde_in_the_path_of_a_mapping(tmp_path, m
         assert args.accelerator_config.even_batches is False
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_the_home_folder_stands_for_a_tilde_in_the_path_of_deepspeed_s_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    content = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
+    (tmp_path / "zero.json").write_text(json.dumps(content))
+    try:
+        plugin = config(tmp_path, deepspeed="~/zero.json").deepspeed_plugin
+        assert plugin.deepspeed_config["zero_optimization"] == {"stage": 2}
+    finally:
+        unset_hf_deepspeed_config()
+
+
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
@@ -720,6 +743,12 @@ def test_the_home_folder_stands_for_a_tilde_in_the_path_of_a_mapping(tmp_path, m
             "early_stopping_patience: 2",
             ["--eval_strategy", "no"],
         ),
+        (
+            "eval_strategy: epoch\nsave_strategy: epoch\nload_best_model_at_end: true\n"
+            "early_stopping_patience: 2\nmetric_for_best_model: eval_loss",
+            ["--load_best_model_at_end", "no", "--eval_strategy", "no"],
+        ),
+        ("use_peft: true\nuse_rslora: true", ["--use_peft", "false"]),
         ("dry_run: true\ndevice_memory: 24GiB", ["--dry_run", "false"]),
         ("lr_scheduler_type: cosine\nwarmup_steps: 5", ["--lr_scheduler_type", "constant"]),
         ("gradient_accumulation_steps: 4\nglobal_batch_size: 32", ["--global_batch_size", "8"]),
@@ -803,6 +832,56 @@ THEIRS = {
     "mix_strategy": "datasets",
     "interleave_probs": "datasets",
 }
+ALSO = {
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "attn_implementation": "attn_impl xformers_attention eager_attention",
+    "dataloader_num_workers": "num_workers",
+    "dataset_name": "dataset train_file",
+    "dataset_num_proc": "preprocessing_num_workers dataset_processes",
+    "dataset_streaming": "streaming",
+    "dtype": "torch_dtype",
+    "early_stopping_patience": "early_stop_interval",
+    "eval_dataset_name": "eval_dataset val_dataset validation_file",
+    "eval_steps": "eval_interval val_check_interval",
+    "global_batch_size": "effective_batch_size total_batch_size",
+    "gradient_accumulation_steps": "grad_accum_steps",
+    "gradient_checkpointing": "use_gradient_checkpointing vit_gradient_checkpointing",
+    "hub_model_id": "hub_repo_id",
+    "image_folder": "image_dir",
+    "language_learning_rate": "freeze_backbone",
+    "learning_rate": "lr base_lr",
+    "load_in_4bit": "load_in_4_bit",
+    "load_in_8bit": "load_in_8_bit",
+    "logging_steps": "log_interval log_every",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_target_modules": "target_modules target_all_linear",
+    "max_grad_norm": "clip_grad grad_clip gradient_clip_val",
+    "max_steps": "max_train_steps train_iters total_steps",
+    "model_name_or_path": "base_model model model_path model_id model_id_or_path",
+    "neftune_noise_alpha": "neftune_alpha neft_alpha",
+    "num_train_epochs": "num_epochs epochs max_epochs",
+    "optim": "optimizer",
+    "output_dir": "output_path save_dir work_dir",
+    "packing": "sample_packing",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "per_device_train_batch_size": "train_batch_size mbs",
+    "projector_learning_rate": "projector_lr merger_lr",
+    "report_to": "use_swanlab use_tensorboard swanlab_project",
+    "resume_from_checkpoint": "resume auto_resume_from_checkpoints",
+    "save_steps": "save_interval save_every",
+    "seed": "random_seed",
+    "shuffle_buffer_size": "buffer_size shuffle_buffer",
+    "test_split_size": "val_set_size validation_split_percentage",
+    "use_bnb_nested_quant": "double_quantization bnb_4bit_use_double_quant",
+    "use_dora": "peft_use_dora",
+    "use_peft": "adapter tuner_type sft_type",
+    "use_rslora": "peft_use_rslora",
+    "vision_learning_rate": "vision_tower_lr freeze_vision_model unfreeze_mm_vision_tower",
+    "warmup_steps": "warmup num_warmup_steps lr_warmup_fraction",
+}
+for called, names in ALSO.items():
+    THEIRS |= dict.fromkeys(names.split(), called)
 """Options as other tools document them, and the one that does the same here."""
 
 
@@ -816,10 +895,13 @@ def test_a_name_may_stand_for_two_options_or_for_none():
     both = ("projector_learning_rate", "norm_learning_rate")
     for name in ("freeze_aligner", "freeze_multi_modal_projector", "tune_mm_mlp_adapter"):
         assert ELSEWHERE[name][0] == both
-    assert ELSEWHERE["quantization_bit"][0] == ("load_in_4bit", "load_in_8bit")
+    for name in ("quantization_bit", "quant_bits", "bits"):
+        assert ELSEWHERE[name][0] == ("load_in_4bit", "load_in_8bit")
     said = answer_for("freeze_aligner")
     assert "are called `projector_learning_rate` and `norm_learning_rate` here: 0 freezes" in said
     none = ("plot_loss", "model_type", "overwrite_cache", "image_max_pixels", "image_resolution")
+    none += ("image_min_pixels", "max_pixels", "min_pixels", "image_size", "image_aspect_ratio")
+    none += ("chat_template", "conversation", "prompt_template", "num_samples")
     for name in (*none, "template", "max_samples"):
         assert answer_for(name).startswith(f"There is no `{name}` here: ")
 
@@ -849,6 +931,8 @@ def test_only_the_name_of_an_unknown_option_is_named(tmp_path):
         read(tmp_path, "dataset_name: data\nlearning_speed: 1\n", "--epoch_count=3")
     with pytest.raises(ValueError, match="Did you mean --learning_rate"):
         read(tmp_path, "dataset_name: data\n", "--learing-rate", "1")
+    with pytest.raises(ValueError, match="no option --max_len\\."):  # a part of a name
+        read(tmp_path, "dataset_name: data\n", "--max_len", "64")
     with pytest.raises(ValueError, match="'stray' belongs to no option"):
         read(tmp_path, "dataset_name: data\n", "--seed", "3", "stray")
 
@@ -955,6 +1039,47 @@ def test_a_value_that_is_the_recipe_s_own_takes_nothing_along():
         **{"lr_scheduler_type": "cosine_with_min_lr", "use_peft": "yes"},
         **{"eval_strategy": "steps", "eval_steps": "5"},
     }
+
+
+def test_without_the_best_step_nothing_that_needs_it_is_left():
+    needing = {"early_stopping_patience": "2", "early_stopping_threshold": "0.1"}
+    needing |= {"metric_for_best_model": "eval_loss", "greater_is_better": "no"}
+    recipe = {"eval_strategy": "epoch", "seed": "3", "load_best_model_at_end": "yes", **needing}
+    words = ["--load_best_model_at_end", "false"]
+    rest = {"eval_strategy": "epoch", "seed": "3", "load_best_model_at_end": "yes"}
+    assert without_overruled(recipe, words) == rest
+    assert without_overruled(recipe, ["--eval_strategy", "no"]) == {
+        **{"eval_strategy": "epoch", "seed": "3"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("7", 7), ("-7", -7), ("1_000", 1000), ("0", 0), ("007", "007"), ("08", "08")),
+        *((".5", 0.5), ("-.5", -0.5), ("1.", 1.0), ("1.5e3", 1500.0), (".5e1", 5.0)),
+        *(("5e-1", 0.5), ("1E3", 1000.0), (".inf", math.inf), ("-.INF", -math.inf)),
+        *(("no", False), ("On", True), ("null", None), ("~", None), ("1.2.3", "1.2.3")),
+        *(("2024-01-01", "2024-01-01"), ("1:30", "1:30"), ("0x1F", "0x1F"), ("e5", "e5")),
+    ],
+)
+def test_scalars_in_a_mapping_are_numbers_and_booleans_where_they_look_like_some(
+    tmp_path, text, value
+):
+    (tmp_path / "a.yaml").write_text(f"a: {{b: {text}}}\n")
+    for options in (read_recipe(tmp_path / "a.yaml"), read_options(tmp_path / "a.yaml")):
+        found = options["a"]["b"]
+        assert found == value and type(found) is type(value)
+
+
+def test_a_mapping_may_have_no_number_and_be_taken_from_an_anchor(tmp_path):
+    text = "a: &shared {b: .NaN}\nlr_scheduler_kwargs: {<<: *shared, c: no}\n"
+    (tmp_path / "a.yaml").write_text(text + "columns: {image: no, text: 1e3}\n<<: {seed: 3}\n")
+    options = read_options(tmp_path / "a.yaml")
+    kwargs = options["lr_scheduler_kwargs"]
+    assert math.isnan(kwargs.pop("b")) and kwargs == {"c": False}
+    assert options["columns"] == {"image": "no", "text": "1e3"}  # names, whatever they look like
+    assert options["seed"] == "3"
 
 
 def test_a_name_of_another_tool_is_found_in_the_recipe_and_told_once():
