@@ -40,6 +40,8 @@ def test_a_dry_run_reads_no_weights_writes_nothing_and_finds_faults(tmp_path, pa
     checkpoint = tmp_path / "without-weights"
     shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors*"))
     file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "dropped_rows.jsonl").touch()  # of an earlier run
     before = sorted(tmp_path.rglob("*"))
     status, shown = dry_run(file, "--device_memory", "24GiB")
     assert status == 0 and "Without gradient checkpointing: " in shown and "activations" in shown

@@ -307,7 +307,11 @@ def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts):
     for path in output.iterdir():
         if path.is_file():
             path.unlink()  # as if killed before the result was written
+    earlier = {"source": "a.json", "row": 1, "file": None, "reason": "before the run was resumed"}
+    (output / "dropped_rows.jsonl").write_text(json.dumps(earlier) + "\n")
     main([file, "--output_dir", str(output), "--resume_from_checkpoint"])
+    assert json.loads((output / "dropped_rows.jsonl").read_text()) == earlier
+    names.add("dropped_rows.jsonl")
     assert {path.name for path in output.iterdir()} == names and "README.md" in names
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
     training.assert_equal(stored.weights(output), stored.weights(output / "checkpoint-2"))
