@@ -363,6 +363,13 @@ def returning(monkeypatch):
     return returning
 
 
+def test_every_command_hides_notices_of_libraries(returning):
+    calls = returning("cli.hide_notices")
+    for count, line in enumerate(("--version", "demo"), start=1):
+        invoke(line)
+        assert len(calls) == count
+
+
 @pytest.mark.parametrize("marks", [True, False])
 def test_what_comes_after_building_is_told_if_it_can_be_trained(returning, marks):
     returning("assembly.build.build_checkpoint", SimpleNamespace(generation_marks=marks))
