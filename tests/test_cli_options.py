@@ -430,6 +430,17 @@ def test_models_are_compared_in_their_order_and_the_result_is_stored(
     assert (tmp_path / "comparison" / "comparison.json").is_file()
 
 
+def test_the_steps_of_a_publication_are_told_and_then_what_came_of_it(monkeypatch):
+    def send(checkpoint, repo_id, *, notify, **others):
+        notify("Sending.")
+        return repo_id
+
+    module = import_module("normalign_llava.hub_cards.push.publish")
+    monkeypatch.setattr(module, "publish", send)
+    monkeypatch.setattr(module, "summary", lambda publication: f"All of {publication}.")
+    assert invoke("publish c --repo-id user/m").stdout == "Sending.\nAll of user/m.\n"
+
+
 def test_what_the_author_of_a_card_should_know_is_told(returning):
     returning("hub_cards.card.write.write_card", SimpleNamespace(warnings=["One.", "Two."]))
     lines = invoke("card c").stdout.splitlines()

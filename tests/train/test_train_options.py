@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -23,11 +24,14 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env
 from documented import PAGE, page_from_fields
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from transformers import BitsAndBytesConfig
 from transformers.integrations.deepspeed import deepspeed_config, unset_hf_deepspeed_config
 from trl import SFTConfig
 
 from normalign_llava import NormAlignLlavaConfig
+from normalign_llava.errors import Terminated
 from normalign_llava.train.command import (
     OVERRULED,
     RECIPES,
@@ -346,6 +350,9 @@ def test_batches_are_read_by_all_other_cores_and_by_none_on_a_cpu(tmp_path, monk
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         assert config(tmp_path, use_cpu=False).dataloader_num_workers == expected
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    assert config(tmp_path, use_cpu=False).dataloader_num_workers == 3
 
 
 def test_the_page_has_the_help_and_the_refusals_of_the_fields():
@@ -454,6 +461,10 @@ def test_defaults_of_refused_options_are_those_of_trl():
     assert changed == ours | {"hub_strategy", "router_aux_loss_coef"}
 
 
+def test_an_option_that_is_refused_may_be_left_without_a_value(tmp_path):
+    config(tmp_path, use_liger_kernel=None, do_predict=None, auto_find_batch_size=None)
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
     default = REFUSALS[name]
@@ -551,6 +562,9 @@ MEANT = [
     ("max_steps", "1_000", 1000),
     ("max_length", "null", None),
     ("max_length", "none", None),
+    ("max_length", "None", None),
+    ("fsdp", "True", True),
+    ("deepspeed", "No", None),
     ("learning_rate", "5e-1", 0.5),
     ("learning_rate", "1", 1.0),
     ("weight_decay", ".5", 0.5),
@@ -648,6 +662,7 @@ def test_the_best_step_is_told_by_a_key_of_the_log(tmp_path, metric):
     assert best_metric(config(tmp_path, metric_for_best_model=metric)) == "eval_loss"
     for given in ("accuracy", "eval_accuracy"):
         assert best_metric(config(tmp_path, metric_for_best_model=given)) == "eval_accuracy"
+    assert best_metric(config(tmp_path, metric_for_best_model="evals")) == "eval_evals"
 
 
 def test_numbers_and_booleans_in_mappings_are_read_as_people_mean(tmp_path):
@@ -1028,6 +1043,62 @@ def test_zero_needs_deepspeed_before_processes_are_started(monkeypatch, tmp_path
             launch(file, None, [])
     with pytest.raises(ValueError, match="no file zero4, .*ddp, fsdp2, zero2, zero3"):
         launch("zero4", None, [])
+
+
+@pytest.fixture
+def launching(monkeypatch):
+    """What `accelerate launch` is asked for, which it does not do; it may raise an error."""
+    asked = []
+
+    def launch_command(arguments):
+        asked.append(arguments)
+        if isinstance(asked[0], Exception):
+            raise asked[0]
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
+    return asked
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_a_launch_has_the_processes_of_the_file_unless_others_are_asked_for(
+    launching, tmp_path, processes
+):
+    (tmp_path / "own.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
+    for file, found in (("ddp", "ddp.yaml"), (str(tmp_path / "own.yaml"), "own.yaml")):
+        launch(file, processes, ["recipe.yaml", "--seed", "3"])
+        arguments = launching.pop()
+        assert arguments.num_processes == processes
+        assert arguments.config_file.endswith(found) and arguments.quiet
+        assert arguments.module and arguments.training_script == "normalign_llava.train"
+        assert arguments.training_script_args == ["recipe.yaml", "--seed", "3"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_a_launcher_that_is_stopped_stops_the_command(launching, number, kind):
+    launching.append(SignalException("stopped", number))
+    with pytest.raises(kind):
+        launch("ddp", 2, [])
+
+
+def failed(exitcode):
+    """The error of torch's launcher where the second process ended first."""
+    failures = {}
+    for rank, (code, seconds) in enumerate([(1, 20), (exitcode, 10)]):
+        failures[rank] = ProcessFailure(rank, 99, code, "none.json")
+        failures[rank].timestamp = seconds
+    return ChildFailedError("train", failures)
+
+
+def test_a_process_that_failed_has_said_why_and_one_that_was_killed_is_named(launching):
+    launching.append(failed(3))
+    with pytest.raises(SystemExit) as ended:
+        launch("ddp", 2, [])
+    assert ended.value.code == 3
+    launching[:] = [failed(-signal.SIGKILL)]
+    with pytest.raises(ChildProcessError, match="Process 1 was ended by SIGKILL"):
+        launch("ddp", 2, [])
 
 
 def test_a_value_that_is_the_recipe_s_own_takes_nothing_along():
