@@ -211,20 +211,3 @@ def test_a_command_refuses_it_before_rows_are_read_and_a_trainer_too(bases, unlo
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(bases[True])
     with pytest.raises(ValueError, match=TIES):
         trained(LoraConfig(target_modules=["embed_tokens"]), model, tmp_path)
-
-
-def test_what_is_frozen_beside_adapters_stays_so_when_they_are_read(bases, tmp_path):
-    """PEFT itself trains all that it reads."""
-    options = dict(use_peft=True, lora_r=2, projector_learning_rate=0.0)
-    trainer = training.trainer(tmp_path, bases[True], **options)
-    trainer.save_model()
-
-    def trained():
-        named = trainer.model.named_parameters()
-        return {name for name, parameter in named if parameter.requires_grad}
-
-    before = trained()
-    assert any("norm" in name for name in before)
-    assert not any("linear_1" in name for name in before)
-    trainer._load_from_checkpoint(str(tmp_path))
-    assert trained() == before

@@ -79,13 +79,14 @@ def test_weights_are_checked_without_a_copy_of_them(dtype, value):
     assert weights_not_finite(model) == ["bad.weight"]
 
 
-def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path):
+def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path, caplog):
     said, last = stopped(make(learning_rate=1e30)), tmp_path / "out" / "checkpoint-1"
     assert said.startswith("Step 2 has values that are not finite") and "--bad_steps skip" in said
     assert f"The last complete checkpoint is {last}." in said and missing_from(last, 1) == []
     assert {path.name for path in (tmp_path / "out").glob("*")} <= {
         *("checkpoint-1", "runs", "loss.png")
     }
+    assert "card" not in caplog.text  # which is written of a result alone
 
 
 @pytest.mark.parametrize(
