@@ -133,11 +133,12 @@ def facts(trainer) -> None:
         pass
 
 
+MAKES_OPTIMIZER = "create_optimizer create_optimizer_and_scheduler create_scheduler"
 METHODS = {
     "add_callback pop_callback remove_callback": callbacks,
     "compute_loss": loss,
     "create_model_card save_model save_state": saved,
-    "create_optimizer create_optimizer_and_scheduler create_scheduler": scheduled,
+    MAKES_OPTIMIZER: scheduled,
     "evaluate": evaluated,
     "evaluation_loop get_test_dataloader predict prediction_step": predicted,
     "get_batch_samples get_eval_dataloader get_train_dataloader num_examples "
@@ -192,18 +193,28 @@ def plain_losses(checkpoint, tmp_path_factory) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("names", METHODS)
-def test_each_works_before_between_and_after_training(tmp_path, checkpoint, plain_losses, names):
+@pytest.mark.parametrize("makes_optimizer", [True, False])
+def test_each_works_before_between_and_after_training(
+    tmp_path, checkpoint, plain_losses, makes_optimizer
+):
+    tried = [METHODS[MAKES_OPTIMIZER]]
+    if not makes_optimizer:
+        tried = [METHODS[names] for names in METHODS if names != MAKES_OPTIMIZER]
     trainer = make(tmp_path / "out", checkpoint)
-    METHODS[names](trainer)
-    if names not in ("create_optimizer create_optimizer_and_scheduler create_scheduler",):
+
+    def try_all():
+        for method in tried:
+            method(trainer)
+
+    try_all()
+    if not makes_optimizer:
         trainer.optimizer = trainer.lr_scheduler = None  # as of a trainer that was not asked
     torch.manual_seed(0)
     trainer.train()
     assert steps_losses(trainer)[-2:] == plain_losses
-    METHODS[names](trainer)
+    try_all()
     trainer.train()
-    METHODS[names](trainer)
+    try_all()
     trainer.save_model()
     assert stored.weights(tmp_path / "out")
 
