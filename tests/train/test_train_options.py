@@ -1027,6 +1027,12 @@ def test_a_package_is_asked_for_by_what_the_recipe_and_the_words_say(
         check_command(words, named)
 
 
+@pytest.mark.parametrize("words", [["--hub_token", "hf_x"], ["--hub-token=hf_x"]])
+def test_a_token_on_the_command_line_is_refused(words):
+    with pytest.raises(ValueError, match="Set HF_TOKEN instead"):
+        check_command([*words, "--model_name_or_path", "a"], {})
+
+
 def test_a_checkpoint_may_be_named_in_the_recipe_or_the_words():
     check_command(["--model-name-or-path=a"], {})
     check_command([], {"model_name_or_path": "a", "hub_token": "hf_x"})
