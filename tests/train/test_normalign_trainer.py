@@ -77,7 +77,7 @@ def stream(kind=messages) -> IterableDataset:
 
 
 def options(folder, **kwargs) -> NormAlignConfig:
-    return NormAlignConfig(str(folder), **{**SHORT, **kwargs})
+    return NormAlignConfig(str(folder), **{"sample_max_new_tokens": 2, **SHORT, **kwargs})
 
 
 def trained(model, args, data=None, **given) -> NormAlignTrainer:
