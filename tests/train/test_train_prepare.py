@@ -3,6 +3,7 @@
 
 import copy
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import train_data
 import training
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoProcessor, BloomConfig
+from transformers import AutoProcessor, BitsAndBytesConfig, BloomConfig
 from trl import SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -89,6 +90,41 @@ def test_a_model_in_memory_may_be_named_with_its_own_arm(tmp_path, checkpoint):
     opened, config, processor, _ = open_model(model, None, args, None, None)
     assert opened is None and config is model.config
     assert processor.image_token_id == config.image_token_id
+    model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(ValueError, match="To quantize without adapters, give a folder"):
+        open_model(model, None, args, None, None)
+    assert open_model(model, None, args, None, LoraConfig(r=2))[3].r == 2
+
+
+def test_a_processor_that_is_given_pads_as_the_checkpoint_s_own(tmp_path, checkpoint):
+    given = AutoProcessor.from_pretrained(checkpoint)
+    given.tokenizer.padding_side = "right"
+    args = training.arguments(tmp_path)
+    processor = open_model(str(checkpoint), given, args, None, None)[2]
+    assert processor.tokenizer.padding_side == "left"
+
+
+def test_weights_that_are_damaged_are_found_before_they_are_counted(tmp_path, checkpoint):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    args = training.arguments(tmp_path / "out", dry_run=True)
+    open_model(str(folder), None, args, None, None)
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="model.safetensors"):
+        open_model(str(folder), None, args, None, None)
+
+
+def test_a_packed_step_has_as_many_rows_as_without_packing(tmp_path, reading):
+    options = dict(packing=True, per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    args = training.arguments(tmp_path, **options)
+    reading(training.rows(6), args)
+    assert args.global_batch_size == 6 and not args.is_given("global_batch_size")
+
+
+def test_one_held_out_data_set_with_a_name_keeps_it(tmp_path, reading):
+    rows, args = training.rows(2), training.arguments(tmp_path)
+    named = reading(rows, args, held_out={"easy": rows})[1]
+    assert named.keys() == {"easy"} and len(named["easy"]) == 2
 
 
 def test_data_arguments_name_all_rows(tmp_path, reading, opened):
