@@ -3,6 +3,7 @@
 
 import shutil
 import sys
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from normalign_llava.train.memory import CONTEXT, MemoryEstimate, largest_batch
 from normalign_llava.train.modules.model import base_model, sharding, static_bytes
 from normalign_llava.train.options import parse
 from normalign_llava.train.run import make_trainer, remedy
+from normalign_llava.train.shapes import _take_as_trained
 
 
 pytestmark = pytest.mark.slow
@@ -255,6 +257,55 @@ def test_without_the_package_4_bits_are_not_tried(too_large, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     tried, _ = changes_for(too_large[False])
     assert tried[2:] == each(CHECKPOINTING, ADAPTERS, f"{CHECKPOINTING} {ADAPTERS}")
+
+
+def test_a_step_is_estimated_as_in_training_and_leaves_nothing_behind(too_large, monkeypatch):
+    trainer = too_large[False]
+    model, base, metrics = trainer.model, base_model(trainer.model), trainer._metrics["train"]
+    inputs = (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings())
+    handles = {module: module.register_forward_hook(lambda *args: None) for module in inputs}
+    model.eval()
+    random = torch.get_rng_state()
+    for size in (None, "24GiB"):
+        monkeypatch.setattr(trainer.args, "device_memory", size)
+        for checkpointing in (None, True, False):
+            with ExitStack() as stack:
+                _take_as_trained(trainer, checkpointing, stack)
+                assert model.training
+                assert base.is_gradient_checkpointing == bool(checkpointing)
+                assert base.only_answers == (size is None)  # a GPU's head sees all positions
+                for module, handle in handles.items():
+                    assert handle.id not in module._forward_hooks
+                trainer.state.num_input_tokens_seen += 5
+                trainer._metrics["train"]["entropy"].append(1.0)
+                torch.rand(1)
+            assert not model.training and not base.is_gradient_checkpointing
+            assert base.only_answers and trainer.state.num_input_tokens_seen == 0
+            assert trainer._metrics["train"] is metrics and not metrics["entropy"]
+            assert torch.equal(torch.get_rng_state(), random)
+            for module, handle in handles.items():
+                assert handle.id in module._forward_hooks
+    for handle in handles.values():
+        handle.remove()
+
+
+def test_a_model_that_cannot_be_estimated_is_told_as_such(too_large):
+    trainer = too_large[False]
+
+    def fail(*args):
+        raise NotImplementedError("no shape of it is known")
+
+    handle = trainer.model.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="memory cannot be estimated .*: no shape of it is known"):
+        trainer.estimate_memory()
+    handle.remove()
+
+
+def test_the_rows_of_a_batch_without_padding_are_counted(checkpoint, tmp_path):
+    trainer = training.trainer(tmp_path, checkpoint, dry_run=True, padding_free=True)
+    estimate = trainer.estimate_memory()
+    assert estimate.batch.startswith("2 row(s), ")
+    assert all(estimate.parts.values())  # what takes nothing is not told
 
 
 def test_a_dry_run_names_a_change_that_outweighs_the_options_given(tmp_path, parts):
