@@ -181,6 +181,7 @@ def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpo
 
     assert len(make().train_dataset) == 4
     assert "tokens, and the language model has 256 positions" in caplog.text
+    assert "model_init_kwargs" not in caplog.text  # which TRL would warn of, as it gets a model
     report = make(max_length=100).record["data"][0]
     assert (report["valid"], report["dropped"]) == (3, [2])
     assert "train_dataset: 1 of 4 rows dropped" in caplog.text
