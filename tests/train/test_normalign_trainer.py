@@ -27,6 +27,7 @@ from trl import SFTConfig, SFTTrainer
 from normalign_llava import NormAlignConfig, NormAlignTrainer
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.train.callbacks.steps import ProgressLines
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import normalign_config
 from normalign_llava.train.run import main
@@ -307,6 +308,7 @@ def test_what_a_trainer_is_given_beside_its_options_is_used_and_recorded(tmp_pat
         peft_config=LoraConfig(r=2),
     )
     assert watching in trainer.callback_handler.callbacks
+    assert any(isinstance(own, ProgressLines) for own in trainer.callback_handler.callbacks)
     rate = dict.fromkeys(("projector", "norm", "language"), 3e-4)  # and no stage's own
     assert trainer.learning_rates == {"vision": 0.0, **rate}
     record = trainer.record
