@@ -652,6 +652,7 @@ def test_a_saved_model_has_the_notices_of_its_base_beside_a_card_by_somebody_els
     (out / "README.md").write_text("# By hand\n")
     trainer.save_model()
     assert (out / notice).read_text() == "the terms"
+    assert json.loads((out / "build.json").read_text()) == {**build, "notices": [notice]}
     assert (out / "README.md").read_text() == "# By hand\n" and str(out) in caplog.text
     assert stored.weights(out)
 
@@ -713,6 +714,8 @@ def test_seconds_of_a_resumed_run_include_those_before(tmp_path, checkpoint):
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "seconds": 5000.0}))
     for resume in (str(file.parent), True):
+        if resume is True:
+            (tmp_path / "checkpoint-9").mkdir()  # not complete
         trainer = training.trainer(tmp_path, checkpoint, max_steps=2, **saved_steps)
         trainer.data_collator.skipped_rows.add("data", 3, allowed=9)
         trainer.train(resume_from_checkpoint=resume)
