@@ -98,6 +98,8 @@ def predicted(trainer) -> None:
     assert trainer.predict(training.rows(2)).metrics["test_loss"] > 0
     loader = trainer.get_test_dataloader(training.rows(2))
     assert trainer.evaluation_loop(loader, "test").num_samples == 2
+    output = trainer.evaluation_loop(loader, "test", prediction_loss_only=True)
+    assert output.predictions is None and output.metrics["eval_loss"] > 0
     inputs = batch(trainer)
     value, _, _ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
     assert value.isfinite()
@@ -478,6 +480,8 @@ def test_a_step_with_some_labels_counts_these_alone(tmp_path, checkpoint):
     log_probabilities = logits.log_softmax(-1)[labels != -100]
     chosen = log_probabilities.gather(1, labels[labels != -100][:, None])
     expected = -(0.9 * chosen.mean() + 0.1 * log_probabilities.mean())
+    alone = trainer.compute_loss(trainer.model, dict(inputs))  # of no step
+    assert alone.item() == pytest.approx(expected.item(), rel=1e-5)
     trainer.train()
     assert losses_of(trainer)[0] == pytest.approx(expected.item(), rel=1e-5)
 
