@@ -149,6 +149,7 @@ def test_the_command_line_and_python_end_with_the_same(tmp_path, checkpoint, use
     for key in same | {"run", "before"}:
         assert records[0][key] == records[1][key], key
     assert records[1]["options"]["model_name_or_path"] == "model"
+    assert records[0]["options"].get("lora_r") == (4 if use_peft else None)
     assert "8 rows" in (python / "README.md").read_text()
 
 

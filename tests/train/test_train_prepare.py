@@ -2,6 +2,7 @@
 """What is checked and completed before weights are loaded: options, checkpoint, rows."""
 
 import copy
+import json
 import logging
 import shutil
 from dataclasses import replace
@@ -19,6 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from normalign_llava import NormAlignConfig, NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint.opening import open_checkpoint
+from normalign_llava.data.rows.parse import DroppedRows
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import (
@@ -369,6 +371,11 @@ def test_rows_are_checked_as_their_collator_says(tmp_path, opened, caplog):
     )
     assert len(checked) == 2 and (report.source, report.split) == ("own rows", "eval")
     assert checked_rows(rows, "own rows", list, args, "eval") == (rows, None)
+    dropped = DroppedRows(tmp_path / "dropped.jsonl")
+    listing = replace(collator, bad_rows="skip", dropped_rows=dropped)
+    checked_rows(rows, "own rows", listing, args, "eval")
+    (line,) = (tmp_path / "dropped.jsonl").read_text().splitlines()
+    assert json.loads(line)["row"] == 1
     text = Dataset.from_list([{"question": "what?", "answer": "this"}] * 2)
     checked_rows(text, "words", collator, args, "train")
     with pytest.raises(ValueError, match="words have no image"):
