@@ -33,23 +33,30 @@ def invoke(*arguments):
 
 CAPTURED = {"capture_output": True, "text": True}
 LIGHT = """
-import json, sys
+import json, os, sys
 from typer.testing import CliRunner
 from normalign_llava.cli import app
 for words in json.load(sys.stdin):
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     heavy = {"torch", "transformers", "trl", "accelerate"} & set(sys.modules)
     print(json.dumps([result.exit_code, result.output, sorted(heavy)]))
+print(json.dumps([os.environ.get(f"TQDM_{name}INTERVAL") for name in ("MIN", "MAX")]))
 """
 
 
 def in_one_process(lines, folder, **environment):
     """Statuses and outputs of commands, run in one process, which imports no heavy module."""
-    words, environment = json.dumps([[*line] for line in lines]), os.environ | environment
+    environment = os.environ | environment | {"TQDM_MAXINTERVAL": "5"}
+    environment.pop("TQDM_MININTERVAL", None)
+    words = json.dumps([[*line] for line in lines])
     command = [sys.executable, "-c", LIGHT]
     process = subprocess.run(command, input=words, cwd=folder, env=environment, **CAPTURED)
     assert process.returncode == 0, process.stderr
-    outputs = [json.loads(line) for line in process.stdout.splitlines()]
+    *outputs, bars = [json.loads(line) for line in process.stdout.splitlines()]
+    assert bars == [
+        "60",
+        "5",
+    ]  # in a file a bar has few lines, unless the environment says how many
     assert not any(heavy for _, _, heavy in outputs), outputs
     return [(status, said) for status, said, _ in outputs]
 
@@ -72,6 +79,7 @@ def test_help_of_training_shows_options_that_exist():
     assert len(named) == len(set(named)) and {f"--{name}" for name in named} <= known
     shown = invoke("train", "--help").output
     assert all(f"--{name} " in shown for name in named) and "--adam_beta1" not in shown
+    assert invoke("train", "lora", "-h").output == shown
     assert "--adam_beta1" in invoke("train", "--help-all").output
 
 
@@ -246,3 +254,6 @@ def test_memory_that_a_step_lacks_is_a_sentence_with_its_size(capsys, checkpoint
     line = capsys.readouterr().err.splitlines()[-1]
     place = r"in a forward and backward pass of 2 x \d+ tokens"
     assert re.match(rf"Error: Out of memory {place}: .* bytes. Less!", line), line
+    inputs = {"inputs_embeds": torch.zeros(1, 3, 32)}  # of a collator of one's own
+    with pytest.raises(RuntimeError):
+        trainer.training_step(trainer.model, inputs)

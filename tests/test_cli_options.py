@@ -178,6 +178,47 @@ def test_a_command_without_options_means_what_its_function_means(stopped_at, com
             assert value == default or [value, default] == [[], ()], name
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "quickstart",
+            {
+                **{"output": Path("outputs/quickstart"), "settings": Settings.seeded(0)},
+                **{"full_baseline": False},
+            },
+        ),
+        ("card c", {"checkpoint": Path("c"), "repo_id": None, "replace": False}),
+        (
+            "data d",
+            {
+                **{"source": DataSource("d"), "model": None, "check_images": False},
+                **{"examples": None, "rows": ()},
+            },
+        ),
+    ],
+)
+def test_what_is_not_asked_for_is_not_done(stopped_at, line, expected):
+    got = stopped_at(place_of(line.split()[0]))
+    assert invoke(line).stderr == "Error: so far\n"
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("gain m --top -1", "evaluate m --limit 0", "evaluate m --batch-size 0"),
+        *("diagnose m --samples 0", "ask m --max-new-tokens 0", "data d --examples 0"),
+        *("data d --row -1", "train --model_name_or_path m --num_processes 0"),
+        *("build --output o --chat-template none", "evaluate m --include-path none"),
+    ],
+)
+def test_a_number_that_is_too_small_or_a_path_that_is_none_is_refused(tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(line)
+    assert result.exit_code == 2 and line.split()[-2] in result.stderr
+
+
 def test_a_question_without_options_is_asked_as_the_function_would(stopped_at):
     got = stopped_at("evaluation.ask.ask")
     invoke("ask c")
@@ -191,14 +232,20 @@ def test_the_gain_is_measured_at_the_commit_that_was_found(stopped_at, monkeypat
     got = stopped_at("assembly.gain.embedding_statistics")
     assert invoke("gain some/model --revision trial --top 3").stderr == "Error: so far\n"
     assert got == {"model": "some/model", "top": 3, "revision": "of trial"}
-    table = SimpleNamespace(tables=list)
+    listed = []
+
+    def statistics(model, top, revision):
+        listed.append(top)
+        return SimpleNamespace(tables=list)
+
     module = import_module("normalign_llava.assembly.gain")
-    monkeypatch.setattr(module, "embedding_statistics", lambda model, top, revision: table)
+    monkeypatch.setattr(module, "embedding_statistics", statistics)
     got = stopped_at("diagnose.critical.updates_of")
     assert invoke("gain some/model --revision trial").exit_code == 0 and got == {}
     line = "gain some/model --revision trial --critical --trust-remote-code"
     assert invoke(line).stderr == "Error: so far\n"
     assert got == {"model": "some/model", "revision": "of trial", "trust_remote_code": True}
+    assert listed == [10, 10]
 
 
 LINES = {
@@ -208,6 +255,7 @@ LINES = {
     "diagnose": "diagnose m",
     "demo": "demo c",
     "publish": "publish c --repo-id user/m",
+    "quickstart": "quickstart",
 }
 
 
@@ -217,11 +265,19 @@ def place_of(command):
 
 @pytest.mark.parametrize(
     ("command", "extra"),
-    [*dict(merge="qlora", evaluate="evaluate", ask="qlora", diagnose="qlora", demo="demo").items()],
+    [
+        *dict(merge="qlora", evaluate="evaluate", ask="qlora", diagnose="qlora").items(),
+        *dict(demo="demo", quickstart="quickstart").items(),
+    ],
 )
 def test_the_extra_that_a_command_needs_is_named(stopped_at, command, extra):
     stopped_at(place_of(command), ModuleNotFoundError("No module named 'x'"))
     assert f"'normalign-llava[{extra}] @" in invoke(LINES[command]).stderr
+
+
+def test_the_extra_that_a_comparison_needs_is_named(stopped_at):
+    stopped_at("evaluation.compare.read_arm", ModuleNotFoundError("No module named 'x'"))
+    assert "'normalign-llava[evaluate] @" in invoke("compare a b").stderr
 
 
 @pytest.mark.parametrize("command", ["evaluate", "ask", "diagnose"])
@@ -243,6 +299,7 @@ def test_where_memory_of_training_is_full_a_dry_run_is_named(stopped_at):
         ("ask m --output o", "Run the same command again"),
         ("ask m", None),
         ("diagnose m", "Nothing was written"),
+        ("quickstart", "Run the same command again"),
         ("publish c --repo-id user/m", "Run it again"),
         ("train --model_name_or_path m --dataset_name d", "Nothing was trained"),
         ("train --model_name_or_path m --accelerate_config ddp", None),
@@ -306,6 +363,13 @@ def returning(monkeypatch):
     return returning
 
 
+def test_every_command_hides_notices_of_libraries(returning):
+    calls = returning("cli.hide_notices")
+    for count, line in enumerate(("--version", "demo"), start=1):
+        invoke(line)
+        assert len(calls) == count
+
+
 @pytest.mark.parametrize("marks", [True, False])
 def test_what_comes_after_building_is_told_if_it_can_be_trained(returning, marks):
     returning("assembly.build.build_checkpoint", SimpleNamespace(generation_marks=marks))
@@ -361,6 +425,20 @@ def test_models_are_compared_in_their_order_and_the_result_is_stored(
     assert result.stdout.endswith(f"\nLeft out: gqa.\nWritten to {tmp_path}/x.\n")
     (stored,) = json.loads((tmp_path / "x" / "comparison.json").read_text())
     assert (stored["task"], stored["score"], stored["over_questions"]) == ("pope", 0.5, [0.1, 0.2])
+    monkeypatch.chdir(tmp_path)
+    invoke("compare a b")
+    assert (tmp_path / "comparison" / "comparison.json").is_file()
+
+
+def test_the_steps_of_a_publication_are_told_and_then_what_came_of_it(monkeypatch):
+    def send(checkpoint, repo_id, *, notify, **others):
+        notify("Sending.")
+        return repo_id
+
+    module = import_module("normalign_llava.hub_cards.push.publish")
+    monkeypatch.setattr(module, "publish", send)
+    monkeypatch.setattr(module, "summary", lambda publication: f"All of {publication}.")
+    assert invoke("publish c --repo-id user/m").stdout == "Sending.\nAll of user/m.\n"
 
 
 def test_what_the_author_of_a_card_should_know_is_told(returning):

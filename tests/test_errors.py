@@ -14,6 +14,7 @@ import pytest
 import rich.console
 import torch
 import typer
+from rich.control import Control
 from rich.table import Table
 from rich.text import Text
 
@@ -69,6 +70,13 @@ def test_foreign_text_is_neither_markup_nor_a_command_and_keeps_the_columns():
     table.add_row("plain", "2")
     lines = printed(table).splitlines()
     assert len({len(line) for line in lines}) == 1 and "\\x1b" * 4 in "".join(lines)
+
+
+def test_on_a_terminal_numbers_have_no_colours_and_commands_of_rich_work():
+    console = Console(file=StringIO(), width=60, force_terminal=True)
+    console.print("3 rows in /data/run")
+    console.print(Control.bell())
+    assert console.file.getvalue() == "3 rows in /data/run\n\x07"
 
 
 @dataclass
@@ -135,6 +143,18 @@ KERNELS = "/x/site-packages/{}/a.py".format
         (raised(KeyError("k"), file=KERNELS("bitsandbytes")), "bitsandbytes failed: 'k'. Does "),
         (raised(ValueError(), file=KERNELS("triton")), f"triton failed: ValueError. {DOES_IT_FIT}"),
         (raised(ValueError("a.\nb"), file=KERNELS("kernels")), f"kernels failed: a. {DOES_IT_FIT}"),
+        (
+            raised(ValueError("a"), file=KERNELS("flash_attn")),
+            f"flash_attn failed: a. {DOES_IT_FIT}",
+        ),
+        (
+            raised(raised(ValueError("a"), file=KERNELS("triton")), file=KERNELS("bitsandbytes")),
+            f"triton failed: a. {DOES_IT_FIT}",  # which bitsandbytes called
+        ),
+        (RuntimeError("cuDNN error: x"), "The GPU failed: cuDNN error: x. Does"),
+        (RuntimeError("HIP error: x"), "The GPU failed: HIP error: x. Does"),
+        (RuntimeError("Found no NVIDIA driver"), "The GPU failed: Found no NVIDIA driver. Does"),
+        (RuntimeError("XPU error: x"), "The GPU failed: XPU error: x. Does"),
         (raised(ValueError("a"), file="/home/me/triton/a.py"), None),
         (raised(ValueError("a"), file=KERNELS("other")), None),
     ],
@@ -267,6 +287,8 @@ FOLDER = Path("/data/run")
         (RuntimeError("PytorchStreamWriter failed writing file data/0"), "a file could not be wri"),
         (os_error(errno.EACCES, FOLDER / "config.json"), os.strerror(errno.EACCES)),
         (os_error(errno.EROFS, FOLDER), os.strerror(errno.EROFS)),
+        (os_error(errno.EPERM, FOLDER / "a" / "b"), os.strerror(errno.EPERM)),
+        (os_error(errno.ENOTDIR, FOLDER), os.strerror(errno.ENOTDIR)),
         (os_error(errno.EEXIST, FOLDER.parent), os.strerror(errno.EEXIST)),
         (os_error(errno.EACCES, "/data/other"), None),
         (os_error(errno.EACCES), None),

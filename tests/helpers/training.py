@@ -93,9 +93,10 @@ def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2)
 
 
 def arguments(folder: Path, **options) -> NormAlignConfig:
-    """`SHORT` with changes; evaluation answers no rows."""
-    defaults = {"output_dir": str(folder), "seed": 0, "sample_count": 0, **SHORT}
-    return NormAlignConfig(**{**defaults, **options})
+    """`SHORT` with changes; evaluation answers no rows, or shortly."""
+    answers = {"sample_count": 0, "sample_max_new_tokens": 2}
+    own = {"output_dir": str(folder), "seed": 0, **answers, **SHORT}
+    return NormAlignConfig(**{**own, **options})
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -14,13 +14,20 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from PIL import Image
 from training import SHORT, assert_equal, weights
-from transformers import AutoProcessor, BitsAndBytesConfig, LlavaConfig, TrainingArguments
+from transformers import (
+    AutoProcessor,
+    BitsAndBytesConfig,
+    LlavaConfig,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.models.llava import LlavaForConditionalGeneration
 from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignConfig, NormAlignTrainer
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.train.callbacks.steps import ProgressLines
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import normalign_config
 from normalign_llava.train.run import main
@@ -71,7 +78,7 @@ def stream(kind=messages) -> IterableDataset:
 
 
 def options(folder, **kwargs) -> NormAlignConfig:
-    return NormAlignConfig(str(folder), **{**SHORT, **kwargs})
+    return NormAlignConfig(str(folder), **{"sample_max_new_tokens": 2, **SHORT, **kwargs})
 
 
 def trained(model, args, data=None, **given) -> NormAlignTrainer:
@@ -142,6 +149,7 @@ def test_the_command_line_and_python_end_with_the_same(tmp_path, checkpoint, use
     for key in same | {"run", "before"}:
         assert records[0][key] == records[1][key], key
     assert records[1]["options"]["model_name_or_path"] == "model"
+    assert records[0]["options"].get("lora_r") == (4 if use_peft else None)
     assert "8 rows" in (python / "README.md").read_text()
 
 
@@ -175,6 +183,7 @@ def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpo
 
     assert len(make().train_dataset) == 4
     assert "tokens, and the language model has 256 positions" in caplog.text
+    assert "model_init_kwargs" not in caplog.text  # which TRL would warn of, as it gets a model
     report = make(max_length=100).record["data"][0]
     assert (report["valid"], report["dropped"]) == (3, [2])
     assert "train_dataset: 1 of 4 rows dropped" in caplog.text
@@ -276,6 +285,42 @@ def test_rows_without_images_are_refused_where_they_train_nothing(tmp_path, chec
     assert end in trainer.model.generation_config.eos_token_id  # as labels end
 
 
+def test_rows_without_a_known_column_reach_another_collator_as_they_are(tmp_path, checkpoint):
+    counted = Dataset.from_list([{"number": number} for number in range(4)])
+    args = options(tmp_path, seed=7)
+    trainer = NormAlignTrainer(str(checkpoint), args, list, counted)
+    loader = trainer.get_train_dataloader()
+    rows_of_a_batch = next(iter(loader))
+    assert all(row.keys() == {"number"} for row in rows_of_a_batch)
+    own = getattr(loader, "base_dataloader", loader)
+    assert own.generator.initial_seed() == 7
+
+
+def test_what_a_trainer_is_given_beside_its_options_is_used_and_recorded(tmp_path, checkpoint):
+    optimizer = (torch.optim.SGD, {"lr": 3e-4, "momentum": 0.9})
+    args = options(tmp_path, stage="tune", global_batch_size=4, hub_token="hf_secret")
+    watching = TrainerCallback()
+    trainer = NormAlignTrainer(
+        str(checkpoint),
+        args,
+        train_dataset=rows(count=4),
+        callbacks=[watching],
+        optimizer_cls_and_kwargs=optimizer,
+        peft_config=LoraConfig(r=2),
+    )
+    assert watching in trainer.callback_handler.callbacks
+    assert any(isinstance(own, ProgressLines) for own in trainer.callback_handler.callbacks)
+    rate = dict.fromkeys(("projector", "norm", "language"), 3e-4)  # and no stage's own
+    assert trainer.learning_rates == {"vision": 0.0, **rate}
+    record = trainer.record
+    assert record["optimizer"] == {"class": "torch.optim.sgd.SGD", "lr": 3e-4, "momentum": 0.9}
+    assert record["adapters"]["r"] == 2
+    assert record["run"]["steps"] == 2 and "data" not in record["run"]
+    assert (trainer.hub_token, trainer.args.hub_token) == ("hf_secret", None)  # options are saved
+    with pytest.raises(ValueError, match="evaluation requires an eval_dataset"):
+        trainer.get_eval_dataloader()
+
+
 def test_another_collator_gets_rows_of_any_columns_as_from_sfttrainer(tmp_path, checkpoint, caplog):
     processor = AutoProcessor.from_pretrained(checkpoint)
 
@@ -327,7 +372,7 @@ def test_held_out_rows_that_are_skipped_are_in_no_mean(tmp_path, checkpoint, bad
     found = trainer.evaluate()
     none = trainer.evaluate(trainer.eval_dataset.select(bad))
     assert math.isnan(none["eval_loss"]) and trainer._evaluated is None
-    values, tokens = [], []
+    values, tokens, entropies = [], [], []
     for batch in ((0, 1), (2, 3)):
         good = [number for number in batch if number not in bad]
         if good:
@@ -339,5 +384,8 @@ def test_held_out_rows_that_are_skipped_are_in_no_mean(tmp_path, checkpoint, bad
             values += [loss.item()] * len(good)
             right = (logits.argmax(-1) == labels)[labels != -100]
             tokens.append(right.float().mean().item())
+            learned = logits[labels != -100].double().log_softmax(-1)
+            entropies.append(-(learned.exp() * learned).sum(-1).mean().item())
     assert found["eval_loss"] == pytest.approx(sum(values) / len(values), rel=1e-5)
     assert found["eval_mean_token_accuracy"] == pytest.approx(sum(tokens) / len(tokens))
+    assert found["eval_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)

@@ -43,6 +43,7 @@ OPTIONS |= dict(norm_learning_rate=3e-3, train_sampling_strategy="sequential", m
 # A larger epsilon shows gradients of a wrong scale, and hides rounding errors of true zeros.
 OPTIONS |= dict(adam_epsilon=1e-5, logging_steps=1, save_strategy="no", report_to="none")
 EVALUATED = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1, probe_steps=2)
+EVALUATED |= dict(sample_max_new_tokens=2)
 LORA = dict(use_peft="true", lora_r=4, lora_dropout=0.0, vision_learning_rate=0)
 SAVED = dict(save_strategy="steps", save_steps=2)
 # Two steps an epoch. The run is resumed in the third.

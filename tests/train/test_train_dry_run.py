@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is counted before training: parameters, memory; what a dry run needs, writes, proposes."""
 
-import functools
 import shutil
+import sys
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-import yaml
 from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -21,10 +21,11 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
 from normalign_llava.train.keeping.record import modules
-from normalign_llava.train.memory import CONTEXT, largest_batch
-from normalign_llava.train.modules.model import sharding, static_bytes
+from normalign_llava.train.memory import CONTEXT, MemoryEstimate, largest_batch
+from normalign_llava.train.modules.model import base_model, sharding, static_bytes
 from normalign_llava.train.options import parse
 from normalign_llava.train.run import make_trainer, remedy
+from normalign_llava.train.shapes import _take_as_trained
 
 
 pytestmark = pytest.mark.slow
@@ -41,6 +42,8 @@ def test_a_dry_run_reads_no_weights_writes_nothing_and_finds_faults(tmp_path, pa
     checkpoint = tmp_path / "without-weights"
     shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors*"))
     file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "dropped_rows.jsonl").touch()  # of an earlier run
     before = sorted(tmp_path.rglob("*"))
     status, shown = dry_run(file, "--device_memory", "24GiB")
     assert status == 0 and "Without gradient checkpointing: " in shown and "activations" in shown
@@ -172,42 +175,137 @@ def test_the_longest_rows_decide_and_the_batches_of_a_step_wait_in_memory(checkp
     assert 2 < large.parts["activations"] / eight.parts["activations"] < 5
 
 
-def test_the_smallest_change_that_fits_is_named(checkpoint, tmp_path):
-    def make(words, size=2**30):
-        options = {"per_device_train_batch_size": 4, "global_batch_size": 8}
-        for name, value in zip(words[::2], words[1::2], strict=True):
-            options[name.removeprefix("--")] = yaml.safe_load(value)
-        memory = f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"  # rounded up, with what is kept free
-        return training.trainer(tmp_path, checkpoint, device_memory=memory, dry_run=True, **options)
+@pytest.fixture(scope="module")
+def too_large(checkpoint, tmp_path_factory):
+    """Trainers of four rows in a pass, with adapters and without, whose step does not fit."""
+    made = {}
+    for use_peft in (False, True):
+        options = dict(per_device_train_batch_size=4, global_batch_size=8, use_peft=use_peft)
+        folder = tmp_path_factory.mktemp("large")
+        made[use_peft] = training.trainer(folder, checkpoint, dry_run=True, **options)
+    return made
 
-    def answer(size, *words):
-        return remedy(make(words, size), lambda more: make([*words, *more], size))
 
-    @functools.cache
-    def total(*words):
-        return make(words).estimate_memory().total
+def changes_for(trainer, fitting=None, refused=()) -> tuple[list[str], str]:
+    """The changes that are tried, in order, and what is said where one of them fits."""
+    tried = []
 
-    two, one = (["--per_device_train_batch_size", size] for size in "21")
-    checkpointing, adapters = ["--gradient_checkpointing", "true"], ["--use_peft", "true"]
-    for words in (two, one):
-        assert answer(total(*words)).startswith(f"Would fit: {' '.join(words)}. Fits")
-    less = [*one, *checkpointing]
-    assert answer(total(*less), *one).startswith("Would fit: --gradient_checkpointing true. Fits")
-    assert answer(total(*less)).startswith(f"Would fit: {' '.join([*checkpointing, *one])}. Fits")
-    fitting = total(*less, *adapters)
-    expected = f"Would fit: {' '.join([*adapters, *one])}. Fits"
-    assert answer(fitting, *checkpointing).startswith(expected)
-    assert answer(total(*less, *adapters), *less).startswith("Would fit: --use_peft true. Fits")
-    tried = "--use_peft true --load_in_4bit true --dtype bfloat16"
-    assert answer(1, *less).endswith(f"not even {tried}. Fewer tokens may: lower --max_length.")
-    frozen = [*less, "--language_learning_rate", "0"]
-    half = ["--dtype", "bfloat16"]
-    fitting = total(*frozen, *half)
-    assert answer(fitting, *frozen).startswith("Would fit: --dtype bfloat16. Fits")
-    in_4_bits = [*frozen, "--load_in_4bit", "true"]
-    assert answer(1, *in_4_bits).endswith(
-        "not even --dtype bfloat16. Fewer tokens may: lower --max_length."
-    )
+    def make(words):
+        tried.append(" ".join(words))
+        if tried[-1] in refused:
+            raise ValueError("They do not go together.")
+        available = 7 if tried[-1] == fitting else 6
+        estimate = MemoryEstimate({"weights": 7}, "", "a card", available)
+        return SimpleNamespace(estimate_memory=lambda: estimate)
+
+    said = remedy(trainer, make)
+    return tried, said
+
+
+TWO, ONE = (f"--per_device_train_batch_size {rows}" for rows in (2, 1))
+CHECKPOINTING, ADAPTERS = "--gradient_checkpointing true", "--use_peft true"
+IN_4_BITS, HALF = "--load_in_4bit true", "--dtype bfloat16"
+
+
+def each(*changes: str) -> list[str]:
+    """Each with the rows as they are, and with one row in a pass."""
+    tried = []
+    for change in changes:
+        tried += [change, f"{change} {ONE}"]
+    return tried
+
+
+def test_changes_are_tried_from_small_to_large_until_one_fits(too_large):
+    tried, said = changes_for(too_large[False])
+    quantized = f"{ADAPTERS} {IN_4_BITS} {HALF}"
+    larger = (CHECKPOINTING, ADAPTERS, quantized, f"{CHECKPOINTING} {quantized}")
+    assert tried == [TWO, ONE, *each(*larger)]
+    assert f"not even {tried[-1]}. " in said and "--max_length" in said
+    for place, change in enumerate(tried):
+        before, said = changes_for(too_large[False], fitting=change, refused=tried[:place])
+        assert before == tried[: place + 1]
+        assert said.startswith(f"Would fit: {change}. Fits: ")
+
+
+@pytest.mark.parametrize(
+    ("use_peft", "language", "dtype", "larger"),
+    [
+        (False, 1e-3, "bfloat16", (ADAPTERS, f"{ADAPTERS} {IN_4_BITS}")),
+        (False, 0.0, "float32", (HALF, f"{IN_4_BITS} {HALF}")),
+        (False, 0.0, "bfloat16", (IN_4_BITS,)),
+        (True, 1e-3, "float32", (HALF, f"{IN_4_BITS} {HALF}")),
+        (True, 1e-3, "bfloat16", (IN_4_BITS,)),
+    ],
+)
+def test_what_a_run_has_already_is_no_change(
+    too_large, monkeypatch, use_peft, language, dtype, larger
+):
+    trainer = too_large[use_peft]
+    monkeypatch.setitem(trainer.args.model_init_kwargs, "dtype", dtype)
+    monkeypatch.setitem(trainer.learning_rates, "language", language)
+    all_of_it = f"{CHECKPOINTING} {larger[-1]}"
+    assert changes_for(trainer)[0] == [TWO, ONE, *each(CHECKPOINTING, *larger, all_of_it)]
+    monkeypatch.setattr(trainer.args, "per_device_train_batch_size", 1)
+    assert changes_for(trainer)[0] == [CHECKPOINTING, *larger, all_of_it]
+    monkeypatch.setattr(trainer.args, "gradient_checkpointing", True)
+    assert changes_for(trainer)[0] == [*larger]
+    monkeypatch.setattr(base_model(trainer.model), "is_loaded_in_4bit", True, raising=False)
+    assert changes_for(trainer)[0] == [words for words in larger if IN_4_BITS not in words]
+
+
+def test_without_the_package_4_bits_are_not_tried(too_large, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    tried, _ = changes_for(too_large[False])
+    assert tried[2:] == each(CHECKPOINTING, ADAPTERS, f"{CHECKPOINTING} {ADAPTERS}")
+
+
+def test_a_step_is_estimated_as_in_training_and_leaves_nothing_behind(too_large, monkeypatch):
+    trainer = too_large[False]
+    model, base, metrics = trainer.model, base_model(trainer.model), trainer._metrics["train"]
+    inputs = (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings())
+    handles = {module: module.register_forward_hook(lambda *args: None) for module in inputs}
+    model.eval()
+    random = torch.get_rng_state()
+    for size in (None, "24GiB"):
+        monkeypatch.setattr(trainer.args, "device_memory", size)
+        for checkpointing in (None, True, False):
+            with ExitStack() as stack:
+                _take_as_trained(trainer, checkpointing, stack)
+                assert model.training
+                assert base.is_gradient_checkpointing == bool(checkpointing)
+                assert base.only_answers == (size is None)  # a GPU's head sees all positions
+                for module, handle in handles.items():
+                    assert handle.id not in module._forward_hooks
+                trainer.state.num_input_tokens_seen += 5
+                trainer._metrics["train"]["entropy"].append(1.0)
+                torch.rand(1)
+            assert not model.training and not base.is_gradient_checkpointing
+            assert base.only_answers and trainer.state.num_input_tokens_seen == 0
+            assert trainer._metrics["train"] is metrics and not metrics["entropy"]
+            assert torch.equal(torch.get_rng_state(), random)
+            for module, handle in handles.items():
+                assert handle.id in module._forward_hooks
+    for handle in handles.values():
+        handle.remove()
+
+
+def test_a_model_that_cannot_be_estimated_is_told_as_such(too_large):
+    trainer = too_large[False]
+
+    def fail(*args):
+        raise NotImplementedError("no shape of it is known")
+
+    handle = trainer.model.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="memory cannot be estimated .*: no shape of it is known"):
+        trainer.estimate_memory()
+    handle.remove()
+
+
+def test_the_rows_of_a_batch_without_padding_are_counted(checkpoint, tmp_path):
+    trainer = training.trainer(tmp_path, checkpoint, dry_run=True, padding_free=True)
+    estimate = trainer.estimate_memory()
+    assert estimate.batch.startswith("2 row(s), ")
+    assert all(estimate.parts.values())  # what takes nothing is not told
 
 
 def test_a_dry_run_names_a_change_that_outweighs_the_options_given(tmp_path, parts):

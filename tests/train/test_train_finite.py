@@ -79,13 +79,14 @@ def test_weights_are_checked_without_a_copy_of_them(dtype, value):
     assert weights_not_finite(model) == ["bad.weight"]
 
 
-def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path):
+def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path, caplog):
     said, last = stopped(make(learning_rate=1e30)), tmp_path / "out" / "checkpoint-1"
     assert said.startswith("Step 2 has values that are not finite") and "--bad_steps skip" in said
     assert f"The last complete checkpoint is {last}." in said and missing_from(last, 1) == []
     assert {path.name for path in (tmp_path / "out").glob("*")} <= {
         *("checkpoint-1", "runs", "loss.png")
     }
+    assert "card" not in caplog.text  # which is written of a result alone
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,10 @@ def test_a_norm_below_0_is_not_finite_as_deepspeed_means_it(make, monkeypatch):
     assert is_finite(math.inf)  # DeepSpeed's own scaler passes the step over
     with pytest.raises(FloatingPointError, match="first in the loss"):
         is_finite(2.0, loss=math.nan)
+    finite.on_step_begin(trainer.args, trainer.state, trainer.control)
+    loss, outputs = trainer.compute_loss(model, dict(inputs), return_outputs=True)
+    assert loss.isfinite() and outputs.logits.isfinite().all()
+    assert finite.is_step_finite(model, 1.0, None)
 
 
 def test_a_step_can_be_skipped(make, tmp_path, caplog):

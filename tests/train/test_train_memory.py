@@ -13,7 +13,7 @@ from datasets import Dataset
 from rich.console import Console
 
 from normalign_llava.checkpoint import precision
-from normalign_llava.data.rows.parse import FEATURES
+from normalign_llava.data.rows.parse import FEATURES, DroppedRows
 from normalign_llava.train import memory
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.memory import CONTEXT, MemoryEstimate, largest_batch
@@ -97,10 +97,21 @@ def test_a_bad_image_does_not_keep_the_largest_batch_from_being_made(tmp_path, c
     made = [training.row(number) for number in range(2)]
     made[1]["images"] = [{"path": None, "bytes": b"no image"}]
     rows = Dataset.from_list(made, features=FEATURES)
-    batch = largest_batch(training.arguments(tmp_path), rows, collator)
+    listing = replace(collator, dropped_rows=DroppedRows(tmp_path / "dropped.jsonl"))
+    batch = largest_batch(training.arguments(tmp_path), rows, listing)
     assert len(batch["pixel_values"]) == 2
+    assert not (tmp_path / "dropped.jsonl").exists()  # it is met again in training
     with pytest.raises(ValueError):
         collator(list(rows))
+
+
+def test_of_rows_whose_lengths_are_unknown_the_first_is_repeated(tmp_path, collator):
+    rows = training.rows(3).remove_columns("length")
+    args = training.arguments(tmp_path, max_length=None)
+    batch, expected = largest_batch(args, rows, collator), collator([rows[0], rows[0]])
+    assert batch.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(batch[name], value), name
 
 
 @pytest.mark.parametrize("padding_free", [False, True])

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -23,11 +24,14 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env
 from documented import PAGE, page_from_fields
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from transformers import BitsAndBytesConfig
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import deepspeed_config, unset_hf_deepspeed_config
 from trl import SFTConfig
 
 from normalign_llava import NormAlignLlavaConfig
+from normalign_llava.errors import Terminated
 from normalign_llava.train.command import (
     OVERRULED,
     RECIPES,
@@ -39,6 +43,8 @@ from normalign_llava.train.command import (
     launch,
     names_in,
     read_command,
+    read_options,
+    read_recipe,
     recipe_file,
     without_overruled,
 )
@@ -142,6 +148,7 @@ def test_a_copy_of_the_options_means_the_same(tmp_path, way, stage):
     ("given", "changes"),
     [
         (dict(stage="tune"), dict(stage="align")),
+        (dict(stage="tune"), dict(stage=None)),
         (dict(stage="align", learning_rate=5e-4), dict(stage="tune")),
         (dict(stage="tune"), dict(learning_rate=1e-5)),  # which would follow, and is given now
         (dict(stage="tune"), dict(learning_rate=None, seed=3)),
@@ -227,6 +234,13 @@ def test_a_given_learning_rate_is_that_of_every_module_the_stage_trains(tmp_path
     ]
     frozen = config(tmp_path, stage="tune", learning_rate=0.0, norm_learning_rate=1e-4)
     assert rates(frozen) == [0.0, 0.0, 1e-4, 0.0]
+
+
+@pytest.mark.skipif(not hasattr(SFTConfig, "activation_checkpointing"), reason="a former name")
+def test_checkpointing_may_be_given_under_its_newer_name(tmp_path):
+    for given in (True, False):
+        args = config(tmp_path, activation_checkpointing=given)
+        assert args.activation_checkpointing is args.gradient_checkpointing is given
 
 
 def test_nobody_is_warned_of_an_option_that_nobody_set(tmp_path):
@@ -336,6 +350,9 @@ def test_batches_are_read_by_all_other_cores_and_by_none_on_a_cpu(tmp_path, monk
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         assert config(tmp_path, use_cpu=False).dataloader_num_workers == expected
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    assert config(tmp_path, use_cpu=False).dataloader_num_workers == 3
 
 
 def test_the_page_has_the_help_and_the_refusals_of_the_fields():
@@ -444,6 +461,10 @@ def test_defaults_of_refused_options_are_those_of_trl():
     assert changed == ours | {"hub_strategy", "router_aux_loss_coef"}
 
 
+def test_an_option_that_is_refused_may_be_left_without_a_value(tmp_path):
+    config(tmp_path, use_liger_kernel=None, do_predict=None, auto_find_batch_size=None)
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
     default = REFUSALS[name]
@@ -492,6 +513,7 @@ def zero(tmp_path):
 def test_deepspeed_keeps_weights_in_float32_and_autocasts_where_steps_do(zero):
     autocast = zero(more={"bf16": {"enabled": "auto"}}, bf16=True).deepspeed_plugin.deepspeed_config
     assert "bf16" not in autocast
+    assert "bf16" not in deepspeed_config()  # by which ZeRO-3 loads a model
     # An empty list: no weight and no gradient is sent in bfloat16.
     expected = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     assert autocast["torch_autocast"] == expected
@@ -534,12 +556,15 @@ MEANT = [
     *(("use_peft", word, True) for word in TRUE),
     *(("dataset_streaming", word, True) for word in TRUE),
     *(("disable_tqdm", word, False) for word in FALSE),
-    *(("report_to", word, []) for word in ("none", "no", "off", "false")),
+    *(("report_to", word, []) for word in ("none", "no", "off", "false", "None", "No")),
     ("resume_from_checkpoint", "no", None),
     ("max_steps", "1e3", 1000),
     ("max_steps", "1_000", 1000),
     ("max_length", "null", None),
     ("max_length", "none", None),
+    ("max_length", "None", None),
+    ("fsdp", "True", True),
+    ("deepspeed", "No", None),
     ("learning_rate", "5e-1", 0.5),
     ("learning_rate", "1", 1.0),
     ("weight_decay", ".5", 0.5),
@@ -555,6 +580,7 @@ MEANT = [
     ("max_grad_norm", ".inf", math.inf),
     ("early_stopping_threshold", "0", 0.0),
     ("deepspeed", "no", None),
+    ("gradient_checkpointing_kwargs", "no", None),
 ]
 
 
@@ -598,7 +624,7 @@ def test_numbers_as_people_and_yaml_write_them():
 
 def test_options_in_python_are_read_as_in_a_recipe(tmp_path):
     recipe = {"output_dir": str(tmp_path), "save_strategy": False, "probe_steps": ["0", "1e2"]}
-    args = parse(BASE, {**recipe, "gradient_checkpointing": False})[1]
+    args = parse(BASE, {**recipe, "gradient_checkpointing": False, "env": None})[1]
     assert (args.save_strategy, args.probe_steps) == ("no", [0, 100])
     assert args.gradient_checkpointing is False
 
@@ -636,6 +662,7 @@ def test_the_best_step_is_told_by_a_key_of_the_log(tmp_path, metric):
     assert best_metric(config(tmp_path, metric_for_best_model=metric)) == "eval_loss"
     for given in ("accuracy", "eval_accuracy"):
         assert best_metric(config(tmp_path, metric_for_best_model=given)) == "eval_accuracy"
+    assert best_metric(config(tmp_path, metric_for_best_model="evals")) == "eval_evals"
 
 
 def test_numbers_and_booleans_in_mappings_are_read_as_people_mean(tmp_path):
@@ -707,6 +734,18 @@ def test_the_home_folder_stands_for_a_tilde_in_the_path_of_a_mapping(tmp_path, m
         assert args.accelerator_config.even_batches is False
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_the_home_folder_stands_for_a_tilde_in_the_path_of_deepspeed_s_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    content = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
+    (tmp_path / "zero.json").write_text(json.dumps(content))
+    try:
+        plugin = config(tmp_path, deepspeed="~/zero.json").deepspeed_plugin
+        assert plugin.deepspeed_config["zero_optimization"] == {"stage": 2}
+    finally:
+        unset_hf_deepspeed_config()
+
+
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
@@ -719,6 +758,12 @@ def test_the_home_folder_stands_for_a_tilde_in_the_path_of_a_mapping(tmp_path, m
             "early_stopping_patience: 2",
             ["--eval_strategy", "no"],
         ),
+        (
+            "eval_strategy: epoch\nsave_strategy: epoch\nload_best_model_at_end: true\n"
+            "early_stopping_patience: 2\nmetric_for_best_model: eval_loss",
+            ["--load_best_model_at_end", "no", "--eval_strategy", "no"],
+        ),
+        ("use_peft: true\nuse_rslora: true", ["--use_peft", "false"]),
         ("dry_run: true\ndevice_memory: 24GiB", ["--dry_run", "false"]),
         ("lr_scheduler_type: cosine\nwarmup_steps: 5", ["--lr_scheduler_type", "constant"]),
         ("gradient_accumulation_steps: 4\nglobal_batch_size: 32", ["--global_batch_size", "8"]),
@@ -802,6 +847,56 @@ THEIRS = {
     "mix_strategy": "datasets",
     "interleave_probs": "datasets",
 }
+ALSO = {
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "attn_implementation": "attn_impl xformers_attention eager_attention",
+    "dataloader_num_workers": "num_workers",
+    "dataset_name": "dataset train_file",
+    "dataset_num_proc": "preprocessing_num_workers dataset_processes",
+    "dataset_streaming": "streaming",
+    "dtype": "torch_dtype",
+    "early_stopping_patience": "early_stop_interval",
+    "eval_dataset_name": "eval_dataset val_dataset validation_file",
+    "eval_steps": "eval_interval val_check_interval",
+    "global_batch_size": "effective_batch_size total_batch_size",
+    "gradient_accumulation_steps": "grad_accum_steps",
+    "gradient_checkpointing": "use_gradient_checkpointing vit_gradient_checkpointing",
+    "hub_model_id": "hub_repo_id",
+    "image_folder": "image_dir",
+    "language_learning_rate": "freeze_backbone",
+    "learning_rate": "lr base_lr",
+    "load_in_4bit": "load_in_4_bit",
+    "load_in_8bit": "load_in_8_bit",
+    "logging_steps": "log_interval log_every",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_target_modules": "target_modules target_all_linear",
+    "max_grad_norm": "clip_grad grad_clip gradient_clip_val",
+    "max_steps": "max_train_steps train_iters total_steps",
+    "model_name_or_path": "base_model model model_path model_id model_id_or_path",
+    "neftune_noise_alpha": "neftune_alpha neft_alpha",
+    "num_train_epochs": "num_epochs epochs max_epochs",
+    "optim": "optimizer",
+    "output_dir": "output_path save_dir work_dir",
+    "packing": "sample_packing",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "per_device_train_batch_size": "train_batch_size mbs",
+    "projector_learning_rate": "projector_lr merger_lr",
+    "report_to": "use_swanlab use_tensorboard swanlab_project",
+    "resume_from_checkpoint": "resume auto_resume_from_checkpoints",
+    "save_steps": "save_interval save_every",
+    "seed": "random_seed",
+    "shuffle_buffer_size": "buffer_size shuffle_buffer",
+    "test_split_size": "val_set_size validation_split_percentage",
+    "use_bnb_nested_quant": "double_quantization bnb_4bit_use_double_quant",
+    "use_dora": "peft_use_dora",
+    "use_peft": "adapter tuner_type sft_type",
+    "use_rslora": "peft_use_rslora",
+    "vision_learning_rate": "vision_tower_lr freeze_vision_model unfreeze_mm_vision_tower",
+    "warmup_steps": "warmup num_warmup_steps lr_warmup_fraction",
+}
+for called, names in ALSO.items():
+    THEIRS |= dict.fromkeys(names.split(), called)
 """Options as other tools document them, and the one that does the same here."""
 
 
@@ -815,10 +910,13 @@ def test_a_name_may_stand_for_two_options_or_for_none():
     both = ("projector_learning_rate", "norm_learning_rate")
     for name in ("freeze_aligner", "freeze_multi_modal_projector", "tune_mm_mlp_adapter"):
         assert ELSEWHERE[name][0] == both
-    assert ELSEWHERE["quantization_bit"][0] == ("load_in_4bit", "load_in_8bit")
+    for name in ("quantization_bit", "quant_bits", "bits"):
+        assert ELSEWHERE[name][0] == ("load_in_4bit", "load_in_8bit")
     said = answer_for("freeze_aligner")
     assert "are called `projector_learning_rate` and `norm_learning_rate` here: 0 freezes" in said
     none = ("plot_loss", "model_type", "overwrite_cache", "image_max_pixels", "image_resolution")
+    none += ("image_min_pixels", "max_pixels", "min_pixels", "image_size", "image_aspect_ratio")
+    none += ("chat_template", "conversation", "prompt_template", "num_samples")
     for name in (*none, "template", "max_samples"):
         assert answer_for(name).startswith(f"There is no `{name}` here: ")
 
@@ -848,6 +946,8 @@ def test_only_the_name_of_an_unknown_option_is_named(tmp_path):
         read(tmp_path, "dataset_name: data\nlearning_speed: 1\n", "--epoch_count=3")
     with pytest.raises(ValueError, match="Did you mean --learning_rate"):
         read(tmp_path, "dataset_name: data\n", "--learing-rate", "1")
+    with pytest.raises(ValueError, match="no option --max_len\\."):  # a part of a name
+        read(tmp_path, "dataset_name: data\n", "--max_len", "64")
     with pytest.raises(ValueError, match="'stray' belongs to no option"):
         read(tmp_path, "dataset_name: data\n", "--seed", "3", "stray")
 
@@ -927,6 +1027,12 @@ def test_a_package_is_asked_for_by_what_the_recipe_and_the_words_say(
         check_command(words, named)
 
 
+@pytest.mark.parametrize("words", [["--hub_token", "hf_x"], ["--hub-token=hf_x"]])
+def test_a_token_on_the_command_line_is_refused(words):
+    with pytest.raises(ValueError, match="Set HF_TOKEN instead"):
+        check_command([*words, "--model_name_or_path", "a"], {})
+
+
 def test_a_checkpoint_may_be_named_in_the_recipe_or_the_words():
     check_command(["--model-name-or-path=a"], {})
     check_command([], {"model_name_or_path": "a", "hub_token": "hf_x"})
@@ -945,6 +1051,62 @@ def test_zero_needs_deepspeed_before_processes_are_started(monkeypatch, tmp_path
         launch("zero4", None, [])
 
 
+@pytest.fixture
+def launching(monkeypatch):
+    """What `accelerate launch` is asked for, which it does not do; it may raise an error."""
+    asked = []
+
+    def launch_command(arguments):
+        asked.append(arguments)
+        if isinstance(asked[0], Exception):
+            raise asked[0]
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
+    return asked
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_a_launch_has_the_processes_of_the_file_unless_others_are_asked_for(
+    launching, tmp_path, processes
+):
+    (tmp_path / "own.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
+    for file, found in (("ddp", "ddp.yaml"), (str(tmp_path / "own.yaml"), "own.yaml")):
+        launch(file, processes, ["recipe.yaml", "--seed", "3"])
+        arguments = launching.pop()
+        assert arguments.num_processes == processes
+        assert arguments.config_file.endswith(found) and arguments.quiet
+        assert arguments.module and arguments.training_script == "normalign_llava.train"
+        assert arguments.training_script_args == ["recipe.yaml", "--seed", "3"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_a_launcher_that_is_stopped_stops_the_command(launching, number, kind):
+    launching.append(SignalException("stopped", number))
+    with pytest.raises(kind):
+        launch("ddp", 2, [])
+
+
+def failed(exitcode):
+    """The error of torch's launcher where the second process ended first."""
+    failures = {}
+    for rank, (code, seconds) in enumerate([(1, 20), (exitcode, 10)]):
+        failures[rank] = ProcessFailure(rank, 99, code, "none.json")
+        failures[rank].timestamp = seconds
+    return ChildFailedError("train", failures)
+
+
+def test_a_process_that_failed_has_said_why_and_one_that_was_killed_is_named(launching):
+    launching.append(failed(3))
+    with pytest.raises(SystemExit) as ended:
+        launch("ddp", 2, [])
+    assert ended.value.code == 3
+    launching[:] = [failed(-signal.SIGKILL)]
+    with pytest.raises(ChildProcessError, match="Process 1 was ended by SIGKILL"):
+        launch("ddp", 2, [])
+
+
 def test_a_value_that_is_the_recipe_s_own_takes_nothing_along():
     own = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-7}}
     recipe = {**own, "use_peft": "yes", "lora_r": "8", "eval_strategy": "steps", "eval_steps": "5"}
@@ -954,6 +1116,47 @@ def test_a_value_that_is_the_recipe_s_own_takes_nothing_along():
         **{"lr_scheduler_type": "cosine_with_min_lr", "use_peft": "yes"},
         **{"eval_strategy": "steps", "eval_steps": "5"},
     }
+
+
+def test_without_the_best_step_nothing_that_needs_it_is_left():
+    needing = {"early_stopping_patience": "2", "early_stopping_threshold": "0.1"}
+    needing |= {"metric_for_best_model": "eval_loss", "greater_is_better": "no"}
+    recipe = {"eval_strategy": "epoch", "seed": "3", "load_best_model_at_end": "yes", **needing}
+    words = ["--load_best_model_at_end", "false"]
+    rest = {"eval_strategy": "epoch", "seed": "3", "load_best_model_at_end": "yes"}
+    assert without_overruled(recipe, words) == rest
+    assert without_overruled(recipe, ["--eval_strategy", "no"]) == {
+        **{"eval_strategy": "epoch", "seed": "3"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("7", 7), ("-7", -7), ("1_000", 1000), ("0", 0), ("007", "007"), ("08", "08")),
+        *((".5", 0.5), ("-.5", -0.5), ("1.", 1.0), ("1.5e3", 1500.0), (".5e1", 5.0)),
+        *(("5e-1", 0.5), ("1E3", 1000.0), (".inf", math.inf), ("-.INF", -math.inf)),
+        *(("no", False), ("On", True), ("null", None), ("~", None), ("1.2.3", "1.2.3")),
+        *(("2024-01-01", "2024-01-01"), ("1:30", "1:30"), ("0x1F", "0x1F"), ("e5", "e5")),
+    ],
+)
+def test_scalars_in_a_mapping_are_numbers_and_booleans_where_they_look_like_some(
+    tmp_path, text, value
+):
+    (tmp_path / "a.yaml").write_text(f"a: {{b: {text}}}\n")
+    for options in (read_recipe(tmp_path / "a.yaml"), read_options(tmp_path / "a.yaml")):
+        found = options["a"]["b"]
+        assert found == value and type(found) is type(value)
+
+
+def test_a_mapping_may_have_no_number_and_be_taken_from_an_anchor(tmp_path):
+    text = "a: &shared {b: .NaN}\nlr_scheduler_kwargs: {<<: *shared, c: no}\n"
+    (tmp_path / "a.yaml").write_text(text + "columns: {image: no, text: 1e3}\n<<: {seed: 3}\n")
+    options = read_options(tmp_path / "a.yaml")
+    kwargs = options["lr_scheduler_kwargs"]
+    assert math.isnan(kwargs.pop("b")) and kwargs == {"c": False}
+    assert options["columns"] == {"image": "no", "text": "1e3"}  # names, whatever they look like
+    assert options["seed"] == "3"
 
 
 def test_a_name_of_another_tool_is_found_in_the_recipe_and_told_once():

@@ -2,21 +2,25 @@
 """What is checked and completed before weights are loaded: options, checkpoint, rows."""
 
 import copy
+import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import train_data
 import training
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoProcessor
+from transformers import AutoProcessor, BitsAndBytesConfig, BloomConfig
 from trl import SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from normalign_llava import NormAlignConfig
+from normalign_llava import NormAlignConfig, NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint.opening import open_checkpoint
+from normalign_llava.data.rows.parse import DroppedRows
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import (
@@ -65,7 +69,8 @@ def test_a_checkpoint_is_not_written_over_by_what_is_trained_of_it(tmp_path, che
 
 
 def test_what_is_opened_is_the_checkpoint_as_it_is_to_be_trained(tmp_path, checkpoint):
-    args = training.arguments(tmp_path, arm="aligned", model_init_kwargs={"dtype": "bfloat16"})
+    how = {"dtype": "bfloat16", "revision": "main"}
+    args = training.arguments(tmp_path, arm="aligned", model_init_kwargs=how)
     adapters = LoraConfig(r=2)
     opened, config, processor, limited = open_model(str(checkpoint), None, args, None, adapters)
     assert opened.name == str(checkpoint)
@@ -79,6 +84,49 @@ def test_what_is_opened_is_the_checkpoint_as_it_is_to_be_trained(tmp_path, check
     own = AutoProcessor.from_pretrained(checkpoint)
     assert open_model(str(checkpoint), own, args, None, None)[2] is own
     assert processor.image_token == own.image_token
+
+
+def test_a_model_in_memory_may_be_named_with_its_own_arm(tmp_path, checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    args = training.arguments(tmp_path, arm="gwc")
+    opened, config, processor, _ = open_model(model, None, args, None, None)
+    assert opened is None and config is model.config
+    assert processor.image_token_id == config.image_token_id
+    model.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(ValueError, match="To quantize without adapters, give a folder"):
+        open_model(model, None, args, None, None)
+    assert open_model(model, None, args, None, LoraConfig(r=2))[3].r == 2
+
+
+def test_a_processor_that_is_given_pads_as_the_checkpoint_s_own(tmp_path, checkpoint):
+    given = AutoProcessor.from_pretrained(checkpoint)
+    given.tokenizer.padding_side = "right"
+    args = training.arguments(tmp_path)
+    processor = open_model(str(checkpoint), given, args, None, None)[2]
+    assert processor.tokenizer.padding_side == "left"
+
+
+def test_weights_that_are_damaged_are_found_before_they_are_counted(tmp_path, checkpoint):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    args = training.arguments(tmp_path / "out", dry_run=True)
+    open_model(str(folder), None, args, None, None)
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="model.safetensors"):
+        open_model(str(folder), None, args, None, None)
+
+
+def test_a_packed_step_has_as_many_rows_as_without_packing(tmp_path, reading):
+    options = dict(packing=True, per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    args = training.arguments(tmp_path, **options)
+    reading(training.rows(6), args)
+    assert args.global_batch_size == 6 and not args.is_given("global_batch_size")
+
+
+def test_one_held_out_data_set_with_a_name_keeps_it(tmp_path, reading):
+    rows, args = training.rows(2), training.arguments(tmp_path)
+    named = reading(rows, args, held_out={"easy": rows})[1]
+    assert named.keys() == {"easy"} and len(named["easy"]) == 2
 
 
 def test_data_arguments_name_all_rows(tmp_path, reading, opened):
@@ -106,6 +154,7 @@ def test_rows_that_were_named_are_read_as_the_options_say(tmp_path, reading):
     dry = training.arguments(tmp_path / "dry", dry_run=True)
     collator = reading(named, dry)[2]
     assert collator.dropped_rows is None and not (tmp_path / "dry").exists()
+    assert Path(collator.skipped_rows.path).parent != tmp_path / "dry"
 
 
 def test_rows_may_be_as_long_as_the_model_has_positions_and_longer_ones_are_named(
@@ -120,6 +169,12 @@ def test_rows_may_be_as_long_as_the_model_has_positions_and_longer_ones_are_name
         reading(rows, args, config=config)
         said = f"{longest:,} tokens, and the language model has {positions:,} positions"
         assert (said in caplog.text) == warns
+    caplog.clear()
+    endless = copy.deepcopy(opened.config)
+    endless.text_config = BloomConfig()  # whose positions have no end
+    reading(rows, args, config=endless)
+    assert not caplog.text
+    reading(rows, args, config=config)
     short = rows.filter(lambda row: row["length"] < longest)
     reading(short, args, held_out=rows, config=config)
     assert caplog.text.count(said) == 2
@@ -242,6 +297,11 @@ def test_several_gpus_are_taken_by_a_model_that_is_placed_on_them(tmp_path):
     args._n_gpu = 2  # where transformers keeps how many this process sees
     with pytest.raises(ValueError, match="sees 2 GPUs"):
         check_options(args, "model")
+    placed = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="sees 2 GPUs"):
+        check_options(args, placed)
+    placed.hf_device_map = {"": 0}
+    check_options(args, placed)
     args.model_init_kwargs = {"device_map": "auto"}
     check_options(args, "model")
 
@@ -292,8 +352,10 @@ def test_options_of_a_trainer_are_its_own_copy(tmp_path, processor):
     copied.accelerator_config.dispatch_batches = False
     copied.seed = 7
     assert given.accelerator_config.dispatch_batches is None and given.seed == 0
-    unnamed = normalign_config(None, "some/folder/my-model")
-    assert unnamed.output_dir == "my-model-SFT"
+    in_memory = torch.nn.Linear(1, 1)
+    in_memory.name_or_path = "some/folder/my-model"
+    for model in ("some/folder/my-model", in_memory):
+        assert normalign_config(None, model).output_dir == "my-model-SFT"
 
 
 def test_rows_are_checked_as_their_collator_says(tmp_path, opened, caplog):
@@ -309,6 +371,11 @@ def test_rows_are_checked_as_their_collator_says(tmp_path, opened, caplog):
     )
     assert len(checked) == 2 and (report.source, report.split) == ("own rows", "eval")
     assert checked_rows(rows, "own rows", list, args, "eval") == (rows, None)
+    dropped = DroppedRows(tmp_path / "dropped.jsonl")
+    listing = replace(collator, bad_rows="skip", dropped_rows=dropped)
+    checked_rows(rows, "own rows", listing, args, "eval")
+    (line,) = (tmp_path / "dropped.jsonl").read_text().splitlines()
+    assert json.loads(line)["row"] == 1
     text = Dataset.from_list([{"question": "what?", "answer": "this"}] * 2)
     checked_rows(text, "words", collator, args, "train")
     with pytest.raises(ValueError, match="words have no image"):

@@ -2,14 +2,18 @@
 """`push_to_hub`: real runs, in their own processes, that publish their result on a local hub."""
 
 import json
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stored
 import training
 
+from normalign_llava import NormAlignTrainer
 from normalign_llava.hub_cards.card.metadata import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card
+from normalign_llava.hub_cards.push import checks, publish
 from normalign_llava.hub_cards.push.record import additions
 
 
@@ -142,3 +146,81 @@ def test_adapters_of_a_base_on_the_hub_name_its_commit(hub, prepared, tmp_path, 
     adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "ann/base"
     assert adapter["revision"] == commit
+
+
+class Pusher:
+    """What a trainer needs to publish, and what was done with it in order."""
+
+    def __init__(self, repo_id=REPO, revision=None, first=True):
+        self.args = SimpleNamespace(output_dir="my run", hub_revision=revision)
+        self.hub_model_id, self.hub_token, self.done = repo_id, "of the options", []
+        self.is_world_process_zero = lambda: first
+
+    def init_hf_repo(self, **given):
+        self.done.append(("init", given))
+
+    def save_model(self, *args, **given):
+        self.done.append(("save", args, given))
+
+    def publish(self, *args):
+        self.done.append(("publish", *args))
+        return "published"
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Publishes nothing: returns what would be sent, or raises an error that a test puts there."""
+    calls = []
+
+    def send(*args, **given):
+        calls.append((args, given))
+        if isinstance(calls[0], Exception):
+            raise calls[0]
+        return "sent"
+
+    monkeypatch.setattr(publish, "publish", send)
+    monkeypatch.setattr(checks, "recorded_base", lambda folder: None)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("of_options", "given", "expected"),
+    [(None, None, "main"), ("trial", None, "trial"), ("trial", "other", "other")],
+)
+def test_a_revision_and_a_token_that_are_given_come_first(sent, of_options, given, expected):
+    for token in (None, "given"):
+        pusher = Pusher(revision=of_options)
+        assert NormAlignTrainer.publish(pusher, token, given) == "sent"
+        named = dict(revision=expected, as_adapter=False, token=token or "of the options")
+        assert sent.pop() == (("my run", REPO), named)
+
+
+def test_another_process_than_the_first_publishes_nothing(sent):
+    assert NormAlignTrainer.publish(Pusher(first=False)) is None
+    assert not sent
+
+
+@pytest.mark.parametrize("base", [None, "lab/base"])
+@pytest.mark.parametrize("error", [ValueError("no"), PermissionError(13, "denied")], ids=str)
+def test_what_was_not_published_can_be_by_the_command_that_is_named(sent, monkeypatch, error, base):
+    monkeypatch.setattr(checks, "recorded_base", lambda folder: base)
+    sent.append(error)
+    kind = ValueError if isinstance(error, ValueError) else OSError
+    with pytest.raises(kind) as caught:
+        NormAlignTrainer.publish(Pusher(revision="trial"))
+    assert type(caught.value) is kind and caught.value.__cause__ is error
+    command = shlex.split(str(caught.value).split("`")[1])
+    words = ["normalign", "publish", "my run", "--repo-id", REPO, "--revision", "trial"]
+    assert command == words + ["--adapter"] * (base is not None)
+
+
+def test_a_push_makes_the_repository_if_needed_saves_and_then_publishes():
+    pusher = Pusher()
+    assert NormAlignTrainer.push_to_hub(pusher, "a message", revision="trial") == "published"
+    saved = ("save", (), {"_internal_call": True})
+    assert pusher.done == [saved, ("publish", None, "trial")]
+    for token in (None, "given"):
+        pusher = Pusher(repo_id=None)
+        NormAlignTrainer.push_to_hub(pusher, token=token, private=True)
+        made = ("init", {"token": token or "of the options", "private": True})
+        assert pusher.done == [made, saved, ("publish", token, None)]

@@ -141,14 +141,24 @@ def test_a_run_imports_what_it_uses(prepared, tmp_path, parts):
     assert len(modules) <= 55, sorted(modules)
 
 
-def test_a_checkpoint_of_the_hub_is_asked_for_once(hub, prepared, tmp_path, parts):
-    hub.serve("bea/base", parts / "model")
-    file = training.recipe(tmp_path, parts, model_name_or_path="bea/base", max_steps=1)
+def test_a_checkpoint_of_the_hub_is_asked_for_once_at_its_commit(hub, prepared, tmp_path, parts):
+    served = hub.serve("bea/base", parts / "model")
+    notice, build = "notices/vision/LICENSE", json.loads((parts / "model/build.json").read_text())
+    named = json.dumps({**build, "notices": [notice]})
+    commit = served.change({"build.json": named.encode(), notice: b"the terms"}).oid
+    served.branches["trial"] = commit
+    served.change({"build.json": b"{}", notice: b"other terms"})  # on main
+    options = dict(model_name_or_path="bea/base", model_revision="trial", max_steps=1)
+    file = training.recipe(tmp_path, parts, **options)
     hub.requests.clear()
     done = prepared.run(["-m", "normalign_llava", "train", file])
     assert done.returncode == 0, done.stderr
     asked = [request for request in hub.requests if "/api/models/bea/base/rev" in request]
-    assert asked == ["GET /api/models/bea/base/revision/main"]
+    assert asked == ["GET /api/models/bea/base/revision/trial"]
+    assert (tmp_path / "out" / notice).read_text() == "the terms"
+    assert json.loads((tmp_path / "out" / "build.json").read_text())["notices"] == [notice]
+    read = [request for request in hub.requests if "/resolve/" in request]
+    assert read and all(f"/resolve/{commit}/" in request for request in read)
 
 
 def test_the_commands_named_next_lead_from_parts_to_report(tmp_path, parts, monkeypatch):
@@ -308,7 +318,11 @@ def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts):
     for path in output.iterdir():
         if path.is_file():
             path.unlink()  # as if killed before the result was written
+    earlier = {"source": "a.json", "row": 1, "file": None, "reason": "before the run was resumed"}
+    (output / "dropped_rows.jsonl").write_text(json.dumps(earlier) + "\n")
     main([file, "--output_dir", str(output), "--resume_from_checkpoint"])
+    assert json.loads((output / "dropped_rows.jsonl").read_text()) == earlier
+    names.add("dropped_rows.jsonl")
     assert {path.name for path in output.iterdir()} == names and "README.md" in names
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
     training.assert_equal(stored.weights(output), stored.weights(output / "checkpoint-2"))

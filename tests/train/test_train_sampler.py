@@ -1,15 +1,19 @@
 """Which rows come in which order: mixtures, held-out rows, resumed streams and length groups."""
 
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import train_data
 from accelerate import Accelerator, skip_first_batches
-from torch.utils.data import DataLoader
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, DataLoader
 from train_data import answers, llava, read, write_json
+from transformers import TrainerControl
 
+from normalign_llava import NormAlignTrainer
 from normalign_llava.train.collator import ConversationCollator, SeededLengthGroups
 
 
@@ -116,3 +120,16 @@ def test_a_resumed_stream_continues_with_the_next_batches(processor, tmp_path):
     assert all(batch not in in_order for batch in whole[33:])  # so the buffer is resumed too
     # `datasets` seeds its buffer anew in a worker. One is all that a single shard can use.
     assert first(prepared(workers=2), 5) == first(prepared(workers=1), 5)
+
+
+def test_the_epoch_reaches_the_sampler_within_those_of_accelerate():
+    groups = SeededLengthGroups(LENGTHS[:16], 4, seed=3)
+    sampler = BatchSamplerShard(BatchSampler(groups, 2, drop_last=False), num_processes=2)
+    state = SimpleNamespace(global_step=4, max_steps=4)  # resumed at the end
+    trainer = SimpleNamespace(state=state, control=TrainerControl())
+    NormAlignTrainer._run_epoch(trainer, None, 2, SimpleNamespace(batch_sampler=sampler))
+    expected = SeededLengthGroups(LENGTHS[:16], 4, seed=3)
+    assert list(groups) != list(expected)
+    expected.set_epoch(2)
+    assert list(groups) == list(expected)
+    assert trainer.control.should_training_stop

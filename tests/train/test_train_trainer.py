@@ -300,6 +300,9 @@ def test_the_gradient_through_frozen_4_bit_layers_is_that_of_full_ones(tmp_path,
     plain(**in_float64(inputs)).loss.backward()
     trainer.model.train()
     trainer.compute_loss(trainer.model, dict(inputs)).backward()
+    inner = trainer.model.model
+    parts = (inner.multi_modal_projector, inner.vision_tower, inner.language_model)
+    assert [part.training for part in parts] == [True, False, False]
     for name, parameter in trainer.model.named_parameters():
         if "projector" in name:
             expected = plain.get_parameter(name).grad

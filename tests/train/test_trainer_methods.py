@@ -13,11 +13,12 @@ import stored
 import torch
 import training
 from datasets import Dataset, IterableDataset
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
+from transformers import AutoProcessor, EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.checkpoint.files import LOCK
 from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
+from normalign_llava.train.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow
@@ -97,6 +98,8 @@ def predicted(trainer) -> None:
     assert trainer.predict(training.rows(2)).metrics["test_loss"] > 0
     loader = trainer.get_test_dataloader(training.rows(2))
     assert trainer.evaluation_loop(loader, "test").num_samples == 2
+    output = trainer.evaluation_loop(loader, "test", prediction_loss_only=True)
+    assert output.predictions is None and output.metrics["eval_loss"] > 0
     inputs = batch(trainer)
     value, _, _ = trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
     assert value.isfinite()
@@ -132,11 +135,12 @@ def facts(trainer) -> None:
         pass
 
 
+MAKES_OPTIMIZER = "create_optimizer create_optimizer_and_scheduler create_scheduler"
 METHODS = {
     "add_callback pop_callback remove_callback": callbacks,
     "compute_loss": loss,
     "create_model_card save_model save_state": saved,
-    "create_optimizer create_optimizer_and_scheduler create_scheduler": scheduled,
+    MAKES_OPTIMIZER: scheduled,
     "evaluate": evaluated,
     "evaluation_loop get_test_dataloader predict prediction_step": predicted,
     "get_batch_samples get_eval_dataloader get_train_dataloader num_examples "
@@ -191,18 +195,28 @@ def plain_losses(checkpoint, tmp_path_factory) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("names", METHODS)
-def test_each_works_before_between_and_after_training(tmp_path, checkpoint, plain_losses, names):
+@pytest.mark.parametrize("makes_optimizer", [True, False])
+def test_each_works_before_between_and_after_training(
+    tmp_path, checkpoint, plain_losses, makes_optimizer
+):
+    tried = [METHODS[MAKES_OPTIMIZER]]
+    if not makes_optimizer:
+        tried = [METHODS[names] for names in METHODS if names != MAKES_OPTIMIZER]
     trainer = make(tmp_path / "out", checkpoint)
-    METHODS[names](trainer)
-    if names not in ("create_optimizer create_optimizer_and_scheduler create_scheduler",):
+
+    def try_all():
+        for method in tried:
+            method(trainer)
+
+    try_all()
+    if not makes_optimizer:
         trainer.optimizer = trainer.lr_scheduler = None  # as of a trainer that was not asked
     torch.manual_seed(0)
     trainer.train()
     assert steps_losses(trainer)[-2:] == plain_losses
-    METHODS[names](trainer)
+    try_all()
     trainer.train()
-    METHODS[names](trainer)
+    try_all()
     trainer.save_model()
     assert stored.weights(tmp_path / "out")
 
@@ -250,6 +264,8 @@ def test_rows_that_are_set_before_training_are_trained_on(tmp_path, checkpoint, 
         getattr(trainer, tell)()
         assert trainer.facts["steps"] == 3
         assert trainer.args.gradient_accumulation_steps == (1 if packing else 2)
+        passes = trainer.current_gradient_accumulation_steps  # by which a loss is divided
+        assert passes == trainer.args.gradient_accumulation_steps
         for data in (trainer.facts["data"], trainer.record["data"]):
             assert [(part["split"], part["used"]) for part in data] == [("train", 12), ("eval", 3)]
         expected = replace(trainer.data_collator, padding_free=False)(list(given.train_dataset)[:2])
@@ -262,6 +278,16 @@ def test_rows_that_are_set_before_training_are_trained_on(tmp_path, checkpoint, 
         if not given.state.log_history:
             given.train()
         assert losses_of(trainer) == losses_of(given)
+
+
+def test_how_many_rows_may_turn_out_bad_follows_the_rows_that_are_set(tmp_path, checkpoint):
+    collator = ConversationCollator(AutoProcessor.from_pretrained(checkpoint), bad_rows=0.5)
+    args = training.arguments(tmp_path)
+    trainer = NormAlignTrainer(str(checkpoint), args, collator, words(8))
+    assert trainer.data_collator.skippable == 4
+    trainer.train_dataset = words(4)
+    trainer.summary()
+    assert trainer.data_collator.skippable == 2
 
 
 def test_rows_that_cannot_be_trained_on_are_refused_when_they_are_set(tmp_path, checkpoint):
@@ -295,6 +321,7 @@ def test_a_collator_that_is_set_before_training_makes_the_batches(tmp_path, chec
     trainer.train()
     assert seen[:2] == [2, 2]
     assert all(locked) and not (tmp_path / LOCK).exists()  # no other run writes there meanwhile
+    assert trainer.record["seconds"] > 0
 
 
 def test_what_cannot_begin_is_refused(tmp_path, checkpoint):
@@ -333,7 +360,7 @@ def test_the_step_of_the_weights_that_are_kept_is_recorded_and_said(
     tmp_path, checkpoint, capsys, use_peft
 ):
     own = {} if use_peft else {"vision_learning_rate": 0.0}
-    own |= dict(metric_for_best_model="eval_loss", greater_is_better=True)  # an early step
+    own |= dict(metric_for_best_model="loss", greater_is_better=True)  # an early step
     trainer = make(tmp_path / "out", checkpoint, use_peft=use_peft, **BEST, **own)
     trainer.train()
     trainer.save_model()
@@ -453,6 +480,8 @@ def test_a_step_with_some_labels_counts_these_alone(tmp_path, checkpoint):
     log_probabilities = logits.log_softmax(-1)[labels != -100]
     chosen = log_probabilities.gather(1, labels[labels != -100][:, None])
     expected = -(0.9 * chosen.mean() + 0.1 * log_probabilities.mean())
+    alone = trainer.compute_loss(trainer.model, dict(inputs))  # of no step
+    assert alone.item() == pytest.approx(expected.item(), rel=1e-5)
     trainer.train()
     assert losses_of(trainer)[0] == pytest.approx(expected.item(), rel=1e-5)
 
@@ -614,6 +643,24 @@ def test_a_picture_that_cannot_be_written_does_not_stop_a_run(tmp_path, checkpoi
     assert stored.weights(tmp_path) and "loss.png was not drawn" in caplog.text
 
 
+def test_a_saved_model_has_the_notices_of_its_base_beside_a_card_by_somebody_else(
+    tmp_path, checkpoint, caplog
+):
+    base, out, notice = tmp_path / "base", tmp_path / "out", "notices/vision/LICENSE"
+    shutil.copytree(checkpoint, base)
+    (base / notice).parent.mkdir(parents=True)
+    (base / notice).write_text("the terms")
+    build = json.loads((base / "build.json").read_text())
+    (base / "build.json").write_text(json.dumps({**build, "notices": [notice]}))
+    trainer = training.trainer(out, base)
+    (out / "README.md").write_text("# By hand\n")
+    trainer.save_model()
+    assert (out / notice).read_text() == "the terms"
+    assert json.loads((out / "build.json").read_text()) == {**build, "notices": [notice]}
+    assert (out / "README.md").read_text() == "# By hand\n" and str(out) in caplog.text
+    assert stored.weights(out)
+
+
 def test_why_steps_are_clipped_is_said_once_and_with_gwc_alone(tmp_path, capsys):
     for arm, lines in (("gwc", 1), ("aligned", 0)):
         folder = training.checkpoint(tmp_path / arm, arm=arm)
@@ -671,6 +718,8 @@ def test_seconds_of_a_resumed_run_include_those_before(tmp_path, checkpoint):
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "seconds": 5000.0}))
     for resume in (str(file.parent), True):
+        if resume is True:
+            (tmp_path / "checkpoint-9").mkdir()  # not complete
         trainer = training.trainer(tmp_path, checkpoint, max_steps=2, **saved_steps)
         trainer.data_collator.skipped_rows.add("data", 3, allowed=9)
         trainer.train(resume_from_checkpoint=resume)
