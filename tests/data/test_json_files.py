@@ -26,6 +26,7 @@ def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path):
         "": "is not valid JSON: Expecting value: line 1 column 1",
         '[{"a": 1}': r"is not valid JSON: Expecting ',' delimiter: line 1 column 10",
         '{"a": 1}': "is no JSON list of rows",
+        '[1]\n{"a": 2}': "is not valid JSON: Extra data",
         "[" * 100_000: "is not valid JSON",
     }.items():
         file.write_text(text)

@@ -156,10 +156,13 @@ def test_facts_of_parsed_rows(tmp_path):
         {**llava("Q", ""), "img": "a.png"},
         {**llava("Q", "half \ud83d"), "image": "a\ud83d.png"},
         "no row",
+        {"caption\ud83d": 1},
     ]
     stored = [("data.json", 10 + number, raw) for number, raw in enumerate(rows)]
-    read, shown, unread, broken, other = parse_rows(stored, ImageRules(str(tmp_path)), None)
-    assert [row["row"] for row in (read, shown, unread, broken, other)] == [*range(10, 15)]
+    parsed = parse_rows(stored, ImageRules(str(tmp_path)), None)
+    assert [row["row"] for row in parsed] == [*range(10, 16)]
+    read, shown, unread, broken, other, odd = parsed
+    assert "columns: caption?; known are" in odd["reason"]
     assert (read["unread"], read["left_out"]) == ("column img", ["id", "more"])
     assert (read["image_count"], read["paths"], read["file"], read["length"]) == (0, [], None, 0)
     assert (shown["unread"], shown["left_out"]) == (None, ["id", "img"])

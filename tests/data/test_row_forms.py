@@ -9,6 +9,7 @@ from train_data import assistant, llava, user
 from normalign_llava.data.rows.forms import (
     PROMPT,
     image_name,
+    is_about,
     looks_like,
     proposal,
     read_row,
@@ -18,6 +19,7 @@ from normalign_llava.data.rows.forms import (
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.rows.parse import parse_row
 from normalign_llava.data.rows.turns import (
+    LEARNED,
     accepted_answers,
     as_text,
     is_empty,
@@ -153,6 +155,32 @@ READ = {
     "empty columns": (
         {**PAIR, "messages": QA, "x": [], "y": {"z": None}, "w": [None, ""], "v": NAN, "u": b""},
         ["Q", "[[A]]"], ["user", "assistant"]),
+    "a text with the number of a class": (
+        {"image": "a.png", "text": "A", "label": 3}, ["{}" + PROMPT, "[[A]]"], ["label"]),
+    "a first turn without parts": (
+        {"messages": [user([]), user("Q"), assistant("A")]}, ["Q", "[[A]]"], []),
+    "what models are called": (
+        {"conversations": [turn for name in ("gpt", "assistant", "model", "bot", "chatgpt")
+                           for turn in ({"from": "human", "value": "Q"},
+                                        {"from": name, "value": "A"})]},
+        ["Q", "[[A]]"] * 5, []),
+    "pairs by other names": (
+        {"conversations": [{"human": "Q", "gpt": "A"}, {"human": "R", "assistant": "B"}]},
+        ["Q", "[[A]]", "R", "[[B]]"], []),
+    "a number as the system text of a pair": (
+        {"conversations": [{"input": "Q", "output": "A", "system": 5}]},
+        ["Q", "[[A]]"], ["conversations.system"]),
+    "all keys that say what is learned": (
+        {"messages": [user("Q"), assistant("A") | {"trainable": 0}, user("Q"),
+                      assistant("A") | dict.fromkeys(LEARNED, 1)]},
+        ["Q", "A", "Q", "[[A]]"], []),
+    "parts of every kind": (
+        {"messages": [
+            user([{"type": "input_image", "url": "a.png", "detail": "high"},
+                  {"type": "image", "path": "b.png"},
+                  {"type": "image_url", "image_url": {"url": "c.png", "detail": "low"}}, TEXT]),
+            assistant([{"type": "output_text", "text": "A"}])]},
+        ["{}{}{}Q", "[[A]]"], []),
     "a caption": ({"image": "a.png", "caption": "A", "label": 3},
         ["{}" + PROMPT, "[[A]]"], ["label"]),
 }  # fmt: skip
@@ -190,6 +218,10 @@ REFUSED = [
     ({"question": "Q", "choices": list("abcdefghijklmnopqrstuvwxyz1"), "answer": "1"}, "2 to 26"),
     ({"messages": [{"role": "system", "content": "S"}, QA[1], QA[1]]}, "the user first"),
     ({"messages": [QA[0]]}, "it has no assistant turn"),
+    ({"messages": [QA[1]]}, "turn 0 is the assistant's"),
+    ({"texts": ["Q", "A"]}, "turn 0 of texts needs role and content, got 'Q'"),
+    (llava("<audio>\nQ", "A"), "it has <audio> in a text"),
+    ({"messages": QA, "audio": "a.wav"}, "it has audio, and only images are read"),
     ({"messages": [QA[0], {"content": "A"}]}, "turn 1 of messages needs role and content, got"),
     ({"messages": [user(3.5j), QA[1]]}, "turn 0 must have text or a list of parts, got 3.5j"),
     (
@@ -265,12 +297,23 @@ LOOKS = {
         "Images",
         "img",
         "photo_2",
+        "frame_1",
+        "pics",
         "image_path",
         "page image 3",
     ],
     "an answer": ["answer", "messages.content", "re_caption", "gpt_answer", "Captions", "label"],
     "a question": ["query", "input_prompt", "options", "system", "original_question"],
-    None: ["tools", "image_id", "question_id", "image_width", "imagery", "messages.id", "scores"],
+    None: [
+        "tools",
+        "image_id",
+        "frame_of_mind_id",
+        "question_id",
+        "image_width",
+        "imagery",
+        "messages.id",
+        "scores",
+    ],
 }
 
 
@@ -324,6 +367,67 @@ def test_columns_are_proposed(row, columns):
     told = proposal(row)
     assert told.endswith(f"with --columns {columns}") if columns else told == ""
     assert ("DPO" in told) == ("preferred_output" in row)
+
+
+ASKING = "query instruction problem prefix human user prompt input inputs text"
+ANSWERING = "response output outputs solution suffix assistant gpt completion label target"
+ANSWERING += " ground_truth"
+TELLING = "captions description caption_str sentences re_caption raw ground_truth summary"
+SHOWING = "image_path img_path image_file image_file_name image_filename file_name filename"
+SHOWING += " filepath image_name img_name image_base64_str img picture photo path"
+
+
+def test_columns_of_every_usual_name_are_proposed():
+    for name in ASKING.split():
+        assert proposal({name: "Q", "solution": "A"}).endswith(f"question={name},answer=solution")
+    for name in ANSWERING.split():
+        assert proposal({"query": "Q", name: "A"}).endswith(f"question=query,answer={name}")
+    for name in TELLING.split():
+        assert proposal({"img": "a.png", name: "A"}).endswith(f"image=img,caption={name}")
+    for name in SHOWING.split():
+        row = {name: "a.png", "query": "Q", "label": "A"}
+        assert proposal(row).endswith(f"image={name},question=query,answer=label")
+
+
+ABOUT = "id ids uid uuid idx index key hash md5 sha256 url urls uri link links source sources"
+ABOUT += " origin dataset split subset type types category categories topic subject field"
+ABOUT += " domain task skill grade difficulty lang language score scores rating ratings rank"
+ABOUT += " similarity watermark pwatermark unsafe punsafe nsfw width height size shape"
+ABOUT += " license licence author date time timestamp version status error_message exif"
+ABOUT += " model meta metadata name __index_level_0__"
+
+
+def test_columns_that_tell_about_a_row():
+    for name in ABOUT.split():
+        assert is_about(name), name
+    for name in (
+        "Unnamed: 0",
+        "(no name)",
+        "my.id",
+        "image_width",
+        "data-source",
+        "id_",
+        "URL",
+        "license_",
+    ):
+        assert is_about(name), name
+    for name in ("ideas", "answer", "urlx", "name of it", "hints", "page"):
+        assert not is_about(name), name
+
+
+MARKED = ["<image_1>", "<image1>", "<|image_pad|>", "<start_of_image>", "<image-start>", "<img>"]
+MARKED += ["<image here>", "<IMAGE_PLACEHOLDER>", "<IMG_CONTEXT>", "<image_patch>", "<image/>"]
+MARKED += ["<|image|>", "<Image>", "[IMG]", "[image]", "<image 12>"]
+
+
+def test_texts_that_should_show_an_image():
+    def shown(text):
+        return unread_image({}, [{"content": [{"text": None}, {"text": f"Is {text} red?"}]}])
+
+    for text in MARKED:
+        assert shown(text) == f"text {text}"
+    for text in ("![image](a.png)", "[image](a.png)", "<imagery>", "image_1", "<images>"):
+        assert shown(text) is None
 
 
 def test_columns_that_change_places_keep_their_values():
