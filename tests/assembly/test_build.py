@@ -286,6 +286,7 @@ def test_notices_of_both_parts_are_copied_and_no_other_files(folders):
     assert {path.relative_to(output).as_posix(): path.read_bytes() for path in found} == expected
     record = json.loads((output / "build.json").read_text())
     assert record["notices"] == report.notices == sorted(expected)
+    assert report.licenses["language"]["license"] == "mit" and report.licenses["vision"] is None
 
 
 def test_places_of_notices_are_not_believed(tmp_path):
@@ -321,7 +322,9 @@ def test_arms(folders, arm, norm):
     torch.testing.assert_close(norm_layer.weight, torch.full((32,), gain))
     assert report.gain == pytest.approx(gain, rel=1e-6)
     assert norm_layer.compensate == (arm == "gwc") and model.config.projector_norm == norm
-    assert json.loads((output / "build.json").read_text())["arm"] == arm
+    record = json.loads((output / "build.json").read_text())
+    assert record["arm"] == arm and "output" not in record
+    assert report.output == str(output) and not report.from_llava
 
 
 @pytest.mark.parametrize(
@@ -390,6 +393,11 @@ def test_the_arm_of_a_configuration_is_the_one_that_it_was_made_for(arm):
     assert arm_of(NormAlignLlavaConfig(**ARMS[arm])) == arm
 
 
+def test_a_gain_of_1_with_compensation_is_the_arm_of_its_compensation():
+    config = NormAlignLlavaConfig(projector_gain_init="one", gradient_compensation="global")
+    assert arm_of(config) == "gwc"
+
+
 def test_what_is_no_llava_gets_no_norm(folders):
     _, language, output = folders
     with pytest.raises(ValueError, match="language is a 'llama' model. --from-llava"):
@@ -408,6 +416,15 @@ def test_flags_that_are_off_are_not_named():
     assert in_words(flags_of(kept)) == "do_sample True, temperature 0.7, top_k 9, use_cache False"
 
 
+def test_flags_that_draw_answers_and_end_them_are_copied():
+    flags = dict(bos_token_id=1, eos_token_id=2, pad_token_id=3, decoder_start_token_id=4)
+    flags |= dict(suppress_tokens=[5], max_length=70, max_new_tokens=60, do_sample=True)
+    flags |= dict(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, top_h=0.4, typical_p=0.9)
+    flags |= dict(epsilon_cutoff=0.01, eta_cutoff=0.02, cache_implementation="static")
+    kept, left_out = copied_generation(transformers.GenerationConfig(**flags))
+    assert flags_of(kept) == flags and left_out == {}
+
+
 def test_the_report_shows_what_was_copied_and_what_was_not(folders, capsys):
     vision, language, output = folders
     Path(language, "LICENSE").write_text("terms")
@@ -422,7 +439,7 @@ def test_the_report_shows_what_was_copied_and_what_was_not(folders, capsys):
     assert rows["notices"] == "notices/language/LICENSE, notices/vision/NOTICE"
 
 
-@pytest.mark.parametrize("kind, norms", [("bloom", True), ("llama", False)])
+@pytest.mark.parametrize("kind, norms", [("bloom", True), ("nanochat", True), ("llama", False)])
 def test_a_language_model_that_undoes_the_gain_is_told_of(tmp_path, caplog, kind, norms):
     config = tiny.text_config(cls=transformers.CONFIG_MAPPING[kind])
     config.save_pretrained(tmp_path / kind)
@@ -494,11 +511,24 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm, caplog
     parts.llava(tmp_path / "llava", tiny.llava(tied=False))
     report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", arm=arm)
     assert "LOAD REPORT" not in caplog.text and report.tokens_per_image == 4
+    assert report.from_llava
+    generation = json.loads((tmp_path / "built" / "generation_config.json").read_text())
+    assert not {"projector_norm", "projector_gain_init", "gradient_compensation"} & {*generation}
     ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "built").state_dict()
     stock = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava")
     assert all(torch.equal(ours.pop(name), value) for name, value in stock.state_dict().items())
     assert [*ours] == [f"{NORM}.weight", f"{NORM}.bias"] * (arm != "none")
     assert AutoProcessor.from_pretrained(tmp_path / "built").chat_template == parts.CHATML
+
+
+def test_a_llava_whose_image_token_is_another_than_its_processor_s_is_refused(tmp_path):
+    parts.llava(tmp_path / "llava", tiny.llava(tied=False))
+    file = tmp_path / "llava" / "config.json"
+    config = json.loads(file.read_text())
+    (name,) = {"image_token_index", "image_token_id"} & config.keys()
+    file.write_text(json.dumps(config | {name: 7}))
+    with pytest.raises(ValueError, match="image token"):
+        retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
 
 
 def test_a_tensor_that_llava_lacks_is_reported_and_refused(tmp_path, caplog):

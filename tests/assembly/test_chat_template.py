@@ -237,6 +237,10 @@ def test_a_processor_has_a_pad_token_and_a_size_and_the_encoder_s_patches():
     odd.size = {"shortest_edge": 16}
     with pytest.raises(ValueError, match="size .*shortest_edge.* has no height and width"):
         make_processor(odd, tokenizer, tiny.vision_config("siglip"))
+    high = tiny_parts.image_processor("siglip")
+    high.size = {"height": 16, "width": 24}
+    crop = make_processor(high, tokenizer, tiny.vision_config("siglip")).image_processor.crop_size
+    assert (crop["height"], crop["width"]) == (16, 24)
 
 
 def test_a_tokenizer_that_drops_unknown_letters_is_refused():

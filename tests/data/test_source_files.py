@@ -397,7 +397,8 @@ def test_classes_have_their_names_and_what_is_no_class_stays():
     kind = ClassLabel(names=["cat", "dog"])
     features = Features(a=Value("int64"), b=kind, c=List(kind))
     columns = {"a": [1, 2, 3], "b": [1, -1, None], "c": [[0, 1], [], None]}
-    source = Source("mine", ImageRules(), Dataset.from_dict(columns, features=features))
+    data = Dataset.from_dict(columns, features=features)
+    source = Source("mine", ImageRules(), data)
     expected = [
         {"a": 1, "b": "dog", "c": ["cat", "dog"]},
         {"a": 2, "b": -1, "c": []},
@@ -406,6 +407,8 @@ def test_classes_have_their_names_and_what_is_no_class_stays():
     assert [raw for _, _, raw in source] == expected
     filtered = source.filtered(parse_filters("a>=2"))  # by one column, without the classes
     assert [raw for _, _, raw in filtered] == expected[1:]
+    shown = Source("mine", ImageRules(), data.with_format("numpy", columns=["a"]))
+    assert [raw for _, _, raw in shown] == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
 def test_files_and_folders_may_be_named_as_for_datasets(tmp_path, monkeypatch):
