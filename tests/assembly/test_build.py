@@ -86,6 +86,7 @@ def test_every_encoder_gives_as_many_features_as_placeholders(tmp_path, kind, ca
     inputs = processor(images=IMAGES[:1], text=prompt(processor, "what is it"), return_tensors="pt")
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == parts.FEATURES[kind]
     assert model.generate(**inputs, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+    assert model.config.image_seq_length == parts.FEATURES[kind]
     expected = {"num_image_tokens": [parts.FEATURES[kind]], "num_image_patches": [1]}
     assert {k: processor._get_num_multimodal_tokens([(30, 40)])[k] for k in expected} == expected
     encoder = parts.ENCODERS[kind]().from_pretrained(vision).state_dict()
@@ -519,6 +520,21 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm, caplog
     assert all(torch.equal(ours.pop(name), value) for name, value in stock.state_dict().items())
     assert [*ours] == [f"{NORM}.weight", f"{NORM}.bias"] * (arm != "none")
     assert AutoProcessor.from_pretrained(tmp_path / "built").chat_template == parts.CHATML
+
+
+def test_retrofit_reads_the_features_that_its_llava_reads_in_the_dtype_that_is_asked(tmp_path):
+    llava = tiny.llava(tied=False)
+    llava.config.vision_feature_select_strategy = "full"
+    parts.llava(tmp_path / "llava", llava)
+    report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", dtype="bfloat16")
+    assert report.tokens_per_image == 5  # the class token's too
+    assert (
+        AutoProcessor.from_pretrained(tmp_path / "built").vision_feature_select_strategy == "full"
+    )
+    dtypes = {name: value.dtype for name, value in weights(tmp_path / "built").items()}
+    wide = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert wide == {f"{NORM}.weight", f"{NORM}.bias"}
+    assert {*dtypes.values()} == {torch.float32, torch.bfloat16}
 
 
 def test_a_llava_whose_image_token_is_another_than_its_processor_s_is_refused(tmp_path):

@@ -346,3 +346,14 @@ def test_vicuna_written_out():
     assert marked(new, chat("What?", "A kite.", "And?", "Two.")) == [" A kite.</s>", " Two.</s>"]
     with pytest.raises(Exception, match="'tool'"):
         render(new, families.TOOL_CALL)
+
+
+@pytest.mark.parametrize("rank, told", [(None, 1), ("0", 1), ("1", 0)])
+def test_of_several_processes_the_first_tells_what_the_template_now_prints(
+    tmp_path, monkeypatch, caplog, rank, told
+):
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    processor = built(tmp_path, families.adding_tokenizer(["<s>"]), SMOLLM2)
+    assert processor.apply_chat_template(chat("Hi")).startswith("<s>")
+    assert caplog.text.count("The chat template now prints '<s>'") == told

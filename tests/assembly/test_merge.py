@@ -81,7 +81,7 @@ def test_a_trained_tower_is_the_adapter_s_and_one_in_another_dtype_is_no_link(ba
 def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     adapter = tmp_path / "adapter"
     make_adapter(bases["tied"], adapter)
-    (adapter / "README.md").write_text("the adapter's card")
+    (adapter / "README.md").write_bytes(b"the adapter's card, caf\xe9")  # not in UTF-8
     (adapter / "dynamics.jsonl").write_text('{"step": 0, "visual": [0.5], "text": [0.25]}\n')
     for name in ("optimizer.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"):
         (adapter / name).write_text("a checkpoint-N of the Trainer has these besides")

@@ -5,6 +5,7 @@ import logging
 import pytest
 import tiny_parts
 import train_data
+from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import AddedToken
 from train_data import inside, llava
@@ -213,3 +214,14 @@ def test_rows_of_several_messages_have_lengths_in_their_order():
 
 def test_this_process_alone_checks_all_rows():
     assert checks._own_rows(7) == range(7)
+
+
+def test_processes_check_rows_that_follow_each_other(monkeypatch):
+    PartialState()
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 3)
+    shares = []
+    for rank in range(3):
+        monkeypatch.setitem(PartialState._shared_state, "process_index", rank)
+        shares.append(checks._own_rows(7))
+    assert [number for share in shares for number in share] == [*range(7)]
+    assert sorted(map(len, shares)) == [2, 2, 3]

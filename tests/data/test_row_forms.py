@@ -155,6 +155,9 @@ READ = {
     "empty columns": (
         {**PAIR, "messages": QA, "x": [], "y": {"z": None}, "w": [None, ""], "v": NAN, "u": b""},
         ["Q", "[[A]]"], ["user", "assistant"]),
+    "options in columns of another name": (
+        {"question": "Q", "option_a": "x", "option_b": "y", "answer": "B"},
+        ["Q\nA. x\nB. y", "[[B]]"], []),
     "a text with the number of a class": (
         {"image": "a.png", "text": "A", "label": 3}, ["{}" + PROMPT, "[[A]]"], ["label"]),
     "a first turn without parts": (

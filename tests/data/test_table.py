@@ -261,3 +261,13 @@ def test_facts_of_rows_are_cached_for_all_that_they_depend_on(tmp_path, monkeypa
     monkeypatch.setattr(table, "_ROWS", code)
     assert facts(made) == begun
     assert len([*(tmp_path / "cache").rglob("*.arrow")]) == len(cached) + 1
+
+
+def test_dropped_rows_are_told_in_their_order_whatever_is_wrong(processor, tmp_path):
+    rows = [llava("Q", f"{number}") for number in range(70)]
+    rows[1] = llava("Q", "")
+    rows[33] = llava("<image>Q", "A", "none.png")
+    rows[65] = llava("<image>Q", "A", "none.png")
+    path = write_json(tmp_path / "data", rows)
+    (report,) = read(path, processor, bad_rows="skip").report.sources
+    assert [row.row for row in report.dropped] == [1, 33, 65]
