@@ -537,6 +537,27 @@ def test_retrofit_reads_the_features_that_its_llava_reads_in_the_dtype_that_is_a
     assert {*dtypes.values()} == {torch.float32, torch.bfloat16}
 
 
+def test_an_end_of_answers_that_a_llava_shows_is_left_out_after_its_retrofit(tmp_path):
+    """The end is told by its template, which older versions stored for the processor alone."""
+    folder = tmp_path / "llava"
+    parts.llava(folder, tiny.llava(tied=False))
+    processor = AutoProcessor.from_pretrained(folder)
+    processor.tokenizer.add_tokens(["<end>"])
+    processor.tokenizer.chat_template = processor.chat_template = None
+    processor.save_pretrained(folder)
+    template = parts.CHATML.replace("<|im_end|>", "<end>")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    before = AutoProcessor.from_pretrained(folder)
+    assert before.chat_template == template
+    retrofit_checkpoint(str(folder), tmp_path / "built")
+    after = AutoProcessor.from_pretrained(tmp_path / "built")
+    said = [5, before.tokenizer.convert_tokens_to_ids("<end>")]
+    shown = [made.tokenizer.decode(said, skip_special_tokens=True) for made in (before, after)]
+    assert shown[0] == shown[1] + "<end>"
+    assert "<end>" in after.tokenizer.chat_template
+
+
 def test_a_llava_whose_image_token_is_another_than_its_processor_s_is_refused(tmp_path):
     parts.llava(tmp_path / "llava", tiny.llava(tied=False))
     file = tmp_path / "llava" / "config.json"
