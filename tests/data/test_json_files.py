@@ -61,6 +61,8 @@ def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a":1}\n{"a": "\xff"}\n\n{"a":"\\u00ff"}')
     marked, invalid, last = rows(tmp_path / "data.jsonl")
     assert marked == {"a": 1} and invalid == rb'{"a": "\xff"}' and last == {"a": "\xff"}
+    (tmp_path / "data.jsonl").write_text('{"a": 1}\n' + "[" * 100_000)
+    assert rows(tmp_path / "data.jsonl") == [{"a": 1}, b"[" * 100_000]
 
 
 @pytest.mark.parametrize("name, separator", [("a.csv", ","), ("a.tsv", "\t"), ("a.TSV", "\t")])

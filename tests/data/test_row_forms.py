@@ -158,6 +158,24 @@ READ = {
     "options in columns of another name": (
         {"question": "Q", "option_a": "x", "option_b": "y", "answer": "B"},
         ["Q\nA. x\nB. y", "[[B]]"], []),
+    "another name of a column that its form does not read": (
+        {"messages": QA, "options": ["x", "y"]}, ["Q", "[[A]]"], ["options"]),
+    "a caption with the number of a question": (
+        {"image": "a.png", "caption": "A", "question_id": 0},
+        ["{}" + PROMPT, "[[A]]"], ["question_id"]),
+    "parts with all keys, as Arrow has them": (
+        {"messages": [user([{"type": "image", "image": None, "url": "a.png", "text": None}, TEXT]),
+                      assistant("A")]},
+        ["{}Q", "[[A]]"], []),
+    "columns of options beside an empty list": (
+        {"question": "Q", "choices": [None, ""], "A": "x", "B": "y", "answer": "B"},
+        ["Q\nA. x\nB. y", "[[B]]"], []),
+    "options that the question lists with more space": (
+        {"question": "Q (A)  x (B)  y", "choices": ["x", "y"], "answer": "A"},
+        ["Q (A)  x (B)  y", "[[A]]"], []),
+    "a text that a table made a fraction": (
+        {"question": "Q", "choices": ["x", "y"], "answer_index": "1.0"},
+        ["Q\nA. x\nB. y", "[[B]]"], []),
     "a text with the number of a class": (
         {"image": "a.png", "text": "A", "label": 3}, ["{}" + PROMPT, "[[A]]"], ["label"]),
     "a first turn without parts": (
@@ -240,6 +258,13 @@ REFUSED = [
             ],
         },
         "its part for image 0 has the index 1",
+    ),
+    (
+        {
+            "images": ["a.png", "b.png"],
+            "messages": [user([{"type": "image", "index": 0}] * 2), QA[1]],
+        },
+        "its part for image 1 has the index 0",
     ),
     ({**llava("<image>Q", "A"), "image": ["a.png", ""]}, "image has nothing in place of image 1"),
 ]
@@ -363,6 +388,11 @@ def test_what_looks_like_an_image_in_a_row_without_any():
         ({"preferred_output": QA, "non_preferred_output": QA}, "messages=preferred_output"),
         ({"history": QA, "turns": QA}, "messages=turns"),
         ({"query": "Q", "score": 3}, None),
+        ({"image": "", "img": "b.png", "query": "Q", "label": "A"},
+            "image=img,question=query,answer=label"),
+        ({"photo": "b.png", "image_path": "a.png", "query": "Q", "label": "A"},
+            "image=image_path,question=query,answer=label"),
+        ({"non_preferred_output": QA, "rejected": QA, "history": QA}, None),
         ("no row", None),
     ],
 )  # fmt: skip
@@ -475,7 +505,7 @@ def test_values_of_tables():
     assert accepted_answers({"text": ["a", " ", "b"], "answer_start": [1, 2, 3]}) == ["a", "b"]
     assert accepted_answers([3.0, "a"]) == ["3", "a"] and accepted_answers(["a", True]) == []
     assert accepted_answers([TEXT]) == accepted_answers("a") == []
-    assert plain(' "The  Cat." ') == "the cat"
+    assert plain(' "The  Cat." ') == plain("**_'the cat'_** (!)") == "the cat"
 
 
 def test_what_is_left_out_is_named_once():
