@@ -55,9 +55,16 @@ def test_metadata_with_both_names_of_a_column_keeps_both(tmp_path):
 def test_lines_in_utf_16_are_read(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"a": "é"}\n\n{"a": 2}\n', encoding="utf-16")
     assert rows(tmp_path / "data.jsonl") == [{"a": "é"}, {"a": 2}]
+    for order in ("le", "be"):
+        lines, cells = ("\ufeff" + text for text in ('{"a": "é"}', "a,b\né,\n"))
+        (tmp_path / "data.jsonl").write_bytes(lines.encode(f"utf-16-{order}"))
+        (tmp_path / "data.csv").write_bytes(cells.encode(f"utf-16-{order}"))
+        assert rows(tmp_path / "data.jsonl") == [{"a": "é"}]
+        assert rows(tmp_path / "data.csv") == [{"a": "é", "b": None}]
 
 
 def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
+    assert loaded("{\ud83d") == b"{?"
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a":1}\n{"a": "\xff"}\n\n{"a":"\\u00ff"}')
     marked, invalid, last = rows(tmp_path / "data.jsonl")
     assert marked == {"a": 1} and invalid == rb'{"a": "\xff"}' and last == {"a": "\xff"}
