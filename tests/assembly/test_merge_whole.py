@@ -338,6 +338,27 @@ def test_the_difference_counts_tensors_without_an_adapter(bases, tmp_path):
     assert report.difference == pytest.approx(max(shares), rel=1e-5)
 
 
+def test_the_difference_counts_tokens_that_were_trained(bases, tmp_path):
+    """Of a base that bfloat16 holds exactly, so that nothing else is rounded."""
+    base = shutil.copytree(bases["untied"], tmp_path / "base")
+    held = {name: value.bfloat16().float() for name, value in weights(base).items()}
+    store(base, held)
+    how = dict(target_modules=Q, modules_to_save=None, trainable_token_indices=TOKENS)
+    make_adapter(base, tmp_path / "adapter", **how)
+    trained = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    idle = {name: torch.zeros_like(trained[name]) for name in trained if "lora_B" in name}
+    change(tmp_path / "adapter", **idle)
+    merge_adapter(tmp_path / "adapter", tmp_path / "float32", dtype="float32")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="bfloat16")
+    wide, written = (weights(tmp_path / name) for name in ("float32", "merged"))
+    changed = [name for name in wide if not torch.equal(wide[name], written[name].float())]
+    assert changed == ["model.language_model.embed_tokens.weight"]
+    expected, got = (table[changed[0]].float() for table in (wide, written))
+    rounding = (got - expected).abs().max().item()
+    assert rounding / expected.abs().max().item() <= report.difference
+    assert report.difference <= rounding / expected[TOKENS].abs().max().item()
+
+
 @pytest.mark.parametrize("left, is_refused", [(1e-2, False), (1e-5, True)])
 def test_an_adapter_that_rounding_changes_is_refused(bases, tmp_path, left, is_refused):
     """One that cancels its layer but for a share `left`: products and weights round otherwise."""
