@@ -27,7 +27,11 @@ from normalign_llava.assembly.build import (
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.generation import copied_generation, flags_of, in_words
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.assembly.parts import check_language_model
+from normalign_llava.assembly.parts import (
+    _unlike_others as unlike_others,
+    check_language_model,
+    vision_config,
+)
 from normalign_llava.assembly.processing import arm_of, check_feature_layer
 from normalign_llava.checkpoint.notices import checkpoint_notices
 from normalign_llava.checkpoint.opening import open_checkpoint
@@ -218,6 +222,30 @@ def test_an_added_token_is_not_taken_for_an_image_among_embeddings(tmp_path):
         weight = source.get_input_embeddings().weight
         n_text = tiny.reference_n_text(weight, excluded=range(95, 128))
         assert model.config.text_embedding_norm == pytest.approx(n_text, rel=1e-6), kind
+
+
+def test_a_row_is_changed_only_where_others_are_the_same():
+    weight = torch.tensor([[0.0, 3.0, 4.0], [0.0, 3.0, 4.0], [1.0, 2.0, 2.0], [0.0, 0.0, 0.0]])
+    assert unlike_others(weight, 0).tolist() == [0.0, -3.0, 4.0]  # of the same norm
+    assert unlike_others(weight, 2).tolist() == [1.0, 2.0, 2.0]
+    assert unlike_others(weight, 3).tolist() == weight.mean(dim=0).tolist()
+    assert unlike_others(weight.clone(), 0).norm() == weight[0].norm()
+
+
+def test_the_pooling_head_of_siglip_is_not_loaded(tmp_path):
+    transformers.SiglipVisionConfig(**tiny.ENCODER, vision_use_head=True).save_pretrained(tmp_path)
+    assert vision_config(open_checkpoint(tmp_path)).vision_use_head is False
+
+
+def test_a_head_that_the_file_has_apart_stays_apart(folders):
+    """Whatever the configuration says; its embeddings grow, which ties what it calls tied."""
+    vision, _, output = folders
+    language = parts.language(output.with_name("apart"), tied=False)
+    head = weights(language)["lm_head.weight"]
+    file = Path(language, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    build_checkpoint(vision, language, output)
+    assert torch.equal(weights(output)["lm_head.weight"][: len(head)], head)
 
 
 @pytest.mark.parametrize("tied", [False, True])
