@@ -27,7 +27,11 @@ from normalign_llava.assembly.build import (
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.generation import copied_generation, flags_of, in_words
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.assembly.parts import check_language_model
+from normalign_llava.assembly.parts import (
+    _unlike_others as unlike_others,
+    check_language_model,
+    vision_config,
+)
 from normalign_llava.assembly.processing import arm_of, check_feature_layer
 from normalign_llava.checkpoint.notices import checkpoint_notices
 from normalign_llava.checkpoint.opening import open_checkpoint
@@ -86,6 +90,7 @@ def test_every_encoder_gives_as_many_features_as_placeholders(tmp_path, kind, ca
     inputs = processor(images=IMAGES[:1], text=prompt(processor, "what is it"), return_tensors="pt")
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == parts.FEATURES[kind]
     assert model.generate(**inputs, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+    assert model.config.image_seq_length == parts.FEATURES[kind]
     expected = {"num_image_tokens": [parts.FEATURES[kind]], "num_image_patches": [1]}
     assert {k: processor._get_num_multimodal_tokens([(30, 40)])[k] for k in expected} == expected
     encoder = parts.ENCODERS[kind]().from_pretrained(vision).state_dict()
@@ -219,6 +224,30 @@ def test_an_added_token_is_not_taken_for_an_image_among_embeddings(tmp_path):
         assert model.config.text_embedding_norm == pytest.approx(n_text, rel=1e-6), kind
 
 
+def test_a_row_is_changed_only_where_others_are_the_same():
+    weight = torch.tensor([[0.0, 3.0, 4.0], [0.0, 3.0, 4.0], [1.0, 2.0, 2.0], [0.0, 0.0, 0.0]])
+    assert unlike_others(weight, 0).tolist() == [0.0, -3.0, 4.0]  # of the same norm
+    assert unlike_others(weight, 2).tolist() == [1.0, 2.0, 2.0]
+    assert unlike_others(weight, 3).tolist() == weight.mean(dim=0).tolist()
+    assert unlike_others(weight.clone(), 0).norm() == weight[0].norm()
+
+
+def test_the_pooling_head_of_siglip_is_not_loaded(tmp_path):
+    transformers.SiglipVisionConfig(**tiny.ENCODER, vision_use_head=True).save_pretrained(tmp_path)
+    assert vision_config(open_checkpoint(tmp_path)).vision_use_head is False
+
+
+def test_a_head_that_the_file_has_apart_stays_apart(folders):
+    """Whatever the configuration says; its embeddings grow, which ties what it calls tied."""
+    vision, _, output = folders
+    language = parts.language(output.with_name("apart"), tied=False)
+    head = weights(language)["lm_head.weight"]
+    file = Path(language, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    build_checkpoint(vision, language, output)
+    assert torch.equal(weights(output)["lm_head.weight"][: len(head)], head)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_row_that_is_added_to_the_vocabulary_is_ever_said(tmp_path, tied):
     language = parts.language(tmp_path / "language", tied=tied)
@@ -286,6 +315,7 @@ def test_notices_of_both_parts_are_copied_and_no_other_files(folders):
     assert {path.relative_to(output).as_posix(): path.read_bytes() for path in found} == expected
     record = json.loads((output / "build.json").read_text())
     assert record["notices"] == report.notices == sorted(expected)
+    assert report.licenses["language"]["license"] == "mit" and report.licenses["vision"] is None
 
 
 def test_places_of_notices_are_not_believed(tmp_path):
@@ -321,7 +351,9 @@ def test_arms(folders, arm, norm):
     torch.testing.assert_close(norm_layer.weight, torch.full((32,), gain))
     assert report.gain == pytest.approx(gain, rel=1e-6)
     assert norm_layer.compensate == (arm == "gwc") and model.config.projector_norm == norm
-    assert json.loads((output / "build.json").read_text())["arm"] == arm
+    record = json.loads((output / "build.json").read_text())
+    assert record["arm"] == arm and "output" not in record
+    assert report.output == str(output) and not report.from_llava
 
 
 @pytest.mark.parametrize(
@@ -390,6 +422,11 @@ def test_the_arm_of_a_configuration_is_the_one_that_it_was_made_for(arm):
     assert arm_of(NormAlignLlavaConfig(**ARMS[arm])) == arm
 
 
+def test_a_gain_of_1_with_compensation_is_the_arm_of_its_compensation():
+    config = NormAlignLlavaConfig(projector_gain_init="one", gradient_compensation="global")
+    assert arm_of(config) == "gwc"
+
+
 def test_what_is_no_llava_gets_no_norm(folders):
     _, language, output = folders
     with pytest.raises(ValueError, match="language is a 'llama' model. --from-llava"):
@@ -408,6 +445,15 @@ def test_flags_that_are_off_are_not_named():
     assert in_words(flags_of(kept)) == "do_sample True, temperature 0.7, top_k 9, use_cache False"
 
 
+def test_flags_that_draw_answers_and_end_them_are_copied():
+    flags = dict(bos_token_id=1, eos_token_id=2, pad_token_id=3, decoder_start_token_id=4)
+    flags |= dict(suppress_tokens=[5], max_length=70, max_new_tokens=60, do_sample=True)
+    flags |= dict(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, top_h=0.4, typical_p=0.9)
+    flags |= dict(epsilon_cutoff=0.01, eta_cutoff=0.02, cache_implementation="static")
+    kept, left_out = copied_generation(transformers.GenerationConfig(**flags))
+    assert flags_of(kept) == flags and left_out == {}
+
+
 def test_the_report_shows_what_was_copied_and_what_was_not(folders, capsys):
     vision, language, output = folders
     Path(language, "LICENSE").write_text("terms")
@@ -422,7 +468,7 @@ def test_the_report_shows_what_was_copied_and_what_was_not(folders, capsys):
     assert rows["notices"] == "notices/language/LICENSE, notices/vision/NOTICE"
 
 
-@pytest.mark.parametrize("kind, norms", [("bloom", True), ("llama", False)])
+@pytest.mark.parametrize("kind, norms", [("bloom", True), ("nanochat", True), ("llama", False)])
 def test_a_language_model_that_undoes_the_gain_is_told_of(tmp_path, caplog, kind, norms):
     config = tiny.text_config(cls=transformers.CONFIG_MAPPING[kind])
     config.save_pretrained(tmp_path / kind)
@@ -494,11 +540,60 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm, caplog
     parts.llava(tmp_path / "llava", tiny.llava(tied=False))
     report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", arm=arm)
     assert "LOAD REPORT" not in caplog.text and report.tokens_per_image == 4
+    assert report.from_llava and report.generation_left_out == {}
+    generation = json.loads((tmp_path / "built" / "generation_config.json").read_text())
+    assert not {"projector_norm", "projector_gain_init", "gradient_compensation"} & {*generation}
     ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "built").state_dict()
     stock = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava")
     assert all(torch.equal(ours.pop(name), value) for name, value in stock.state_dict().items())
     assert [*ours] == [f"{NORM}.weight", f"{NORM}.bias"] * (arm != "none")
     assert AutoProcessor.from_pretrained(tmp_path / "built").chat_template == parts.CHATML
+
+
+def test_retrofit_reads_the_features_that_its_llava_reads_in_the_dtype_that_is_asked(tmp_path):
+    llava = tiny.llava(tied=False)
+    llava.config.vision_feature_select_strategy = "full"
+    parts.llava(tmp_path / "llava", llava)
+    report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", dtype="bfloat16")
+    assert report.tokens_per_image == 5  # the class token's too
+    assert (
+        AutoProcessor.from_pretrained(tmp_path / "built").vision_feature_select_strategy == "full"
+    )
+    dtypes = {name: value.dtype for name, value in weights(tmp_path / "built").items()}
+    wide = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert wide == {f"{NORM}.weight", f"{NORM}.bias"}
+    assert {*dtypes.values()} == {torch.float32, torch.bfloat16}
+
+
+def test_an_end_of_answers_that_a_llava_shows_is_left_out_after_its_retrofit(tmp_path):
+    """The end is told by its template, which older versions stored for the processor alone."""
+    folder = tmp_path / "llava"
+    parts.llava(folder, tiny.llava(tied=False))
+    processor = AutoProcessor.from_pretrained(folder)
+    processor.tokenizer.add_tokens(["<end>"])
+    processor.tokenizer.chat_template = processor.chat_template = None
+    processor.save_pretrained(folder)
+    template = parts.CHATML.replace("<|im_end|>", "<end>")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    before = AutoProcessor.from_pretrained(folder)
+    assert before.chat_template == template
+    retrofit_checkpoint(str(folder), tmp_path / "built")
+    after = AutoProcessor.from_pretrained(tmp_path / "built")
+    said = [5, before.tokenizer.convert_tokens_to_ids("<end>")]
+    shown = [made.tokenizer.decode(said, skip_special_tokens=True) for made in (before, after)]
+    assert shown[0] == shown[1] + "<end>"
+    assert "<end>" in after.tokenizer.chat_template
+
+
+def test_a_llava_whose_image_token_is_another_than_its_processor_s_is_refused(tmp_path):
+    parts.llava(tmp_path / "llava", tiny.llava(tied=False))
+    file = tmp_path / "llava" / "config.json"
+    config = json.loads(file.read_text())
+    (name,) = {"image_token_index", "image_token_id"} & config.keys()
+    file.write_text(json.dumps(config | {name: 7}))
+    with pytest.raises(ValueError, match="image token"):
+        retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
 
 
 def test_a_tensor_that_llava_lacks_is_reported_and_refused(tmp_path, caplog):

@@ -237,6 +237,10 @@ def test_a_processor_has_a_pad_token_and_a_size_and_the_encoder_s_patches():
     odd.size = {"shortest_edge": 16}
     with pytest.raises(ValueError, match="size .*shortest_edge.* has no height and width"):
         make_processor(odd, tokenizer, tiny.vision_config("siglip"))
+    high = tiny_parts.image_processor("siglip")
+    high.size = {"height": 16, "width": 24}
+    crop = make_processor(high, tokenizer, tiny.vision_config("siglip")).image_processor.crop_size
+    assert (crop["height"], crop["width"]) == (16, 24)
 
 
 def test_a_tokenizer_that_drops_unknown_letters_is_refused():
@@ -342,3 +346,14 @@ def test_vicuna_written_out():
     assert marked(new, chat("What?", "A kite.", "And?", "Two.")) == [" A kite.</s>", " Two.</s>"]
     with pytest.raises(Exception, match="'tool'"):
         render(new, families.TOOL_CALL)
+
+
+@pytest.mark.parametrize("rank, told", [(None, 1), ("0", 1), ("1", 0)])
+def test_of_several_processes_the_first_tells_what_the_template_now_prints(
+    tmp_path, monkeypatch, caplog, rank, told
+):
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    processor = built(tmp_path, families.adding_tokenizer(["<s>"]), SMOLLM2)
+    assert processor.apply_chat_template(chat("Hi")).startswith("<s>")
+    assert caplog.text.count("The chat template now prints '<s>'") == told

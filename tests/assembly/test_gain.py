@@ -169,3 +169,13 @@ def test_of_the_hub_s_weights_the_file_with_the_embeddings_is_fetched(hub, prepa
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     sent = {path.removeprefix("acme/model.v1/") for path in hub.sent}
     assert sent & weights == {index["weight_map"][NAME]} < weights
+
+
+@pytest.mark.parametrize(
+    "name", ["embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in"]
+)
+def test_every_usual_name_of_an_embedding_table_is_known(tmp_path, name):
+    weight = table(rows=20, width=4)
+    other = table(rows=20, width=4, seed=1)
+    tensors = {f"model.{name}.weight": weight, f"model.pre_{name}.weight": other}
+    assert_measures(embedding_statistics(store(tmp_path, **tensors)), weight)

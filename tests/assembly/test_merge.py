@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny
@@ -15,7 +16,7 @@ from stored import FILES, assert_merged, store, weights
 from transformers import AutoProcessor, BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.assembly.adapter import open_adapter
+from normalign_llava.assembly.adapter import open_adapter, read_peft_config
 from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
@@ -80,7 +81,7 @@ def test_a_trained_tower_is_the_adapter_s_and_one_in_another_dtype_is_no_link(ba
 def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     adapter = tmp_path / "adapter"
     make_adapter(bases["tied"], adapter)
-    (adapter / "README.md").write_text("the adapter's card")
+    (adapter / "README.md").write_bytes(b"the adapter's card, caf\xe9")  # not in UTF-8
     (adapter / "dynamics.jsonl").write_text('{"step": 0, "visual": [0.5], "text": [0.25]}\n')
     for name in ("optimizer.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"):
         (adapter / name).write_text("a checkpoint-N of the Trainer has these besides")
@@ -105,9 +106,19 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     # Without a card of the adapter's, the base's; but what the base's own training measured stays.
     (adapter / "README.md").unlink()
     (adapter / "dynamics.jsonl").rename(base / "dynamics.jsonl")
+    # Nor need a base have a generation configuration; notices may be beside either.
+    (base / "generation_config.json").unlink()
+    notices = {"notices/vision/LICENSE": base, "notices/language/LICENSE": adapter}
+    build = json.loads((base / "build.json").read_text()) | {"notices": [*notices]}
+    (base / "build.json").write_text(json.dumps(build))
+    for name, place in notices.items():
+        (place / name).parent.mkdir(parents=True)
+        (place / name).write_text(f"of {place.name}")
     merge_adapter(adapter, tmp_path / "with-card", base=str(base))
     assert (tmp_path / "with-card" / "README.md").read_text() == "the base's card"
     assert not (tmp_path / "with-card" / "dynamics.jsonl").exists()
+    for name, place in notices.items():
+        assert (tmp_path / "with-card" / name).read_text() == f"of {place.name}"
 
 
 @pytest.mark.parametrize("base, dora", [("bfloat16", False), ("tied", True)])
@@ -168,13 +179,16 @@ def test_an_arm_that_training_changed_is_the_merged_checkpoint_s(bases, tmp_path
 def test_a_stock_llava_gets_the_norm_that_training_gave_it(tmp_path):
     for tied in (True, False):
         stock = parts.llava(tmp_path / f"llava-{tied}", tiny.llava(tied=tied))
+        config = json.loads(Path(stock, "config.json").read_text())
+        del config["dtype"]  # the files' is used
+        Path(stock, "config.json").write_text(json.dumps(config))
         names = load_file(f"{stock}/model.safetensors").keys()
         assert any(name.startswith("language_model.model.") for name in names)  # older versions'
         for projector in (None, ["multi_modal_projector"]):
             adapter, output = (tmp_path / f"{kind}-{tied}-{projector}" for kind in ("in", "out"))
             make_adapter(stock, adapter, modules_to_save=projector)
             merge_adapter(adapter, output, base=stock)
-            assert_merged(output, adapter, stock)
+            assert_merged(output, adapter, stock, dtype=torch.float32)
             load(output)
 
 
@@ -209,8 +223,6 @@ REFUSED = [
     ({}, {"base": "wide"}, "does not fit the base .* Give the right --base"),
     ({}, {"base_quantization": "int4"}, r"not known.*quantization none\|nf4\|nf4-double\|int8"),
     ({}, {"base": "language"}, "language is a 'llama' model. Give the right one"),
-    ({"init_lora_weights": "olora"}, {}, "init_lora_weights 'olora', which changes the base"),
-    ({"init_lora_weights": "corda"}, {}, "init_lora_weights 'corda', which changes the base"),
     ({}, {"base": "quantized"}, "quantized is stored quantized. Give what it was made from"),
 ]
 
@@ -245,6 +257,42 @@ def test_what_does_not_fit_is_refused(bases, adapter, tmp_path, changes, options
     with pytest.raises(ValueError, match=message):
         merge_adapter(folder, tmp_path / "merged", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+STARTS = [("pissa", True), ("pissa_niter_16", True), ("olora", True), ("corda", True)]
+STARTS += [("lora_ga", True), ("eva", False), ("orthogonal", False), ("gaussian", False)]
+STARTS += [(True, False), (False, False)]
+
+
+@pytest.mark.parametrize("start, is_refused", STARTS)
+def test_an_adapter_whose_start_changed_its_base_is_refused(adapter, tmp_path, start, is_refused):
+    folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings["init_lora_weights"] = start
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    if not is_refused:
+        assert read_peft_config(folder).init_lora_weights == start
+        return
+    with pytest.raises(ValueError, match=f"init_lora_weights '{start}', which changes the base"):
+        read_peft_config(folder)
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_embeddings_and_head_of_a_base_are_two_if_its_files_have_them_apart(
+    adapter, bases, tmp_path, is_other
+):
+    """Whatever its configuration says, as transformers loads it."""
+    base = shutil.copytree(bases["tied"], tmp_path / "base")
+    tensors = weights(base)
+    embeddings = tensors["model.language_model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embeddings + 1 if is_other else embeddings.clone()
+    store(base, tensors)
+    opened = open_adapter(adapter / "adapter", base=str(base))
+    read = BaseTensors(opened)
+    for config in (opened.config, opened.config.text_config):
+        assert config.tie_word_embeddings == (not is_other)
+    assert torch.equal(read["lm_head.weight"], tensors["lm_head.weight"])
+    assert torch.equal(read["model.language_model.embed_tokens.weight"], embeddings)
 
 
 IN_BFLOAT16 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
@@ -291,6 +339,12 @@ def test_the_norm_is_aligned_again_if_training_began_it_otherwise(
     arm = {name: changes[name] for name in changes if name != "text_embedding_norm"}
     assert {name: getattr(opened.config, name) for name in arm} == arm
     assert opened.config.text_embedding_norm != 9.0
+    (gain,) = (
+        value
+        for name, value in opened.load().named_parameters()
+        if name.endswith("original_module.norm.weight")
+    )
+    assert bool((gain == 1).all()) == realigned
 
 
 def test_a_tokenizer_without_the_image_token_is_not_the_one_of_training(adapter, bases, tmp_path):
@@ -304,6 +358,13 @@ def test_a_tokenizer_without_the_image_token_is_not_the_one_of_training(adapter,
         opened = open_adapter(folder)
         assert opened.processor.chat_template == base.chat_template.replace("<|im_end|>", ends)
         assert opened.processor.image_token_id == base.image_token_id
+    folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter-without-template")
+    tokenizer = AutoProcessor.from_pretrained(bases["tied"]).tokenizer
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    opened = open_adapter(folder)
+    assert opened.processor.tokenizer.chat_template is None
+    assert opened.processor.chat_template == base.chat_template
 
 
 def test_the_norm_of_a_base_in_half_precision_is_not_rounded(adapter, bases, tmp_path):
@@ -323,6 +384,7 @@ def test_a_base_whose_tensors_are_not_its_configuration_s_is_refused(
     adapter, bases, tmp_path, kept, shape
 ):
     base = shutil.copytree(bases["tied"], tmp_path / "base")
+    (base / "build.json").unlink()  # as it is told that the adapter's base is this one
     tensors, name = weights(base), "model.language_model.norm.weight"
     whole = tensors.pop(name)
     store(base, tensors if kept is None else {**tensors, name: whole[:kept].clone()})

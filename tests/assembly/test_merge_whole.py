@@ -10,7 +10,7 @@ import tiny
 import tiny_parts as parts
 import torch
 from adapters import LINEARS, load, logits, make_adapter
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from stored import assert_merged, store, weights
 from transformers import (
@@ -25,7 +25,11 @@ from normalign_llava.assembly.adapter import open_adapter
 from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.assembly.merged_tensors import MergedTensors, relative_change
+from normalign_llava.assembly.merged_tensors import (
+    MergedTensors,
+    check_settings,
+    relative_change,
+)
 from normalign_llava.checkpoint.files import ADAPTER_WEIGHTS
 
 
@@ -120,17 +124,77 @@ def change(folder, **values):
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("base", ["tied", "untied"])
-def test_embeddings_that_peft_saves_besides_are_used(bases, tmp_path, base):
+@pytest.mark.parametrize(
+    "base, module, path",
+    [
+        ("tied", EMBEDDINGS, "embed_tokens"),
+        ("untied", EMBEDDINGS, "embed_tokens"),
+        ("tied", HEAD, "lm_head"),
+    ],
+)
+def test_embeddings_that_peft_saves_besides_are_used(bases, tmp_path, base, module, path):
     """Whatever they hold in the file, as PEFT loads them into its base."""
     folder = tmp_path / "adapter"
-    make_adapter(bases[base], folder, save_embedding_layers=True, target_modules=EMBEDDINGS)
-    name = of_file(folder, "embed_tokens.base_layer.weight")
+    make_adapter(bases[base], folder, save_embedding_layers=True, target_modules=module)
+    name = of_file(folder, f"{path}.base_layer.weight")
     before = load_file(folder / ADAPTER_WEIGHTS)[name]
     change(folder, **{name: before + torch.randn_like(before)})
     expected = logits(PeftModel.from_pretrained(load(bases[base]), folder).eval(), bases[base])
     merge_adapter(folder, tmp_path / "merged")
     got = logits(load(tmp_path / "merged"), bases[base])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=3e-5)
+
+
+def test_embeddings_that_are_the_head_are_saved_besides_once_or_alike(bases, tmp_path):
+    folder = tmp_path / "adapter"
+    make_adapter(bases["tied"], folder, save_embedding_layers=True, target_modules=Q)
+    before = load_file(folder / ADAPTER_WEIGHTS)
+    both = [of_file(folder, f"{path}.weight") for path in BOTH]
+    assert torch.equal(*(before[name] for name in both))
+    change(folder, **{name: 2 * before[name] for name in both})
+    opened = open_adapter(folder)
+    merged = MergedTensors(opened, BaseTensors(opened), torch.float32)
+    values = dict(merged)
+    merged.check_complete()
+    assert "lm_head.weight" not in values
+    stored = values["model.language_model.embed_tokens.weight"]
+    assert torch.equal(stored, 2 * before[both[0]])
+    change(folder, **{both[1]: before[both[0]]})
+    with pytest.raises(
+        ValueError, match=r"other values for .*embed_tokens.weight than for lm_head"
+    ):
+        MergedTensors(opened, BaseTensors(opened), torch.float32)
+
+
+KEPT = "layers_to_transform layers_pattern exclude_modules target_modules modules_to_save bias r"
+KEPT += " lora_alpha lora_dropout use_rslora use_dora fan_in_fan_out lora_bias rank_pattern"
+KEPT += " alpha_pattern target_parameters trainable_token_indices ensure_weight_tying revision"
+KEPT += " init_lora_weights loftq_config eva_config corda_config lora_ga_config task_type"
+KEPT += " inference_mode auto_mapping base_model_name_or_path velora_config use_bdlora peft_version"
+LOST = "layer_replication alora_invocation_tokens kasa_config use_qalora arrow_config"
+LOST += " megatron_config monteclora_config qalora_group_size"
+
+
+def test_settings_are_merged_if_their_effect_is_in_the_tensors(tmp_path):
+    for name in KEPT.split():
+        config = LoraConfig()
+        setattr(config, name, "changed")
+        check_settings(tmp_path, config)
+    for name in LOST.split():
+        config = LoraConfig()
+        setattr(config, name, "changed")
+        with pytest.raises(ValueError, match=f"trained with {name} 'changed', which is not merged"):
+            check_settings(tmp_path, config)
+
+
+def test_a_quantized_layer_whose_weight_is_turned_is_merged(bases, tmp_path):
+    """GPT-2's layers have the weights of others, transposed."""
+    quantization = dict(load_in_4bit=True, bnb_4bit_compute_dtype="float32")
+    how = dict(target_modules=r".*language_model.*c_attn", fan_in_fan_out=True)
+    trained = make_adapter(bases["conv1d"], tmp_path / "adapter", quantization, **how)
+    expected = logits(trained, bases["conv1d"])
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="float32")
+    got = logits(load(tmp_path / "merged"), bases["conv1d"])
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=3e-5)
 
 
@@ -272,6 +336,28 @@ def test_the_difference_counts_tensors_without_an_adapter(bases, tmp_path):
     names = [name for name in wide if "q_proj" not in name or "vision" in name]
     shares = [share(written[name].double(), wide[name].double()) for name in names]
     assert report.difference == pytest.approx(max(shares), rel=1e-5)
+
+
+def test_the_difference_counts_tokens_that_were_trained(bases, tmp_path):
+    """Of a base that bfloat16 holds exactly, so that nothing else is rounded."""
+    base = shutil.copytree(bases["untied"], tmp_path / "base")
+    held = {name: value.bfloat16().float() for name, value in weights(base).items()}
+    store(base, held)
+    tokens = [5, 30]  # which are not among the inputs that are drawn
+    how = dict(target_modules=Q, modules_to_save=None, trainable_token_indices=tokens)
+    make_adapter(base, tmp_path / "adapter", **how)
+    trained = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
+    idle = {name: torch.zeros_like(trained[name]) for name in trained if "lora_B" in name}
+    change(tmp_path / "adapter", **idle)
+    merge_adapter(tmp_path / "adapter", tmp_path / "float32", dtype="float32")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="bfloat16")
+    wide, written = (weights(tmp_path / name) for name in ("float32", "merged"))
+    changed = [name for name in wide if not torch.equal(wide[name], written[name].float())]
+    assert changed == ["model.language_model.embed_tokens.weight"]
+    expected, got = (table[changed[0]].float() for table in (wide, written))
+    rounding = (got - expected).abs().max().item()
+    assert rounding / expected.abs().max().item() <= report.difference
+    assert report.difference <= rounding / expected[tokens].abs().max().item()
 
 
 @pytest.mark.parametrize("left, is_refused", [(1e-2, False), (1e-5, True)])

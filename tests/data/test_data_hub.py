@@ -35,6 +35,7 @@ for name in json.loads(sys.argv[2]):
 data = train_data.read("user/tiny.data", processor, with_eval=True)
 rows = [*data.train, *data.eval]
 results["rows"] = [[row["source"], row["row"], row["image_count"]] for row in rows]
+results["datasets"] = [report.dataset["id"] for report in data.report.sources]
 print(json.dumps(results))
 """
 
@@ -65,6 +66,7 @@ def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_pat
     assert client.returncode == 0, client.stderr
     results = json.loads(client.stdout.splitlines()[-1])
     assert results["rows"] == [["user/tiny.data", *numbers] for numbers in ([0, 1], [1, 0], [0, 0])]
+    assert results["datasets"] == ["user/tiny.data"] * 2
     red, blue = [255, 0, 0], [0, 0, 255]
     for name in ("folder", "zipped"):
         assert results[f"user/{name}"] == [[red, blue], [red, blue], [blue, red]], name

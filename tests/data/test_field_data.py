@@ -308,7 +308,11 @@ def test_captions_of_coco(processor, tmp_path, caplog):
     names = [row["images"][0]["path"] for row in rows]
     assert names == [str(tmp_path / name) for name in ("sub/blue.png", "red.png", "sub/blue.png")]
     assert "1 of 3 images have no annotation" in caplog.text
-    check(processor, file, *marked, streamed=True)
+    streamed = file.with_name("streamed.json")
+    streamed.write_text(json.dumps(COCO))
+    check(processor, streamed, *marked, streamed=True)
+    for told in (file, streamed):
+        assert caplog.text.count(f"{told}: captions are trained as answers to") == 1
     lost = {"id": 4, "image_id": 7, "caption": "Lost."}
     file.write_text(json.dumps(COCO | {"annotations": [*COCO["annotations"], lost]}))
     with pytest.raises(ValueError, match=r"row 3: .*images has no id 7.*there is no such image"):
@@ -401,10 +405,13 @@ def test_columns_that_are_not_used_are_told_and_loudly_if_they_look_used(
         assert told(**quiet, **{name: "x"}) == "WARNING" and ", like a question" in caplog.text
     image = {"bytes": image_bytes(), "path": None}
     assert told(image=image, photo_2="x") == "WARNING"
+    assert "dropped" not in caplog.text
     assert "photo_2, like an image (1 row)" in caplog.text
     rows = [llava("Q", "A", tools="x"), llava("Q", "A", tools="y", history=["z"], similarity=0.3)]
+    rows += [{"messages": [user("Q"), user("R"), assistant("A")]}]
     caplog.clear()
-    list(islice(read(write_json(tmp_path, rows), processor, dataset_streaming=True).train, 6))
+    list(islice(read(write_json(tmp_path, rows), processor, dataset_streaming=True).train, 9))
+    assert caplog.text.count("data.json: user turns in a row are one turn.") == 1
     assert caplog.text.count("data.json: column not used: history, like a question.") == 1
     assert "similarity" not in caplog.text and "tools" not in caplog.text
 

@@ -1,15 +1,23 @@
 """Images of all modes become upright RGB; what cannot be shown has a reason that names the file."""
 
+import base64
 import io
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from PIL import Image
 from train_data import deep_png, gigantic_png, image_bytes
 
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.checks import file_problems
-from normalign_llava.data.rows.images import ImageRules, decode_image, image_problem
+from normalign_llava.data.rows.images import (
+    FORMATS,
+    SUFFIXES,
+    ImageRules,
+    decode_image,
+    image_problem,
+)
 from normalign_llava.data.rows.zips import MAX_IMAGE_BYTES
 
 
@@ -50,6 +58,7 @@ def test_what_is_transparent_becomes_white():
         ([0, 16, 2048, 4095], [0, 1, 128, 255]),  # 12 bits, as cameras and scanners write
         ([0, 7, 255], [0, 7, 255]),
         ([0, 2**30, 2**31 - 1], [0, 64, 127]),
+        ([0, 3, 7], [0, 3, 7]),  # a dark one of 8 bits
     ],
 )
 def test_more_than_eight_bits_keep_their_grey_levels(values, expected):
@@ -65,6 +74,8 @@ def test_more_than_eight_bits_keep_their_grey_levels(values, expected):
 def test_colours_of_sixteen_bits_give_the_higher_byte():
     deep = {"path": None, "bytes": deep_png([65535, 32768, 255])}
     assert pixels(deep).tolist() == [[[255, 128, 0]]]
+    darkest = {"path": None, "bytes": deep_png([64 << 8, 0, 0])}  # whose range is still known
+    assert pixels(darkest).tolist() == [[[64, 0, 0]]]
 
 
 def noise(width: int, height: int, mode="RGB") -> Image.Image:
@@ -82,7 +93,9 @@ def test_a_gigantic_image_is_made_smaller(form, mode):
     assert np.abs(np.asarray(opened, float) - np.asarray(whole, float)).mean() < 2
 
 
-@pytest.mark.parametrize("size", [(1000, 8200), (8200, 1000), (4095, 5000), (20_000, 150)])
+@pytest.mark.parametrize(
+    "size", [(1000, 8200), (8200, 1000), (4095, 5000), (20_000, 150), (400, 2)]
+)
 def test_an_image_with_a_short_side_keeps_its_size(size):
     opened = decode_image(saved(Image.new("L", size), "PNG"))
     assert opened.size == size
@@ -194,3 +207,74 @@ def test_listed_folders_allow_what_looking_at_each_file_allows(tmp_path, monkeyp
         *("broken.png", "folder.png", "absent.png", "absent/plain.png"),
         *(["PLAIN.png"] if not (folder / "PLAIN.png").exists() else []),
     }
+
+
+def test_the_formats_and_suffixes_of_images():
+    known = {"PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF"}
+    assert {*FORMATS} == known
+    for form in known:
+        decoded = decode_image({"path": None, "bytes": image_bytes("red", form=form)})
+        red, green, blue = decoded.getpixel((3, 3))
+        assert red > 240 and max(green, blue) < 15, form
+    names = "png jpg jpeg jfif webp gif bmp ppm tif tiff avif"
+    assert sorted(SUFFIXES) == sorted(f".{name}" for name in names.split())
+
+
+IN_BASE64 = {form: image_bytes("red", (64, 64), form) for form in ("PNG", "JPEG", "GIF", "WEBP")}
+IN_BASE64 |= {form: image_bytes("red", (64, 64), form) for form in ("TIFF", "AVIF")}
+IN_BASE64["TIFF of a scanner"] = b"MM\0*\0\0\0\x08" + bytes(100)  # of the other byte order
+
+
+@pytest.mark.parametrize("form", IN_BASE64)
+def test_an_image_may_be_its_base64_alone_in_one_line_or_several(form):
+    content = IN_BASE64[form]
+    encoded = [base64.b64encode(content).decode(), base64.encodebytes(content).decode()]
+    for text in (*encoded, f"data:image/any;base64,{encoded[0]}"):
+        assert ImageRules("/images").image(text) == {"path": None, "bytes": content}
+    lines = "\n".join(encoded[0][at : at + 16] for at in range(0, len(encoded[0]), 16))
+    assert ImageRules("/images").image(lines)["bytes"] == content
+
+
+def test_what_begins_as_base64_and_is_none_is_no_image():
+    encoded = base64.b64encode(image_bytes()).decode()
+    for text in (f"data:image/png;base64,{encoded[:8]}@@@@{encoded[8:]}", "data:image/png,x"):
+        with pytest.raises(ValueError, match="is no image in base64"):
+            ImageRules().image(text)
+    name = f"{encoded[:101]}.png"  # a path of letters that base64 has too
+    assert ImageRules("/images").image(name)["path"] == f"/images/{name}"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, 7, "", {}, {"path": ""}, {"path": None, "bytes": None}, {"path": "a.png", "bytes": 7},
+        ["a.png"],
+    ],
+)  # fmt: skip
+def test_what_is_neither_bytes_nor_a_path_is_no_image(value):
+    with pytest.raises(ValueError, match="an image must be a path, bytes, or a mapping"):
+        ImageRules().image(value)
+
+
+def test_a_path_with_half_a_letter_is_none():
+    with pytest.raises(ValueError, match="neither a valid path nor an image file"):
+        ImageRules().image("a\ud83d.png")
+
+
+def test_what_datasets_has_of_the_hub_is_allowed_to_its_data_set_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    places = [tmp_path / "hub" / "a.png", tmp_path / "cache" / "a.png"]  # the other is `datasets`'
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for place in map(str, places):
+        stored = {"path": place, "bytes": None}
+        assert ImageRules(None, "user/data").image(stored) == stored
+        with pytest.raises(ValueError, match="leaves image_folder /images"):
+            ImageRules("/images").image(stored)
+    streamed = {"path": "hf://datasets/user/data@0c/a.png", "bytes": None}
+    assert ImageRules().image(streamed) == ImageRules(None, "user/data").image(streamed) == streamed
+    with pytest.raises(ValueError, match="is an address; nothing is fetched"):
+        ImageRules("/images").image(streamed)
+    named = ImageRules("/images", "user/data").image("sub/a.png")
+    assert named == {"path": "/images/sub/a.png", "bytes": None}
+    with pytest.raises(ValueError, match="sub/a.png is a path in an unknown folder"):
+        ImageRules(None, "user/data").image("sub/a.png")

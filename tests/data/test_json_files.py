@@ -26,6 +26,7 @@ def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path):
         "": "is not valid JSON: Expecting value: line 1 column 1",
         '[{"a": 1}': r"is not valid JSON: Expecting ',' delimiter: line 1 column 10",
         '{"a": 1}': "is no JSON list of rows",
+        '[1]\n{"a": 2}': "is not valid JSON: Extra data",
         "[" * 100_000: "is not valid JSON",
     }.items():
         file.write_text(text)
@@ -54,12 +55,21 @@ def test_metadata_with_both_names_of_a_column_keeps_both(tmp_path):
 def test_lines_in_utf_16_are_read(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"a": "é"}\n\n{"a": 2}\n', encoding="utf-16")
     assert rows(tmp_path / "data.jsonl") == [{"a": "é"}, {"a": 2}]
+    for order in ("le", "be"):
+        lines, cells = ("\ufeff" + text for text in ('{"a": "é"}', "a,b\né,\n"))
+        (tmp_path / "data.jsonl").write_bytes(lines.encode(f"utf-16-{order}"))
+        (tmp_path / "data.csv").write_bytes(cells.encode(f"utf-16-{order}"))
+        assert rows(tmp_path / "data.jsonl") == [{"a": "é"}]
+        assert rows(tmp_path / "data.csv") == [{"a": "é", "b": None}]
 
 
 def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
+    assert loaded("{\ud83d") == b"{?"
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a":1}\n{"a": "\xff"}\n\n{"a":"\\u00ff"}')
     marked, invalid, last = rows(tmp_path / "data.jsonl")
     assert marked == {"a": 1} and invalid == rb'{"a": "\xff"}' and last == {"a": "\xff"}
+    (tmp_path / "data.jsonl").write_text('{"a": 1}\n' + "[" * 100_000)
+    assert rows(tmp_path / "data.jsonl") == [{"a": 1}, b"[" * 100_000]
 
 
 @pytest.mark.parametrize("name, separator", [("a.csv", ","), ("a.tsv", "\t"), ("a.TSV", "\t")])

@@ -13,7 +13,7 @@ from train_data import answers, images, inside, llava, mixed_rows, read, write_j
 
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.parse import DroppedRows
-from normalign_llava.data.sources import table
+from normalign_llava.data.sources import mixtures, table
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.mixtures import prepare_rows
 from normalign_llava.train.collator import ConversationCollator
@@ -41,7 +41,10 @@ def test_llava_json_with_mixed_ids_and_rows_without_images_and_splits_by_name(lo
     own = str(write_json(path.parent, mixed_rows()[:1], "llava_test.jsonl"))
     data = load(path.parent, with_eval=True)
     assert answers(data.train) == MIXED and answers(data.eval) == MIXED[:1]
-    assert answers(load(own, with_eval=True, eval_dataset_name=own).eval) == MIXED[:1]
+    held_out = {"with_eval": True, "eval_dataset_name": own}
+    assert answers(load(own, **held_out).eval) == MIXED[:1]
+    whole = load(path, **held_out, test_split_size=0.4)  # which has nothing to hold out then
+    assert answers(whole.train) == MIXED and answers(whole.eval) == MIXED[:1]
 
 
 def test_an_image_inside_is_not_taken_from_a_file_of_its_name(tmp_path, monkeypatch):
@@ -169,8 +172,10 @@ def test_of_many_images_a_sample_is_opened_or_all_if_many_may_be_bad(load, tmp_p
         monkeypatch.setattr(module, "MANY_ROWS", 100)
     sample = np.random.default_rng(0).choice(300, 100, replace=False).tolist()
     rest = {*sorted({*range(300)} - {*sample})[:10]}
+    assert not rest & {*sample}
     unseen = with_broken(tmp_path / "unseen", "json", 300, rest)
-    for check_images, bad in ((False, 0), (True, 10)):
+    (unseen.parent / f"{min(rest)}.jpg").unlink()  # files are looked for though none is opened
+    for check_images, bad in ((False, 1), (True, 10)):
         (report,) = load(unseen, bad_rows=0.05, check_images=check_images).report.sources
         assert (report.bad, report.skippable) == (bad, 15 - bad)
     seen = with_broken(tmp_path / "seen", "json", 300, rest | {*sample[:3]})
@@ -191,6 +196,8 @@ def test_a_share_of_a_stream_is_of_its_first_rows_and_of_all(load, tmp_path):
     for held_out in ({}, {"with_eval": True, "eval_dataset_name": str(many)}):
         with pytest.raises(ValueError, match=r"row 0: .*\(60 rows\)\nThese are 60 of 100 rows"):
             load(some if held_out else many, **held_out, **options)
+    late = load(with_broken(tmp_path / "late", "json", 103, {102}), streamed=True).train
+    assert answers(islice(late, 103))[-1] == "102"  # it is opened when it is used
     path = write_json(tmp_path, [llava("Q", "" if n in (110, 115) else f"{n}") for n in range(120)])
     rows = iter(load(path, bad_rows=0.01, streamed=True).train)
     assert answers(islice(rows, 117))[-1] == "118"  # of 10,000 rows it would be allowed
@@ -313,7 +320,10 @@ def test_a_row_that_is_repeated_is_trained_on_or_held_out(load, tmp_path):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_prepared_rows_that_are_too_long_are_dropped(load, processor, tmp_path, streamed):
+def test_prepared_rows_that_are_too_long_are_dropped(
+    load, processor, tmp_path, streamed, monkeypatch
+):
+    monkeypatch.setattr(mixtures, "MANY_ROWS", 100)
     path = write_json(tmp_path, [llava("Q", "yes " * (1 + number % 4)) for number in range(12)])
     rows = load(path, streamed=streamed).train
     lengths = sorted({row["length"] for row in islice(rows, 12)})
@@ -326,10 +336,11 @@ def test_prepared_rows_that_are_too_long_are_dropped(load, processor, tmp_path, 
     assert dropped.read()[0].tokens == lengths[2]
     if not streamed:
         assert (report.found, report.too_long, report.valid) == (12, 6, 6) == (12, 6, len(short))
+        assert report.bad == 0
         assert report.longest == limit
     with pytest.raises(ValueError, match="no row is left. All are longer than max_length 3"):
         list(islice(prepare_rows(rows, checks.Checks(processor, 3))[0], 1))
-    same, _ = prepare_rows(rows, checks.Checks(processor, lengths[-1]))
+    same, _ = prepare_rows(rows, checks.Checks(processor, lengths[-1]), need_images=True)
     assert len(list(islice(same, 12))) == 12
 
 
@@ -372,6 +383,7 @@ def test_a_home_folder_is_found_wherever_a_path_is_given(load, tmp_path, monkeyp
 
 def test_a_streamed_source_that_gives_no_row_is_named_alone(load, tmp_path):
     good, empty, dropped = sources(tmp_path, 0.5, a=2, empty=0, dropped=1)
+    write_json(tmp_path / "a", [llava("<image>Q", "a0", "red.png")])  # and others are looked at too
     write_json(tmp_path / "dropped", [llava("Q", "")])
     options = {"bad_rows": "skip", "dataset_streaming": True}
     with pytest.raises(ValueError, match=f"^{empty['path']}: no row .* or all are dropped.$"):

@@ -5,6 +5,7 @@ import logging
 import pytest
 import tiny_parts
 import train_data
+from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import AddedToken
 from train_data import inside, llava
@@ -156,10 +157,13 @@ def test_facts_of_parsed_rows(tmp_path):
         {**llava("Q", ""), "img": "a.png"},
         {**llava("Q", "half \ud83d"), "image": "a\ud83d.png"},
         "no row",
+        {"caption\ud83d": 1},
     ]
     stored = [("data.json", 10 + number, raw) for number, raw in enumerate(rows)]
-    read, shown, unread, broken, other = parse_rows(stored, ImageRules(str(tmp_path)), None)
-    assert [row["row"] for row in (read, shown, unread, broken, other)] == [*range(10, 15)]
+    parsed = parse_rows(stored, ImageRules(str(tmp_path)), None)
+    assert [row["row"] for row in parsed] == [*range(10, 16)]
+    read, shown, unread, broken, other, odd = parsed
+    assert "columns: caption?; known are" in odd["reason"]
     assert (read["unread"], read["left_out"]) == ("column img", ["id", "more"])
     assert (read["image_count"], read["paths"], read["file"], read["length"]) == (0, [], None, 0)
     assert (shown["unread"], shown["left_out"]) == (None, ["id", "img"])
@@ -210,3 +214,14 @@ def test_rows_of_several_messages_have_lengths_in_their_order():
 
 def test_this_process_alone_checks_all_rows():
     assert checks._own_rows(7) == range(7)
+
+
+def test_processes_check_rows_that_follow_each_other(monkeypatch):
+    PartialState()
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 3)
+    shares = []
+    for rank in range(3):
+        monkeypatch.setitem(PartialState._shared_state, "process_index", rank)
+        shares.append(checks._own_rows(7))
+    assert [number for share in shares for number in share] == [*range(7)]
+    assert sorted(map(len, shares)) == [2, 2, 3]

@@ -9,6 +9,7 @@ from train_data import assistant, llava, user
 from normalign_llava.data.rows.forms import (
     PROMPT,
     image_name,
+    is_about,
     looks_like,
     proposal,
     read_row,
@@ -18,6 +19,7 @@ from normalign_llava.data.rows.forms import (
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.rows.parse import parse_row
 from normalign_llava.data.rows.turns import (
+    LEARNED,
     accepted_answers,
     as_text,
     is_empty,
@@ -153,6 +155,53 @@ READ = {
     "empty columns": (
         {**PAIR, "messages": QA, "x": [], "y": {"z": None}, "w": [None, ""], "v": NAN, "u": b""},
         ["Q", "[[A]]"], ["user", "assistant"]),
+    "options in columns of another name": (
+        {"question": "Q", "option_a": "x", "option_b": "y", "answer": "B"},
+        ["Q\nA. x\nB. y", "[[B]]"], []),
+    "another name of a column that its form does not read": (
+        {"messages": QA, "options": ["x", "y"]}, ["Q", "[[A]]"], ["options"]),
+    "a caption with the number of a question": (
+        {"image": "a.png", "caption": "A", "question_id": 0},
+        ["{}" + PROMPT, "[[A]]"], ["question_id"]),
+    "parts with all keys, as Arrow has them": (
+        {"messages": [user([{"type": "image", "image": None, "url": "a.png", "text": None}, TEXT]),
+                      assistant("A")]},
+        ["{}Q", "[[A]]"], []),
+    "columns of options beside an empty list": (
+        {"question": "Q", "choices": [None, ""], "A": "x", "B": "y", "answer": "B"},
+        ["Q\nA. x\nB. y", "[[B]]"], []),
+    "options that the question lists with more space": (
+        {"question": "Q (A)  x (B)  y", "choices": ["x", "y"], "answer": "A"},
+        ["Q (A)  x (B)  y", "[[A]]"], []),
+    "a text that a table made a fraction": (
+        {"question": "Q", "choices": ["x", "y"], "answer_index": "1.0"},
+        ["Q\nA. x\nB. y", "[[B]]"], []),
+    "a text with the number of a class": (
+        {"image": "a.png", "text": "A", "label": 3}, ["{}" + PROMPT, "[[A]]"], ["label"]),
+    "a first turn without parts": (
+        {"messages": [user([]), user("Q"), assistant("A")]}, ["Q", "[[A]]"], []),
+    "what models are called": (
+        {"conversations": [turn for name in ("gpt", "assistant", "model", "bot", "chatgpt")
+                           for turn in ({"from": "human", "value": "Q"},
+                                        {"from": name, "value": "A"})]},
+        ["Q", "[[A]]"] * 5, []),
+    "pairs by other names": (
+        {"conversations": [{"human": "Q", "gpt": "A"}, {"human": "R", "assistant": "B"}]},
+        ["Q", "[[A]]", "R", "[[B]]"], []),
+    "a number as the system text of a pair": (
+        {"conversations": [{"input": "Q", "output": "A", "system": 5}]},
+        ["Q", "[[A]]"], ["conversations.system"]),
+    "all keys that say what is learned": (
+        {"messages": [user("Q"), assistant("A") | {"trainable": 0}, user("Q"),
+                      assistant("A") | dict.fromkeys(LEARNED, 1)]},
+        ["Q", "A", "Q", "[[A]]"], []),
+    "parts of every kind": (
+        {"messages": [
+            user([{"type": "input_image", "url": "a.png", "detail": "high"},
+                  {"type": "image", "path": "b.png"},
+                  {"type": "image_url", "image_url": {"url": "c.png", "detail": "low"}}, TEXT]),
+            assistant([{"type": "output_text", "text": "A"}])]},
+        ["{}{}{}Q", "[[A]]"], []),
     "a caption": ({"image": "a.png", "caption": "A", "label": 3},
         ["{}" + PROMPT, "[[A]]"], ["label"]),
 }  # fmt: skip
@@ -190,6 +239,10 @@ REFUSED = [
     ({"question": "Q", "choices": list("abcdefghijklmnopqrstuvwxyz1"), "answer": "1"}, "2 to 26"),
     ({"messages": [{"role": "system", "content": "S"}, QA[1], QA[1]]}, "the user first"),
     ({"messages": [QA[0]]}, "it has no assistant turn"),
+    ({"messages": [QA[1]]}, "turn 0 is the assistant's"),
+    ({"texts": ["Q", "A"]}, "turn 0 of texts needs role and content, got 'Q'"),
+    (llava("<audio>\nQ", "A"), "it has <audio> in a text"),
+    ({"messages": QA, "audio": "a.wav"}, "it has audio, and only images are read"),
     ({"messages": [QA[0], {"content": "A"}]}, "turn 1 of messages needs role and content, got"),
     ({"messages": [user(3.5j), QA[1]]}, "turn 0 must have text or a list of parts, got 3.5j"),
     (
@@ -205,6 +258,13 @@ REFUSED = [
             ],
         },
         "its part for image 0 has the index 1",
+    ),
+    (
+        {
+            "images": ["a.png", "b.png"],
+            "messages": [user([{"type": "image", "index": 0}] * 2), QA[1]],
+        },
+        "its part for image 1 has the index 0",
     ),
     ({**llava("<image>Q", "A"), "image": ["a.png", ""]}, "image has nothing in place of image 1"),
 ]
@@ -265,12 +325,23 @@ LOOKS = {
         "Images",
         "img",
         "photo_2",
+        "frame_1",
+        "pics",
         "image_path",
         "page image 3",
     ],
     "an answer": ["answer", "messages.content", "re_caption", "gpt_answer", "Captions", "label"],
     "a question": ["query", "input_prompt", "options", "system", "original_question"],
-    None: ["tools", "image_id", "question_id", "image_width", "imagery", "messages.id", "scores"],
+    None: [
+        "tools",
+        "image_id",
+        "frame_of_mind_id",
+        "question_id",
+        "image_width",
+        "imagery",
+        "messages.id",
+        "scores",
+    ],
 }
 
 
@@ -317,6 +388,11 @@ def test_what_looks_like_an_image_in_a_row_without_any():
         ({"preferred_output": QA, "non_preferred_output": QA}, "messages=preferred_output"),
         ({"history": QA, "turns": QA}, "messages=turns"),
         ({"query": "Q", "score": 3}, None),
+        ({"image": "", "img": "b.png", "query": "Q", "label": "A"},
+            "image=img,question=query,answer=label"),
+        ({"photo": "b.png", "image_path": "a.png", "query": "Q", "label": "A"},
+            "image=image_path,question=query,answer=label"),
+        ({"non_preferred_output": QA, "rejected": QA, "history": QA}, None),
         ("no row", None),
     ],
 )  # fmt: skip
@@ -324,6 +400,67 @@ def test_columns_are_proposed(row, columns):
     told = proposal(row)
     assert told.endswith(f"with --columns {columns}") if columns else told == ""
     assert ("DPO" in told) == ("preferred_output" in row)
+
+
+ASKING = "query instruction problem prefix human user prompt input inputs text"
+ANSWERING = "response output outputs solution suffix assistant gpt completion label target"
+ANSWERING += " ground_truth"
+TELLING = "captions description caption_str sentences re_caption raw ground_truth summary"
+SHOWING = "image_path img_path image_file image_file_name image_filename file_name filename"
+SHOWING += " filepath image_name img_name image_base64_str img picture photo path"
+
+
+def test_columns_of_every_usual_name_are_proposed():
+    for name in ASKING.split():
+        assert proposal({name: "Q", "solution": "A"}).endswith(f"question={name},answer=solution")
+    for name in ANSWERING.split():
+        assert proposal({"query": "Q", name: "A"}).endswith(f"question=query,answer={name}")
+    for name in TELLING.split():
+        assert proposal({"img": "a.png", name: "A"}).endswith(f"image=img,caption={name}")
+    for name in SHOWING.split():
+        row = {name: "a.png", "query": "Q", "label": "A"}
+        assert proposal(row).endswith(f"image={name},question=query,answer=label")
+
+
+ABOUT = "id ids uid uuid idx index key hash md5 sha256 url urls uri link links source sources"
+ABOUT += " origin dataset split subset type types category categories topic subject field"
+ABOUT += " domain task skill grade difficulty lang language score scores rating ratings rank"
+ABOUT += " similarity watermark pwatermark unsafe punsafe nsfw width height size shape"
+ABOUT += " license licence author date time timestamp version status error_message exif"
+ABOUT += " model meta metadata name __index_level_0__"
+
+
+def test_columns_that_tell_about_a_row():
+    for name in ABOUT.split():
+        assert is_about(name), name
+    for name in (
+        "Unnamed: 0",
+        "(no name)",
+        "my.id",
+        "image_width",
+        "data-source",
+        "id_",
+        "URL",
+        "license_",
+    ):
+        assert is_about(name), name
+    for name in ("ideas", "answer", "urlx", "name of it", "hints", "page"):
+        assert not is_about(name), name
+
+
+MARKED = ["<image_1>", "<image1>", "<|image_pad|>", "<start_of_image>", "<image-start>", "<img>"]
+MARKED += ["<image here>", "<IMAGE_PLACEHOLDER>", "<IMG_CONTEXT>", "<image_patch>", "<image/>"]
+MARKED += ["<|image|>", "<Image>", "[IMG]", "[image]", "<image 12>"]
+
+
+def test_texts_that_should_show_an_image():
+    def shown(text):
+        return unread_image({}, [{"content": [{"text": None}, {"text": f"Is {text} red?"}]}])
+
+    for text in MARKED:
+        assert shown(text) == f"text {text}"
+    for text in ("![image](a.png)", "[image](a.png)", "<imagery>", "image_1", "<images>"):
+        assert shown(text) is None
 
 
 def test_columns_that_change_places_keep_their_values():
@@ -368,7 +505,7 @@ def test_values_of_tables():
     assert accepted_answers({"text": ["a", " ", "b"], "answer_start": [1, 2, 3]}) == ["a", "b"]
     assert accepted_answers([3.0, "a"]) == ["3", "a"] and accepted_answers(["a", True]) == []
     assert accepted_answers([TEXT]) == accepted_answers("a") == []
-    assert plain(' "The  Cat." ') == "the cat"
+    assert plain(' "The  Cat." ') == plain("**_'the cat'_** (!)") == "the cat"
 
 
 def test_what_is_left_out_is_named_once():

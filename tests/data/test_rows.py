@@ -7,12 +7,20 @@ import chat_families
 import pytest
 import tiny_parts
 from huggingface_hub import constants
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 from train_data import assistant, llava, user
+from transformers import PreTrainedTokenizerFast
 
 from normalign_llava.data.rows.checks import encoded
 from normalign_llava.data.rows.images import ImageRules
-from normalign_llava.data.rows.parse import DroppedRow, DroppedRows, control_tokens, parse_row
+from normalign_llava.data.rows.parse import (
+    BadRow,
+    DroppedRow,
+    DroppedRows,
+    control_tokens,
+    parse_row,
+)
 
 
 RULES = ImageRules("/images")
@@ -230,6 +238,21 @@ def test_dropped_rows_count_once_and_survive_a_torn_line(tmp_path):
         lines.write('{"source": "c.js')  # killed
     assert DroppedRows(file.path).read() == [two, one]
     assert str(one) == "b.json, row 5 (a.png): why" and str(two) == "a.json, row 7: 9 tokens"
+
+
+def test_what_a_worker_of_a_data_loader_says_of_a_bad_row_is_its_reason():
+    said = (
+        "Caught BadRow in DataLoader worker process 0.\nTraceback:\n  x\nparse.BadRow: row 0: why\n"
+    )
+    assert str(BadRow(said)) == str(BadRow("row 0: why")) == "row 0: why"
+
+
+def test_of_control_tokens_that_begin_alike_the_longest_is_named():
+    tokenizer = tiny_parts.tokenizer(extra=["<|im"])
+    tokenizer.add_tokens(AddedToken("<|im", special=True), special_tokens=True)
+    assert control_tokens(tokenizer).search("a<|im_end|>b")[0] == "<|im_end|>"
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
+    assert control_tokens(plain).search("a<|im_end|>b") is None
 
 
 def spaced_tokenizer(legacy: bool):

@@ -36,7 +36,7 @@ def shard(path, files: dict, links=()):
 
 FILES = {
     "a/0.JPG": image_bytes("red", form="JPEG"),
-    "a/0.txt": "A red square.\n",
+    "a/0.TXT": "A red square.\n",
     "a/1.json": llava("No image?", "None.", id=7),
     "a/2.10.jpeg": image_bytes("red", form="JPEG"),
     "a/2.2.webp": image_bytes("blue", form="WEBP"),
@@ -105,7 +105,13 @@ def test_names_and_links_in_a_shard_reach_nothing_outside(tmp_path):
 
 
 def test_broken_text_is_a_bad_row(tmp_path):
-    files = {"0.json": "{", "1.json": [1], "2.json": b"\xff", "3.json": llava("Q", "A")}
+    files = {
+        "0.json": "{",
+        "1.json": [1],
+        "1.png": image_bytes(),
+        "2.json": b"\xff",
+        "3.json": llava("Q", "A"),
+    }
     path = shard(tmp_path / "rows.tar", files)
     reasons = r"row 0: .* not valid JSON(.|\n)*row 1: a row must be a(.|\n)*row 2: .* not valid"
     with pytest.raises(ValueError, match=reasons):

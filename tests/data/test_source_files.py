@@ -1,14 +1,18 @@
 """Which files, splits and rows a path stands for, and what options of data sets may be."""
 
 import json
+import os
 import zipfile
+from dataclasses import dataclass
+from typing import Literal
 
 import pytest
-from datasets import Dataset, Features, IterableDataset, Value
+from datasets import ClassLabel, Dataset, Features, IterableDataset, List, Value
+from test_shards import shard
 from train_data import arguments, image_bytes, images, llava, write_parquet
 
 from normalign_llava.data.rows.images import ImageRules
-from normalign_llava.data.sources.arguments import DataArguments, DataSource
+from normalign_llava.data.sources.arguments import DataArguments, DataSource, check_choices
 from normalign_llava.data.sources.files import files_of_folder, images_of_folder, loaded, open_files
 from normalign_llava.data.sources.filters import Filter, parse_filters
 from normalign_llava.data.sources.source import Source, open_held_out, open_source
@@ -95,6 +99,10 @@ def test_files_of_rows_in_one_object(tmp_path):
         ({}, "with 'nothing'. Correct it"),
         (3, "but 3. Correct it, or name another"),
         ({"images": [{"id": 7}], "annotations": [{"image_id": 7}]}, "with 'images, annotations'"),
+        (
+            {"images": [{"id": 7, "file_name": "a.png"}, {"id": 8}], "annotations": [row]},
+            "with 'images, annotations'",
+        ),
     ):
         file.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=reason):
@@ -119,6 +127,8 @@ def test_cells_of_tables(tmp_path):
     assert rows(file) == [{"image": long, "question": "a\tb\nc"}]
     file.write_text("sep=ab;question\na,b\n")  # no line that names a separator
     assert rows(file) == [{"sep=ab": "a,b", "question": None}]
+    file.write_text('"image";"question, or none"\n"a.png";"Q"\n')  # no comma after the quotes
+    assert rows(file) == [{"image": "a.png", "question, or none": "Q"}]
     file.write_text("")
     assert rows(file) == []
 
@@ -132,8 +142,9 @@ def test_files_that_name_several_images(tmp_path):
 
 def test_a_changed_file_is_read_anew_in_memory(tmp_path):
     file = tmp_path / "rows.jsonl"
-    for text in ('{"a": 1}', '{"a": 22}', ""):
+    for number, text in enumerate(('{"a": 1}', '{"a": 2}', '{"a": 22}', "")):
         file.write_text(text)
+        os.utime(file, (number, number))
         stored = open_files((str(file),), streaming=False)
         assert [row["json"] for row in stored] == [text] * bool(text)
 
@@ -148,7 +159,7 @@ def test_rows_of_several_files_have_the_numbers_of_their_own(tmp_path):
         assert places == [(file, number) for file in files for number in (0, 1)]
 
 
-def test_data_are_named_with_a_configuration_and_a_split(tmp_path):
+def test_data_are_named_with_a_configuration_and_a_split(tmp_path, monkeypatch):
     for given, expected in (
         ("user/data", ("user/data", None, "train")),
         ("user/data:test", ("user/data", None, "test")),
@@ -161,6 +172,8 @@ def test_data_are_named_with_a_configuration_and_a_split(tmp_path):
     colons = tmp_path / "a:b"
     colons.mkdir()
     assert DataSource.named(str(colons)).path == str(colons)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert DataSource.named("~/a:b").path == str(colons)
     other = DataSource.named(f"{tmp_path}:test")
     assert (other.path, other.split) == (str(tmp_path), "test")
     with pytest.raises(ValueError, match="user/data:a:b:c has 3 colons"):
@@ -244,12 +257,16 @@ def test_data_sets_of_a_mixture_have_the_options_of_all_unless_they_say_otherwis
     (named,) = DataArguments(dataset_name="a:c:s").sources
     assert (named.name, named.split) == ("c", "s")
     assert DataSource("a", fraction="0.5").fraction == 0.5
+    spaced = DataSource("a", columns=" image = path , answer=b")
+    assert spaced.columns == {"image": "path", "answer": "b"}
+    others = {"captions": "said", "options": "list", "option_a": "first"}
+    assert DataSource("a", columns=others).columns == others
 
 
 def test_held_out_data_are_opened_as_the_training_data(tmp_path):
     for split in ("train", "test", "dev"):
         file = {"image": f"{split}.png", "asked": f"{split}?", "answer": "A", "n": 1}
-        (tmp_path / f"{split}.json").write_text(json.dumps([file, file | {"n": 2}]))
+        (tmp_path / f"{split}.json").write_text(json.dumps([file, file | {"n": "2"}]))
     images(tmp_path / "shown", "red.png")
     shared = {"columns": "question=asked,answer=answer,image=image", "filters": "n<2"}
     options = {**shared, "image_folder": str(tmp_path / "shown")}
@@ -257,6 +274,7 @@ def test_held_out_data_are_opened_as_the_training_data(tmp_path):
         ({}, "test"),
         ({"dataset_test_split": "dev"}, "dev"),
         ({"eval_dataset_name": f"{tmp_path}:dev"}, "dev"),
+        ({"eval_dataset_name": f"{tmp_path}:dev", "dataset_config": "other"}, "dev"),
         ({"eval_dataset_name": str(tmp_path)}, "test"),
         ({"eval_dataset_name": str(tmp_path / "train.json")}, "train"),
     ):
@@ -266,7 +284,8 @@ def test_held_out_data_are_opened_as_the_training_data(tmp_path):
     streamed = open_held_out(arguments(tmp_path, **options, dataset_streaming=True))
     assert isinstance(streamed.data, IterableDataset)
     (tmp_path / "test.json").unlink()
-    for given in (arguments(tmp_path), arguments(tmp_path, dataset_test_split="none")):
+    own = arguments(tmp_path / "train.json")
+    for given in (own, arguments(tmp_path), arguments(tmp_path, dataset_test_split="none")):
         with pytest.raises(ValueError, match="There is no held-out data. .*Give eval_dataset_name"):
             open_held_out(given)
     with pytest.raises(ValueError, match="A mixture has no test split"):
@@ -346,6 +365,7 @@ def test_a_condition_keeps(condition, value, kept):
 def test_conditions_are_parsed_at_their_first_comparison():
     assert parse_filters(" a >= 4 , b=c>d") == (Filter("a", ">=", "4"), Filter("b", "=", "c>d"))
     assert parse_filters(["a=x, y"]) == (Filter("a", "=", "x, y"),)
+    assert parse_filters(["a=x\ny"]) == (Filter("a", "=", "x\ny"),)
     assert parse_filters(None) == parse_filters([]) == ()
     with pytest.raises(ValueError, match="a is 'x' in a row, and no number"):
         Filter("a", "<", "4").keeps({"a": "x"})
@@ -363,3 +383,84 @@ def test_files_of_one_folder_may_be_of_several_splits(tmp_path):
                 DataSource(f"{tmp_path}/data", split=split), streaming
             )
             assert (number, raw["conversations"][1]["value"]) == (0, answer)
+
+
+def test_what_is_no_row_is_not_filtered(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n[1]\n{"a": 5}\n')
+    for streaming in (False, True):
+        opened = open_source(DataSource(str(file), filters="a>=4"), streaming)
+        assert [raw for _, _, raw in opened] == [[1], {"a": 5}]
+
+
+def test_classes_have_their_names_and_what_is_no_class_stays():
+    kind = ClassLabel(names=["cat", "dog"])
+    features = Features(a=Value("int64"), b=kind, c=List(kind))
+    columns = {"a": [1, 2, 3], "b": [1, -1, None], "c": [[0, 1], [], None]}
+    data = Dataset.from_dict(columns, features=features)
+    source = Source("mine", ImageRules(), data)
+    expected = [
+        {"a": 1, "b": "dog", "c": ["cat", "dog"]},
+        {"a": 2, "b": -1, "c": []},
+        {"a": 3, "b": None, "c": None},
+    ]
+    assert [raw for _, _, raw in source] == expected
+    filtered = source.filtered(parse_filters("a>=2"))  # by one column, without the classes
+    assert [raw for _, _, raw in filtered] == expected[1:]
+    shown = Source("mine", ImageRules(), data.with_format("numpy", columns=["a"]))
+    assert [raw for _, _, raw in shown] == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_files_and_folders_may_be_named_as_for_datasets(tmp_path, monkeypatch):
+    for name, answer in (("top", "A"), ("sub/one", "B"), ("sub/two", "C")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": "Q", "answer": answer}))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub" / "link.jsonl").symlink_to(tmp_path / "top.jsonl")
+    with pytest.raises(ValueError, match="link.jsonl, which is not in the folder"):
+        open_source(DataSource(str(tmp_path), data_dir="sub"), False)
+    (tmp_path / "sub" / "link.jsonl").unlink()
+    one = str(tmp_path / "sub" / "one.jsonl")
+    for source, expected, folder in (
+        (DataSource("json", data_files=one), ["B"], "."),
+        (DataSource("json", data_dir=str(tmp_path / "sub")), ["B", "C"], str(tmp_path / "sub")),
+        (DataSource(str(tmp_path), data_dir="sub"), ["B", "C"], str(tmp_path)),
+        (DataSource(str(tmp_path), data_files={"train": one}), ["B"], str(tmp_path)),
+    ):
+        opened = open_source(source, False)
+        assert [raw["answer"] for _, _, raw in opened] == expected
+        assert opened.rules.folder == folder
+
+
+def test_images_are_beside_a_parquet_file_whose_card_is_wrong_about_rows(tmp_path):
+    path = write_parquet(tmp_path / "data" / "train.parquet", [llava("Q", "A")])
+    assert open_source(DataSource(str(path)), False).rules.folder == str(path.parent)
+    split = {"name": "train", "num_bytes": 1, "num_examples": 99}
+    card = json.dumps({"splits": [split]})
+    (path.parent / "README.md").write_text(f"---\ndataset_info: {card}\n---\n")
+    assert len(list(open_source(DataSource(str(path.parent)), False))) == 1
+
+
+def test_the_suffix_of_a_shard_may_be_in_capitals(tmp_path):
+    path = shard(tmp_path / "0.TAR", {"0.json": {"question": "Q", "answer": "A"}})
+    ((_, _, raw),) = open_source(DataSource(str(path)), False)
+    assert raw == {"question": "Q", "answer": "A"}
+
+
+@dataclass
+class Choices:
+    one: Literal["a", "b"] = "a"
+    maybe: Literal["c", 4] | None = None
+    free: str | None = None
+
+
+def test_a_choice_is_one_of_those_that_are_named():
+    for options in (Choices(), Choices("b", "c", "x"), Choices(maybe=4)):
+        check_choices(options)
+    for options, reason in (
+        (Choices("c"), "one must be one of 'a', 'b', got 'c'"),
+        (Choices(None), "one must be one of 'a', 'b', got None"),
+        (Choices(maybe="4"), "maybe must be one of 'c', 4, got '4'"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check_choices(options)

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import shutil
 
 import pytest
 import tiny_parts
@@ -23,6 +24,7 @@ from train_data import (
 )
 
 from normalign_llava.data.rows.checks import Checks
+from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.data.sources import source, table
 from normalign_llava.data.sources.arguments import DataSource, cores
@@ -243,3 +245,54 @@ def test_what_exists_is_frozen_while_rows_are_checked_and_no_longer(
     gc.freeze()
     read(write_json(tmp_path / "other", [llava("Q?", "no")]), processor)
     assert gc.get_freeze_count() > 10_000  # what a caller has frozen
+
+
+def test_files_are_counted_if_there_are_several(processor, tmp_path):
+    one = write_json(tmp_path / "data", [llava("Q", "A")], "a.json")
+    assert read(one, processor).report.sources[0].files == {}
+    other = write_json(tmp_path / "data", [llava("Q", "B"), llava("Q", "")], "b.json")
+    (report,) = read(tmp_path / "data", processor, bad_rows="skip").report.sources
+    assert report.files == {str(one): 1, str(other): 2}
+
+
+def test_facts_of_rows_are_cached_for_all_that_they_depend_on(tmp_path, monkeypatch):
+    """Of the same rows, read by other names, rules, processors and code."""
+    rows = [{"image": {"path": "/a.png", "bytes": None}, "question": "yes", "answer": "yes"}]
+    data = Dataset.from_list(rows)
+
+    def facts(processor, name="mine", **rules):
+        opened = source.Source(name, ImageRules(**rules), data)
+        (row,) = table.all_rows(opened, 0, Checks(processor))
+        return row
+
+    made = train_data.processor(template="{{ bos_token }}" + tiny_parts.CHATML)
+    first = facts(made)
+    assert facts(made, name="other")["source"] == "other"
+    assert first["reason"] is None and first["source"] == "mine"
+    assert "leaves the cache" in facts(made, hub="user/data")["reason"]
+    made.patch_size = 4  # of 16 pixels: 16 tokens in place of 4
+    small = facts(made)
+    assert small["length"] == first["length"] + 12
+    made.tokenizer.add_tokens(["yes"])
+    merged = facts(made)
+    assert merged["length"] == small["length"] - 4
+    made.tokenizer.bos_token = "<unk>"
+    begun = facts(made)
+    assert begun["length"] == merged["length"] + 1
+    code = tmp_path / "rows"
+    shutil.copytree(table._ROWS, code)
+    (code / "turns.py").write_text((code / "turns.py").read_text() + "# changed\n")
+    cached = [*(tmp_path / "cache").rglob("*.arrow")]
+    monkeypatch.setattr(table, "_ROWS", code)
+    assert facts(made) == begun
+    assert len([*(tmp_path / "cache").rglob("*.arrow")]) == len(cached) + 1
+
+
+def test_dropped_rows_are_told_in_their_order_whatever_is_wrong(processor, tmp_path):
+    rows = [llava("Q", f"{number}") for number in range(70)]
+    rows[1] = llava("Q", "")
+    rows[33] = llava("<image>Q", "A", "none.png")
+    rows[65] = llava("<image>Q", "A", "none.png")
+    path = write_json(tmp_path / "data", rows)
+    (report,) = read(path, processor, bad_rows="skip").report.sources
+    assert [row.row for row in report.dropped] == [1, 33, 65]

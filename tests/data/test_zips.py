@@ -1,6 +1,7 @@
 """Images in a zip file are read in place, by the rules of a folder, by threads and processes."""
 
 import multiprocessing
+import os
 import stat
 import warnings
 import zipfile
@@ -81,7 +82,7 @@ def test_of_entries_with_one_name_the_last_is_read(tmp_path):
     path = tmp_path / "images.zip"
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as file:
         warnings.simplefilter("ignore")  # of `zipfile`, about the name
-        for number in range(5):
+        for number in range(200):
             file.writestr("a.png", f"old {number}")
             file.writestr(f"{number}.png", "other")
         file.writestr("a.png", "new")
@@ -97,9 +98,9 @@ def test_a_header_that_lies_about_the_size_fills_no_memory(archive, monkeypatch)
     assert len(zips.read_entry(f"zip://bomb.png::{archive}")) == 1001  # and refused
 
 
-@pytest.mark.parametrize("place", [7, 2**32 + 7])
-def test_a_zip_file_may_begin_anywhere_be_large_and_name_files_in_any_way(tmp_path, place):
-    names = [*(f"{number}.png" for number in range(70_000)), "größe.png", "schön.png"]
+@pytest.mark.parametrize(("place", "count"), [(7, 3), (2**32 + 7, 70_000)])
+def test_a_zip_file_may_begin_anywhere_be_large_and_name_files_in_any_way(tmp_path, place, count):
+    names = [*(f"{number}.png" for number in range(count)), "größe.png", "schön.png"]
     with open(tmp_path / "images.zip", "wb") as sparse:
         sparse.seek(place)
         with zipfile.ZipFile(sparse, "w") as file:
@@ -135,3 +136,71 @@ def test_threads_and_forked_processes_read_at_once(tmp_path):
         results = [processes.submit(read_all, file) for _ in range(3)]
         assert read_all(file) and all(result.result(60) for result in results)
     assert zips.opened(file) is zips.opened(file)
+
+
+def test_names_in_a_zip_file_may_begin_with_dots_and_a_tilde(tmp_path):
+    path = tmp_path / "images.zip"
+    names = ("..a.png", "~/a.png", "~a.png")
+    with zipfile.ZipFile(path, "w") as file:
+        for name in names:
+            file.writestr(name, image_bytes())
+    rules = ImageRules(str(path))
+    for name in names:
+        shown = rules.image(name)
+        assert shown["path"] == f"zip://{name}::{path}"
+        assert image_problem([shown], rules) is None
+    with pytest.raises(ValueError, match="leaves image_folder"):
+        rules.image("../..a.png")
+
+
+def test_an_address_that_datasets_wrote_into_another_zip_file_is_none_of_this_one(archive):
+    rules = ImageRules(str(archive))
+    address = f"zip://blue.png::{archive.parent}/other.zip"
+    with pytest.raises(ValueError, match="other.zip leaves image_folder"):
+        rules.image({"path": address, "bytes": None})
+    inner = rules.image({"path": "zip://x.png::blue.png", "bytes": None})  # not blue.png itself
+    assert image_problem([inner], rules) is not None
+
+
+def test_an_image_that_a_zip_file_lacks_is_found_without_opening_any(archive):
+    rules = ImageRules(str(archive))
+    images = [rules.image("blue.png"), rules.image("none.png")]
+    path, reason = image_problem(images, rules, decode=False)
+    assert path == images[1]["path"] and "there is no such image in" in reason
+
+
+def test_an_entry_with_more_in_its_header_is_read(tmp_path):
+    """As for sizes above 4 GiB, for which writers of streams leave room in the header."""
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as file:
+        with file.open("a.png", "w", force_zip64=True) as entry:
+            entry.write(b"content")
+        file.writestr("b.png", b"other")
+    assert zips.read_entry(f"zip://a.png::{tmp_path / 'images.zip'}") == b"content"
+
+
+def test_an_empty_zip_file_has_no_image(tmp_path):
+    with zipfile.ZipFile(tmp_path / "images.zip", "w"):
+        pass
+    with pytest.raises(ValueError, match="no such image in .*, which begins with none"):
+        zips.find_entry(f"zip://a.png::{tmp_path / 'images.zip'}")
+
+
+def test_a_zip_file_that_is_written_anew_is_read_anew(tmp_path):
+    path = tmp_path / "images.zip"
+    for number, content in enumerate((b"one", b"two")):
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("a.png", content)
+        os.utime(path, (number, number))
+        assert zips.read_entry(f"zip://a.png::{path}") == content
+
+
+def test_an_entry_that_says_to_be_packed_into_too_much_is_refused(archive):
+    edit(archive, "blue.png", 20, b"\x01\x00\x00\x10")
+    with pytest.raises(ValueError, match="more than 256 MiB"):
+        zips.find_entry(f"zip://blue.png::{archive}")
+
+
+def test_a_zip_file_of_a_later_version_is_named(archive):
+    edit(archive, "blue.png", 6, b"\xff\x00")
+    with pytest.raises(ValueError, match="images.zip cannot be read as a zip file: .*version"):
+        zips.opened(str(archive))
