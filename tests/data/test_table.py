@@ -229,22 +229,22 @@ def stored_paths(cache, start: str) -> list[str]:
     return paths
 
 
-def test_what_exists_is_frozen_while_rows_are_checked_and_no_longer(
-    processor, tmp_path, monkeypatch
-):
-    counts, facts = [], table._facts
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_rows_are_checked(processor, tmp_path, monkeypatch, enabled):
+    seen, facts = [], table._facts
 
-    def counted(*args, **kwargs):
-        counts.append(gc.get_freeze_count())
+    def watched(*args, **kwargs):
+        seen.append(gc.isenabled())
         return facts(*args, **kwargs)
 
-    monkeypatch.setattr(table, "_facts", counted)
-    gc.unfreeze()
-    read(write_json(tmp_path / "data", [llava("Q?", "yes")]), processor)
-    assert counts[0] > 10_000 and gc.get_freeze_count() == 0
-    gc.freeze()
-    read(write_json(tmp_path / "other", [llava("Q?", "no")]), processor)
-    assert gc.get_freeze_count() > 10_000  # what a caller has frozen
+    monkeypatch.setattr(table, "_facts", watched)
+    if not enabled:
+        gc.disable()
+    try:
+        read(write_json(tmp_path / "data", [llava("Q?", "yes")]), processor)
+        assert seen == [False] and gc.isenabled() is enabled
+    finally:
+        gc.enable()
 
 
 def test_files_are_counted_if_there_are_several(processor, tmp_path):
