@@ -426,7 +426,9 @@ METHODS["adapters"] = "--stage tune --use_peft --lora_r 4"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["true", pytest.param("false", marks=NIGHTLY)])
-@pytest.mark.parametrize("method", [pytest.param("align", marks=NIGHTLY), "all", "adapters"])
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(name, marks=NIGHTLY) for name in ("align", "all")), "adapters"]
+)
 def test_operations_are_those_that_torch_counts(models, method, checkpointing):
     for folder in models:
         options = f"{METHODS[method]} --bf16 false --attn_implementation eager"

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -137,10 +135,14 @@ def test_an_earlier_folder_does_not_mix_with_the_new_one_and_a_complete_one_stay
 
 
 FULL_DISK = """
-import json, resource, sys
+import json, os, resource, sys
 from transformers import TrainerCallback
 from normalign_llava.train.options import parse
 from normalign_llava.train.run import train
+
+stdout = os.dup(1)
+for number in (1, 2):  # files of this process, which the limit is for too
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 class Limit(TrainerCallback):
     def limit(self):
@@ -154,13 +156,15 @@ class Limit(TrainerCallback):
         if when == "end":
             self.limit()
 
+reports = []
 for folder in sys.argv[2:]:
     when, limit = folder.split("-")
     try:
         train(*parse([sys.argv[1], "--output_dir", folder]), [Limit()])
     except OSError as error:
-        print(json.dumps(["limit", folder, str(error), type(error.__cause__).__name__]))
+        reports.append([folder, str(error), type(error.__cause__).__name__])
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+os.write(stdout, json.dumps(reports).encode())
 """
 """Trains to folders WHEN-LIMIT: after two steps or the last one, no file may have more bytes."""
 
@@ -172,7 +176,9 @@ def large(tmp_path_factory):
     return training.checkpoint(tmp_path_factory.mktemp("large"), **sizes)
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_of_a_model(tmp_path, parts, large):
+def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_of_a_model(
+    prepared, tmp_path, parts, large
+):
     half = max(file.stat().st_size for file in large.glob("*.safetensors")) // 2
     # What is too large first: text, the weights, or the optimizer's state, twice their size.
     limits = ["step-300", f"step-{half}", f"step-{half * 3}"]
@@ -180,10 +186,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_half_of_a_model(tmp_path,
     ends = ["end-300", f"end-{half}"]  # the trainer's state, and the weights
     options = dict(model_name_or_path=str(large), max_steps=4, save_steps=2, save_total_limit=1)
     file = training.recipe(tmp_path, parts, use_cpu=True, **options)
-    command = [sys.executable, "-c", FULL_DISK, file, *causes, *ends]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    reports = [json.loads(line)[1:] for line in done.stdout.splitlines() if '["limit"' in line]
-    assert [folder for folder, *_ in reports] == [*causes, *ends], done.stderr
+    done = prepared.run(["-c", FULL_DISK, file, *causes, *ends], tmp_path)
+    reports = json.loads(done.stdout)
+    assert [folder for folder, *_ in reports] == [*causes, *ends]
     for folder, said, cause in reports[:3]:
         output = tmp_path / folder
         assert cause == causes[folder] and f"{folder}/checkpoint-4 could not be written: " in said
