@@ -136,7 +136,13 @@ def generated(model: Path, files: list[Path]) -> list[str]:
     return answers
 
 
-@pytest.fixture(scope="module", params=["the template alone knows", "the tokenizer knows"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "the template alone knows",
+        pytest.param("the tokenizer knows", marks=pytest.mark.nightly),
+    ],
+)
 def made(request, tmp_path_factory):
     """The kind, a folder with the pictures, and a checkpoint that knows four answers by heart."""
     folder = tmp_path_factory.mktemp("answers")
