@@ -187,6 +187,19 @@ def test_of_many_images_a_sample_is_opened_or_all_if_many_may_be_bad(load, tmp_p
             load(seen, bad_rows=share)
 
 
+def test_files_are_looked_for_of_the_rows_whose_images_are_not_opened(load, tmp_path, monkeypatch):
+    """4 of 12 are opened, and the files of the others are looked for 5 rows at a time."""
+    monkeypatch.setattr(table, "MANY_ROWS", 4)
+    monkeypatch.setattr(checks, "_LISTED", 5)
+    sample = np.random.default_rng(0).choice(12, 4, replace=False).tolist()
+    others = sorted({*range(12)} - {*sample})
+    path = with_broken(tmp_path / "data", "json", 12, others)
+    for number in others[::2]:
+        (path.parent / f"{number}.jpg").unlink()
+    (report,) = load(path, bad_rows="skip").report.sources
+    assert [row.row for row in report.dropped] == others[::2]
+
+
 def test_a_share_of_a_stream_is_of_its_first_rows_and_of_all(load, tmp_path):
     options = {"bad_rows": 0.05, "streamed": True}
     some = with_broken(tmp_path / "some", "json", 120, {*range(0, 120, 10)})
