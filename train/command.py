@@ -133,6 +133,9 @@ class TrainingOptions:
         None, "Held-out rows that are answered at each evaluation, in samples.jsonl. Default: 4."
     )
     sample_max_new_tokens: int = option(64, "Tokens in an answer to a held-out row.")
+    show_first_batch: bool = option(
+        False, "Print the rows of the first forward pass, with what is learned marked."
+    )
     bad_steps: Literal["stop", "skip"] = option(
         "stop", "If loss or gradients are not finite: stop, or skip the step."
     )

@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,8 @@ from ..data.sources.source import open_source
 from ..data.sources.table import RowReader, all_rows, check_rows, rows_on_access
 from .collator import ConversationCollator
 from .command import NO_MODEL
+from .marked import Example, marked, pieces
 from .modules.load import check_architecture
-
-
-@dataclass
-class Example:
-    """A row as the model sees it, in pieces of text that are learned or not."""
-
-    title: str  # its file, its number and its images
-    pieces: list[tuple[str, bool]]
 
 
 @dataclass
@@ -70,18 +62,7 @@ class DataCheck:
 
     def rendered(self, terminal: bool = False) -> Text:
         """The examples; what is learned is underlined, or in double brackets without a terminal."""
-        text = Text()
-        for number, example in enumerate(self.examples):
-            text.append("\n\n" if number else "")
-            text.append(f"{example.title}:\n\n")
-            for piece, learned in example.pieces:
-                if learned and terminal:
-                    text.append(piece, style="bold underline")
-                elif learned:
-                    text.append(f"[[{piece}]]")
-                else:
-                    text.append(piece)
-        return text
+        return marked(self.examples, terminal)
 
 
 def check_data(
@@ -168,8 +149,10 @@ def _example(row: dict[str, Any], collator: ConversationCollator | None) -> Exam
     files = [Path(image["path"]).name for image in row["images"] if image["path"]]
     if files:
         title += f" ({', '.join(files)})"
-    pieces = _pieces(collator, row) if collator else _turns(row)
-    return Example(title, pieces)
+    if collator is None:
+        return Example(title, _turns(row))
+    batch = collator([row])
+    return Example(title, pieces(batch["input_ids"][0], batch["labels"][0], collator.processor))
 
 
 def _turns(row: dict[str, Any]) -> list[tuple[str, bool]]:
@@ -183,16 +166,4 @@ def _turns(row: dict[str, Any]) -> list[tuple[str, bool]]:
             is_image = part["type"] == "image"
             pieces.append((MARKER if is_image else part["text"], is_learned))
         pieces.append(("\n", False))
-    return pieces
-
-
-def _pieces(collator: ConversationCollator, row: dict[str, Any]) -> list[tuple[str, bool]]:
-    """The text of a row in pieces that are learned or not, by the ids and labels of training."""
-    batch, processor, pieces = collator([row]), collator.processor, []
-    image, decode = processor.image_token_id, processor.tokenizer.decode
-    tokens = zip(batch["input_ids"][0].tolist(), (batch["labels"][0] >= 0).tolist(), strict=True)
-    for (is_image, learned), group in groupby(tokens, lambda token: (token[0] == image, token[1])):
-        ids = [token for token, _ in group]
-        text = f"{processor.image_token} x {len(ids)}" if is_image else decode(ids)
-        pieces.append((text, learned))
     return pieces

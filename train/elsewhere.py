@@ -95,7 +95,8 @@ def _elsewhere() -> dict[str, tuple[tuple[str, ...], str]]:
     table["dataset_dir"] = (("dataset_name",), "it takes a path")
     for name in ("sdp_attention", "xformers_attention", "eager_attention"):
         table[name] = (("attn_implementation",), "sdpa, eager or flash_attention_2")
-    table["plot_loss"] = ((), "every run draws `loss.png` in its output_dir")
+    drawn = "a run draws `loss.png` in its output_dir, from three logged steps on"
+    table["plot_loss"] = ((), drawn)
     table["model_type"] = ((), "a checkpoint says what it is")
     table["overwrite_cache"] = ((), "what is kept of data is found by its content")
     table["overwrite_output_dir"] = (

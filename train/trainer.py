@@ -68,6 +68,7 @@ from .keeping.record import (
     training_record,
 )
 from .keeping.same_run import check_resumed
+from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory, largest_batch
 from .modules import model as parts
 from .modules.load import load_model, settle_float16
@@ -206,6 +207,7 @@ class NormAlignTrainer(SFTTrainer):
         self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
         # While rows are evaluated: the sum of their losses, their number, and that of skipped ones.
         self._evaluated: Tensor | None = None
+        self._shows_batch = False  # of the run that begins
         # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
         for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
         if not isinstance(collator, ConversationCollator):  # another checks its rows itself
@@ -419,6 +421,7 @@ class NormAlignTrainer(SFTTrainer):
         if self.args.should_save:
             check_disk(self.args.output_dir, self.facts["disk"]["total"])
         self._best = None
+        self._shows_batch = self.args.show_first_batch
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
             if not is_resumed(resume_from_checkpoint):
@@ -454,6 +457,9 @@ class NormAlignTrainer(SFTTrainer):
 
     def training_step(self, model, inputs, *args, **kwargs):
         """The Trainer's, whose errors say how large the pass was."""
+        if self._shows_batch and {"input_ids", "labels"} <= inputs.keys():
+            self._shows_batch = False
+            self._show_batch(inputs)
         try:
             return super().training_step(model, inputs, *args, **kwargs)
         except RuntimeError as error:
@@ -461,6 +467,13 @@ class NormAlignTrainer(SFTTrainer):
                 rows, tokens = inputs["input_ids"].shape
                 error.add_note(f"a forward and backward pass of {rows:,} x {tokens:,} tokens")
             raise
+
+    def _show_batch(self, batch: dict[str, Any]) -> None:
+        """Prints the rows of a batch, of the first process."""
+        if self.is_world_process_zero():
+            console = Console()
+            examples = batch_examples(batch, self.processing_class)
+            console.print(marked(examples, console.is_terminal), soft_wrap=True)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """TRL's loss, with frozen modules in evaluation mode."""
@@ -726,7 +739,7 @@ class NormAlignTrainer(SFTTrainer):
 
 
 OURS = {"_check_precision", "_describe", "_set_up_model", "_take_train_rows"}
-OURS |= {"_unquantized_model", "_count_evaluated", "_forget_skipped_rows"}
+OURS |= {"_unquantized_model", "_count_evaluated", "_forget_skipped_rows", "_show_batch"}
 """Private methods that override none."""
 
 # A method of ours that overrides none of theirs any more would be passed over without a word.

@@ -3,6 +3,7 @@
 
 import inspect
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -731,3 +732,32 @@ def test_seconds_of_a_resumed_run_include_those_before(tmp_path, checkpoint):
         assert 5000.0 < in_checkpoint["seconds"] <= written
         if isinstance(resume, str):
             shutil.rmtree(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_the_first_batch_of_a_run_is_shown_on_request(checkpoint, tmp_path, capsys, padding_free):
+    rows = training.rows(4)
+    options = {"padding_free": padding_free, "train_sampling_strategy": "sequential"}
+    trainer = training.trainer(tmp_path, checkpoint, rows, show_first_batch=True, **options)
+    trainer.train()
+    shown = capsys.readouterr().out
+    processor = trainer.processing_class
+    decode = processor.tokenizer.decode
+    for number in range(2):
+        _, text = shown.split(f"Row {number + 1} of the first batch:\n\n")
+        text = text.partition("\n\nRow")[0]
+        (ids,) = ConversationCollator(processor)([rows[number]])["input_ids"].tolist()
+        patches = ids.count(processor.image_token_id)
+        assert f"{processor.image_token} x {patches}" in text
+        words = decode([token for token in ids if token != processor.image_token_id])
+        plain = text.replace(f"{processor.image_token} x {patches}", "")
+        plain = plain.replace("[[", "").replace("]]", "")
+        assert plain.startswith(words)
+        answers = [turn["content"][0]["text"] for turn in rows[number]["messages"][1::2]]
+        learned = re.findall(r"\[\[(.*?)\]\]", text, re.S)
+        assert len(learned) == len(answers)
+        for answer, part in zip(answers, learned, strict=True):
+            assert part.startswith(answer)
+    assert "Row 3" not in shown  # the second step's rows are not shown
+    training.trainer(tmp_path / "quiet", checkpoint, rows, **options).train()
+    assert "of the first batch" not in capsys.readouterr().out

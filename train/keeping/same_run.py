@@ -30,7 +30,7 @@ FREE = frozenset(
         *("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
         *("batch_eval_metrics", "eval_dataset_name", "dataset_test_split"),
         *("early_stopping_patience", "early_stopping_threshold"),
-        *("sample_count", "sample_max_new_tokens"),
+        *("sample_count", "sample_max_new_tokens", "show_first_batch"),
         # What is saved, and published.
         *("save_strategy", "save_steps", "save_total_limit", "save_only_model"),
         *("save_on_each_node", "enable_jit_checkpoint", "push_to_hub", "hub_token"),
