@@ -37,7 +37,7 @@ def marked(examples: Sequence[Example], terminal: bool = False) -> Text:
 
 def pieces(ids: Tensor, labels: Tensor, processor: LlavaProcessor) -> list[tuple[str, bool]]:
     """The text of a row in pieces that are learned or not, by its ids and labels, `(N,)` each."""
-    found = []
+    found = list[tuple[str, bool]]()
     tokens = zip(ids.tolist(), (labels >= 0).tolist(), strict=True)
     image = processor.image_token_id
     for (is_image, learned), group in groupby(tokens, lambda token: (token[0] == image, token[1])):
@@ -51,7 +51,7 @@ def pieces(ids: Tensor, labels: Tensor, processor: LlavaProcessor) -> list[tuple
 
 def batch_examples(batch: Mapping[str, Any], processor: LlavaProcessor) -> list[Example]:
     """The rows of a batch of training, without padding; with `padding_free`, each by itself."""
-    examples = []
+    examples = list[Example]()
     for row, ids in enumerate(batch["input_ids"]):
         labels = batch["labels"][row]
         if "attention_mask" in batch:
