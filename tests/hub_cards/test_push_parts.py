@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import pytest
+from adapters import make_adapter
 from httpx import Request, Response
 from huggingface_hub import CommitInfo, HfApi, errors
 
@@ -161,6 +162,17 @@ def test_an_adapter_has_no_space_and_a_folder_that_is_written_to_is_not_publishe
         publish(saved, "ann/m", as_adapter=True, space=True)
     with pytest.raises(ValueError, match="absent"):
         publish(tmp_path / "absent", "ann/m")
+
+
+def test_how_an_adapter_s_base_was_quantized_may_be_said_where_it_is_published(tmp_path, folder):
+    saved = tmp_path / "adapter"
+    make_adapter(folder, saved)
+    (saved / "training.json").unlink()  # which TRL alone does not write
+    planned = dict(dry_run=True, check_loading=False, replace_card=True, notify=list)
+    with pytest.raises(ValueError, match="not known. Give --base-quantization"):
+        publish(saved, "ann/m", **planned)
+    publication = publish(saved, "ann/m", base_quantization="none", **planned)
+    assert any(name.startswith("model") for name in publication.source.files)
 
 
 def response(status, headers):
