@@ -136,6 +136,10 @@ CASES = {
             "arguments": ["r.yaml", "--seed", "3", "--model_name_or_path", "m"],
         },
     ),
+    "train --accelerate_config a.yaml --model_name_or_path m": (  # as many as the file says
+        "train.command.launch",
+        {"config": "a.yaml", "processes": None, "arguments": ["--model_name_or_path", "m"]},
+    ),
 }
 """By command: the function of the package, and what it is to be called with."""
 REQUIRED = {"publish": "--repo-id user/m", "build": "--vision v --language l --output o"}

@@ -13,6 +13,7 @@ from adapters import LINEARS, load, logits, make_adapter
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from stored import assert_merged, store, weights
+from torch import nn
 from transformers import (
     BitsAndBytesConfig,
     GPT2Config,
@@ -26,6 +27,7 @@ from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.assembly.merged_tensors import (
+    MergedLayer,
     MergedTensors,
     check_settings,
     relative_change,
@@ -358,6 +360,29 @@ def test_the_difference_counts_tokens_that_were_trained(bases, tmp_path):
     rounding = (got - expected).abs().max().item()
     assert rounding / expected.abs().max().item() <= report.difference
     assert report.difference <= rounding / expected[tokens].abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(target_modules=[], target_parameters=["experts.weight"]),
+        dict(target_modules=["other"], modules_to_save=["experts"]),
+    ],
+    ids=["experts", "saved whole"],
+)
+def test_the_difference_of_what_takes_several_inputs_or_is_whole_is_its_tensors_own(how):
+    torch.manual_seed(0)
+    experts = nn.Module()
+    experts.weight = nn.Parameter(torch.randn(3, 4, 8))
+    model = nn.ModuleDict({"experts": experts, "other": nn.Linear(2, 2)})
+    config = LoraConfig(**how, init_lora_weights=False)
+    wrapper = PeftModel(model, config).base_model.model["experts"]
+    layer = MergedLayer("experts", wrapper, {"experts.weight": experts.weight}.__getitem__)
+    merged = layer.values["weight"].clone()
+    assert layer.error < 1e-6
+    written = {"weight": merged.bfloat16()}
+    expected = (written["weight"].float() - merged).abs().max() / merged.abs().max()
+    assert 1e-4 < layer.difference(written) == pytest.approx(expected.item(), rel=1e-2)
 
 
 @pytest.mark.parametrize("left, is_refused", [(1e-2, False), (1e-5, True)])

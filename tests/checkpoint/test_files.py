@@ -491,7 +491,7 @@ def test_files_of_a_moving_repository_are_of_one_commit(hub, prepared, trained, 
     words = command.format(folder=trained, new=tmp_path / "new").split()
     done = prepared.run(["-m", "normalign_llava", *words])
     assert done.returncode == 0, done.stderr
-    read = re.findall(r"bea/(\w+)/resolve/(\w+)/", "\n".join(hub.requests))
+    read = re.findall(r"bea/(\w+)/(?:resolve|tree)/(\w+)", "\n".join(hub.requests))
     assert {name for name, _ in read} == COMMANDS[command] and "main" not in dict(read).values()
     assert len(set(read)) == len(COMMANDS[command]), set(read)
 

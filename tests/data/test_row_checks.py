@@ -8,7 +8,7 @@ import train_data
 from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import AddedToken
-from train_data import inside, llava
+from train_data import assistant, inside, llava, user
 
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.checks import (
@@ -158,11 +158,12 @@ def test_facts_of_parsed_rows(tmp_path):
         {**llava("Q", "half \ud83d"), "image": "a\ud83d.png"},
         "no row",
         {"caption\ud83d": 1},
+        {"messages": [user([{"type": "image", "image": "a.png"}]), assistant("A")], "img": "b.png"},
     ]
     stored = [("data.json", 10 + number, raw) for number, raw in enumerate(rows)]
     parsed = parse_rows(stored, ImageRules(str(tmp_path)), None)
-    assert [row["row"] for row in parsed] == [*range(10, 16)]
-    read, shown, unread, broken, other, odd = parsed
+    assert [row["row"] for row in parsed] == [*range(10, 17)]
+    read, shown, unread, broken, other, odd, in_turn = parsed
     assert "columns: caption?; known are" in odd["reason"]
     assert (read["unread"], read["left_out"]) == ("column img", ["id", "more"])
     assert (read["image_count"], read["paths"], read["file"], read["length"]) == (0, [], None, 0)
@@ -174,6 +175,7 @@ def test_facts_of_parsed_rows(tmp_path):
     )
     assert "a?.png" in broken["reason"] + broken["file"]
     assert other["reason"].startswith("a row must be a mapping") and other["form"] == ""
+    assert (in_turn["unread"], in_turn["left_out"], in_turn["image_count"]) == (None, ["img"], 1)
 
 
 def test_a_row_is_too_long_above_the_limit():
