@@ -2,6 +2,7 @@
 
 import os
 import socket
+import statistics
 
 import pytest
 import tiny
@@ -151,11 +152,15 @@ def test_four_bits_of_a_language_model_leave_its_head_alone(processor):
 
 
 def test_what_is_free_is_at_most_what_the_machine_has_and_falls_with_what_is_taken():
-    before = free_memory()
-    taken = torch.ones(2**28)  # 1 GiB
-    after = free_memory()
-    assert before <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 2**29 < before - after < 2**31 and taken[-1] == 1
+    fallen = []
+    for _ in range(6):  # others on this machine take and free memory at the same time
+        before = free_memory()
+        taken = torch.ones(2**28)  # 1 GiB
+        fallen.append(before - free_memory())
+        assert before <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        assert taken[-1] == 1
+        del taken
+    assert 2**29 < statistics.median(fallen) < 2**31
 
 
 def containers(folder, monkeypatch, membership: str, **limits: str) -> None:
