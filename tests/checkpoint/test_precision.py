@@ -2,7 +2,6 @@
 
 import os
 import socket
-import statistics
 
 import pytest
 import tiny
@@ -160,7 +159,7 @@ def test_what_is_free_is_at_most_what_the_machine_has_and_falls_with_what_is_tak
         assert before <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         assert taken[-1] == 1
         del taken
-    assert 2**29 < statistics.median(fallen) < 2**31
+    assert max(fallen) > 2**29
 
 
 def containers(folder, monkeypatch, membership: str, **limits: str) -> None:
