@@ -198,6 +198,8 @@ def test_files_are_looked_for_of_the_rows_whose_images_are_not_opened(load, tmp_
         (path.parent / f"{number}.jpg").unlink()
     (report,) = load(path, bad_rows="skip").report.sources
     assert [row.row for row in report.dropped] == others[::2]
+    with pytest.raises(ValueError, match=f"row {others[1]}: .* truncated"):
+        load(path)  # of which all are opened, since none may be bad
 
 
 def test_a_share_of_a_stream_is_of_its_first_rows_and_of_all(load, tmp_path):
