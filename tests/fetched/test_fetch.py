@@ -17,6 +17,7 @@ from functools import partial
 
 import pytest
 
+from normalign_llava.fetched import fetch as fetch_module
 from normalign_llava.fetched.fetch import (
     FLUENT_EMOJI,
     GOOGLE_EMOJI,
@@ -95,6 +96,7 @@ def test_fetches_once_through_the_users_index_and_unpacks_the_wanted(part, regis
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     assert fetch(part) == archive
     folder = unpack(part)
+    assert folder.name == "tiny_part-1.0-py3-none-any"
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     assert names == ["tiny_part/weights.bin"] and unpack(part) == folder
 
@@ -222,3 +224,16 @@ def test_a_folder_is_made_once_and_never_unfinished(tmp_path):
     for _ in range(2):
         assert made_once(tmp_path / "sub" / "made", write) == tmp_path / "sub" / "made"
     assert len(calls) == 2 and (tmp_path / "sub" / "made" / "a").read_text() == "x"
+
+
+def test_a_folder_that_another_process_made_meanwhile_is_not_made_again(tmp_path, monkeypatch):
+    locked = fetch_module._locked
+
+    def waited(target):
+        target.mkdir()  # as the process did that had the lock
+        return locked(target)
+
+    monkeypatch.setattr(fetch_module, "_locked", waited)
+    calls = []
+    assert made_once(tmp_path / "made", calls.append) == tmp_path / "made"
+    assert calls == []

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from adapters import make_adapter
@@ -10,8 +12,13 @@ from huggingface_hub import CommitInfo, HfApi, errors
 
 from normalign_llava.diagnose.report import SCHEMA_VERSION
 from normalign_llava.hub_cards.card.facts import Part
+from normalign_llava.hub_cards.push import clean_process
 from normalign_llava.hub_cards.push.checks import pinned_base, recorded_base
-from normalign_llava.hub_cards.push.clean_process import first_logits
+from normalign_llava.hub_cards.push.clean_process import (
+    ask_clean_process,
+    difference,
+    first_logits,
+)
 from normalign_llava.hub_cards.push.publish import Publication, publish, summary
 from normalign_llava.hub_cards.push.record import (
     additions,
@@ -268,3 +275,74 @@ def test_logits_that_are_not_finite_are_no_answer(folder):
     model.lm_head.weight.data[unasked, 0] = float("inf")
     with pytest.raises(ValueError, match="NaN or infinite"):
         first_logits(model, processor)
+
+
+PYTHON = sys.executable
+
+
+def stand_in(folder, monkeypatch, script: str) -> None:
+    """A script in place of Python, which the clean process would be."""
+    (folder / "python").write_text(f"#!{PYTHON}\n{script}")
+    (folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+
+
+TELLS = """
+import json, os, sys
+request = json.load(sys.stdin)
+print("loading")
+print(json.dumps([request, sys.argv[1:], os.getcwd(), os.listdir(), dict(os.environ)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "asked", "is_offline"),
+    [
+        ("own", {}, ["{}/own", None, None, None], True),
+        ("lab/m", {"revision": "0c"}, ["lab/m", "0c", None, None], False),
+        ("own", {"base": "../b"}, ["{}/own", None, "../b", None], True),
+        ("own", {"base": "lab/b", "base_revision": "1d"}, ["{}/own", None, "lab/b", "1d"], False),
+        ("lab/m", {"revision": "0c", "token": "secret"}, ["lab/m", "0c", None, None], False),
+    ],
+)
+def test_a_clean_process_is_given_the_request_and_no_setting_of_the_cache(
+    tmp_path, monkeypatch, source, options, asked, is_offline
+):
+    stand_in(tmp_path, monkeypatch, TELLS)
+    monkeypatch.chdir(tmp_path)
+    removed = ["HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_CACHE"]
+    removed += ["HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "TRANSFORMERS_OFFLINE"]
+    for name in removed:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_ENDPOINT", "http://host")
+    monkeypatch.setenv("MY_TOKEN", "mine")
+    request, words, place, files, environment = ask_clean_process(source, **options)
+    assert request == [part and part.format(tmp_path) for part in asked]
+    assert words == ["-P", clean_process.__file__]
+    assert files == [] and not Path(place).exists()  # a folder of its own, removed afterwards
+    given = {name: environment.get(name) for name in removed}
+    expected = dict.fromkeys(removed)
+    expected["HF_TOKEN"] = options.get("token")
+    expected["HF_HUB_OFFLINE"] = "1" if is_offline else None
+    assert given == expected
+    implicit = environment.get("HF_HUB_DISABLE_IMPLICIT_TOKEN")
+    assert implicit == (None if "token" in options else "1")
+    assert environment["HF_HOME"] == f"{place}/home"
+    assert (environment["HF_ENDPOINT"], environment["MY_TOKEN"]) == ("http://host", "mine")
+
+
+def test_what_a_clean_process_said_last_is_in_the_error(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, "import sys; sys.exit(3)")
+    with pytest.raises(ValueError, match="own does not work .*\nIt ended with status 3"):
+        ask_clean_process("own")
+    said = "import sys; sys.stderr.write('first' + 'x' * 1993 + 'last\\n'); sys.exit(1)"
+    stand_in(tmp_path, monkeypatch, said)
+    with pytest.raises(ValueError, match="\nstx{1993}last$"):
+        ask_clean_process("own")
+
+
+def test_logits_differ_by_a_share_of_the_largest():
+    before = [-2000.0, 1.0]
+    assert difference(before, [-2000.0, 1.019]) is None
+    assert difference(before, [-2000.0, 0.979]) is not None
+    assert difference([0.0, 0.5], [1e-4, 0.5]) is not None
