@@ -3,13 +3,18 @@
 import hashlib
 import json
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import stored
+import torch
 from adapters import make_adapter
 from httpx import Request, Response
 from huggingface_hub import CommitInfo, HfApi, errors
+from transformers import AutoProcessor
 
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.diagnose.report import SCHEMA_VERSION
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.push import clean_process
@@ -346,3 +351,51 @@ def test_logits_differ_by_a_share_of_the_largest():
     assert difference(before, [-2000.0, 1.019]) is None
     assert difference(before, [-2000.0, 0.979]) is not None
     assert difference([0.0, 0.5], [1e-4, 0.5]) is not None
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """What `main` prints for a request, in this process."""
+
+    def asked(*request):
+        monkeypatch.setitem(sys.modules, "normalign_llava", sys.modules["normalign_llava"])
+        monkeypatch.setattr(sys, "stdin", StringIO(json.dumps(request)))
+        said = StringIO()
+        monkeypatch.setattr(sys, "stdout", said)
+        cache = str(tmp_path / "modules")
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+        try:
+            clean_process.main()
+        finally:
+            monkeypatch.undo()
+        return json.loads(said.getvalue())
+
+    return asked
+
+
+def test_a_folder_is_asked_with_its_own_code(folder, asked):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        here = first_logits(model, AutoProcessor.from_pretrained(folder))
+    assert asked(str(folder), None, None, None) == pytest.approx(here, abs=1e-6)
+    weights = stored.weights(folder)
+    name = "model.multi_modal_projector.norm.weight"
+    del weights[name]
+    stored.store(folder, weights)
+    with pytest.raises(ValueError, match=f"tensors missing, .*{name}"):
+        asked(str(folder), None, None, None)
+
+
+def test_an_adapter_is_asked_on_its_base_with_its_own_processor_if_it_has_one(
+    folder, tmp_path, asked
+):
+    adapter = tmp_path / "adapter"
+    trained = make_adapter(folder, adapter)
+    processor = AutoProcessor.from_pretrained(folder)
+    for own in (False, True):
+        if own:
+            processor.chat_template = "!" + processor.chat_template
+            processor.save_pretrained(adapter)
+        with torch.inference_mode():
+            here = first_logits(trained, processor)
+        assert asked(str(adapter), None, str(folder), None) == pytest.approx(here, abs=1e-6)
