@@ -180,6 +180,21 @@ READ = {
         {"image": "a.png", "text": "A", "label": 3}, ["{}" + PROMPT, "[[A]]"], ["label"]),
     "a first turn without parts": (
         {"messages": [user([]), user("Q"), assistant("A")]}, ["Q", "[[A]]"], []),
+    "a last user turn without parts": (
+        {"messages": [user("Q"), user([]), assistant("A")]}, ["Q", "[[A]]"], []),
+    "an empty list of images beside an image of a turn": (
+        {"messages": [user("Q") | {"images": [], "image": "a.png"}, assistant("A")]},
+        ["{}Q", "[[A]]"], []),
+    "a system text of a turn with a role": (
+        {"messages": [user("Q") | {"system": "S"}, assistant("A")]},
+        ["Q", "[[A]]"], ["messages.system"]),
+    "the number of a text": (
+        {"messages": [user([TEXT | {"index": 0}]), assistant("A")]}, ["Q", "[[A]]"], []),
+    "numbers in place of texts": (
+        {"question": 5, "hint": 6, "input": 7, "choices": ["x", "y"], "answer": "x"},
+        ["6\n5\n7\nA. x\nB. y", "[[x]]"], []),
+    "a digit that is no number": (
+        {"question": "Q", "choices": ["x", "y"], "answer": "²"}, ["Q\nA. x\nB. y", "[[²]]"], []),
     "what models are called": (
         {"conversations": [turn for name in ("gpt", "assistant", "model", "bot", "chatgpt")
                            for turn in ({"from": "human", "value": "Q"},
@@ -234,6 +249,8 @@ REFUSED = [
     ({"question": "Q", "choices": ["1", "0"], "answer": "1"}, "another's letter or number"),
     ({"question": "Q", "choices": ["b", "a"], "answer": "b"}, "another's letter or number$"),
     ({"question": "Q", "choices": ["x"], "answer": "x"}, "must be 2 to 26 different texts"),
+    ({"question": "Q", "choices": ["a.PNG", "b.JPG"], "answer": "a.PNG"}, "texts, and no images"),
+    ({"messages": [{"role": "system", "content": "S"}, QA[1]]}, "turn 1 is the assistant's"),
     ({"question": "Q", "choices": ["x", " "], "answer": "x"}, "must be 2 to 26 different texts"),
     ({"question": "Q", "choices": {"A": "x", "C": "y"}, "answer": "A"}, "2 to 26 different texts"),
     ({"question": "Q", "choices": list("abcdefghijklmnopqrstuvwxyz1"), "answer": "1"}, "2 to 26"),
@@ -244,6 +261,7 @@ REFUSED = [
     (llava("<audio>\nQ", "A"), "it has <audio> in a text"),
     ({"messages": QA, "audio": "a.wav"}, "it has audio, and only images are read"),
     ({"messages": [QA[0], {"content": "A"}]}, "turn 1 of messages needs role and content, got"),
+    ({"messages": [QA[0], assistant([{"type": "text", "text": None}])]}, "neither a text nor an"),
     ({"messages": [user(3.5j), QA[1]]}, "turn 0 must have text or a list of parts, got 3.5j"),
     (
         {"image": "a.png", "messages": [user([{"type": "image", "index": 0}] * 2), QA[1]]},
