@@ -249,3 +249,13 @@ def test_one_process_of_several_warns_and_records(monkeypatch, tmp_path, caplog)
         assert file.path.exists() == written
         warn_once(f"of process {rank}")
         assert (f"of process {rank}" in caplog.text) == written
+
+
+def test_tokens_that_a_processor_reads_in_texts_make_bad_rows():
+    processor = train_data.processor()
+    processor.image_token = "<pic>"
+    rows = [llava("Is <pic> red?", "A"), llava("Q", "A<|im_end|>")]
+    stored = [("data.json", number, raw) for number, raw in enumerate(rows)]
+    shown, ended = parse_rows(stored, ImageRules(), processor)
+    assert "turn 0, the user's, has <pic> where no image is" in shown["reason"]
+    assert "turn 1, the assistant's, has <|im_end|>, a control token" in ended["reason"]

@@ -195,6 +195,11 @@ READ = {
         ["6\n5\n7\nA. x\nB. y", "[[x]]"], []),
     "a digit that is no number": (
         {"question": "Q", "choices": ["x", "y"], "answer": "²"}, ["Q\nA. x\nB. y", "[[²]]"], []),
+    "several images of a turn and of a row": (
+        {"images": ["a.png"], "messages": [
+            user([{"type": "image"}, TEXT]), assistant("A"), user("R") | {"images": ["b.png"] * 2},
+            assistant("B")]},
+        ["{}Q", "[[A]]", "{}{}R", "[[B]]"], []),
     "what models are called": (
         {"conversations": [turn for name in ("gpt", "assistant", "model", "bot", "chatgpt")
                            for turn in ({"from": "human", "value": "Q"},
@@ -222,10 +227,17 @@ READ = {
 }  # fmt: skip
 
 
+def in_tuples(value):
+    """The value with tuples for lists, as a generator may give them."""
+    if isinstance(value, dict):
+        return {key: in_tuples(element) for key, element in value.items()}
+    return tuple(map(in_tuples, value)) if isinstance(value, list) else value
+
+
 @pytest.mark.parametrize("name", READ)
 def test_a_row_is_read_as(name):
     raw, turns, left_out = READ[name]
-    assert said(raw) == turns
+    assert said(raw) == said(in_tuples(raw)) == turns
     assert parse_row(raw, RULES)["left_out"] == left_out
 
 
@@ -367,6 +379,7 @@ LOOKS = {
 def test_a_name_tells_what_a_column_looks_like(what):
     assert {name: looks_like(name) for name in LOOKS[what]} == dict.fromkeys(LOOKS[what], what)
     assert looks_like("messages. img ") == "an image"
+    assert looks_like(" Query ") == "a question"
 
 
 def test_what_looks_like_an_image_in_a_row_without_any():
@@ -405,6 +418,7 @@ def test_what_looks_like_an_image_in_a_row_without_any():
         ({"said": [QA[1]], "dialog": QA}, "messages=dialog"),
         ({"preferred_output": QA, "non_preferred_output": QA}, "messages=preferred_output"),
         ({"history": QA, "turns": QA}, "messages=turns"),
+        ({"dialog": {"role": ["user", "assistant"], "content": ["Q", "A"]}}, "messages=dialog"),
         ({"query": "Q", "score": 3}, None),
         ({"image": "", "img": "b.png", "query": "Q", "label": "A"},
             "image=img,question=query,answer=label"),
