@@ -8,7 +8,7 @@ from train_data import answers, llava, read, write_json
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.images import ImageRules
-from normalign_llava.data.sources import mixtures, streams
+from normalign_llava.data.sources import mixtures, source, streams
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.files import warn_once
 from normalign_llava.data.sources.mixtures import ShortRows, prepare_rows
@@ -154,8 +154,8 @@ def test_files_are_read_by_as_many_processes_as_check_rows(processor, tmp_path, 
 
         return opening
 
-    for name in ("open_source", "open_held_out"):
-        monkeypatch.setattr(mixtures, name, noted(getattr(mixtures, name)))
+    for module in (mixtures, source):  # training data and held-out data
+        monkeypatch.setattr(module, "open_source", noted(module.open_source))
     path = write_json(tmp_path / "data", [llava("Q", "A")])
     read(path, processor, with_eval=True, eval_dataset_name=str(path), processes=1)
     assert asked == [1, 1]

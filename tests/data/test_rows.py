@@ -273,7 +273,15 @@ def spaced_tokenizer(legacy: bool):
     tokenizer = chat_families.llama_tokenizer(legacy)
     tokenizer.add_tokens(AddedToken("<cut>", special=True, rstrip=True), special_tokens=True)
     tokenizer.add_tokens(AddedToken("<eat>", special=True, lstrip=True), special_tokens=True)
+    tokenizer.add_tokens(AddedToken("<norm>", special=True, normalized=True), special_tokens=True)
     return tokenizer
+
+
+def plain_tokenizer():
+    """One without special tokens, which knows "the"."""
+    vocabulary = {token: number for number, token in enumerate([*" thea1|<", "th", "the"])}
+    merges = [("t", "h"), ("th", "e")]
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocabulary, merges)))
 
 
 @pytest.mark.parametrize(
@@ -283,6 +291,7 @@ def spaced_tokenizer(legacy: bool):
         chat_families.byte_tokenizer,
         lambda: spaced_tokenizer(legacy=False),
         lambda: spaced_tokenizer(legacy=True),
+        plain_tokenizer,
     ],
 )
 def test_tokens_of_pieces_are_those_of_the_whole_text(tokenizer):
