@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from PIL import Image
 from train_data import deep_png, gigantic_png, image_bytes
 
-from normalign_llava.data.rows import checks
+from normalign_llava.data.rows import checks, images as rows_images
 from normalign_llava.data.rows.checks import file_problems
 from normalign_llava.data.rows.images import (
     FORMATS,
@@ -308,3 +308,12 @@ def test_the_first_image_that_is_bad_is_named(tmp_path):
     assert image_problem([inside, images[1]], rules)[0] is None  # and its reason says so
     assert image_problem([inside], rules, decode=False) is None
     assert image_problem(images[:1], rules) is None
+
+
+def test_an_error_of_a_decoder_without_words_is_named_by_its_kind(monkeypatch):
+    def ends(opened):
+        raise EOFError
+
+    monkeypatch.setattr(rows_images, "_upright_rgb", ends)
+    with pytest.raises(ValueError, match="an image inside the data: EOFError$"):
+        decode_image({"path": None, "bytes": image_bytes()})

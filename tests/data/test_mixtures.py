@@ -372,6 +372,8 @@ def test_held_out_rows_are_of_the_same_configuration(load, tmp_path):
     (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
     data = load(tmp_path / "data", dataset_config="other", with_eval=True)
     assert answers(data.train) == ["other train"] and answers(data.eval) == ["other test"]
+    named = load(f"{tmp_path / 'data'}:other:train", with_eval=True)
+    assert answers(named.train) == ["other train"] and answers(named.eval) == ["other test"]
 
 
 def test_a_home_folder_is_found_wherever_a_path_is_given(load, tmp_path, monkeypatch):
