@@ -4,6 +4,7 @@ import json
 import os
 import zipfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -12,6 +13,7 @@ from test_shards import shard
 from train_data import arguments, image_bytes, images, llava, write_parquet
 
 from normalign_llava.data.rows.images import ImageRules
+from normalign_llava.data.sources import files as source_files, source as source_module
 from normalign_llava.data.sources.arguments import DataArguments, DataSource, check_choices
 from normalign_llava.data.sources.files import files_of_folder, images_of_folder, loaded, open_files
 from normalign_llava.data.sources.filters import Filter, parse_filters
@@ -488,3 +490,19 @@ def test_a_folder_that_is_named_as_a_data_set_of_the_hub_is_the_folder(tmp_path,
     opened = open_source(DataSource("my/data"), False)
     assert [raw["answer"] for _, _, raw in opened] == ["A"]
     assert opened.rules == ImageRules("my/data") and opened.dataset is None
+
+
+def test_rows_that_other_code_has_read_are_read_anew(tmp_path, monkeypatch):
+    (tmp_path / "rows.json").write_text('[{"question": "Q", "answer": "A"}]')
+    shard(tmp_path / "rows.tar", {"0.json": {"question": "Q", "answer": "A"}})
+
+    def cached(name):
+        return open_source(DataSource(str(tmp_path / name)), False).data.cache_files
+
+    for module, name in ((source_files, "rows.json"), (source_module, "rows.tar")):
+        before = cached(name)
+        assert cached(name) == before
+        copy = tmp_path / f"{name}.py"
+        copy.write_text(Path(module.__file__).read_text() + "# changed\n")
+        monkeypatch.setattr(module, "__file__", str(copy))
+        assert cached(name) != before
