@@ -323,5 +323,6 @@ def test_a_row_that_is_bad_and_too_long_is_a_bad_one(processor, tmp_path):
     (report,) = read(path, processor, bad_rows="skip", max_length=60).report.sources
     assert (report.bad, report.too_long) == (1, 1)
     assert [(row.row, row.tokens is None) for row in report.dropped] == [(1, True), (2, False)]
+    assert report.forms == {"conversations": 1} and report.left_out == {"id": 1}  # of valid rows
     with pytest.raises(ValueError, match="row 1: .*there is no such image"):
         read(path, processor, streamed=True, max_length=60)

@@ -169,6 +169,16 @@ def test_passages_follow_each_other():
     assert passages(3, 7) == expected
 
 
+def test_drawings_by_others_are_of_two_vendors_each_also_mirrored():
+    asked = emoji_by_others()
+    assert [question.answer for question in asked] == [*EMOJI] * 4
+    assert [question.is_mirrored for question in asked] == [False] * 24 + [True] * 24
+    images = [question.image for question in asked]
+    assert images[:24] == images[24:] and len({*images}) == 24
+    assert images[:12] == [question.image for question in emoji("test")]
+    assert all("twitter" in str(image) for image in images[12:24])
+
+
 def test_a_mirrored_question_is_shown_as_in_a_mirror(tmp_path):
     image = Image.new("RGB", (2, 1), "red")
     image.putpixel((1, 0), (0, 0, 255))

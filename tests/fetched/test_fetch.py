@@ -202,6 +202,8 @@ def test_what_a_client_said_is_in_the_error(package, tmp_path, monkeypatch):
     with pytest.raises(FetchError, match="npm could not fetch it and said:\n5\n6\n7\n8\n") as told:
         fetch(archive)
     assert archive.command in str(told.value) and archive.filename in str(told.value)
+    assert str(told.value).startswith("@own/part 1.0 is not available: ")
+    assert str(tmp_path / "cache" / "archives") in str(told.value)
     (tmp_path / "bin" / "npm").unlink()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     with pytest.raises(FetchError, match="there is no npm: install Node.js"):
