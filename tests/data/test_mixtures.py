@@ -124,6 +124,8 @@ def test_a_fixed_file_is_read_although_rows_are_cached(load, tmp_path):
     assert len(load(path).train) == 5
     write_json(tmp_path, mixed_rows()[:2])
     assert len(load(path).train) == 2
+    path.write_text(path.read_text().replace('"green"', '"brown"'))  # as many bytes
+    assert answers(load(path).train) == ["brown", "Hello!"]
 
 
 TRUNCATED = train_data.image_bytes("blue", (64, 64))[:70]
