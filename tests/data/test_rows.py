@@ -9,6 +9,7 @@ import tiny_parts
 from huggingface_hub import constants
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
+from tokenizers.normalizers import Prepend
 from train_data import assistant, llava, user
 from transformers import PreTrainedTokenizerFast
 
@@ -273,15 +274,22 @@ def spaced_tokenizer(legacy: bool):
     tokenizer = chat_families.llama_tokenizer(legacy)
     tokenizer.add_tokens(AddedToken("<cut>", special=True, rstrip=True), special_tokens=True)
     tokenizer.add_tokens(AddedToken("<eat>", special=True, lstrip=True), special_tokens=True)
-    tokenizer.add_tokens(AddedToken("<norm>", special=True, normalized=True), special_tokens=True)
     return tokenizer
 
 
 def plain_tokenizer():
     """One without special tokens, which knows "the"."""
-    vocabulary = {token: number for number, token in enumerate([*" thea1|<", "th", "the"])}
+    vocabulary = {token: number for number, token in enumerate([*" thea1|<_", "th", "the"])}
     merges = [("t", "h"), ("th", "e")]
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocabulary, merges)))
+
+
+def normalizing_tokenizer():
+    """One whose special token is looked for in the normalized text: at its beginning alone."""
+    tokenizer = plain_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = Prepend("_")
+    tokenizer.add_tokens(AddedToken("<a>", special=True, normalized=True), special_tokens=True)
+    return tokenizer
 
 
 @pytest.mark.parametrize(
@@ -292,6 +300,7 @@ def plain_tokenizer():
         lambda: spaced_tokenizer(legacy=False),
         lambda: spaced_tokenizer(legacy=True),
         plain_tokenizer,
+        normalizing_tokenizer,
     ],
 )
 def test_tokens_of_pieces_are_those_of_the_whole_text(tokenizer):
