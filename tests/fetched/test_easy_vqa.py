@@ -135,6 +135,8 @@ def test_a_share_of_the_rows_asks_for_the_names_of_two_emoji():
     rows = training_data(200, emoji_share=0.25, seed=3)
     assert rows[:20] == training_data(20, emoji_share=0.25, seed=3)[:]
     assert rows[:5]["messages"] != training_data(5, emoji_share=0.25, seed=4)["messages"]
+    images = training_data(100)["images"]  # 30 of them by default
+    assert abs(sum(len(shown) == 2 for shown in images) - 30) < 19  # four standard deviations
     counts = Counter()
     for messages, images in zip(rows["messages"], rows["images"], strict=True):
         texts = [message["content"][-1]["text"] for message in messages]
@@ -159,7 +161,13 @@ def test_held_out_are_the_first_questions_of_every_kind_and_all_emoji():
     for kind in ("shape", "colour", "yes/no"):
         of_kind = [question for question in test if question.kind == kind]
         assert of_kind[:3] == [question for question in asked if question.kind == kind]
-    assert asked[9:] == emoji("test") and asked != held_out(3, seed=2)
+    assert asked[9:] == emoji("test")
+    other = held_out(3, seed=2)
+    for first in (0, 3, 6):  # of each kind
+        assert asked[first : first + 3] != other[first : first + 3]
+    wordings = [question.text for question in test if question.kind == "yes/no"]
+    assert wordings[::2] == wordings[1::2]  # yes and no to each
+    assert len({*wordings[:40]}) > 10
 
 
 def test_passages_follow_each_other():

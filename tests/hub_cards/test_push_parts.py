@@ -320,7 +320,7 @@ def test_a_clean_process_is_given_the_request_and_no_setting_of_the_cache(
     for name in removed:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_ENDPOINT", "http://host")
-    monkeypatch.setenv("MY_TOKEN", "mine")
+    monkeypatch.setenv("MY_HF_TOKEN", "mine")
     request, words, place, files, environment = ask_clean_process(source, **options)
     assert request == [part and part.format(tmp_path) for part in asked]
     assert words == ["-P", clean_process.__file__]
@@ -333,7 +333,7 @@ def test_a_clean_process_is_given_the_request_and_no_setting_of_the_cache(
     implicit = environment.get("HF_HUB_DISABLE_IMPLICIT_TOKEN")
     assert implicit == (None if "token" in options else "1")
     assert environment["HF_HOME"] == f"{place}/home"
-    assert (environment["HF_ENDPOINT"], environment["MY_TOKEN"]) == ("http://host", "mine")
+    assert (environment["HF_ENDPOINT"], environment["MY_HF_TOKEN"]) == ("http://host", "mine")
 
 
 def test_what_a_clean_process_said_last_is_in_the_error(tmp_path, monkeypatch):

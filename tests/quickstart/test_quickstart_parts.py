@@ -2,12 +2,14 @@
 
 import json
 import shlex
+import shutil
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+import stored
 import torch
 from datasets import Dataset, load_from_disk
 from matplotlib.figure import Figure
@@ -384,6 +386,12 @@ def test_a_reloaded_model_answers_what_it_finds_likeliest(checkpoint, tmp_path, 
     for file in files:
         Image.new("RGB", (20, 20), file.stem).save(file)
     asked = [Question("shape", f"what is {file.stem}?", "A", file, None) for file in files]
+    checkpoint = shutil.copytree(checkpoint, tmp_path / "model")
+    weights = stored.weights(checkpoint)
+    for name in weights:  # otherwise it would answer with line breaks
+        is_matrix = "language_model.layers" in name and weights[name].ndim == 2
+        weights[name] *= 10 if is_matrix else 1
+    stored.store(checkpoint, weights)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     processor = AutoProcessor.from_pretrained(checkpoint)
     with torch.inference_mode():
@@ -392,6 +400,7 @@ def test_a_reloaded_model_answers_what_it_finds_likeliest(checkpoint, tmp_path, 
     monkeypatch.setattr(quickstart_run, "ask_clean_process", elsewhere.__getitem__)
     answers, differs = quickstart_run.reload(checkpoint, asked)
     assert differs is None
+    lengths = []
     for each, answer in zip(asked, answers, strict=True):
         messages = [
             {"role": "system", "content": [{"type": "text", "text": SYSTEM}]},
@@ -409,5 +418,7 @@ def test_a_reloaded_model_answers_what_it_finds_likeliest(checkpoint, tmp_path, 
             for name, value in (("input_ids", likeliest), ("attention_mask", likeliest * 0 + 1)):
                 given[name] = torch.cat([given[name], value[None, None]], dim=1)
         assert answer == processor.tokenizer.decode(said, skip_special_tokens=True).strip()
+        lengths.append(len(said))
+    assert max(lengths) == 16 > min(lengths) > 0  # one is cut off, and the other ends by itself
     elsewhere[checkpoint] = [value + 1 for value in logits]
     assert "differ" in quickstart_run.reload(checkpoint, asked[:1])[1]
