@@ -121,6 +121,8 @@ def test_images_that_are_not_read_in_most_rows_are_an_error(caplog):
     assert "half of the rows: what looks like" in caplog.text
     listed = "column photo (2 rows), column img (1 row)"
     assert f"some are read: what looks like an image is not read: {listed}" in caplog.text
+    check_images_are_read("many columns", 9, 1, {f"column {letter}": 1 for letter in "abcdefg"})
+    assert "column e (1 row)" in caplog.text and "column f (1 row)" not in caplog.text
     with pytest.raises(ValueError, match="most: what looks like .* column img .2 rows., column b"):
         check_images_are_read("most", 4, 0, {"column b": 1, "column img": 2})
 

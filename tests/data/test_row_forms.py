@@ -193,6 +193,8 @@ READ = {
     "numbers in place of texts": (
         {"question": 5, "hint": 6, "input": 7, "choices": ["x", "y"], "answer": "x"},
         ["6\n5\n7\nA. x\nB. y", "[[x]]"], []),
+    "numbers as prompt and completion": (
+        {"prompt": 5, "completion": 7.0}, ["5", "[[7]]"], []),
     "a digit that is no number": (
         {"question": "Q", "choices": ["x", "y"], "answer": "²"}, ["Q\nA. x\nB. y", "[[²]]"], []),
     "several images of a turn and of a row": (
@@ -255,6 +257,10 @@ REFUSED = [
     ({"question": TURNS, "choices": ["x", "y"], "answer": "x"}, "its question is a list of turns"),
     ({"question": "Q", "choices": ["x", "y"], "answer_index": 2}, "answer_index must be .* got 2"),
     ({"question": "Q", "choices": ["x", "y"], "answer_index": -1}, "must be a choice's .* got -1"),
+    (
+        {"question": "Q", "choices": ["x", "y"], "answer_index": "²"},
+        "must be a choice's .* got '²'",
+    ),
     ({"question": "Q", "choices": ["x", "y"], "answer": 2}, "'2' is not just one of the choices"),
     ({"question": "Q", "choices": ["x", "y"], "answer": -1}, "'-1' is not just one of the choices"),
     ({"question": "Q", "choices": ["x", "y"], "answer": "C"}, "'C' is not just one of the choices"),
@@ -268,6 +274,7 @@ REFUSED = [
     ({"question": "Q", "choices": list("abcdefghijklmnopqrstuvwxyz1"), "answer": "1"}, "2 to 26"),
     ({"messages": [{"role": "system", "content": "S"}, QA[1], QA[1]]}, "the user first"),
     ({"messages": [QA[0]]}, "it has no assistant turn"),
+    ({"messages": ["Q", "A", "R"]}, "the last turn is the user's"),
     ({"messages": "[]", "system": "S"}, "it has no assistant turn"),
     ({"messages": [QA[1]]}, "turn 0 is the assistant's"),
     ({"texts": ["Q", "A"]}, "turn 0 of texts needs role and content, got 'Q'"),
@@ -532,7 +539,8 @@ def test_values_of_tables():
     assert not any(map(is_empty, (0, False, " ", b"x", [0], {"a": 0}, [None, "x"])))
     assert parsed('["a"]') == parsed("['a']") == parsed(" ['a'] ") == ["a"]
     assert parsed("{'a': None}") == {"a": None}
-    for text in ("a", "[a", "[" * 5000, "['a' b]", 3, None):
+    deep = ("[" * 5000, f"[{'-' * 9000}1]", f"[{'1+' * 20_000}1]")
+    for text in ("a", "[a", "['a' b]", 3, None, *deep):
         assert parsed(text) == text
     long = str(["a" * 2**16])  # in Python's form, which is slow to read
     assert parsed(long) == long and parsed(json.dumps(["a" * 2**16])) == ["a" * 2**16]
