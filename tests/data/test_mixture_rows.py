@@ -144,6 +144,13 @@ def test_a_row_that_is_dropped_of_data_in_memory_is_told(processor, caplog):
     assert "dropped" not in caplog.text
 
 
+def test_prepared_rows_of_any_length_are_kept_without_a_limit(processor):
+    rows = Dataset.from_list([{"question": "Q", "answer": "A" * 5000}])
+    prepared, _ = prepare_rows(rows, Checks(processor))
+    again, report = prepare_rows(prepared, Checks(processor))
+    assert len(again) == report.valid == 1 and report.dropped == []
+
+
 def test_files_are_read_by_as_many_processes_as_check_rows(processor, tmp_path, monkeypatch):
     asked = []
 

@@ -155,6 +155,9 @@ def test_of_a_wrong_answer_the_truth_is_told_below_and_a_long_one_is_shortened(
     (said,) = (text.get_text() for text in first.texts)
     assert said.startswith("It is a dog") and said.endswith(" ...") and len(said) <= 40
     assert [text.get_text() for text in second.texts] == ["dog", "truth: cat"]
+    draw_images([(asked[0], f"answer {number}") for number in range(5)], tmp_path / "b.png")
+    drawn = [(len(axes.images), len(axes.texts)) for axes in figures[1].axes]
+    assert drawn == [(1, 2)] * 5 + [(0, 0)] * 3
 
 
 def test_a_diagnosis_is_made_once_and_again_for_a_baseline(tmp_path, monkeypatch):
