@@ -373,6 +373,11 @@ def test_each_step_of_a_quickstart_goes_on_with_what_the_last_one_left(tmp_path,
     assert "reload, finished before" in said and "baseline, build, finished" not in said
     assert run()["baseline"] == expected  # which is there now
     assert not called("build_checkpoint") and not called("merge_adapter")
+    state = json.loads((tmp_path / "journal.json").read_text())
+    del state["settings"]["diagnosed"]  # as of a version without it
+    (tmp_path / "journal.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"other settings \(diagnosed\)"):
+        run()
 
 
 def test_a_process_that_answers_otherwise_is_in_the_results(tmp_path, steps, monkeypatch):
