@@ -850,50 +850,59 @@ THEIRS = {
 ALSO = {
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
-    "attn_implementation": "attn_impl xformers_attention eager_attention",
+    "attn_implementation": (
+        "attn_impl xformers_attention eager_attention flash_attention use_flash_attn"
+    ),
+    "bnb_4bit_quant_type": "bnb_quant_type quant_type",
     "dataloader_num_workers": "num_workers",
-    "dataset_name": "dataset train_file",
-    "dataset_num_proc": "preprocessing_num_workers dataset_processes",
+    "dataset_name": "dataset train_file dataset_path train_data",
+    "dataset_num_proc": "preprocessing_num_workers dataset_processes preprocess_workers",
     "dataset_streaming": "streaming",
-    "dtype": "torch_dtype",
-    "early_stopping_patience": "early_stop_interval",
-    "eval_dataset_name": "eval_dataset val_dataset validation_file",
-    "eval_steps": "eval_interval val_check_interval",
+    "dtype": "torch_dtype compute_dtype weight_dtype",
+    "early_stopping_patience": "early_stop_interval early_stopping_steps",
+    "eval_dataset_name": "eval_dataset val_dataset validation_file test_datasets",
+    "eval_steps": "eval_interval val_check_interval eval_every",
     "global_batch_size": "effective_batch_size total_batch_size",
-    "gradient_accumulation_steps": "grad_accum_steps",
+    "gradient_accumulation_steps": "grad_accum_steps accumulation_steps",
     "gradient_checkpointing": "use_gradient_checkpointing vit_gradient_checkpointing",
-    "hub_model_id": "hub_repo_id",
-    "image_folder": "image_dir",
+    "hub_model_id": "hub_repo_id hub_model_name",
+    "image_folder": "image_dir images_dir image_path",
     "language_learning_rate": "freeze_backbone",
-    "learning_rate": "lr base_lr",
+    "learning_rate": "lr base_lr lr_rate",
     "load_in_4bit": "load_in_4_bit",
     "load_in_8bit": "load_in_8_bit",
     "logging_steps": "log_interval log_every",
     "lora_modules_to_save": "modules_to_save",
+    "lora_r": "lora_dim",
     "lora_target_modules": "target_modules target_all_linear",
+    "lr_scheduler_type": "scheduler scheduler_type lr_schedule",
     "max_grad_norm": "clip_grad grad_clip gradient_clip_val",
+    "max_length": "max_seq_len seq_len",
     "max_steps": "max_train_steps train_iters total_steps",
-    "model_name_or_path": "base_model model model_path model_id model_id_or_path",
+    "model_name_or_path": "base_model model model_path model_id model_id_or_path model_name",
     "neftune_noise_alpha": "neftune_alpha neft_alpha",
-    "num_train_epochs": "num_epochs epochs max_epochs",
-    "optim": "optimizer",
-    "output_dir": "output_path save_dir work_dir",
+    "num_train_epochs": "num_epochs epochs max_epochs n_epochs",
+    "optim": "optimizer optimizer_name",
+    "output_dir": "output_path save_dir work_dir output save_path",
     "packing": "sample_packing",
     "per_device_eval_batch_size": "eval_batch_size",
     "per_device_train_batch_size": "train_batch_size mbs",
     "projector_learning_rate": "projector_lr merger_lr",
     "report_to": "use_swanlab use_tensorboard swanlab_project",
-    "resume_from_checkpoint": "resume auto_resume_from_checkpoints",
+    "resume_from_checkpoint": "resume auto_resume_from_checkpoints resume_from",
     "save_steps": "save_interval save_every",
-    "seed": "random_seed",
-    "shuffle_buffer_size": "buffer_size shuffle_buffer",
+    "seed": "random_seed random_state",
+    "shuffle_buffer_size": "buffer_size shuffle_buffer streaming_shuffle_buffer_size",
     "test_split_size": "val_set_size validation_split_percentage",
-    "use_bnb_nested_quant": "double_quantization bnb_4bit_use_double_quant",
-    "use_dora": "peft_use_dora",
+    "use_bnb_nested_quant": "double_quantization bnb_4bit_use_double_quant double_quant",
+    "use_dora": "peft_use_dora use_dora_adapter",
     "use_peft": "adapter tuner_type sft_type",
     "use_rslora": "peft_use_rslora",
-    "vision_learning_rate": "vision_tower_lr freeze_vision_model unfreeze_mm_vision_tower",
-    "warmup_steps": "warmup num_warmup_steps lr_warmup_fraction",
+    "vision_learning_rate": (
+        "vision_tower_lr freeze_vision_model unfreeze_mm_vision_tower vision_lr "
+        "unfreeze_vision"
+    ),
+    "warmup_steps": "warmup num_warmup_steps lr_warmup_fraction warmup_iters",
 }
 for called, names in ALSO.items():
     THEIRS |= dict.fromkeys(names.split(), called)
@@ -916,8 +925,10 @@ def test_a_name_may_stand_for_two_options_or_for_none():
     assert "are called `projector_learning_rate` and `norm_learning_rate` here: 0 freezes" in said
     none = ("plot_loss", "model_type", "overwrite_cache", "image_max_pixels", "image_resolution")
     none += ("image_min_pixels", "max_pixels", "min_pixels", "image_size", "image_aspect_ratio")
+    none += ("image_resize_algorithm",)
     none += ("chat_template", "conversation", "prompt_template", "num_samples")
     for name in (*none, "template", "max_samples"):
+        assert ELSEWHERE[name][0] == ()
         assert answer_for(name).startswith(f"There is no `{name}` here: ")
 
 
