@@ -193,7 +193,8 @@ def changes_for(trainer, fitting=None, refused=()) -> tuple[list[str], str]:
     def make(words):
         tried.append(" ".join(words))
         if tried[-1] in refused:
-            raise ValueError("They do not go together.")
+            kind = (ValueError, ImportError)[len(tried) % 2]
+            raise kind("They do not go together.")
         available = 7 if tried[-1] == fitting else 6
         estimate = MemoryEstimate({"weights": 7}, "", "a card", available)
         return SimpleNamespace(estimate_memory=lambda: estimate)
@@ -245,6 +246,9 @@ def test_what_a_run_has_already_is_no_change(
     monkeypatch.setitem(trainer.learning_rates, "language", language)
     all_of_it = f"{CHECKPOINTING} {larger[-1]}"
     assert changes_for(trainer)[0] == [TWO, ONE, *each(CHECKPOINTING, *larger, all_of_it)]
+    monkeypatch.setattr(trainer.args, "per_device_train_batch_size", 40)
+    halves = [f"--per_device_train_batch_size {rows}" for rows in (20, 10, 5, 2, 1)]
+    assert changes_for(trainer)[0][:6] == [*halves, CHECKPOINTING]
     monkeypatch.setattr(trainer.args, "per_device_train_batch_size", 1)
     assert changes_for(trainer)[0] == [CHECKPOINTING, *larger, all_of_it]
     monkeypatch.setattr(trainer.args, "gradient_checkpointing", True)
@@ -306,6 +310,8 @@ def test_the_rows_of_a_batch_without_padding_are_counted(checkpoint, tmp_path):
     estimate = trainer.estimate_memory()
     assert estimate.batch.startswith("2 row(s), ")
     assert all(estimate.parts.values())  # what takes nothing is not told
+    trainer.train_dataset = training.rows(4, images=lambda number: 0)
+    assert trainer.estimate_memory().batch.endswith(" tokens, 0 image(s)")
 
 
 def test_a_dry_run_names_a_change_that_outweighs_the_options_given(tmp_path, parts):

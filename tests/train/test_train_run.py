@@ -17,6 +17,7 @@ import stored
 import torch
 import train_data
 import training
+from accelerate import Accelerator
 from paths import HELPERS
 from typer.testing import CliRunner
 
@@ -75,9 +76,19 @@ def assert_same(whole: Path, resumed: Path) -> None:
     training.assert_equal(weights_again, weights)
 
 
-def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path, parts, capsys):
-    file = training.recipe(tmp_path, parts, stage="align")
+def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(
+    tmp_path, parts, capsys, monkeypatch
+):
+    file, ended = training.recipe(tmp_path, parts, stage="align"), []
+    end = Accelerator.end_training
+
+    def end_training(accelerator):  # trackers, and the processes' group
+        ended.append((tmp_path / "out" / "README.md").exists())
+        end(accelerator)
+
+    monkeypatch.setattr(Accelerator, "end_training", end_training)
     output = main([file, "--seed", "5", "--learning_rate", "5e-4"])
+    assert ended == [True]
     shown = " ".join(capsys.readouterr().out.split())
     assert "4 rows = 2 per device x 1 process(es) x 2 accumulation step(s)" in shown
     record = json.loads((output / "training.json").read_text())

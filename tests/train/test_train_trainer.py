@@ -366,6 +366,13 @@ def test_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(tmp_path
         trainer.train()
 
 
+def test_a_dry_run_computes_nothing_to_choose_float16(tmp_path, half):
+    args = training.arguments(tmp_path, **FROZEN, fp16=True, bf16=None, dry_run=True)
+    args.fp16_is_tried = True
+    trainer = NormAlignTrainer(large(tmp_path / "large", half, 1e6), args, None, training.rows(2))
+    assert trainer.args.fp16 and not trainer.args.precision_because
+
+
 def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(tmp_path):
     sizes = dict(num_local_experts=2, num_experts_per_tok=1)
     experts = training.checkpoint(tmp_path / "experts", cls=MixtralConfig, **sizes)

@@ -325,6 +325,61 @@ def test_a_collator_that_is_set_before_training_makes_the_batches(tmp_path, chec
     assert trainer.record["seconds"] > 0
 
 
+def test_rows_that_are_set_reach_another_collator_as_they_are(tmp_path, checkpoint):
+    args = training.arguments(tmp_path, max_steps=-1, num_train_epochs=1)
+    trainer = NormAlignTrainer(str(checkpoint), args, list, words(4))
+    assert trainer.facts["steps"] == 2
+    trainer.train_dataset = Dataset.from_list([{"number": number} for number in range(8)])
+    trainer.summary()
+    assert trainer.facts["steps"] == 4
+    assert trainer.facts["data"] == trainer.record["data"] == []
+    assert next(iter(trainer.get_train_dataloader()))[0].keys() == {"number"}
+
+
+def test_an_error_in_a_pass_says_how_large_it_was(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint)
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    handle = trainer.model.register_forward_pre_hook(fail)
+    inputs = batch(trainer)
+    rows, tokens = inputs["input_ids"].shape
+    with pytest.raises(RuntimeError, match="out of memory") as error:
+        trainer.training_step(trainer.model, dict(inputs))
+    assert rows == 2 and f" {rows} x {tokens:,} tokens" in error.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="out of memory") as error:
+        trainer.training_step(trainer.model, {"pixel_values": inputs["pixel_values"]})
+    assert not getattr(error.value, "__notes__", [])
+    handle.remove()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_deepspeed_saves_what_is_trained_and_the_first_process_the_schedule(tmp_path, is_first):
+    model, saved = torch.nn.Linear(2, 3), []
+    model.bias.requires_grad_(False)
+
+    def save_checkpoint(folder, exclude_frozen_parameters):
+        state = wrapped.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        saved.append((folder, exclude_frozen_parameters, state))
+
+    def whole(**kwargs):
+        return model.state_dict()
+
+    wrapped = SimpleNamespace(module_state_dict=whole, save_checkpoint=save_checkpoint)
+    trainer = SimpleNamespace(model=model, model_wrapped=wrapped, is_deepspeed_enabled=True)
+    trainer.args = SimpleNamespace(should_save=is_first)
+    trainer.lr_scheduler = SimpleNamespace(state_dict=lambda: {"last_epoch": 3})
+    NormAlignTrainer._save_optimizer_and_scheduler(trainer, tmp_path)
+    ((folder, excluded, state),) = saved
+    assert folder == tmp_path and excluded is True
+    assert state.keys() == {"weight"} and torch.equal(state["weight"], model.weight)
+    assert wrapped.module_state_dict is whole
+    assert (tmp_path / "scheduler.pt").exists() == is_first
+    if is_first:
+        assert torch.load(tmp_path / "scheduler.pt") == {"last_epoch": 3}
+
+
 def test_what_cannot_begin_is_refused(tmp_path, checkpoint):
     counted = training.trainer(tmp_path, checkpoint, dry_run=True)
     with pytest.raises(ValueError, match="dry_run"):
