@@ -613,6 +613,7 @@ MEANT = [
     *(("fsdp", word, False) for word in ("no", "off", "false")),
     ("max_grad_norm", ".inf", math.inf),
     ("early_stopping_threshold", "0", 0.0),
+    *(("include_num_input_tokens_seen", word, "no") for word in ("no", "off", "false")),
     ("deepspeed", "no", None),
     ("gradient_checkpointing_kwargs", "no", None),
 ]
@@ -1236,6 +1237,8 @@ def test_without_the_best_step_nothing_that_needs_it_is_left():
         *(("7", 7), ("-7", -7), ("1_000", 1000), ("0", 0), ("007", "007"), ("08", "08")),
         *((".5", 0.5), ("-.5", -0.5), ("1.", 1.0), ("1.5e3", 1500.0), (".5e1", 5.0)),
         *(("5e-1", 0.5), ("1E3", 1000.0), (".inf", math.inf), ("-.INF", -math.inf)),
+        *(("+7", 7), ("+.5", 0.5), ("1e+3", 1000.0), ("-1e-3", -0.001), ("1.5E+3", 1500.0)),
+        *(("1_0.5", 10.5), ("1_0e3", 10000.0), ("+.inf", math.inf), (".Inf", math.inf)),
         *(("no", False), ("On", True), ("null", None), ("~", None), ("1.2.3", "1.2.3")),
         *(("2024-01-01", "2024-01-01"), ("1:30", "1:30"), ("0x1F", "0x1F"), ("e5", "e5")),
     ],

@@ -380,6 +380,37 @@ def test_deepspeed_saves_what_is_trained_and_the_first_process_the_schedule(tmp_
         assert torch.load(tmp_path / "scheduler.pt") == {"last_epoch": 3}
 
 
+def test_under_fsdp_the_best_weights_are_read_as_a_checkpoint_is(tmp_path, capsys):
+    args = training.arguments(tmp_path, metric_for_best_model="accuracy")
+    best = tmp_path / "checkpoint-12"
+    state = TrainerState(best_model_checkpoint=str(best), best_metric=0.75, global_step=30)
+    read = []
+    trainer = SimpleNamespace(args=args, state=state, model="model", is_fsdp_enabled=True)
+    trainer._load_from_checkpoint = lambda *given: read.append(given)
+    trainer._best = None
+    NormAlignTrainer._load_best_model(trainer)
+    assert trainer._best is None  # it is not there
+    best.mkdir()
+    NormAlignTrainer._load_best_model(trainer)
+    assert read == [(str(best), "model")] * 2
+    expected = {"step": 12, "of_steps": 30, "metric": "eval_accuracy", "value": 0.75}
+    assert trainer._best == expected
+    assert "step 12 of 30" in capsys.readouterr().out
+
+
+def test_every_sampler_of_a_loader_is_told_the_epoch():
+    told = []
+    inner = SimpleNamespace(set_epoch=lambda epoch: told.append(("inner", epoch)))
+    own = SimpleNamespace(set_epoch=lambda epoch: told.append(("own", epoch)), sampler=inner)
+    loader = SimpleNamespace(batch_sampler=SimpleNamespace(batch_sampler=own))
+    ended = SimpleNamespace(global_step=4, max_steps=4)
+    trainer = SimpleNamespace(state=ended, control=SimpleNamespace(should_training_stop=False))
+    NormAlignTrainer._run_epoch(trainer, None, 3, loader)
+    assert told == [("own", 3), ("inner", 3)]
+    assert trainer.control.should_training_stop  # it was resumed at its end
+    NormAlignTrainer._run_epoch(trainer, None, 3, SimpleNamespace())  # a loader without samplers
+
+
 def test_what_cannot_begin_is_refused(tmp_path, checkpoint):
     counted = training.trainer(tmp_path, checkpoint, dry_run=True)
     with pytest.raises(ValueError, match="dry_run"):
