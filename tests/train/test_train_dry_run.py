@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
+from normalign_llava.train import run
 from normalign_llava.train.keeping.record import modules
 from normalign_llava.train.memory import CONTEXT, MemoryEstimate, largest_batch
 from normalign_llava.train.modules.model import base_model, sharding, static_bytes
@@ -255,6 +256,30 @@ def test_what_a_run_has_already_is_no_change(
     assert changes_for(trainer)[0] == [*larger]
     monkeypatch.setattr(base_model(trainer.model), "is_loaded_in_4bit", True, raising=False)
     assert changes_for(trainer)[0] == [words for words in larger if IN_4_BITS not in words]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_dry_run_is_told_by_the_first_process(monkeypatch, capsys, is_first, checkpointing, fits):
+    sizes = {None: 2 * 2**30, checkpointing: 2 * 2**30, not checkpointing: 3 * 2**30}
+    available = 2 * 2**30 if fits else 2**30
+
+    def estimate(asked=None):
+        return MemoryEstimate({"weights": sizes[asked]}, "", "a card", available)
+
+    trainer = SimpleNamespace(estimate_memory=estimate, summary=lambda: "the summary")
+    trainer.args = SimpleNamespace(gradient_checkpointing=checkpointing)
+    trainer.is_world_process_zero = lambda: is_first
+    monkeypatch.setattr(run, "parse", lambda *given: given)
+    monkeypatch.setattr(run, "make_trainer", lambda *parsed: (trainer, None))
+    monkeypatch.setattr(run, "remedy", lambda made, make: f"a change of {type(made).__name__}")
+    assert run.dry_run(["--words"]) is fits
+    shown = " ".join(capsys.readouterr().out.split())
+    other = "Without" if checkpointing else "With"
+    for said in ("the summary", "2.0 GiB of the", f"{other} gradient checkpointing: 3.0 GiB."):
+        assert (said in shown) is is_first
+    assert ("a change of" in shown) is (is_first and not fits)
 
 
 def test_without_the_package_4_bits_are_not_tried(too_large, monkeypatch):

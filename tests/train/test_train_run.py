@@ -118,7 +118,8 @@ def test_of_two_machines_the_first_alone_prints_what_is_next(tmp_path, parts, pr
     started = [prepared.start(words, RANK=rank, **together) for rank in "01"]
     first, second = (process.wait() for process in started)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert first.stdout.count("Next: ") == 1 and "Next: " not in second.stdout
+    for said in ("Next: ", "Tokens per image"):
+        assert first.stdout.count(said) == 1 and said not in second.stdout
 
 
 IMPORTED = """

@@ -18,6 +18,7 @@ from transformers import AutoProcessor, EarlyStoppingCallback, TrainerCallback, 
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.checkpoint.files import LOCK
+from normalign_llava.hub_cards.card import write
 from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
 from normalign_llava.train.collator import ConversationCollator
 
@@ -39,12 +40,15 @@ def step(trainer) -> None:
 def loss(trainer) -> None:
     for mode in (True, False):
         trainer.model.train(mode)
-        assert trainer.compute_loss(trainer.model, batch(trainer)).isfinite()
+        alone = trainer.compute_loss(trainer.model, batch(trainer))
+        value, _ = trainer.compute_loss(trainer.model, batch(trainer), return_outputs=True)
+        assert alone.isfinite() and value == alone
     trainer.model.zero_grad()
 
 
 def scheduled(trainer) -> None:
-    trainer.create_optimizer()
+    made = trainer.create_optimizer()
+    assert trainer.create_optimizer() is made
     trainer.create_scheduler(num_training_steps=2)
     trainer.create_optimizer_and_scheduler(num_training_steps=2)
 
@@ -123,6 +127,7 @@ def facts(trainer) -> None:
     assert trainer.get_decay_parameter_names(trainer.model)
     assert trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     assert trainer.get_total_train_batch_size(trainer.args) == 2
+    assert trainer.get_total_train_batch_size(SimpleNamespace(global_batch_size=12)) == 12
     assert (trainer.get_sp_size(), trainer.get_tp_size()) == (1, 1)
     assert trainer.is_world_process_zero() and trainer.is_local_process_zero()
     assert trainer.floating_point_ops({"input_ids": torch.ones(1, 3)}) >= 0
@@ -330,10 +335,10 @@ def test_rows_that_are_set_reach_another_collator_as_they_are(tmp_path, checkpoi
     trainer = NormAlignTrainer(str(checkpoint), args, list, words(4))
     assert trainer.facts["steps"] == 2
     trainer.train_dataset = Dataset.from_list([{"number": number} for number in range(8)])
-    trainer.summary()
+    loader = trainer.get_train_dataloader()
     assert trainer.facts["steps"] == 4
     assert trainer.facts["data"] == trainer.record["data"] == []
-    assert next(iter(trainer.get_train_dataloader()))[0].keys() == {"number"}
+    assert next(iter(loader))[0].keys() == {"number"}
 
 
 def test_an_error_in_a_pass_says_how_large_it_was(tmp_path, checkpoint):
@@ -396,6 +401,35 @@ def test_under_fsdp_the_best_weights_are_read_as_a_checkpoint_is(tmp_path, capsy
     expected = {"step": 12, "of_steps": 30, "metric": "eval_accuracy", "value": 0.75}
     assert trainer._best == expected
     assert "step 12 of 30" in capsys.readouterr().out
+
+
+def test_a_batch_counts_while_rows_are_evaluated_if_it_has_labels():
+    trainer = SimpleNamespace(_evaluated=torch.zeros(3))
+    labels = torch.tensor([[-100, 1], [-100, -100], [-100, 3]])
+    NormAlignTrainer._count_evaluated(trainer, {"labels": labels}, torch.tensor(1.5))
+    NormAlignTrainer._count_evaluated(trainer, {}, torch.tensor(1.5))
+    # The loss of each of two rows; these rows; and the other one.
+    assert trainer._evaluated.tolist() == [3.0, 2.0, 1.0]
+    trainer._evaluated = None
+    NormAlignTrainer._count_evaluated(trainer, {"labels": labels}, torch.tensor(1.5))
+    assert trainer._evaluated is None
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_in_train", [True, False])
+def test_the_first_process_writes_the_card_after_training(monkeypatch, is_first, is_in_train):
+    written = []
+    monkeypatch.setattr(write, "write_card", lambda *given, **named: written.append((given, named)))
+    trainer = SimpleNamespace(is_world_process_zero=lambda: is_first, is_in_train=is_in_train)
+    trainer.args, trainer.hub_model_id = SimpleNamespace(output_dir="a/b"), "ann/b"
+    NormAlignTrainer.create_model_card(trainer, "arguments of", model_name="TRL's")
+    expected = [((Path("a/b"),), {"repo_id": "ann/b"})]
+    assert written == (expected if is_first and not is_in_train else [])
+
+
+def test_another_process_than_the_first_shows_no_batch(capsys):
+    NormAlignTrainer._show_batch(SimpleNamespace(is_world_process_zero=lambda: False), {})
+    assert not capsys.readouterr().out
 
 
 def test_every_sampler_of_a_loader_is_told_the_epoch():
