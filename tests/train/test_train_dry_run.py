@@ -26,7 +26,7 @@ from normalign_llava.train.memory import CONTEXT, MemoryEstimate, largest_batch
 from normalign_llava.train.modules.model import base_model, sharding, static_bytes
 from normalign_llava.train.options import parse
 from normalign_llava.train.run import make_trainer, remedy
-from normalign_llava.train.shapes import _take_as_trained
+from normalign_llava.train.shapes import _take_as_trained, peak_bytes
 
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def test_shapes_alone_take_what_weights_take_checkpointed_or_not(checkpoint, tmp
     assert without.facts["modules"] == loaded.facts["modules"]
     assert loaded.estimate_memory() == more
     if not options:
-        every_second = dict(gradient_checkpointing_kwargs={"every_n_layers": 2})
+        every_second = dict(gradient_checkpointing_kwargs={"every_n_layers": 2, "offload": True})
         some = dry(gradient_checkpointing=True, **every_second).estimate_memory()
         assert less.total < some.total < more.total
         assert more.parts["weights"] == stored_bytes(loaded.model)
@@ -163,6 +163,9 @@ def test_the_longest_rows_decide_and_the_batches_of_a_step_wait_in_memory(checkp
     assert batch["input_ids"].shape == (2, max(rows["length"]))
     # Images of 3 x 16 x 16 float32 numbers; ids, mask and labels, 8 bytes each.
     size = len(batch["pixel_values"]) * 3 * 16 * 16 * 4 + batch["input_ids"].numel() * 3 * 8
+    images, kept = batch["pixel_values"], batch["pixel_values"].clone()
+    assert peak_bytes(trainer, batch, None, accumulates=False)["batches"] == images.nbytes
+    assert batch["pixel_values"] is images and torch.equal(images, kept)
     two = trainer.estimate_memory()
     tokens, images = batch["input_ids"].numel(), len(batch["pixel_values"])
     assert two.batch == f"2 row(s), {tokens:,} tokens, {images:,} image(s)"

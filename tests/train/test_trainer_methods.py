@@ -233,6 +233,11 @@ def test_what_is_computed_after_training_is_not_kept(tmp_path, checkpoint):
     for _ in range(3):
         loss(trainer)
     assert not trainer.finite._batches
+    trainer.probe = SimpleNamespace(collect=lambda: {"probed": 1.0})
+    for mode in (True, False):  # what a step measured is not logged with an evaluation
+        trainer.model.train(mode)
+        trainer.log({"own": 1.0})
+        assert ("probed" in trainer.state.log_history[-1]) is mode
 
 
 def losses_of(trainer) -> list[float]:
