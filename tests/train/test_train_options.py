@@ -223,6 +223,8 @@ def test_a_token_is_not_printed(tmp_path):
 def test_a_token_has_no_white_space_around_it(tmp_path):
     assert config(tmp_path, hub_token=" hf_secret\n").hub_token == "hf_secret"
     assert config(tmp_path, hub_token=" \n").hub_token is None
+    replaced = dataclasses.replace(config(tmp_path, hub_token="hf_secret\n"), seed=1)
+    assert replaced.hub_token == "hf_secret"  # it was given
 
 
 def test_a_given_learning_rate_is_that_of_every_module_the_stage_trains(tmp_path):

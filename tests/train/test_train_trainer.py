@@ -23,7 +23,7 @@ from trl import SFTTrainer
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train.modules.load import largest_hidden_state, load_model
-from normalign_llava.train.modules.model import base_model, eval_frozen, module_of
+from normalign_llava.train.modules.model import base_model, eval_frozen, fill_gradients, module_of
 
 
 pytestmark = pytest.mark.slow
@@ -74,6 +74,13 @@ def test_each_module_has_its_learning_rate_and_no_norm_decays(tmp_path, checkpoi
             assert group["weight_decay"] == (0.1 if decays else 0.0), name
             seen.append(name)
     assert sorted(seen) == sorted(names.values())
+
+
+def test_under_fsdp_gradients_that_are_missing_are_filled(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint)
+    assert not trainer.create_optimizer()._optimizer_step_pre_hooks
+    trainer.optimizer, trainer.is_fsdp_enabled = None, True
+    assert [*trainer.create_optimizer()._optimizer_step_pre_hooks.values()] == [fill_gradients]
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
