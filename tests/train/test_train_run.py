@@ -240,6 +240,8 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
     assert "1 row was dropped, listed in" in shown and f"row {bad}: " in shown
     assert shown.count("dropped, listed in") == 1  # none of an earlier run
     output = run({bad}, "skip", "--check_images", "--dataset_name", f"{data.parent}:train")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("dropped, listed in") == 1  # training met no more
     record = json.loads((output / "training.json").read_text())
     assert record["data"][0]["dropped"] == [bad]
     assert record["options"]["dataset_name"] == "data:train"

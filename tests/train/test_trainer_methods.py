@@ -14,6 +14,7 @@ import stored
 import torch
 import training
 from datasets import Dataset, IterableDataset
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoProcessor, EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from normalign_llava import NormAlignTrainer
@@ -21,6 +22,7 @@ from normalign_llava.checkpoint.files import LOCK
 from normalign_llava.hub_cards.card import write
 from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
 from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.modules import model
 
 
 pytestmark = pytest.mark.slow
@@ -390,6 +392,22 @@ def test_deepspeed_saves_what_is_trained_and_the_first_process_the_schedule(tmp_
         assert torch.load(tmp_path / "scheduler.pt") == {"last_epoch": 3}
 
 
+def test_a_model_that_is_sharded_is_saved_under_its_own_name_and_read_by_parts(
+    tmp_path, checkpoint, monkeypatch
+):
+    trainer = training.trainer(tmp_path, checkpoint)
+    kind = type(trainer.model)
+    trainer.model.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    trainer.save_model(str(tmp_path / "saved"))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == [kind.__name__]
+    read = []
+    monkeypatch.setattr(model, "load_sharded", lambda *given: read.append(given))
+    trainer._load_from_checkpoint(str(tmp_path / "saved"))
+    assert read == [(trainer.model, tmp_path / "saved")]
+    assert trainer.weights_in[0] == tmp_path / "saved"
+
+
 def test_under_fsdp_the_best_weights_are_read_as_a_checkpoint_is(tmp_path, capsys):
     args = training.arguments(tmp_path, metric_for_best_model="accuracy")
     best = tmp_path / "checkpoint-12"
@@ -610,6 +628,7 @@ def test_a_step_with_some_labels_counts_these_alone(tmp_path, checkpoint):
     assert alone.item() == pytest.approx(expected.item(), rel=1e-5)
     trainer.train()
     assert losses_of(trainer)[0] == pytest.approx(expected.item(), rel=1e-5)
+    assert trainer.state.log_history[0]["num_tokens"] == sum(rows["length"])  # of the run alone
 
 
 def test_the_rate_that_is_logged_is_that_of_the_first_trained_module(tmp_path, checkpoint):
