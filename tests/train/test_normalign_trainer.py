@@ -208,6 +208,8 @@ def test_held_out_rows_and_metrics(tmp_path, checkpoint):
     trainer = trained(str(checkpoint), args, **given)
     assert logged(trainer, "eval_easy_rows") == [4, 4]
     assert logged(trainer, "eval_hard_rows") == [3, 3]
+    answered = [*map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())]
+    assert len(answered) == 2 * 4  # by default four of them, at each evaluation
     inputs = trainer.data_collator(list(trainer.eval_dataset["easy"]))
     with torch.no_grad():
         logits = trainer.model.eval()(**inputs).logits[:, :-1]

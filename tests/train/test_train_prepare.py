@@ -116,6 +116,8 @@ def test_weights_that_are_damaged_are_found_before_they_are_counted(tmp_path, ch
     shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     args = training.arguments(tmp_path / "out", dry_run=True)
     open_model(str(folder), None, args, None, None)
+    with pytest.raises(ValueError, match="has no weights"):  # which training reads
+        open_model(str(folder), None, training.arguments(tmp_path / "out"), None, None)
     (folder / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match="model.safetensors"):
         open_model(str(folder), None, args, None, None)
