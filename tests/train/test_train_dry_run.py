@@ -425,6 +425,15 @@ def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
     assert static_bytes(model, arguments)["weights"] == expected_bytes
 
 
+def test_gradients_count_as_such_where_most_memory_is_taken_late(tmp_path):
+    sizes = dict(hidden_size=256, intermediate_size=2048, head_dim=128)
+    large = training.checkpoint(tmp_path, **sizes)  # whose gradients outweigh a row's activations
+    trainer = training.trainer(tmp_path / "out", large, per_device_train_batch_size=1)
+    estimate = trainer.estimate_memory()
+    trained = sum(value.nbytes for value in trainer.model.parameters())
+    assert trained / 2 < estimate.parts["gradients"] <= trained
+
+
 class Bytes(TrainerCallback):
     """Bytes of gradients when all are there."""
 

@@ -401,11 +401,23 @@ def test_a_model_that_is_sharded_is_saved_under_its_own_name_and_read_by_parts(
     trainer.save_model(str(tmp_path / "saved"))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config["architectures"] == [kind.__name__]
-    read = []
+    assert (tmp_path / "saved" / "modeling_normalign_llava.py").exists()  # that of its class
+    trainer.weights_in, read = [checkpoint], []
     monkeypatch.setattr(model, "load_sharded", lambda *given: read.append(given))
     trainer._load_from_checkpoint(str(tmp_path / "saved"))
     assert read == [(trainer.model, tmp_path / "saved")]
-    assert trainer.weights_in[0] == tmp_path / "saved"
+    assert trainer.weights_in == [tmp_path / "saved", checkpoint]  # the newest first
+
+
+def test_a_scale_that_is_damaged_is_named(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint)
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    trainer._load_scaler(str(folder))  # which a run in float32 has not
+    trainer._load_scaler(None)
+    (folder / "scaler.pt").write_bytes(b"\xff" * 60)
+    with pytest.raises(ValueError, match=f"{folder}/scaler.pt is damaged"):
+        trainer._load_scaler(str(folder))
 
 
 def test_under_fsdp_the_best_weights_are_read_as_a_checkpoint_is(tmp_path, capsys):
