@@ -211,6 +211,9 @@ def test_a_template_without_marks_and_a_tokenizer_that_drops_letters_are_refused
     bare.chat_template = tiny_parts.CHATML.replace(content, f"{content}[0]['text']")
     with pytest.raises(ValueError, match="marks no answer with {% generation %}.*--chat-template"):
         ConversationCollator(bare)
+    bare.chat_template = "{{ messages[0].thoughts.text }}"  # which fails
+    with pytest.raises(ValueError, match="The chat template cannot be loaded: .*thoughts"):
+        ConversationCollator(bare)
     # Marks of answers are places in the text, and "\n" after an answer may be one of the letters.
     tokenizer.backend_tokenizer.model.unk_token = None
     assert tokenizer.encode("a\u03a9b") == tokenizer.encode("ab")

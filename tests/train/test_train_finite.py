@@ -8,7 +8,7 @@ import torch
 import training
 from accelerate.state import AcceleratorState
 from torch.amp import GradScaler
-from torch.nn import Linear, ModuleDict
+from torch.nn import Linear, ModuleDict, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -71,6 +71,8 @@ def test_weights_are_checked_without_a_copy_of_them(dtype, value):
 
     model = ModuleDict({"sound": Linear(9, 7), "bad": Linear(9, 7, bias=False)}).to(dtype)
     model["empty"] = Linear(0, 7, bias=False)  # as a process's shard can be
+    packed = torch.ones(3, dtype=torch.uint8)  # as weights in 4 bits
+    model.register_parameter("packed", Parameter(packed, requires_grad=False))
     with Largest() as largest:
         assert weights_not_finite(model) == []
     assert largest.made == 1

@@ -10,7 +10,7 @@ import tiny
 import torch
 import training
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, LoraRuntimeConfig, get_peft_model
 from torch import distributed as dist, nn
 from torch.distributed import fsdp
 from transformers import BitsAndBytesConfig
@@ -245,7 +245,13 @@ def bitsandbytes_bytes(cls, parameters, embedding) -> int:
 
 @pytest.mark.parametrize(
     ("name", "cls"),
-    [("lion_8bit", "Lion8bit"), ("adamw_8bit", "AdamW8bit"), ("lion_32bit", "Lion32bit")],
+    [
+        ("lion_8bit", "Lion8bit"),
+        ("adamw_8bit", "AdamW8bit"),
+        ("lion_32bit", "Lion32bit"),
+        ("rmsprop_bnb_8bit", "RMSprop8bit"),
+        ("ademamix_8bit", "AdEMAMix8bit"),
+    ],
 )
 def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, name, cls):
     sizes = (4095, 4096, 4097, 5000)
@@ -484,6 +490,30 @@ def test_what_is_trained_in_full_beside_adapters_is_saved_with_them(rates, saved
     assert of_language(LoraConfig(), **rates).modules_to_save == saved
 
 
+def test_the_configuration_of_adapters_is_a_copy_to_its_last_part():
+    given = LoraConfig(trainable_token_indices={"embed_tokens": [5]}, modules_to_save=["lm_head"])
+    used = of_language(given, norm=1e-3)
+    used.trainable_token_indices["embed_tokens"].append(6)
+    assert given.trainable_token_indices == {"embed_tokens": [5]}
+    assert given.modules_to_save == ["lm_head"] and given.exclude_modules is None
+
+
+def test_what_a_stored_configuration_says_of_its_origin_is_no_setting():
+    stored = LoraConfig(r=3, base_model_name_or_path="/here/model")
+    stored.revision, stored.peft_version = "v2", "0.1"
+    stored.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
+    assert of_language(stored).r == 3
+
+
+def test_modules_that_hold_those_with_learning_rates_of_their_own_are_not_saved():
+    for name in ("model", "multi_modal_projector.linear_1", "encoder.layers.0"):
+        with pytest.raises(ValueError, match=f"modules_to_save names {name}: model"):
+            of_language(LoraConfig(modules_to_save=[name]))
+    for rates in ({"norm": 1e-3}, {"projector": 1e-3}):  # which saves it anyway
+        asked = LoraConfig(modules_to_save=["multi_modal_projector"])
+        assert of_language(asked, **rates).modules_to_save == ["multi_modal_projector"]
+
+
 def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
     with pytest.raises(ValueError, match="peft_config is a IA3Config"):
         of_language(IA3Config())
@@ -492,10 +522,12 @@ def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
 
 
 def test_what_is_quantized_is_not_trained_in_full_and_what_is_not_may_be():
-    args = SimpleNamespace(learning_rates=lambda use_peft: {"language": 1e-5})
+    args = SimpleNamespace(learning_rates=lambda use_peft: {"language": 2e-4 if use_peft else 1e-5})
     four_bits, config = BitsAndBytesConfig(load_in_4bit=True), tiny.config(tied=False)
     for saved in (None, ["embed_tokens"], ["lm_head"], ["norm"]):
         check_quantized(config, four_bits, args, LoraConfig(modules_to_save=saved))
+    frozen = SimpleNamespace(learning_rates=lambda use_peft: {"language": 0.0})
+    check_quantized(config, four_bits, frozen, None)
     for saved in ("gate_proj", "mlp"):
         with pytest.raises(ValueError, match=f"{saved}, which would be quantized"):
             check_quantized(config, four_bits, args, LoraConfig(modules_to_save=[saved]))
@@ -515,6 +547,8 @@ def test_patterns_name_modules_as_peft_reads_them():
     excluded = of_language(LoraConfig(exclude_modules=first)).exclude_modules
     assert re.fullmatch(excluded, "model.language_model.layers.0.mlp.up_proj")
     assert not re.fullmatch(excluded, "model.language_model.layers.1.mlp.up_proj")
+    for pattern in (r".*\.[qkv]_[proj]+", r".*\bdown_proj", r".*layers\.\d\D*v_proj"):
+        assert of_language(LoraConfig(target_modules=pattern)).target_modules == pattern
     with pytest.raises(ValueError, match="peft_config names proj, which would have no effect"):
         of_language(LoraConfig(exclude_modules=["proj"]))  # the end of names, not a name
 
