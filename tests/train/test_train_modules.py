@@ -9,7 +9,13 @@ import pytest
 import tiny
 import torch
 import training
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import (
+    Accelerator,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+)
+from accelerate.state import AcceleratorState
 from peft import IA3Config, LoraConfig, LoraRuntimeConfig, get_peft_model
 from torch import distributed as dist, nn
 from torch.distributed import fsdp
@@ -187,6 +193,35 @@ def test_outputs_are_seen_in_order_by_name_until_the_watch_ends():
     assert len(seen) == 2
 
 
+def test_modules_under_adapters_are_seen_by_the_names_that_they_have_without():
+    seen, model = [], with_adapters(tiny.model())
+    with parts.watching_outputs(model, lambda name, outputs: seen.append(name)):
+        model(**tiny.inputs())
+    assert seen[-1] == "lm_head"
+    assert {name.partition(".")[0] for name in seen} == {"model", "lm_head"}
+
+
+def test_a_blank_image_is_seen_in_a_pass_of_words_alone_that_is_of_training():
+    model, words, shown = tiny.model(), tiny.inputs(images=0)["input_ids"], []
+    embedded = model.get_input_embeddings()(words).detach()
+    with torch.no_grad():
+        expected = model(input_ids=words).logits
+        parts.wrap_forward(model, torch.ones(1, 3, 16, 16))
+        model.model.vision_tower.register_forward_hook(lambda *args: shown.append(1))
+        for passes, inputs in (
+            (1, dict(input_ids=words, use_cache=False)),
+            (0, dict(input_ids=words, use_cache=True)),
+            (0, dict(input_ids=words)),
+            (0, dict(inputs_embeds=embedded, use_cache=False)),
+        ):
+            shown.clear()
+            torch.testing.assert_close(model(**inputs).logits, expected)
+            assert len(shown) == passes
+        shown.clear()
+        model(**tiny.inputs(), use_cache=False)
+        assert len(shown) == 1  # its own
+
+
 def test_a_module_that_is_frozen_has_no_dropout_and_the_others_have():
     model = tiny.model().train()
     parts.freeze(model, {**RATES, "vision": 0.0})
@@ -261,6 +296,41 @@ def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, na
     found = parts.optimizer_bytes(parameters, args, None, {embedding})
     optimizer = getattr(bitsandbytes.optim, cls)
     assert found == bitsandbytes_bytes(optimizer, parameters, embedding)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_states_have_the_precision_of_their_parameters(tmp_path, dtype, size):
+    parameters = [nn.Parameter(torch.ones(5, 3, dtype=dtype)) for _ in range(2)]
+    momentum = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    args = training.arguments(tmp_path)
+    assert parts.optimizer_bytes(parameters, args, momentum, ()) == 2 * 15 * size
+
+
+EACH_PART = ("weights", "adapters", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "divided"),
+    [
+        ("NO", None, ()),
+        ("DEEPSPEED", 1, ("optimizer",)),
+        ("DEEPSPEED", 2, ("gradients", "optimizer")),
+        ("DEEPSPEED", 3, EACH_PART),
+        ("FSDP", None, EACH_PART),
+        ("MULTI_CPU", None, ()),
+        ("MULTI_GPU", None, ()),
+    ],
+)
+def test_of_four_processes_each_has_a_quarter_of_what_is_divided(monkeypatch, kind, stage, divided):
+    Accelerator(cpu=True)
+    for states in (AcceleratorState._shared_state, PartialState._shared_state):
+        monkeypatch.setitem(states, "distributed_type", DistributedType[kind])
+    plugins = {"default": SimpleNamespace(zero_stage=stage, selected=True)}
+    monkeypatch.setitem(AcceleratorState._shared_state, "deepspeed_plugins", plugins)
+    expected = {name: 0.25 if name in divided else 1.0 for name in EACH_PART}
+    if kind.startswith("MULTI"):
+        expected["gradients"] = 2.0  # and once more in the buckets of DDP
+    assert parts.memory_shares(SimpleNamespace(world_size=4)) == expected
 
 
 def test_weights_in_8_bits_count_with_a_factor_for_each_row(checkpoint):
@@ -432,6 +502,18 @@ def test_the_settings_of_4_bits_are_copied_and_products_are_in_the_precision_of_
     assert beside.is_quantized  # for PEFT
 
 
+def test_a_dry_run_leaves_no_table_without_values_to_later_quantization(
+    tmp_path, checkpoint, monkeypatch
+):
+    tables = bitsandbytes.functional.name2qmap
+    monkeypatch.delitem(tables, "dynamic", raising=False)
+    args = training.arguments(tmp_path, dry_run=True)
+    args.model_init_kwargs = {"dtype": "float32"}
+    twice = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    load_model(open_checkpoint(checkpoint), args, {**RATES, "language": 0.0}, twice)
+    assert torch.equal(tables["dynamic"], bitsandbytes.functional.create_dynamic_map())
+
+
 def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_path, checkpoint):
     args, rates = training.arguments(tmp_path), {**dict.fromkeys(RATES, 0.0), "norm": 1e-3}
     args.model_init_kwargs = {"dtype": "float32"}
@@ -453,14 +535,20 @@ def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(tmp_pa
     model.config.quantization_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16
     )
+    model.packed = bitsandbytes.nn.Linear4bit(4, 4, compute_dtype=torch.float16)
     settle_float16(model, args, tiny.inputs())
     assert args.fp16
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_2.bias.fill_(12_000.0)
+    settle_float16(model, args, tiny.inputs())
+    assert args.fp16  # it is below a quarter of 65,504
     with torch.no_grad():
         model.model.multi_modal_projector.linear_2.bias.fill_(size)
     settle_float16(model, args, tiny.inputs())
     assert (args.fp16, args.mixed_precision) == (False, "no")
     assert args.model_init_kwargs == {"attn_implementation": "eager", "dtype": "float32"}
     assert model.config.quantization_config.bnb_4bit_compute_dtype == torch.float32
+    assert model.packed.compute_dtype == torch.float32
 
 
 def test_without_options_a_checkpoint_is_loaded_in_its_own_precision(tmp_path, checkpoint):

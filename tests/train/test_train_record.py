@@ -176,9 +176,11 @@ def test_no_local_path_is_in_a_record(tmp_path, monkeypatch):
 
 
 def test_of_accelerator_and_adapters_a_record_has_what_is_not_the_default():
-    changed = AcceleratorConfig(even_batches=False, non_blocking=True)
+    compared = dict(even_batches=False, use_seedable_sampler=False)
+    compared["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
+    changed = AcceleratorConfig(non_blocking=True, dispatch_batches=True, **compared)
     assert record._changes_of_accelerator(AcceleratorConfig()) == {}
-    assert record._changes_of_accelerator(changed) == {"even_batches": False}
+    assert record._changes_of_accelerator(changed) == compared
     config = LoraConfig(r=4, target_modules=["v", "q"], base_model_name_or_path="/here/model")
     config.revision, config.peft_version = "v2", "0.1"
     config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
