@@ -286,6 +286,7 @@ def bitsandbytes_bytes(cls, parameters, embedding) -> int:
         ("lion_32bit", "Lion32bit"),
         ("rmsprop_bnb_8bit", "RMSprop8bit"),
         ("ademamix_8bit", "AdEMAMix8bit"),
+        ("rmsprop_bnb", "RMSprop"),
     ],
 )
 def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, name, cls):
@@ -296,6 +297,12 @@ def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, na
     found = parts.optimizer_bytes(parameters, args, None, {embedding})
     optimizer = getattr(bitsandbytes.optim, cls)
     assert found == bitsandbytes_bytes(optimizer, parameters, embedding)
+
+
+def test_an_optimizer_of_two_averages_has_three_states(tmp_path):
+    """On a CPU bitsandbytes takes no step of it: a slow and a fast average, and one of squares."""
+    args, parameters = training.arguments(tmp_path, optim="ademamix"), [nn.Parameter(torch.ones(9))]
+    assert parts.optimizer_bytes(parameters, args, None, ()) == 3 * 4 * 9
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
@@ -635,7 +642,12 @@ def test_patterns_name_modules_as_peft_reads_them():
     excluded = of_language(LoraConfig(exclude_modules=first)).exclude_modules
     assert re.fullmatch(excluded, "model.language_model.layers.0.mlp.up_proj")
     assert not re.fullmatch(excluded, "model.language_model.layers.1.mlp.up_proj")
-    for pattern in (r".*\.[qkv]_[proj]+", r".*\bdown_proj", r".*layers\.\d\D*v_proj"):
+    all_of_them = of_language(LoraConfig()).target_modules
+    assert of_language(LoraConfig(target_modules="all-linear")).target_modules == all_of_them
+    for pattern in (
+        *(r".*\.[qkv]_[proj]+", r".*\bdown_proj", r".*layers\.\d\D*v_proj"),
+        r".*\.(q|kv)_proj",  # of models that have the one or the other
+    ):
         assert of_language(LoraConfig(target_modules=pattern)).target_modules == pattern
     with pytest.raises(ValueError, match="peft_config names proj, which would have no effect"):
         of_language(LoraConfig(exclude_modules=["proj"]))  # the end of names, not a name
