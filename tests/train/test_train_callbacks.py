@@ -158,7 +158,7 @@ def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypat
     now[0] += 3600  # in which a resumed run reads the rows of the steps before
     for _ in range(2):
         lines.on_step_begin(args, state, control)
-        now[0] += 5
+        now[0] += 5.2
         state.global_step += 1
     lines.on_log(args, state, control, logs={"loss": 1.0})
     *_, line = capsys.readouterr().out.splitlines()
@@ -204,6 +204,16 @@ def test_held_out_losses_and_the_end_of_a_run_have_lines(capsys):
     assert "0 steps" in told([end], capsys, first=3)[-1]  # resumed at its end
     assert "1 steps" in told([end], capsys, first=2)[-1]
     assert "0.25" not in told([end], capsys, first=3)[-1]
+
+
+def test_what_is_logged_before_training_has_lines_too(capsys):
+    state = TrainerState(max_steps=10, is_world_process_zero=True)
+    lines, args = steps.ProgressLines(), TrainingArguments()
+    for logs in ({"eval_loss": 0.5}, {"loss": 2.0}):
+        lines.on_log(args, state, TrainerControl(), logs=logs)
+    held_out, line = capsys.readouterr().out.splitlines()
+    assert held_out.split() == ["0/10", "eval_loss", "0.5"]
+    assert line.split()[:2] == ["0/10", "2"] and line.endswith(" -")
 
 
 def test_the_first_process_alone_prints(capsys):
@@ -454,14 +464,14 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
 
 def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
     padded = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
-    rows, args = list(training.rows(3)), training.arguments(tmp_path, probe_rows=2, probe_steps=[1])
+    rows, args = list(training.rows(4)), training.arguments(tmp_path, probe_rows=3, probe_steps=[1])
     probe = CosineProbe.of_rows(rows, replace(padded, padding_free=True), args)
-    expected = dict(padded(rows[:2]))
+    expected = dict(padded(rows[:3]))
     del expected["labels"]
     training.assert_equal(probe.batch, expected)
     args.probe_steps = None
     of_another_collator = CosineProbe.of_rows(rows, lambda given: {"rows": given}, args)
-    assert of_another_collator.batch == {"rows": rows[:2]} and not of_another_collator.steps
+    assert of_another_collator.batch == {"rows": rows[:3]} and not of_another_collator.steps
 
 
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):

@@ -135,6 +135,13 @@ def test_rows_of_any_form_are_collated_as_when_they_are_parsed(processor):
         collate([*given[:2], broken])
 
 
+def test_templates_see_no_text_in_an_image(processor):
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "Q"}]  # as Arrow has them
+    content = [{"type": "image"}, {"type": "text", "text": "Q"}]
+    row = {"messages": [{"role": "user", "content": parts}], "images": []}
+    assert _messages(row) == [{"role": "user", "content": content}]
+
+
 def test_answers_of_the_prompt_are_not_learned(processor):
     prompt = [user("Q"), assistant("given"), user("Q2"), assistant("given too"), user("Q3")]
     completion = [assistant("learned"), user("Q4"), assistant("learned too")]

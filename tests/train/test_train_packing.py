@@ -177,7 +177,9 @@ def arguments(tmp_path, **options):
     return args
 
 
-@pytest.mark.parametrize("rows_in_pass, max_length", [(1, 900), (1, 1500), (2, 900), (8, 4000)])
+@pytest.mark.parametrize(
+    "rows_in_pass, max_length", [(1, 900), (1, 1500), (2, 900), (2, 500), (8, 4000)]
+)
 def test_passes_are_the_fewest_in_which_no_pass_has_too_many_tokens(
     tmp_path, rows_in_pass, max_length
 ):
