@@ -148,6 +148,21 @@ def test_a_norm_below_0_is_not_finite_as_deepspeed_means_it(make, monkeypatch):
     with pytest.raises(FloatingPointError, match="first in the loss"):
         is_finite(2.0, loss=math.nan)
     assert len(passes) == 1  # of the batch of the bad step alone
+    # Of a step's batches one is enough to make it bad, and one with labels to take it.
+    unlearned = {**inputs, "labels": torch.full_like(inputs["labels"], -100)}
+    for losses, batches, is_taken in (
+        ((1.0, 1.0), (inputs, unlearned), True),
+        ((1.0, 1.0), (unlearned, unlearned), False),
+        ((math.nan, 1.0), (inputs, inputs), None),
+    ):
+        finite.on_step_begin(trainer.args, trainer.state, trainer.control)
+        for value, batch in zip(losses, batches, strict=True):
+            finite.check_loss(torch.tensor(value), batch)
+        if is_taken is None:
+            with pytest.raises(FloatingPointError, match="first in the loss"):
+                finite.is_step_finite(model, 1.0, None)
+        else:
+            assert finite.is_step_finite(model, 1.0, None) == is_taken
     monkeypatch.setattr(trainer.args, "fp16", True)
     assert is_finite(math.inf)  # DeepSpeed's own scaler passes the step over
     with pytest.raises(FloatingPointError, match="first in the loss"):
