@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a model to train, by themselves: freezing, precision, modes, bytes, arms, hooks."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -549,13 +550,15 @@ def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(tmp_pa
         model.model.multi_modal_projector.linear_2.bias.fill_(12_000.0)
     settle_float16(model, args, tiny.inputs())
     assert args.fp16  # it is below a quarter of 65,504
+    model.frozen = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
     with torch.no_grad():
         model.model.multi_modal_projector.linear_2.bias.fill_(size)
     settle_float16(model, args, tiny.inputs())
     assert (args.fp16, args.mixed_precision) == (False, "no")
     assert args.model_init_kwargs == {"attn_implementation": "eager", "dtype": "float32"}
     assert model.config.quantization_config.bnb_4bit_compute_dtype == torch.float32
-    assert model.packed.compute_dtype == torch.float32
+    assert model.packed.compute_dtype == model.frozen.weight.dtype == torch.float32
+    assert ("overflow" in args.precision_because) == math.isnan(size)
 
 
 def test_without_options_a_checkpoint_is_loaded_in_its_own_precision(tmp_path, checkpoint):

@@ -354,7 +354,7 @@ def optimizer_bytes(
     name = args.optim.value
     if optimizer is not None:
         name = optimizer[0].__name__.lower()
-    if any(word in name for word in ("8bit", "32bit", "bnb", "ademamix")):
+    if "8bit" in name or "32bit" in name:
         return sum(_bitsandbytes_state(name, tensor, tensor in embeddings) for tensor in trained)
     try:
         cls, arguments = optimizer or Trainer.get_optimizer_cls_and_kwargs(args)
