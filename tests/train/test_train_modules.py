@@ -503,6 +503,10 @@ def test_the_settings_of_4_bits_are_copied_and_products_are_in_the_precision_of_
     assert settings.to_dict() == given
     products = {m.compute_dtype for m in model.modules() if type(m).__name__ == "Linear4bit"}
     assert products == {torch.bfloat16 if bf16 else torch.float32}
+    named = model.named_modules()
+    quantized = {name for name, module in named if type(module).__name__ == "Linear4bit"}
+    assert len(quantized) == 2 * 7  # two layers of the decoder
+    assert all(name.startswith("model.language_model.layers.") for name in quantized)
     assert not model.is_quantized  # which transformers would refuse to train
     assert not any(parameter.requires_grad for parameter in model.parameters())
     args.arm = "unit"  # a gain that is not read need not be set
@@ -594,6 +598,13 @@ def test_the_configuration_of_adapters_is_a_copy_to_its_last_part():
     used.trainable_token_indices["embed_tokens"].append(6)
     assert given.trainable_token_indices == {"embed_tokens": [5]}
     assert given.modules_to_save == ["lm_head"] and given.exclude_modules is None
+
+
+def test_tokens_are_those_that_the_embeddings_have():
+    last = tiny.VOCABULARY - 1
+    assert of_language(LoraConfig(trainable_token_indices=[0, last])).r
+    with pytest.raises(ValueError, match=f"names token {last + 1}, which would have no effect"):
+        of_language(LoraConfig(trainable_token_indices=[last + 1]))
 
 
 def test_what_a_stored_configuration_says_of_its_origin_is_no_setting():

@@ -85,6 +85,9 @@ def test_the_commit_of_a_checkout_says_whether_files_were_changed(installed, mon
     assert record.code_commit() == head
     (installed / "train" / "keeping" / "record.py").write_text("a = 2\n")
     assert record.code_commit() == f"{head}-dirty"
+    (installed / ".git").rename(installed.parent / ".git")  # of what the package is copied into
+    assert git(installed, "rev-parse", "HEAD") == head
+    assert head not in (record.code_commit() or "")
 
 
 @pytest.mark.parametrize(
