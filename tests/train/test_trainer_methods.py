@@ -711,6 +711,7 @@ class Curves:
 
         def saved(figure, file, **kwargs):
             (axes,) = figure.axes
+            self.axes = axes
             lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
             self.drawn.append(lines)
             return save(figure, file, **kwargs)
@@ -731,7 +732,7 @@ def test_the_loss_curve_has_all_steps_of_a_resumed_run(tmp_path, checkpoint, mon
     assert [loss for _, loss in drawn["training"]] == losses_of(trainer)
     assert dict(map(tuple, drawn["held out"])) == held_out_losses(trainer)
     with Image.open(tmp_path / "loss.png") as picture:
-        assert picture.size[0] > 500
+        assert picture.size == (1050, 600)  # 7 by 4 inches
 
 
 def test_the_curves_are_the_loss_and_every_held_out_loss():
@@ -764,6 +765,10 @@ def test_each_curve_has_its_name_and_the_best_step_a_line(tmp_path, monkeypatch)
             "held out": [[2, 3.0]],
             "held out: hard": [[2, 6.0]],
         }
+        legend = {text.get_text() for text in curves.axes.get_legend().texts}
+        assert legend == drawn.keys() | ({"best step"} if best else set())
+        assert all(step.is_integer() for step in curves.axes.get_xticks().tolist())
+        assert (curves.axes.get_xlabel(), curves.axes.get_ylabel()) == ("step", "loss")
 
 
 def logged_losses(count: int) -> list[dict[str, float]]:
