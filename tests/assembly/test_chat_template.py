@@ -15,12 +15,12 @@ import train_data
 from chat_families import END_OF_TURN, SMOLLM2, TEMPLATES, chat, marked, parts, render
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
-from transformers import AddedToken, AutoProcessor
+from transformers import AddedToken, AutoProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from normalign_llava.assembly import chat_template
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.parts import set_chat_template
-from normalign_llava.assembly.processing import make_processor, text_tokenizer
+from normalign_llava.assembly.processing import make_processor, settle, text_tokenizer
 from normalign_llava.checkpoint.opening import Checkpoint
 from normalign_llava.checkpoint.prompts import with_fixed_date
 from normalign_llava.data.rows.checks import token_lengths
@@ -237,10 +237,54 @@ def test_a_processor_has_a_pad_token_and_a_size_and_the_encoder_s_patches():
     odd.size = {"shortest_edge": 16}
     with pytest.raises(ValueError, match="size .*shortest_edge.* has no height and width"):
         make_processor(odd, tokenizer, tiny.vision_config("siglip"))
+    odd.size = {"height": 16, "max_width": 24}
+    with pytest.raises(ValueError, match="has no height and width"):
+        make_processor(odd, tokenizer, tiny.vision_config("siglip"))
     high = tiny_parts.image_processor("siglip")
     high.size = {"height": 16, "width": 24}
     crop = make_processor(high, tokenizer, tiny.vision_config("siglip")).image_processor.crop_size
     assert (crop["height"], crop["width"]) == (16, 24)
+
+
+def processor_of(tokenizer, template):
+    """One that is not settled yet."""
+    token = AddedToken("<image>", special=True, normalized=False)
+    tokenizer.add_tokens(token, special_tokens=True)
+    how = dict(patch_size=8, vision_feature_select_strategy="default")
+    how |= dict(num_additional_image_tokens=1, chat_template=template)
+    return LlavaProcessor(tiny_parts.image_processor("clip"), tokenizer, **how)
+
+
+def test_without_a_template_a_tokenizer_adds_what_it_added():
+    processor = processor_of(families.adding_tokenizer(["<s>"]), None)
+    before = processor.tokenizer.encode("a")
+    settle(processor)
+    assert processor.tokenizer.encode("a") == before
+    assert processor.tokenizer.convert_ids_to_tokens(before[0]) == "<s>"
+    assert processor.tokenizer.padding_side == "left" and processor.chat_template is None
+
+
+class Stubborn(PreTrainedTokenizerFast):
+    """A tokenizer that always adds its tokens, as Splinter's does."""
+
+    def update_post_processor(self):
+        pass
+
+
+def test_a_tokenizer_that_adds_tokens_whatever_is_set_is_refused():
+    backend = families.adding_tokenizer(["<s>"], ["</s>"]).backend_tokenizer
+    tokens = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer = Stubborn(tokenizer_object=backend, **tokens)
+    template = multimodal_chat_template("{{ bos_token }}" + SMOLLM2)[0]
+    with pytest.raises(ValueError, match=r"\['<s>', '</s>'\] to texts whatever is set"):
+        settle(processor_of(tokenizer, template))
+
+
+def test_a_first_token_that_is_printed_behind_white_space_is_not_printed_again(tmp_path):
+    template = "  {{ bos_token }}" + SMOLLM2
+    processor = built(tmp_path, families.adding_tokenizer(["<s>"]), template)
+    text = processor.apply_chat_template(chat("Hi"))
+    assert text == render(template, chat("Hi")) and text.count("<s>") == 1
 
 
 def test_a_tokenizer_that_drops_unknown_letters_is_refused():

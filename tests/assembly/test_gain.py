@@ -8,6 +8,7 @@ import pytest
 import tiny
 import tiny_parts
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
@@ -31,7 +32,7 @@ def table(rows=5000, width=24, seed=0) -> torch.Tensor:
 def store(folder, **tensors):
     """A folder with these tensors, of a model that transformers does not know."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "not_known_yet"}')
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
 
@@ -62,6 +63,7 @@ def test_the_language_model_s_table_in_every_dtype(tmp_path, dtype):
     statistics = embedding_statistics(store(tmp_path, **tensors), top=7)
     assert_measures(statistics, weight)
     assert statistics.tensor == name and len(statistics.top) == 7
+    assert statistics.model_type is None
     assert statistics.gain == pytest.approx(statistics.n_text / 24**0.5, rel=1e-12)
 
 
@@ -169,6 +171,22 @@ def test_of_the_hub_s_weights_the_file_with_the_embeddings_is_fetched(hub, prepa
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     sent = {path.removeprefix("acme/model.v1/") for path in hub.sent}
     assert sent & weights == {index["weight_map"][NAME]} < weights
+
+
+def test_of_a_repository_the_commit_that_is_named_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--acme--lm"
+    for folder in ("snapshots", "refs"):
+        (repository / folder).mkdir(parents=True)
+    earlier, latest = "a" * 40, "b" * 40
+    tables = {earlier: table(rows=30), latest: table(rows=40, seed=1)}
+    for commit, weight in tables.items():
+        store(repository / "snapshots" / commit, **{NAME: weight})
+    (repository / "refs" / "main").write_text(latest)
+    assert_measures(embedding_statistics("acme/lm", revision=earlier), tables[earlier])
+    statistics = embedding_statistics("acme/lm")
+    assert_measures(statistics, tables[latest])
+    assert len(statistics.top) == 10
 
 
 @pytest.mark.parametrize(

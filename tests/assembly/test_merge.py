@@ -261,14 +261,14 @@ def test_what_does_not_fit_is_refused(bases, adapter, tmp_path, changes, options
 
 STARTS = [("pissa", True), ("pissa_niter_16", True), ("olora", True), ("corda", True)]
 STARTS += [("lora_ga", True), ("eva", False), ("orthogonal", False), ("gaussian", False)]
-STARTS += [(True, False), (False, False)]
+STARTS += [("loftq", True), ("lora_ga", True), ("gaussian", False), (True, False), (False, False)]
 
 
 @pytest.mark.parametrize("start, is_refused", STARTS)
 def test_an_adapter_whose_start_changed_its_base_is_refused(adapter, tmp_path, start, is_refused):
     folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
     settings = json.loads((folder / "adapter_config.json").read_text())
-    settings["init_lora_weights"] = start
+    settings |= {"init_lora_weights": start, "loftq_config": {"loftq_bits": 4}}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     if not is_refused:
         assert read_peft_config(folder).init_lora_weights == start
@@ -302,6 +302,8 @@ RECORDS = [
     ({"quantization": IN_BFLOAT16, "options": {"dtype": "float32"}}, None, IN_BFLOAT16, "float32"),
     ({"quantization": IN_BFLOAT16, "options": {"dtype": "auto"}}, None, IN_BFLOAT16, "bfloat16"),
     ({"quantization": IN_BFLOAT16}, None, IN_BFLOAT16, "bfloat16"),
+    ({"quantization": NF4, "options": {"dtype": "bfloat16"}}, None, NF4, "bfloat16"),
+    ({"quantization": NF4, "options": {"dtype": None}}, None, NF4, None),
     ({"quantization": IN_BFLOAT16}, "none", None, None),
     ({"options": {"dtype": "float16"}}, "int8", {"load_in_8bit": True}, "float16"),
     ({}, "nf4", {**NF4, "bnb_4bit_use_double_quant": False}, None),
@@ -339,12 +341,30 @@ def test_the_norm_is_aligned_again_if_training_began_it_otherwise(
     arm = {name: changes[name] for name in changes if name != "text_embedding_norm"}
     assert {name: getattr(opened.config, name) for name in arm} == arm
     assert opened.config.text_embedding_norm != 9.0
+    loaded = opened.load()
+    assert not any(module.training for module in loaded.modules())
     (gain,) = (
         value
-        for name, value in opened.load().named_parameters()
+        for name, value in loaded.named_parameters()
         if name.endswith("original_module.norm.weight")
     )
     assert bool((gain == 1).all()) == realigned
+
+
+@pytest.mark.parametrize("norm, realigned", [("rms_norm", True), ("none", False)])
+def test_another_norm_is_aligned_if_there_is_one(bases, tmp_path, norm, realigned):
+    make_adapter(bases["tied"], tmp_path / "adapter", modules_to_save=None)
+    record = {"quantization": None, "config_changes": {"projector_norm": norm}}
+    (tmp_path / "adapter" / "training.json").write_text(json.dumps(record))
+    opened = open_adapter(tmp_path / "adapter")
+    assert (opened.config.projector_norm, opened.realigned) == (norm, realigned)
+
+
+def test_a_base_without_a_record_may_be_any_build(adapter, bases, tmp_path):
+    base = shutil.copytree(bases["tied"], tmp_path / "base")
+    (base / "build.json").unlink()
+    assert (adapter / "adapter" / "build.json").exists()
+    assert open_adapter(adapter / "adapter", base=str(base)).base.name == str(base)
 
 
 def test_a_tokenizer_without_the_image_token_is_not_the_one_of_training(adapter, bases, tmp_path):

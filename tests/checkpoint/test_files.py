@@ -290,6 +290,13 @@ def test_a_name_in_the_home_folder_is_a_folder_there(tmp_path, monkeypatch):
     assert files.find_model("~/model") == (str(tmp_path / "model"), None)
 
 
+def test_a_folder_whose_name_is_a_hub_id_too_is_the_one_that_is_here(tmp_path, monkeypatch):
+    (tmp_path / "user" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert files.is_hub_id("user/model")
+    assert files.find_model("user/model") == ("user/model", None)
+
+
 def written(folder, **contents):
     """A folder with files of these contents."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -121,7 +121,7 @@ def test_the_licence_of_a_repository_is_that_of_the_commit_that_is_asked_for(cac
     assert licence_of("user/bare") is licence_of("user/none") is None
 
 
-def test_a_data_set_is_named_with_what_its_card_says(cached):
+def test_a_data_set_is_named_with_what_its_card_says(cached, tmp_path, monkeypatch):
     cards = {
         "user/one": ("license: mit\nlanguage: en", "mit", ["en"]),
         "user/two": ("license: [mit, cc0-1.0]\nlanguage: [en, de]", "mit, cc0-1.0", ["en", "de"]),
@@ -131,9 +131,36 @@ def test_a_data_set_is_named_with_what_its_card_says(cached):
         cached("dataset", name, NEW, f"---\n{card}\n---\n")
         told = {"id": name, "revision": NEW, "license": licence, "language": languages}
         assert hub_dataset(name) == told
+    folder = tmp_path / "user" / "one"  # here by chance, of the same name
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    monkeypatch.chdir(tmp_path)
+    assert hub_dataset("user/one")["license"] == "mit"
+    assert licence_of("user/one")["license"] == "apache-2.0"
     broken = {"id": "user/four", "license": None, "language": None}
     cached("dataset", "user/four", NEW, "---\nlicense: [: \n---\n")
     assert hub_dataset("user/four").items() >= broken.items()
+
+
+DATA_SETS = """
+import json, sys
+from normalign_llava.checkpoint.opening import hub_dataset
+print(json.dumps([hub_dataset(name) for name in sys.argv[1:]]))
+"""
+
+
+def test_a_data_set_s_commit_is_that_of_its_card_or_else_the_one_that_is_named(
+    hub, prepared, tmp_path
+):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    known = hub.serve("user/known", tmp_path, kind="dataset")
+    bare = hub.create("user/bare", kind="dataset")
+    done = prepared.run(["-c", DATA_SETS, "user/known", "user/bare"])
+    with_card, without = json.loads(done.stdout)
+    assert (with_card["license"], with_card["revision"]) == ("mit", known.commit)
+    assert (without["license"], without["revision"]) == (None, bare.commit)
+    asked = [request for request in hub.requests if "/api/datasets/" in request]
+    assert asked and not any("user/known" in request for request in asked)
 
 
 def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
@@ -322,6 +349,37 @@ def test_a_processor_that_needs_a_package_names_it(opened):
 
     with pytest.raises(ImportError, match="needs num2words, which is not installed"):
         opened.preprocessor(Needs)
+
+
+def test_a_processor_that_fails_with_a_package_that_is_there_says_why(
+    opened, tmp_path, monkeypatch
+):
+    class Fails:
+        @classmethod
+        def from_pretrained(cls, name, **options):
+            raise ImportError("num2words has no language xx")
+
+    (tmp_path / "num2words.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="^num2words has no language xx$"):
+        opened.preprocessor(Fails)
+
+
+def test_a_model_of_code_of_its_own_is_not_built_before_it_is_loaded(opened):
+    class Own:
+        @classmethod
+        def from_pretrained(cls, name, **options):
+            assert options["trust_remote_code"] is True
+            return tiny.model(), {"unexpected_keys": set(), "missing_keys": set()}
+
+        @classmethod
+        def from_config(cls, config, **options):
+            raise TypeError("built")
+
+    trusted = Checkpoint(opened.name, None, opened.stored, trust_remote_code=True)
+    assert trusted.load(Own).num_parameters() > 0
+    with pytest.raises(ValueError, match="TypeError: built"):
+        opened.load(Own)
 
 
 def test_a_pooling_layer_and_the_norm_of_a_llava_may_be_absent(tmp_path):
