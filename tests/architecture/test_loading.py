@@ -74,6 +74,17 @@ def test_a_model_of_no_folder_begins_with_weights_of_its_own():
     assert_aligned(model)
 
 
+def test_lost_layers_of_the_language_model_start_as_in_the_language_model_by_itself():
+    """GPT-2's last layers of a block start smaller than others."""
+    text = tiny.text_config(cls=transformers.GPT2Config, n_layer=2)
+    how = dict(config=tiny.config(text=text), state_dict={})
+    ours = NormAlignLlavaForConditionalGeneration.from_pretrained(None, **how)
+    alone = AutoModel.from_config(text).state_dict()
+    for name, tensor in ours.model.language_model.state_dict().items():
+        if name.endswith("c_proj.weight"):
+            assert tensor.std().item() == pytest.approx(alone[name].std().item(), rel=0.3), name
+
+
 def test_names_of_tensors_may_be_given(tmp_path):
     model = tiny.model()
     tensors = {name.replace("linear_1", "first"): t for name, t in model.state_dict().items()}
@@ -124,6 +135,8 @@ def test_a_norm_that_is_not_the_folders_drops_its_name(tmp_path, caplog):
 def test_a_gain_that_is_built_in_bfloat16_is_not_rounded(tmp_path):
     vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
     build_checkpoint(vision, language, tmp_path / "built", dtype="bfloat16")
+    for name, dtype in dtypes_on_disk(tmp_path / "built").items():
+        assert dtype == (torch.float32 if "projector.norm." in name else torch.bfloat16)
     built = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "built")
     gain = norm_of(built).weight
     expected = torch.full_like(gain, built.config.text_embedding_norm / tiny.WIDTH**0.5)

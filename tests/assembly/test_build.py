@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -466,6 +467,8 @@ def test_the_report_shows_what_was_copied_and_what_was_not(folders, capsys):
     assert "top_k 9" in rows["generation"] and "repetition" not in rows["generation"]
     assert rows["generation_left_out"] == "repetition_penalty 1.5"
     assert rows["notices"] == "notices/language/LICENSE, notices/vision/NOTICE"
+    bare = replace(report, notices=[], generation_left_out={}).renderable()
+    assert not {"notices", "generation_left_out"} & {*bare.columns[0].cells}
 
 
 @pytest.mark.parametrize("kind, norms", [("bloom", True), ("nanochat", True), ("llama", False)])
@@ -474,6 +477,13 @@ def test_a_language_model_that_undoes_the_gain_is_told_of(tmp_path, caplog, kind
     config.save_pretrained(tmp_path / kind)
     check_language_model(open_checkpoint(tmp_path / kind))
     assert ("the gain has no effect" in caplog.text) == norms
+
+
+def test_a_language_model_that_reads_images_itself_is_refused(tmp_path):
+    text = tiny.text_config(cls=transformers.Gemma3TextConfig)
+    transformers.Gemma3Config(text_config=text).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'gemma3' model, not a causal language model"):
+        check_language_model(open_checkpoint(tmp_path))
 
 
 def test_a_language_model_with_damaged_weights_is_refused(folders):
@@ -540,6 +550,7 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm, caplog
     parts.llava(tmp_path / "llava", tiny.llava(tied=False))
     report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", arm=arm)
     assert "LOAD REPORT" not in caplog.text and report.tokens_per_image == 4
+    assert "Not copied" not in caplog.text
     assert report.from_llava and report.generation_left_out == {}
     generation = json.loads((tmp_path / "built" / "generation_config.json").read_text())
     assert not {"projector_norm", "projector_gain_init", "gradient_compensation"} & {*generation}
@@ -548,6 +559,27 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm, caplog
     assert all(torch.equal(ours.pop(name), value) for name, value in stock.state_dict().items())
     assert [*ours] == [f"{NORM}.weight", f"{NORM}.bias"] * (arm != "none")
     assert AutoProcessor.from_pretrained(tmp_path / "built").chat_template == parts.CHATML
+
+
+@pytest.mark.parametrize("template", [None, multimodal_chat_template(parts.CHATML)[0]])
+def test_a_llava_s_own_marks_are_reported(tmp_path, template):
+    folder = tmp_path / "llava"
+    parts.llava(folder, tiny.llava(tied=False))
+    processor = AutoProcessor.from_pretrained(folder)
+    processor.chat_template = processor.tokenizer.chat_template = template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    processor.save_pretrained(folder)
+    report = retrofit_checkpoint(str(folder), tmp_path / "built")
+    assert report.generation_marks == (template is not None)
+    assert AutoProcessor.from_pretrained(tmp_path / "built").chat_template == template
+
+
+def test_a_vocabulary_with_room_for_the_image_token_stays(folders):
+    vision, _, output = folders
+    rows = len(parts.tokenizer()) + 1
+    language = parts.language(output.with_name("with-room"), rows=rows)
+    build_checkpoint(vision, language, output)
+    assert len(weights(output)["model.language_model.embed_tokens.weight"]) == rows
 
 
 def test_retrofit_reads_the_features_that_its_llava_reads_in_the_dtype_that_is_asked(tmp_path):

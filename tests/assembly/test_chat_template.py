@@ -201,6 +201,8 @@ def test_the_check_s_texts_are_those_that_a_template_prints():
     prompts = [text.endswith("<|im_start|>assistant\n") for text in texts]
     assert any(prompts) and not all(prompts)
     assert chat_template.check_texts("{{ raise_exception('no') }}", {}) == []
+    shown = chat_template.check_texts("{{ tools }}", {})
+    assert any("weather" in text for text in shown) and shown.count("None") < len(shown)
 
 
 def test_of_several_templates_the_default_is_used_and_a_file_in_place_of_any(tmp_path):
@@ -215,6 +217,11 @@ def test_of_several_templates_the_default_is_used_and_a_file_in_place_of_any(tmp
     assert set_chat_template(tokenizer, tmp_path / "other.jinja")
     assert render(tokenizer.chat_template, chat("Hi")) == "Ü" + render(SMOLLM2, chat("Hi"))
     assert len(tokenizer) == size  # the image token is added once
+    tokenizer = tiny_parts.tokenizer({"tool_use": SMOLLM2})  # of which none is the default
+    assert set_chat_template(tokenizer, None)
+    assert render(tokenizer.chat_template, chat("Hi")) == render(
+        multimodal_chat_template(None)[0], chat("Hi")
+    )
 
 
 def test_a_processor_has_a_pad_token_and_a_size_and_the_encoder_s_patches():
@@ -369,6 +376,79 @@ def test_wrong_marks_of_a_template_itself_are_not_claimed(old, new):
     right = multimodal_chat_template(SMOLLM2)[0]
     assert right.count(old) == 1 and multimodal_chat_template(right)[1]
     assert not multimodal_chat_template(right.replace(old, new))[1]
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}" + ANSWER + "{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PROMPT = "{{ '<|im_start|>assistant\n' }}{% endif %}"
+NO_TOOLS = (
+    "{% if message['role'] == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ '<|im_start|>'"
+)
+OF_TOOLS = "{% if tools %}{% generation %}{{ 'tools' }}{% endgeneration %}{% endif %}{% for message"
+EDITS = {
+    "nothing": ({}, True),
+    "text behind the last turn": (
+        {PROMPT: PROMPT[:-11] + "{% else %}{{ 'So long.' }}{% endif %}"},
+        True,
+    ),
+    "another generation prompt": ({PROMPT: PROMPT.replace("assistant", "ASSISTANT")}, False),
+    "the last turn alone is printed": ({"in messages": "in messages[-1:]"}, False),
+    "tools are marked too": ({"{% for message": OF_TOOLS}, False),
+    "first answers alone are marked, and trimmed": (
+        {
+            "{{ '<|im_start|>'": NO_TOOLS,
+            "== 'assistant'": "== 'assistant' and loop.index0 < 3",
+            "['content']": "['content'].strip()",
+        },
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_marks_are_those_of_every_answer_and_end_where_a_generation_prompt_begins(kind):
+    edits, holds = EDITS[kind]
+    template = CHATML
+    for old, new in edits.items():
+        assert old in template
+        template = template.replace(old, new)
+    assert multimodal_chat_template(template)[1] == holds
+
+
+@pytest.mark.parametrize("printed", ["<image>", "<image><image>What is this?", "What is this?"])
+def test_a_template_that_prints_parts_otherwise_is_no_reader_of_images(printed):
+    lists = (
+        f"{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}{printed}{{% endif %}}"
+    )
+    template = f"{{% for m in messages %}}{lists}{{{{ '<|im_end|>' }}}}{{% endfor %}}"
+    new = multimodal_chat_template(template)[0]
+    assert render(new, parts(chat("Why?"), {"type": "image"})) == "<image>Why?<|im_end|>"
+
+
+def test_conversations_are_compared_with_tools_and_prompts_and_in_parts():
+    def difference(first, second, lists=False):
+        return chat_template._difference(first, second, lists)
+
+    def constant(messages, tools, prompt):
+        return "same"
+
+    def of_parts(messages, tools, prompt):
+        return "same" if isinstance(messages[0]["content"], str) else "parts"
+
+    def of_tools(messages, tools, prompt):
+        return "tools" if tools else "same"
+
+    def of_prompts(messages, tools, prompt):
+        return "prompt" if prompt else "same"
+
+    assert difference(constant, constant, lists=True) is difference(of_parts, constant) is None
+    assert difference(of_parts, constant, lists=True) is not None
+    assert "tool" in difference(of_tools, constant)
+    assert difference(of_prompts, constant) is not None
 
 
 def test_marks_need_an_end_of_turn():

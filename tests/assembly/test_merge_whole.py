@@ -20,6 +20,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     MixtralConfig,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.trainer_utils import sort_checkpoints
 
 from normalign_llava.assembly.adapter import open_adapter
@@ -383,6 +384,23 @@ def test_the_difference_of_what_takes_several_inputs_or_is_whole_is_its_tensors_
     written = {"weight": merged.bfloat16()}
     expected = (written["weight"].float() - merged).abs().max() / merged.abs().max()
     assert 1e-4 < layer.difference(written) == pytest.approx(expected.item(), rel=1e-2)
+
+
+def test_the_difference_of_embeddings_that_are_scaled_is_that_of_what_they_hold():
+    """Gemma's scale is computed from its configuration, so it has no value on meta."""
+    with torch.device("meta"):
+        table = Gemma3TextScaledWordEmbedding(20, 8, padding_idx=0, embed_scale=3.0)
+        model = nn.ModuleDict({"table": table, "other": nn.Linear(2, 2)})
+        adapted = PeftModel(model, LoraConfig(r=2, target_modules=["table"]))
+    wrapper = adapted.base_model.model["table"]
+    torch.manual_seed(0)
+    factors = {"lora_embedding_A.default": torch.randn(2, 20)}
+    factors["lora_embedding_B.default"] = torch.randn(8, 2)
+    wrapper.load_state_dict(factors, strict=False, assign=True)
+    layer = MergedLayer("table", wrapper, {"table.weight": torch.randn(20, 8)}.__getitem__)
+    assert layer.error < 1e-6
+    rounded = {"weight": layer.values["weight"].bfloat16()}
+    assert 1e-4 < layer.difference(rounded) < 1e-2
 
 
 @pytest.mark.parametrize("left, is_refused", [(1e-2, False), (1e-5, True)])

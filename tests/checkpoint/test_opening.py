@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.files import find_checkpoint
+from normalign_llava.checkpoint.files import INDEX, find_checkpoint
 from normalign_llava.checkpoint.opening import (
     Checkpoint,
     check_processor,
@@ -34,6 +34,7 @@ from normalign_llava.checkpoint.opening import (
     read_record,
 )
 from normalign_llava.checkpoint.prompts import fixes_the_date
+from normalign_llava.checkpoint.weights import index_folder
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.run import main
@@ -57,6 +58,8 @@ def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_p
     (tmp_path / "language" / "LICENSE.txt").write_text("of the language model")
     (tmp_path / "vision" / "NOTICE").write_text("of the encoder")
     (tmp_path / "vision" / "LICENSE").write_text("x" * (2**20 + 1))  # no licence is so long
+    (tmp_path / "vision" / "licenses").mkdir()
+    (tmp_path / "vision" / "licenses" / "MIT.txt").write_text("in a folder")
     hub.serve("user/vit", Path(vision))
     hub.serve("user/lm", Path(language))
     assert prepared.run(["-c", BUILD, "user/vit", "user/lm", tmp_path / "built"]).returncode == 0
@@ -173,6 +176,10 @@ def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached
     assert open_checkpoint("user/lm", OLD).stored == {"of": OLD}
     assert find_checkpoint("user/lm", OLD) == ("user/lm", OLD)
     assert find_checkpoint("user/lm") == ("user/lm", NEW)
+    for commit in (OLD, NEW):
+        cached("model", "user/lm", commit, "{}", INDEX)
+    assert [folder.name for folder in index_folder("user/lm", OLD)] == [OLD]
+    assert [folder.name for folder in index_folder("user/lm", None)] == [NEW]
 
 
 def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_path):
