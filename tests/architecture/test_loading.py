@@ -130,6 +130,11 @@ def test_a_norm_that_is_not_the_folders_drops_its_name(tmp_path, caplog):
         caplog.clear()
         names = {str(model.name_or_path), str(model.config.name_or_path)}
         assert names == {str(path) if kept else ""}, (folder, loaded_as)
+        model, _ = NormAlignLlavaForConditionalGeneration.from_pretrained(
+            path, config=config, output_loading_info=True
+        )
+        assert str(model.name_or_path) == (str(path) if kept else "")
+        assert "This norm is not that of" not in caplog.text  # whoever asks is told by the report
 
 
 def test_a_gain_that_is_built_in_bfloat16_is_not_rounded(tmp_path):

@@ -272,7 +272,7 @@ def test_an_adapter_whose_start_changed_its_base_is_refused(adapter, tmp_path, s
     settings |= {"init_lora_weights": start, "loftq_config": {"loftq_bits": 4}}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     if not is_refused:
-        assert read_peft_config(folder).init_lora_weights == start
+        assert open_adapter(folder).peft_config.init_lora_weights == start
         return
     with pytest.raises(ValueError, match=f"init_lora_weights '{start}', which changes the base"):
         read_peft_config(folder)
@@ -296,6 +296,7 @@ def test_embeddings_and_head_of_a_base_are_two_if_its_files_have_them_apart(
     assert torch.equal(read["model.language_model.embed_tokens.weight"], embeddings)
 
 
+EMBEDDINGS = "model.language_model.embed_tokens.weight"
 IN_BFLOAT16 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
 RECORDS = [
     # training.json, --base-quantization, and the base's quantization and dtype before it
@@ -320,6 +321,19 @@ def test_how_the_base_was_loaded_in_training(adapter, tmp_path, record, given, q
         (folder / "training.json").write_text(json.dumps(record))
     opened = open_adapter(folder, base_quantization=given)
     assert (opened.quantization, opened.dtype) == (quantization, dtype)
+
+
+def test_embeddings_that_are_the_head_are_read_by_both_names_in_training_s_precision(
+    adapter, bases, tmp_path
+):
+    folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
+    (folder / "training.json").write_text(json.dumps({"quantization": IN_BFLOAT16}))
+    opened = open_adapter(folder)
+    read = BaseTensors(opened)
+    stored = weights(bases["tied"])[EMBEDDINGS].bfloat16()
+    for name in (EMBEDDINGS, "lm_head.weight"):
+        assert read[name].dtype == torch.bfloat16 and torch.equal(read[name], stored)
+    assert opened.load().get_base_model().dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

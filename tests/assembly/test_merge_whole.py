@@ -65,7 +65,7 @@ def bases(tmp_path_factory):
 
 CASES = [
     # base, what is trained, whether embeddings and head are one tensor in the result
-    ("tied", dict(bias="all"), True),
+    ("tied", dict(bias="all", lora_dropout=0.5), True),
     ("untied", dict(bias="all", modules_to_save=None), False),
     ("untied", dict(bias="all", use_dora=True), False),
     ("tied", dict(bias="lora_only", target_modules=WITH_BIAS, modules_to_save=None), True),
@@ -210,6 +210,15 @@ def test_a_tensor_that_is_saved_twice_must_be_the_same(bases, tmp_path):
     with pytest.raises(ValueError, match=r"two values for .*linear_1\.bias"):
         merge_adapter(folder, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_that_is_stored_in_half_precision_is_merged_in_float32(bases, tmp_path):
+    folder = tmp_path / "adapter"
+    make_adapter(bases["tied"], folder)
+    stored = load_file(folder / ADAPTER_WEIGHTS)
+    change(folder, **{name: value.bfloat16() for name, value in stored.items()})
+    merge_adapter(folder, tmp_path / "merged")
+    assert_merged(tmp_path / "merged", folder, bases["tied"])
 
 
 def test_a_head_that_training_changed_little_is_no_longer_tied(bases, tmp_path):

@@ -19,7 +19,14 @@ from huggingface_hub import ModelCard, constants
 from paths import ROOT
 from safetensors.torch import save_file
 from stored import store, weights
-from transformers import AutoModel, AutoProcessor, AutoTokenizer, ViTConfig, ViTModel
+from transformers import (
+    AutoModel,
+    AutoProcessor,
+    AutoTokenizer,
+    LlavaForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+)
 from transformers.utils import logging
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
@@ -33,7 +40,7 @@ from normalign_llava.checkpoint.opening import (
     open_checkpoint,
     read_record,
 )
-from normalign_llava.checkpoint.prompts import fixes_the_date
+from normalign_llava.checkpoint.prompts import answer_ends, fixes_the_date
 from normalign_llava.checkpoint.weights import index_folder
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
@@ -147,8 +154,11 @@ def test_a_data_set_is_named_with_what_its_card_says(cached, tmp_path, monkeypat
 
 DATA_SETS = """
 import json, sys
+from huggingface_hub import constants
 from normalign_llava.checkpoint.opening import hub_dataset
-print(json.dumps([hub_dataset(name) for name in sys.argv[1:]]))
+found = [hub_dataset(name) for name in sys.argv[1:]]
+constants.ENDPOINT = "http://127.0.0.1:9"  # where nobody answers
+print(json.dumps([*found, hub_dataset("user/other")]))
 """
 
 
@@ -159,7 +169,8 @@ def test_a_data_set_s_commit_is_that_of_its_card_or_else_the_one_that_is_named(
     known = hub.serve("user/known", tmp_path, kind="dataset")
     bare = hub.create("user/bare", kind="dataset")
     done = prepared.run(["-c", DATA_SETS, "user/known", "user/bare"])
-    with_card, without = json.loads(done.stdout)
+    with_card, without, unknown = json.loads(done.stdout)
+    assert unknown == {"id": "user/other", "revision": None, "license": None, "language": None}
     assert (with_card["license"], with_card["revision"]) == ("mit", known.commit)
     assert (without["license"], without["revision"]) == (None, bare.commit)
     asked = [request for request in hub.requests if "/api/datasets/" in request]
@@ -395,6 +406,16 @@ def test_a_pooling_layer_and_the_norm_of_a_llava_may_be_absent(tmp_path):
     assert open_checkpoint(tmp_path / "vit").load(AutoModel).num_parameters() > 0
     llava = tiny_parts.llava(tmp_path / "llava", tiny.llava())
     assert open_checkpoint(llava).load().model.multi_modal_projector.norm.weight.any()
+
+
+def test_a_stock_llava_ends_answers_as_its_own_configuration_says(tmp_path):
+    folder = Path(tiny_parts.llava(tmp_path / "llava", tiny.llava()))
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>", "<|im_start|>"))
+    opened = open_checkpoint(folder)
+    ends = answer_ends(opened.processor.tokenizer, opened.processor.chat_template)
+    model = opened.load(LlavaForConditionalGeneration)
+    assert model.generation_config.eos_token_id == 2 and ends == [2, 1]
 
 
 def test_another_configuration_is_used_in_place_of_its_own(opened):
