@@ -57,6 +57,9 @@ def test_defaults_are_the_papers_and_configurations_do_not_share_what_they_hold(
         *(1e-3, 1e-5),
         1,
     )
+    kinds = (config.projector_norm, config.projector_gain_init, config.gradient_compensation)
+    assert kinds == ("layer_norm", "text_norm", "global")
+    assert NormAlignLlavaConfig().text_embedding_norm is None
     for name in ("LayerNorm", "RMSNorm"):
         norm = getattr(modeling, f"GlobalWeightCompensated{name}")(8)
         assert (norm.gain_floor, norm.eps, norm.compensate) == (1e-3, 1e-5, True)

@@ -59,6 +59,22 @@ def folders(tmp_path):
     return vision, language, tmp_path / "built"
 
 
+def test_what_is_not_said_is_the_paper_s_arm_in_the_language_model_s_precision(tmp_path):
+    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    for folder, cls in ((language, AutoModelForCausalLM), (vision, transformers.AutoModel)):
+        dtype = torch.bfloat16 if folder == language else torch.float32
+        cls.from_pretrained(folder).to(dtype).save_pretrained(folder)
+    parts.llava(tmp_path / "llava", tiny.llava(tied=False).bfloat16())
+    build_checkpoint(vision, language, tmp_path / "built")
+    retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "retrofitted")
+    for name in ("built", "retrofitted"):
+        config = NormAlignLlavaConfig.from_pretrained(tmp_path / name)
+        assert (arm_of(config), config.projector_norm) == ("gwc", "layer_norm")
+        assert config.vision_feature_layer == -2
+        for tensor, value in weights(tmp_path / name).items():
+            assert value.dtype == (torch.float32 if NORM in tensor else torch.bfloat16), tensor
+
+
 def test_a_seed_decides_the_projector_whatever_was_drawn_before(folders):
     vision, language, output = folders
     made = []
@@ -451,7 +467,10 @@ def test_flags_that_draw_answers_and_end_them_are_copied():
     flags |= dict(suppress_tokens=[5], max_length=70, max_new_tokens=60, do_sample=True)
     flags |= dict(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, top_h=0.4, typical_p=0.9)
     flags |= dict(epsilon_cutoff=0.01, eta_cutoff=0.02, cache_implementation="static")
-    kept, left_out = copied_generation(transformers.GenerationConfig(**flags))
+    flags["cache_config"] = {"max_cache_len": 80}
+    config = transformers.GenerationConfig(**flags)
+    config._from_model_config, config._commit_hash = True, "a" * 40  # of its file
+    kept, left_out = copied_generation(config)
     assert flags_of(kept) == flags and left_out == {}
 
 
@@ -520,9 +539,12 @@ def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_
     vision = parts.vision(tmp_path / "vision")
     mamba = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8)
     mamba |= dict(mamba_chunk_size=8, embedding_multiplier=5.65)
+    bart = dict(encoder_layers=1, encoder_ffn_dim=48, encoder_attention_heads=2)
+    bart |= dict(decoder_layers=1, decoder_ffn_dim=48, decoder_attention_heads=2)
     for kind, sizes, message in (
         ("opt", dict(word_embed_proj_dim=16, ffn_dim=48), "embeddings are not as wide as"),
         ("phi", {}, "its head has a bias"),
+        ("bart", bart, "AutoModel does not know its base model"),
         ("openai-gpt", {}, "'openai-gpt' model, not a causal .* with a cache"),
         # Falcon-H1 multiplies embeddings only where it looks them up itself, as LLaVA does for it.
         ("falcon_h1", mamba, "other logits than by itself"),

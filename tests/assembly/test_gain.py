@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from normalign_llava.assembly.gain import embedding_statistics
+from normalign_llava.assembly.gain import embedding_statistics, statistics_of
 
 
 pytestmark = pytest.mark.slow
@@ -171,6 +171,16 @@ def test_of_the_hub_s_weights_the_file_with_the_embeddings_is_fetched(hub, prepa
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     sent = {path.removeprefix("acme/model.v1/") for path in hub.sent}
     assert sent & weights == {index["weight_map"][NAME]} < weights
+
+
+def test_norms_without_a_configuration_are_taken_as_they_are():
+    norms = torch.linspace(1, 3, 21, dtype=torch.float64)
+    statistics = statistics_of("model", "table", norms, 16, None, None)
+    assert (statistics.scale, statistics.model_type, statistics.rows) == (1.0, None, 21)
+    assert statistics.mean == statistics.n_text == pytest.approx(2.0, rel=1e-12)
+    assert statistics.gain == pytest.approx(0.5, rel=1e-12)
+    largest = [*range(20, 10, -1)]
+    assert [(token.id, token.text) for token in statistics.top] == [(row, None) for row in largest]
 
 
 def test_of_a_repository_the_commit_that_is_named_is_measured(tmp_path, monkeypatch):

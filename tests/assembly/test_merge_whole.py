@@ -128,17 +128,18 @@ def change(folder, **values):
 
 
 @pytest.mark.parametrize(
-    "base, module, path",
+    "base, trained, path",
     [
-        ("tied", EMBEDDINGS, "embed_tokens"),
-        ("untied", EMBEDDINGS, "embed_tokens"),
-        ("tied", HEAD, "lm_head"),
+        ("tied", dict(target_modules=EMBEDDINGS), "embed_tokens"),
+        ("untied", dict(target_modules=EMBEDDINGS), "embed_tokens"),
+        ("tied", dict(target_modules=HEAD), "lm_head"),
+        ("untied", dict(trainable_token_indices=TOKENS), "embed_tokens.token_adapter"),
     ],
 )
-def test_embeddings_that_peft_saves_besides_are_used(bases, tmp_path, base, module, path):
+def test_embeddings_that_peft_saves_besides_are_used(bases, tmp_path, base, trained, path):
     """Whatever they hold in the file, as PEFT loads them into its base."""
     folder = tmp_path / "adapter"
-    make_adapter(bases[base], folder, save_embedding_layers=True, target_modules=module)
+    make_adapter(bases[base], folder, save_embedding_layers=True, **trained)
     name = of_file(folder, f"{path}.base_layer.weight")
     before = load_file(folder / ADAPTER_WEIGHTS)[name]
     change(folder, **{name: before + torch.randn_like(before)})
@@ -173,6 +174,7 @@ KEPT = "layers_to_transform layers_pattern exclude_modules target_modules module
 KEPT += " lora_alpha lora_dropout use_rslora use_dora fan_in_fan_out lora_bias rank_pattern"
 KEPT += " alpha_pattern target_parameters trainable_token_indices ensure_weight_tying revision"
 KEPT += " init_lora_weights loftq_config eva_config corda_config lora_ga_config task_type"
+KEPT += " runtime_config modules_to_tie target_modules_to_tie megatron_core peft_type"
 KEPT += " inference_mode auto_mapping base_model_name_or_path velora_config use_bdlora peft_version"
 LOST = "layer_replication alora_invocation_tokens kasa_config use_qalora arrow_config"
 LOST += " megatron_config monteclora_config qalora_group_size"

@@ -346,6 +346,12 @@ def test_a_model_without_a_processor_is_loaded(opened, tmp_path, lost):
     assert open_checkpoint(folder).load().num_parameters() == opened.load().num_parameters()
 
 
+def test_a_model_is_loaded_in_its_own_precision_as_the_class_of_this_package(tmp_path):
+    tiny.model().bfloat16().save_pretrained(tmp_path)
+    model = open_checkpoint(tmp_path).load()
+    assert (type(model), model.dtype) == (NormAlignLlavaForConditionalGeneration, torch.bfloat16)
+
+
 def test_a_model_that_does_not_generate_is_loaded(opened):
     bare = opened.load(NormAlignLlavaModel)
     assert type(bare) is NormAlignLlavaModel and not bare.can_generate()
