@@ -562,9 +562,11 @@ def test_a_template_without_marks_makes_an_inference_checkpoint_with_a_warning(t
     vision = parts.vision(tmp_path / "vision")
     assert not build_checkpoint(vision, language, tmp_path / "built").generation_marks
     assert "--chat-template" in caplog.text
+    caplog.clear()
     file = tmp_path / "marked.jinja"
     file.write_text(multimodal_chat_template(parts.CHATML)[0])
     assert build_checkpoint(vision, language, tmp_path / "new", chat_template=file).generation_marks
+    assert "--chat-template" not in caplog.text
 
 
 @pytest.mark.parametrize("arm", ["gwc", "none"])

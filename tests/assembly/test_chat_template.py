@@ -429,6 +429,14 @@ def test_a_template_that_prints_parts_otherwise_is_no_reader_of_images(printed):
     assert render(new, parts(chat("Why?"), {"type": "image"})) == "<image>Why?<|im_end|>"
 
 
+def test_a_template_that_cannot_be_read_is_refused_and_one_that_refuses_a_conversation_is_not():
+    with pytest.raises(ValueError, match="not valid Jinja: TemplateSyntaxError"):
+        multimodal_chat_template("{% if %}" + SMOLLM2)
+    refusing = "{{ raise_exception('no') }}"
+    template, has_marks = multimodal_chat_template(refusing)
+    assert template.endswith(refusing) and not has_marks
+
+
 def test_conversations_are_compared_with_tools_and_prompts_and_in_parts():
     def difference(first, second, lists=False):
         return chat_template._difference(first, second, lists)

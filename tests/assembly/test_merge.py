@@ -336,6 +336,16 @@ def test_embeddings_that_are_the_head_are_read_by_both_names_in_training_s_preci
     assert opened.load().get_base_model().dtype == torch.bfloat16
 
 
+def test_a_base_is_read_in_the_precision_that_its_configuration_says(adapter, bases, tmp_path):
+    """As transformers loads it, whatever its files have."""
+    base = shutil.copytree(bases["tied"], tmp_path / "base")
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    read, name = BaseTensors(open_adapter(adapter / "adapter", base=str(base))), EMBEDDINGS
+    assert read.dtype == read[name].dtype == torch.bfloat16
+    assert torch.equal(read[name], weights(base)[name].bfloat16())
+
+
 @pytest.mark.parametrize(
     "changes, realigned",
     [

@@ -365,11 +365,12 @@ def test_an_adapter_s_processor_is_read_where_no_configuration_is(opened, tmp_pa
 
 
 @pytest.mark.skipif(find_spec("num2words") is not None, reason="num2words is installed")
-def test_a_processor_that_needs_a_package_names_it(opened):
+@pytest.mark.parametrize("kind", [ImportError, OSError, ValueError])
+def test_a_processor_that_needs_a_package_names_it(opened, kind):
     class Needs:
         @classmethod
         def from_pretrained(cls, name, **options):
-            raise ImportError("Package `num2words` is required")
+            raise kind("Package `Num2Words` is required")
 
     with pytest.raises(ImportError, match="needs num2words, which is not installed"):
         opened.preprocessor(Needs)
