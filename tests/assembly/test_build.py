@@ -454,8 +454,9 @@ def test_flags_that_are_off_are_not_named():
     config = transformers.GenerationConfig(use_cache=False, top_k=9, do_sample=True)
     config.chat_format = config.remove_invalid_values = False
     config.forced_eos_token_id, config.temperature = 5, 0.7
+    config.forced_bos_token_id = 0  # which is a token
     kept, left_out = copied_generation(config)
-    assert left_out == {"forced_eos_token_id": 5}
+    assert left_out == {"forced_eos_token_id": 5, "forced_bos_token_id": 0}
     assert kept.forced_eos_token_id is None and not hasattr(kept, "chat_format")
     expected = {"do_sample": True, "temperature": 0.7, "top_k": 9, "use_cache": False}
     assert flags_of(kept) == expected and [*flags_of(kept)] == sorted(expected)

@@ -84,6 +84,7 @@ def test_vision_language_checkpoints_leave_out_the_image_token(tmp_path, make, l
     model = make()
     weight = model.get_input_embeddings().weight
     with torch.no_grad():
+        weight[tiny.IMAGE] *= 9  # the largest
         weight[tiny.IMAGE + 1] = weight[tiny.IMAGE]  # vocabulary padding, as the build makes it
         weight[:5] = 0
     model.save_pretrained(tmp_path, save_original_format=legacy)
@@ -206,4 +207,5 @@ def test_every_usual_name_of_an_embedding_table_is_known(tmp_path, name):
     weight = table(rows=20, width=4)
     other = table(rows=20, width=4, seed=1)
     tensors = {f"model.{name}.weight": weight, f"model.pre_{name}.weight": other}
+    tensors[f"model.layers.61.{name}.weight"] = other + 1  # of a layer that predicts further tokens
     assert_measures(embedding_statistics(store(tmp_path, **tensors)), weight)
