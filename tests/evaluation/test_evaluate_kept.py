@@ -12,7 +12,9 @@ import tiny_parts as parts
 import torch
 import yaml
 from adapters import make_adapter
+from transformers import AutoProcessor
 
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.errors import NotWritable
 from normalign_llava.evaluation import engine, run as run_module
 from normalign_llava.evaluation.engine import MultimodalLM, chosen_tasks, run_task
@@ -192,6 +194,16 @@ def test_a_folder_that_cannot_be_written_to_ends_the_evaluation(model, tasks, ra
     monkeypatch.setattr(run_module, "run_task", fail)
     with pytest.raises(NotWritable, match="the disk is full"):
         evaluated(model, tasks, "tiny_choosing")
+
+
+def test_a_head_that_an_adapter_brought_stays_apart_from_the_embeddings(checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    own = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    model.lm_head.weight = own
+    lm = MultimodalLM(model, AutoProcessor.from_pretrained(checkpoint), 1)
+    assert lm.model.lm_head.weight is own
+    assert lm.model.get_input_embeddings().weight is not own
 
 
 class Asked(Exception):
