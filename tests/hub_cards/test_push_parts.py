@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 from adapters import make_adapter
@@ -9,7 +10,9 @@ from httpx import Request, Response
 from huggingface_hub import CommitInfo, HfApi, errors
 
 from normalign_llava.diagnose.report import SCHEMA_VERSION
+from normalign_llava.hub_cards import demo
 from normalign_llava.hub_cards.card.facts import Part
+from normalign_llava.hub_cards.demo import find_space, push_space, space_files
 from normalign_llava.hub_cards.push.checks import pinned_base, recorded_base
 from normalign_llava.hub_cards.push.clean_process import first_logits
 from normalign_llava.hub_cards.push.publish import Publication, publish, summary
@@ -110,6 +113,81 @@ def test_what_was_done_is_told_and_what_would_be():
         "Pull request: https://huggingface.co/ann/m/discussions/1",
         "Space: https://huggingface.co/s",
     ]
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Repositories by name that the demo's functions find, and the names that they ask for."""
+    repositories, asked = {}, []
+
+    def find(api, name, kind="model"):
+        asked.append((name, kind))
+        return repositories[name]
+
+    monkeypatch.setattr(demo, "find_repository", find)
+    return repositories, asked
+
+
+def space(**files):
+    """A Space with the files that are to be, and others on top."""
+    api = HfApi(endpoint="https://huggingface.co")
+    planned = space_files("ann/m", "c" * 40)
+    ids = {path: git(content) for path, content in planned.items()}
+    written = {path: [sha256(content), git(content)] for path, content in planned.items()}
+    changed = {path.replace("__", "."): git(content) for path, content in files.items()}
+    return Repository(api, "ann/m-demo", "space", files=ids | changed, written=written)
+
+
+def test_a_space_of_ours_or_an_empty_one_may_be_written(found):
+    repositories, asked = found
+    ours = space(notes__md=b"theirs")
+    only = replace(ours, files={"README.md": "theirs", ".gitattributes": "theirs"}, written={})
+    for state in (ours, only, replace(only, files={})):
+        repositories["ann/m-demo"] = state
+        for replacing in (False, True):
+            assert find_space(HfApi(), "ann/m", replacing) is state
+    assert {*asked} == {("ann/m-demo", "space")}
+
+
+def test_a_space_of_others_or_one_that_was_changed_is_not_written(found):
+    repositories, _ = found
+    repositories["ann/m-demo"] = replace(space(), files={"app.py": "theirs"}, written={})
+    for replacing in (False, True):
+        with pytest.raises(ValueError, match="ann/m-demo is not this package's"):
+            find_space(HfApi(), "ann/m", replacing)
+    repositories["ann/m-demo"] = changed = space(app__py=b"theirs", README__md=b"theirs")
+    with pytest.raises(ValueError, match="- README.md, which(.|\n)*- app.py, which would be over"):
+        find_space(HfApi(), "ann/m")
+    assert find_space(HfApi(), "ann/m", replace_files=True) is changed
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_space_is_as_private_as_its_model_and_needs_a_token_then(found, monkeypatch, private):
+    repositories, asked = found
+    repositories["ann/m"] = replace(space(), private=private)
+    sent, told = [], []
+    monkeypatch.setattr(demo, "push", lambda *args, **options: sent.append((args, options)))
+    page = push_space(space(), "ann/m", "c" * 40, told.append)
+    assert page == "https://huggingface.co/spaces/ann/m-demo" and asked == [("ann/m", "model")]
+    (((where, added), options),) = sent
+    assert where.repo_id == "ann/m-demo" and options == {"removed": (), "private": private}
+    contents = {addition.path_in_repo: addition.path_or_fileobj for addition in added}
+    record = json.loads(contents.pop("publication.json"))
+    assert contents == space_files("ann/m", "c" * 40) and record["files"].keys() == contents.keys()
+    assert len(told) == private and all(f"HF_TOKEN: {page}/settings" in text for text in told)
+
+
+@pytest.mark.parametrize("error", [ValueError("no card"), OSError("no network")])
+def test_where_a_space_fails_the_model_is_said_to_be_published(found, monkeypatch, error):
+    repositories, _ = found
+    repositories["ann/m"] = space()
+
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(demo, "push", fail)
+    with pytest.raises(OSError, match=f"published, at {'c' * 40} of ann/m; .* {error}"):
+        push_space(space(), "ann/m", "c" * 40, print)
 
 
 def adapter(folder, **settings):
