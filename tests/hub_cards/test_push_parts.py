@@ -9,10 +9,12 @@ from adapters import make_adapter
 from httpx import Request, Response
 from huggingface_hub import CommitInfo, HfApi, errors
 
+from normalign_llava import NormAlignLlavaConfig
 from normalign_llava.diagnose.report import SCHEMA_VERSION
 from normalign_llava.hub_cards import demo
 from normalign_llava.hub_cards.card.facts import Part
 from normalign_llava.hub_cards.demo import find_space, push_space, space_files
+from normalign_llava.hub_cards.push import checks
 from normalign_llava.hub_cards.push.checks import pinned_base, recorded_base
 from normalign_llava.hub_cards.push.clean_process import first_logits
 from normalign_llava.hub_cards.push.publish import Publication, publish, summary
@@ -75,6 +77,10 @@ def test_what_others_changed_or_added_stands_in_the_way_if_it_is_read_or_overwri
     listed = str(error.value).splitlines()
     assert "- config.json, which would be overwritten" in listed
     assert "- merges.txt, which would be read beside the model" in listed
+    with pytest.raises(ValueError, match="ann/m has files that no publication") as error:
+        check_files_of_others(theirs)
+    assert "- vocab.json, which would be read beside the model" in str(error.value)
+    check_files_of_others(repository())
     # A Space reads nothing beside what it is sent; its card is a file like others.
     space = repository("space", README__md=b"theirs", merges__txt=b"theirs")
     assert files_of_others(space, additions({"README.md": b"ours"})) == ["README.md"]
@@ -216,6 +222,51 @@ def test_the_base_that_an_adapter_names_is_pinned_as_far_as_it_is_known(tmp_path
         assert pinned_base(folder, "my/base", ask_hub=False) == other
     with pytest.raises(ValueError, match="base is a folder"):
         pinned_base(pinned, str(tmp_path), ask_hub=False)
+
+
+def test_an_adapter_is_pinned_to_the_commit_of_a_base_that_is_as_in_training(
+    folder, tmp_path, monkeypatch
+):
+    """A folder stands for the base on the Hub."""
+    monkeypatch.setattr(checks, "find_checkpoint", lambda name, revision, remedy: (folder, None))
+    saved = adapter(tmp_path / "a", base_model_name_or_path="lab/base", revision="trial")
+    expected = Part("base model", folder, folder, None)
+    assert pinned_base(saved, None, ask_hub=True) == expected
+    config = json.loads((folder / "config.json").read_text())
+    changes = {name: config[name] for name in ("projector_norm", "gradient_compensation")}
+    (saved / "training.json").write_text(json.dumps({"config_changes": changes}))
+    assert pinned_base(saved, None, ask_hub=True) == expected
+    default = NormAlignLlavaConfig.gradient_compensation
+    other = {"none": "global", "global": "none"}[default]
+    del config["gradient_compensation"]  # as by default
+    (folder / "config.json").write_text(json.dumps(config))
+    for value, fits in ((default, True), (other, False)):
+        changes = {"config_changes": {"gradient_compensation": value}}
+        (saved / "training.json").write_text(json.dumps(changes))
+        if fits:
+            assert pinned_base(saved, None, ask_hub=True) == expected
+            continue
+        with pytest.raises(ValueError, match=f"compensation '{value}', not '{default}' as in its"):
+            pinned_base(saved, None, ask_hub=True)
+    (folder / "modeling_normalign_llava.py").unlink()
+    with pytest.raises(ValueError, match="would run code .*: modeling_normalign_llava.py. Publish"):
+        pinned_base(saved, None, ask_hub=True)
+
+
+def test_a_plan_of_an_adapter_names_its_base_and_does_not_load_it(folder, tmp_path):
+    saved, told = tmp_path / "adapter", []
+    make_adapter(folder, saved)
+    (saved / "README.md").unlink()  # PEFT's
+    planned = dict(as_adapter=True, base="lab/base", dry_run=True, notify=told.append)
+    publication = publish(saved, "ann/m", **planned)
+    files = publication.source.files
+    settings = json.loads(files["adapter_config.json"])
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("lab/base", "main")
+    assert settings["r"] == 4 and b'"lab/base", "main"' in files["README.md"]
+    assert told[-1] == "It passed the checks. It was not loaded."
+    assert publication.commit is publication.space is None and publication.removed == []
+    here = json.loads((saved / "adapter_config.json").read_text())
+    assert here["base_model_name_or_path"] == str(folder)
 
 
 @pytest.mark.parametrize(
