@@ -208,6 +208,17 @@ def test_layers_show_the_reports_numbers():
             assert [at_first.min(), at_first.max()] == pytest.approx(ends)
 
 
+@pytest.mark.parametrize(("size", "heights"), [((10, 1000), (7, 9)), ((1000, 10), (2, 4))])
+def test_long_words_and_images_leave_room_for_the_maps(tmp_path, size, heights):
+    Image.new("RGB", size).save(tmp_path / "image.png")
+    asked = attention_of("why? " * 200, 5, (3, 4), "image.png")
+    ((figure, drawing),) = attention(shown(diagnosed(attention=[asked]), None), tmp_path)
+    assert heights[0] < figure.get_figheight() < heights[1]
+    assert figure.get_suptitle().count("\n") == 3 and len(drawing.caption) < 500
+    lines = new_figure(3, "first\n" + "word " * 50).get_suptitle().split("\n")
+    assert lines[0] == "first" and max(map(len, lines)) <= 80 < sum(map(len, lines))
+
+
 def test_attention_maps_are_means_over_layers_on_one_scale(images):
     asked = [attention_of("Where?", 30, (3, 4), "image.png", sharp=sharp) for sharp in (9.0, 2.0)]
     ours, baseline = (diagnosed(attention=[answer]) for answer in asked)

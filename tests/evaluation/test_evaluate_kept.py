@@ -96,7 +96,8 @@ def test_a_result_is_that_of_its_settings(model, tasks, ran, processor, change):
 
 def test_results_of_other_tasks_stay_and_one_of_a_task_without_a_version_is_kept(model, tasks, ran):
     for names in (("tiny_silent",), ("tiny_choosing", "tiny_silent"), ("tiny_silent",)):
-        evaluated(model, tasks, *names)
+        results = evaluated(model, tasks, *names).results
+        assert [result.task for result in results] == [*names]
     assert ran == ["tiny_silent", "tiny_choosing"]
     stored = [result.task for result in read_evaluations(model)]
     assert stored == ["tiny_choosing", "tiny_silent"]
@@ -169,11 +170,25 @@ def test_a_result_of_an_adapter_is_that_of_its_base_and_its_quantization(
     assert again("none") == 3
 
 
+def test_a_result_of_an_adapter_on_a_base_of_the_hub_is_that_of_its_commit(
+    checkpoint, tasks, ran, tmp_path, monkeypatch
+):
+    make_adapter(checkpoint, tmp_path / "adapter")
+    handle = run_module.resolve_model(str(tmp_path / "adapter"))
+    base = replace(handle.adapter.base, name="bea/base", revision="c" * 40)
+    there = replace(handle, adapter=replace(handle.adapter, base=base))
+    monkeypatch.setattr(run_module, "resolve_model", lambda *args, **options: there)
+    evaluated(tmp_path / "adapter", tasks, "tiny_choosing")
+    (result,) = read_evaluations(tmp_path / "adapter")
+    assert result.settings["base"] == "c" * 40 and result.settings["quantization"] is None
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("CUDA out of memory."), "Lower batch_size, or use load_in_4bit."),
         (ValueError("no\n  rows"), "ValueError: no rows"),
+        (ValueError("word " * 200), "ValueError: word word"),
     ],
 )
 def test_the_reason_why_a_task_could_not_be_run_is_a_line(
@@ -185,6 +200,7 @@ def test_the_reason_why_a_task_could_not_be_run_is_a_line(
     monkeypatch.setattr(run_module, "run_task", fail)
     failed = evaluated(model, tasks, "tiny_choosing").failed
     assert reason in failed["tiny_choosing"] and "\n" not in failed["tiny_choosing"]
+    assert len(failed["tiny_choosing"]) < 500
 
 
 def test_a_folder_that_cannot_be_written_to_ends_the_evaluation(model, tasks, ran, monkeypatch):

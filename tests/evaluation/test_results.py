@@ -109,13 +109,13 @@ def test_the_table_has_the_metrics_of_whole_tasks(tmp_path):
         Metric("acc", 0.75, subset="colour", samples=2),
     ]
     several = Evaluation("pope", "POPE", metrics, 1000, 1000, [])
-    other = Evaluation("f1", "F1", [Metric("f1", 1.0)], 1000, 2000, [])
+    other = Evaluation("f1", "F1", [Metric("f1", 0.0)], 1000, 2000, [])
     made = Evaluated(tmp_path / "summary.json", [several, other], {}).table()
     assert made.caption == "partial"
     assert cells(made) == [
         ["task", "metric", "value", "±", "blank image", "n"],
         ["pope", "acc", "0.500", "0.250", "0.125", "4"],
-        ["f1", "f1", "1.000", "", "", "1,000"],
+        ["f1", "f1", "0.000", "", "", "1,000"],
     ]
     assert Evaluated(tmp_path / "summary.json", [several], {}).table().caption is None
 
@@ -128,7 +128,7 @@ def test_the_first_answers_to_own_questions_are_shown(tmp_path):
         document = {"prompt": f"[red]{number}?", "answers": ["kite", "bird"]}
         rows.append(json.dumps({"doc": document, "filtered_resps": [said]}))
     (folder / "samples_own_mine.jsonl").write_text("\n".join(rows))
-    results = [result("own_mine"), result("own_other"), result("pope")]
+    results = [result("pope"), result("own_other"), result("own_mine")]
     (table,) = Evaluated(tmp_path / "summary.json", results, {}).examples()
     _, *shown = cells(table)
     assert "own_mine" in table.title and len(shown) == 3
