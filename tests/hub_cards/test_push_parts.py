@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 from adapters import make_adapter
@@ -267,6 +268,103 @@ def test_a_plan_of_an_adapter_names_its_base_and_does_not_load_it(folder, tmp_pa
     assert publication.commit is publication.space is None and publication.removed == []
     here = json.loads((saved / "adapter_config.json").read_text())
     assert here["base_model_name_or_path"] == str(folder)
+
+
+OID = "1" * 40
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """`publish` with its steps told instead of done; `found` is the repository on the Hub."""
+    calls, found = {}, {"commit": "0" * 40, "private": True, "branch": "trial"}
+    logits = [[1.0, 2.0]]
+
+    def step(name, value):
+        def call(*args, **options):
+            calls.setdefault(name, []).append((args, options))
+            return value(*args, **options) if callable(value) else value
+
+        module = import_module("normalign_llava.hub_cards.push.publish")
+        monkeypatch.setattr(module, name, call)
+
+    api = HfApi(endpoint="https://huggingface.co", token="my-token")
+    step("log_in", api)
+    step("find_repository", lambda *args, **options: Repository(api, "ann/m", **found))
+    step("find_space", "the Space")
+    step("push_space", "its page")
+    step("push", CommitInfo(f"https://huggingface.co/ann/m/commit/{OID}", "m", "", OID))
+    step("ask_clean_process", lambda *args, **options: logits[len(calls["ask_clean_process"]) % 2])
+    logits.append(logits[0])
+    return calls, found, logits
+
+
+def test_the_steps_of_a_publication_are_of_its_branch_and_its_commit(steps, folder):
+    calls, _, _ = steps
+    told = []
+    options = dict(private=True, revision="trial", space=True, token="given", notify=told.append)
+    done = publish(str(folder), "ann/m", **options)
+    assert (done.commit.oid, done.space, done.removed) == (OID, "its page", [])
+    api = done.repository.api
+    assert calls["log_in"] == [(("ann/m", "given", False), {})]
+    assert calls["find_repository"] == [((api, "ann/m"), {"branch": "trial"})]
+    assert calls["find_space"] == [((api, "ann/m", False), {})]
+    first, second = calls["ask_clean_process"]
+    assert first == ((folder,), {"token": "my-token"})
+    assert second == (("ann/m",), {"revision": OID, "token": "my-token"})
+    (((repository, added, removed), sent),) = calls["push"]
+    assert repository is done.repository and removed == []
+    assert sent == {"private": True, "create_pr": False}
+    names = {addition.path_in_repo for addition in added}
+    assert names == {*done.source.files, "publication.json"}
+    assert '"ann/m", "trial"' in done.source.files["README.md"].decode()
+    assert calls["push_space"] == [(("the Space", "ann/m", OID, told.append), {})]
+
+
+def test_a_proposal_without_checks_is_loaded_nowhere_and_has_no_space(steps, folder):
+    calls, found, _ = steps
+    found["private"] = False
+    told = []
+    options = dict(create_pr=True, check_loading=False, private=False, notify=told.append)
+    done = publish(folder, "ann/m", **options)
+    assert done.space is None and "ask_clean_process" not in calls and "find_space" not in calls
+    assert calls["log_in"] == [(("ann/m", None, True), {})] and "may not load" in told[-1]
+    assert calls["push"][0][1] == {"private": False, "create_pr": True}
+
+
+@pytest.mark.parametrize("problem", ["differs", "fails"])
+def test_a_commit_that_does_not_answer_as_the_folder_does_is_named(steps, folder, problem):
+    calls, _, logits = steps
+    if problem == "differs":
+        logits[0] = [1.0, 3.0]
+    else:
+        logits[0] = []  # other logits than those before
+    with pytest.raises(OSError, match=f"ann/m is at {OID}, but does not load.* {'0' * 40}"):
+        publish(folder, "ann/m", space=True, notify=list)
+    assert len(calls["push"]) == 1 and "push_space" not in calls
+
+
+@pytest.mark.parametrize(("private", "known"), [(True, "public"), (False, "private")])
+def test_the_visibility_of_a_repository_that_is_there_is_not_changed(steps, folder, private, known):
+    calls, found, _ = steps
+    found["private"] = not private
+    with pytest.raises(ValueError, match=f"ann/m is {known}. Change that in its settings"):
+        publish(folder, "ann/m", private=private, notify=list)
+    found["commit"] = None  # there is none yet
+    publish(folder, "ann/m", private=private, check_loading=False, notify=list)
+    assert calls["push"][0][1]["private"] == private
+
+
+def test_a_card_on_the_hub_is_replaced_on_request_and_files_of_others_too(steps, folder):
+    calls, found, _ = steps
+    found |= {"card": "# Mine\n", "files": {"README.md": "a", "pytorch_model.bin": "b"}}
+    known = dict(check_loading=False, notify=list)
+    with pytest.raises(ValueError, match="README.md of ann/m was not written by this package"):
+        publish(folder, "ann/m", replace_files=True, **known)
+    with pytest.raises(ValueError, match="pytorch_model.bin, which would be read beside"):
+        publish(folder, "ann/m", replace_card=True, **known)
+    assert "push" not in calls
+    done = publish(folder, "ann/m", replace_card=True, replace_files=True, **known)
+    assert done.removed == calls["push"][0][0][2] == ["pytorch_model.bin"]
 
 
 @pytest.mark.parametrize(
