@@ -108,8 +108,10 @@ def test_the_model_is_left_as_it_was_found():
         before = model(**batch).logits
     decoder = model.train().get_decoder()
     decoder.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    probe(model, [batch])
+    modes, during = [module.training for module in model.modules()], []
+    with decoder.norm.register_forward_hook(lambda *call: during.append(call[-1])):
+        probe(model, [batch])
+    assert during and not any(states.requires_grad for states in during)
     with pytest.raises(ZeroDivisionError), decoder.norm.register_forward_hook(lambda *call: 1 / 0):
         probe(model, [batch])
     assert [module.training for module in model.modules()] == modes

@@ -103,11 +103,17 @@ def test_results_of_other_tasks_stay_and_one_of_a_task_without_a_version_is_kept
     assert stored == ["tiny_choosing", "tiny_silent"]
 
 
-def test_a_limit_as_large_as_a_task_makes_a_whole_result_that_is_kept(model, tasks, ran):
+def test_a_limit_as_large_as_a_task_makes_a_whole_result_that_is_kept(
+    model, tasks, ran, monkeypatch
+):
+    """Where all tasks were done before, the model is not loaded."""
+    loaded = []
+    monkeypatch.setattr(run_module, "as_lm", lambda handle, **loading: loaded.append(loading))
     for _ in range(2):
-        (result,) = evaluated(model, tasks, "tiny_choosing", limit=5).results
+        (result,) = evaluated(model, tasks, "tiny_choosing", limit=5, dtype="float32").results
         assert not result.partial
     assert ran == ["tiny_choosing"]
+    assert loaded == [{"batch_size": 1, "dtype": "float32", "load_in_4bit": False}]
 
 
 def test_without_a_suite_a_task_or_data_nothing_is_evaluated(model):

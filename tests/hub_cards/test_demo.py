@@ -12,6 +12,7 @@ import time
 import tomllib
 from functools import partial
 from importlib import import_module
+from threading import Thread
 from types import SimpleNamespace
 
 import demo_parts
@@ -139,6 +140,25 @@ def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(
         added = np.asarray(picture, float).mean(2) - 0.4 * grey
         quarters = [added[y : y + 168, x : x + 168].mean() for y in (0, 168) for x in (0, 168)]
         assert np.argsort(quarters).tolist() == np.argsort(expected).tolist()
+
+
+def test_an_answer_that_still_runs_in_another_thread_is_in_no_map(demo_app, loaded):
+    model, processor = loaded
+    first, other = (
+        demo_parts.prompt(processor, demo_parts.noise((16, 16)), text) for text in ("red?", "blue")
+    )
+    asked = (model, processor, first, first["input_ids"])
+    expected = demo_app.attention(*asked)
+
+    def elsewhere(*call):
+        hook.remove()
+        running = Thread(target=model, kwargs=dict(other))
+        running.start()
+        running.join()
+
+    hook = model.get_decoder().norm.register_forward_hook(elsewhere)
+    maps = demo_app.attention(*asked)
+    assert all(torch.equal(maps[number], row) for number, row in expected.items())
 
 
 def test_an_answer_ends_with_the_context_or_when_it_is_stopped(demo_app, tmp_path, red):
