@@ -1,21 +1,28 @@
 """What publishing decides by itself, without a hub: what stands in the way, and what is said."""
 
 import hashlib
+import io
 import json
+import sys
 from dataclasses import replace
 from importlib import import_module
 
 import pytest
+import stored
+import torch
 from adapters import make_adapter
 from httpx import Request, Response
 from huggingface_hub import CommitInfo, HfApi, errors
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.utils import logging
 
 from normalign_llava import NormAlignLlavaConfig
 from normalign_llava.diagnose.report import SCHEMA_VERSION
 from normalign_llava.hub_cards import demo
 from normalign_llava.hub_cards.card.facts import Part
+from normalign_llava.hub_cards.card.write import render_card
 from normalign_llava.hub_cards.demo import find_space, push_space, space_files
-from normalign_llava.hub_cards.push import checks
+from normalign_llava.hub_cards.push import checks, clean_process
 from normalign_llava.hub_cards.push.checks import pinned_base, recorded_base
 from normalign_llava.hub_cards.push.clean_process import first_logits
 from normalign_llava.hub_cards.push.publish import Publication, publish, summary
@@ -299,7 +306,8 @@ def steps(monkeypatch):
 
 
 def test_the_steps_of_a_publication_are_of_its_branch_and_its_commit(steps, folder):
-    calls, _, _ = steps
+    calls, found, _ = steps
+    found["card"] = render_card(folder).text.replace("notes -->\n", "notes -->\nOf Ann.\n")
     told = []
     options = dict(private=True, revision="trial", space=True, token="given", notify=told.append)
     done = publish(str(folder), "ann/m", **options)
@@ -316,7 +324,8 @@ def test_the_steps_of_a_publication_are_of_its_branch_and_its_commit(steps, fold
     assert sent == {"private": True, "create_pr": False}
     names = {addition.path_in_repo for addition in added}
     assert names == {*done.source.files, "publication.json"}
-    assert '"ann/m", "trial"' in done.source.files["README.md"].decode()
+    card = done.source.files["README.md"].decode()
+    assert '"ann/m", "trial"' in card and "Of Ann." in card
     assert calls["push_space"] == [(("the Space", "ann/m", OID, told.append), {})]
 
 
@@ -400,6 +409,44 @@ def test_how_an_adapter_s_base_was_quantized_may_be_said_where_it_is_published(t
         publish(saved, "ann/m", **planned)
     publication = publish(saved, "ann/m", base_quantization="none", **planned)
     assert any(name.startswith("model") for name in publication.source.files)
+
+
+@pytest.fixture
+def loaded_alone(monkeypatch, capsys):
+    """Runs the script of the clean process here: its logits of a request."""
+    monkeypatch.setitem(sys.modules, "normalign_llava", sys.modules["normalign_llava"])
+
+    def loaded_alone(*request):
+        words = [None if word is None else str(word) for word in request]
+        monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(words)))
+        clean_process.main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    yield loaded_alone
+    logging.enable_progress_bar()
+
+
+def test_a_checkpoint_is_loaded_whole_and_an_adapter_on_its_base(folder, tmp_path, loaded_alone):
+    trained = make_adapter(folder, saved := tmp_path / "adapter")
+    processor = AutoProcessor.from_pretrained(folder)
+    whole = AutoModelForImageTextToText.from_pretrained(folder)
+    with torch.inference_mode():
+        alone, adapted = (first_logits(model, processor) for model in (whole, trained))
+        processor.chat_template += "{{ 'a' }}"
+        otherwise = first_logits(trained, processor)
+    assert len({max(logits) for logits in (alone, adapted, otherwise)}) == 3
+    assert loaded_alone(folder, None, None, None) == pytest.approx(alone, abs=1e-6)
+    assert loaded_alone(saved, None, folder, None) == pytest.approx(adapted, abs=1e-6)
+    processor.save_pretrained(saved)  # the adapter has its own
+    assert loaded_alone(saved, None, folder, None) == pytest.approx(otherwise, abs=1e-6)
+    weights = stored.weights(folder)
+    stored.store(folder, weights | {"model.another": torch.zeros(2)})
+    with pytest.raises(ValueError, match="not in the model of config.json: .*model.another"):
+        loaded_alone(folder, None, None, None)
+    del weights["model.multi_modal_projector.linear_1.weight"]
+    stored.store(folder, weights)
+    with pytest.raises(ValueError, match="tensors missing.*linear_1.weight"):
+        loaded_alone(folder, None, None, None)
 
 
 def response(status, headers):
@@ -486,8 +533,6 @@ def test_a_report_that_cannot_be_read_is_named(text, said):
 
 
 def test_logits_that_are_not_finite_are_no_answer(folder):
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
     model = AutoModelForImageTextToText.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
     assert len(first_logits(model, processor)) == model.config.text_config.vocab_size
