@@ -365,7 +365,8 @@ def test_the_visibility_of_a_repository_that_is_there_is_not_changed(steps, fold
 
 def test_a_card_on_the_hub_is_replaced_on_request_and_files_of_others_too(steps, folder):
     calls, found, _ = steps
-    found |= {"card": "# Mine\n", "files": {"README.md": "a", "pytorch_model.bin": "b"}}
+    files = {"README.md": "a", "pytorch_model.bin": "b", "config.json": "c", "merges.txt": "d"}
+    found |= {"card": "# Mine\n", "files": files, "written": {"merges.txt": ["d"]}}
     known = dict(check_loading=False, notify=list)
     with pytest.raises(ValueError, match="README.md of ann/m was not written by this package"):
         publish(folder, "ann/m", replace_files=True, **known)
@@ -373,7 +374,7 @@ def test_a_card_on_the_hub_is_replaced_on_request_and_files_of_others_too(steps,
         publish(folder, "ann/m", replace_card=True, **known)
     assert "push" not in calls
     done = publish(folder, "ann/m", replace_card=True, replace_files=True, **known)
-    assert done.removed == calls["push"][0][0][2] == ["pytorch_model.bin"]
+    assert done.removed == calls["push"][0][0][2] == ["merges.txt", "pytorch_model.bin"]
 
 
 @pytest.mark.parametrize(
