@@ -171,17 +171,19 @@ def test_special_tokens_of_zero_have_a_norm_and_no_direction():
     assert set(report.depth.norm) == set(report.depth.rotation) == {"visual", "text"}
 
 
-def test_tokens_of_zero_among_others_of_their_kind_count_for_the_norm_alone():
+@pytest.mark.parametrize(("zero", "other"), [(BOS, EOS), (EOS, BOS)])
+def test_tokens_of_zero_among_others_of_their_kind_count_for_the_norm_alone(zero, other):
+    """The first of a sequence stays zero, and the last does not."""
     model, batch = vlm_families.make("llava")
     with torch.no_grad():
-        model.get_input_embeddings().weight[BOS] = 0.0
+        model.get_input_embeddings().weight[zero] = 0.0
     report = probe(model, [batch])
     assert report.interface.special.count == 4
     for quantity in ("norm", "log_norm", "cosine", "rotation", "update_angle"):
         curve = getattr(report.depth, quantity)["special"]
         assert all(map(math.isfinite, [*curve.mean, *curve.std])), quantity
-    first = model.get_input_embeddings().weight[EOS].detach().double().norm().item()
-    assert report.depth.log_norm["special"].mean[0] == pytest.approx(math.log(first))
+    norm = model.get_input_embeddings().weight[other].detach().double().norm().item()
+    assert report.depth.log_norm["special"].mean[0] == pytest.approx(math.log(norm))
 
 
 def test_a_batch_without_an_image_does_not_count_in_the_error_of_the_asymmetry():
