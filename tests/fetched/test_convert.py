@@ -9,8 +9,6 @@ import onnx
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
-from tokenizers import pre_tokenizers
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
 from normalign_llava import mean_embedding_norm
@@ -61,74 +59,6 @@ def test_the_language_model_is_the_dequantized_gguf():
     asked = tokenizer("The capital of France is", return_tensors="pt")
     tokens = model.generate(**asked, max_new_tokens=3)
     assert "Paris" in tokenizer.decode(tokens[0])
-
-
-SHAPES = {
-    "token_embd": (260, 32),
-    **{f"blk.0.{name}": (32, 32) for name in ("attn_q", "attn_output")},
-    **{f"blk.0.{name}": (16, 32) for name in ("attn_k", "attn_v")},
-    **{f"blk.0.{name}": (64, 32) for name in ("ffn_gate", "ffn_up")},
-    "blk.0.ffn_down": (32, 64),
-    **{name: (32,) for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm")},
-}
-
-
-def write_gguf(path):
-    """A tiny Llama in 8 bits with a token a byte and `ab`; returns what its tensors stand for."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("/home/somebody/tiny")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_block_count(1)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    tokens = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
-    writer.add_token_list(tokens)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    random, values = np.random.default_rng(0), {}
-    in_8_bits = gguf.GGMLQuantizationType.Q8_0
-    for name, shape in SHAPES.items():
-        values[name] = random.standard_normal(shape).astype(np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(f"{name}.weight", values[name])
-            continue
-        stored = gguf.quants.quantize(values[name], in_8_bits)
-        writer.add_tensor(f"{name}.weight", stored, raw_dtype=in_8_bits)
-        values[name] = gguf.dequantize(stored, in_8_bits)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return values
-
-
-def test_a_language_model_is_converted_with_its_tokenizer_and_card(tmp_path, monkeypatch):
-    (tmp_path / "package" / "deep").mkdir(parents=True)
-    values = write_gguf(tmp_path / "package" / "deep" / "tiny.gguf")
-    monkeypatch.setattr(convert, "unpack", {LANGUAGE: tmp_path / "package"}.__getitem__)
-    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path / "cache"))
-    folder = convert_language()
-    assert folder == tmp_path / "cache" / "models" / "SmolLM2-135M-Instruct"
-    stored = load_file(folder / "model.safetensors")
-    assert {value.dtype for value in stored.values()} == {torch.float32}
-    for name, ours in {
-        "token_embd": "model.embed_tokens.weight",
-        "blk.0.attn_output": "model.layers.0.self_attn.o_proj.weight",
-        "blk.0.ffn_down": "model.layers.0.mlp.down_proj.weight",
-        "output_norm": "model.norm.weight",
-    }.items():
-        np.testing.assert_allclose(stored[ours].numpy(), values[name], atol=1e-6)
-    config = (folder / "config.json").read_text()
-    assert not any(text in config for text in ("quantization", "somebody", str(tmp_path)))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("abb")) == ["ab", "b"]
-    card = (folder / "README.md").read_text()
-    assert card.startswith("---\nlicense: apache-2.0\n---\n")
 
 
 def test_tensors_of_an_exported_graph_have_the_encoder_s_names():
