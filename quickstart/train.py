@@ -12,7 +12,7 @@ from ..checkpoint.files import finished_folder
 from ..fetched.easy_vqa import training_data
 from ..train.command import read_recipe, recipe_file
 from ..train.keeping.checkpoints import checkpoints_in
-from ..train.options import parse
+from ..train.parsing import parse
 from ..train.run import train
 
 

@@ -27,7 +27,7 @@ from ..data.rows.images import decode_image
 from ..data.rows.parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
 from .keeping.skipped import SkippedRows
 from .modules.model import evaluating
-from .options import NormAlignConfig
+from .settings import RunConfig
 
 
 _PROBE = [
@@ -208,7 +208,7 @@ def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
+def train_sampler(args: RunConfig, rows: Dataset) -> Sampler | None:
     """The order of rows with `group_by_length` or `packing`; else None: the Trainer's own."""
     grouped = args.train_sampling_strategy == "group_by_length"
     if not (grouped or args.packing) or "length" not in (rows.column_names or []):
@@ -225,13 +225,13 @@ def train_sampler(args: NormAlignConfig, rows: Dataset) -> Sampler | None:
     return BalancedSampler(sampler, lengths, args) if args.packing else sampler
 
 
-def rows_in_step(args: NormAlignConfig) -> int:
+def rows_in_step(args: RunConfig) -> int:
     """Rows of an optimizer step, over all processes."""
     passes = args.gradient_accumulation_steps * args.world_size
     return args.global_batch_size or args.train_batch_size * passes
 
 
-def passes_in_step(args: NormAlignConfig, rows: Dataset) -> int:
+def passes_in_step(args: RunConfig, rows: Dataset) -> int:
     """The fewest forward passes of a process, in every step of a packed run, that hold its rows.
 
     A pass holds `max_length` tokens for each of the `per_device_train_batch_size` rows that it has
@@ -314,7 +314,7 @@ class BalancedSampler(BatchRebalanceSampler):
     step has `gradient_accumulation_steps` passes in each process, or one for each of its rows.
     """
 
-    def __init__(self, sampler: Sampler[int], lengths: list[int], args: NormAlignConfig):
+    def __init__(self, sampler: Sampler[int], lengths: list[int], args: RunConfig):
         passes = args.gradient_accumulation_steps
         super().__init__(lengths, rows_in_step(args), args.world_size, passes)
         self.sampler = sampler

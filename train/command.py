@@ -214,7 +214,10 @@ def names_in(text: str) -> list[str]:
 def check_refused(options: Any) -> None:
     """Raises ValueError, with the reason, if a refused option is neither None nor its default."""
     for field in fields(options):
-        value, text = getattr(options, field.name), field.metadata.get("help", "")
+        value = getattr(options, field.name)
+        if value is False and field.default == "no":  # which TRL takes for it
+            value = "no"
+        text = field.metadata.get("help", "")
         if text.startswith(REFUSED) and value not in (None, field.default):
             reason = text.removeprefix(REFUSED)
             raise ValueError(f"{field.name} cannot be used here: {reason} Leave it out.")

@@ -19,8 +19,8 @@ from ..errors import Printed
 from .collator import ConversationCollator, train_sampler
 from .keeping.record import gib, titled_table
 from .modules.model import BATCHES, GRADIENTS, MEMORY_PARTS, memory_shares, static_bytes
-from .options import NormAlignConfig
 from .prepare import Rows
+from .settings import RunConfig
 from .shapes import peak_bytes
 
 
@@ -65,7 +65,7 @@ class MemoryEstimate(Printed):
         return Group(table, self.verdict)
 
 
-def largest_batch(args: NormAlignConfig, rows: Rows, collator: DataCollator) -> dict[str, Any]:
+def largest_batch(args: RunConfig, rows: Rows, collator: DataCollator) -> dict[str, Any]:
     """The forward pass of the longest rows, as collated; with packing, the one of most tokens.
 
     Of a stream, whose lengths are not known, the first row is repeated, and filled with learned
@@ -125,7 +125,7 @@ def estimate_memory(
     return MemoryEstimate(filled, shape, *_device(args))
 
 
-def _device(args: NormAlignConfig) -> tuple[str, int, int]:
+def _device(args: RunConfig) -> tuple[str, int, int]:
     """Name, bytes, and bytes to keep free."""
     if args.device_memory is not None:
         return "device_memory", convert_file_size_to_int(args.device_memory), CONTEXT

@@ -19,8 +19,10 @@ from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
 from .keeping.record import gib, render_dropped
 from .modules.model import base_model
-from .options import ModelArguments, NormAlignConfig, parse
+from .options import ModelArguments, NormAlignConfig
+from .parsing import parse
 from .prepare import DROPPED_ROWS
+from .settings import complete
 from .trainer import NormAlignTrainer
 
 
@@ -50,6 +52,7 @@ def train(
 ) -> Path:
     """Trains, with further callbacks, and writes the result; raises what [`main`] raises."""
     output = Path(args.output_dir)
+    complete(args)  # opens the process group: one process locks the folder for all
     with only_run(output):
         trainer, resume = make_trainer(data, args, model, callbacks)
         console = Console(quiet=not trainer.is_world_process_zero())
@@ -62,7 +65,7 @@ def train(
                 trainer.save_state()
                 trainer.save_model(_internal_call=True)
         except (BadRow, KeyboardInterrupt, Terminated) as error:
-            advice = after_stop(output, args.world_size, trainer.state.global_step)
+            advice = after_stop(output, trainer.args.world_size, trainer.state.global_step)
             if isinstance(error, BadRow):
                 raise BadRow(f"{error} {advice}") from error
             error.add_note(advice)
@@ -80,8 +83,9 @@ def make_trainer(
 ) -> tuple[NormAlignTrainer, Path | None]:
     """The trainer of a run, and the checkpoint that it resumes, whose options must be the same."""
     output = Path(args.output_dir)
-    resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
-    if resume is None and args.process_index == 0 and not args.dry_run:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    resume = resolve_resume(args.resume_from_checkpoint, output, processes)
+    if resume is None and os.environ.get("RANK", "0") == "0" and not args.dry_run:
         (output / DROPPED_ROWS).unlink(missing_ok=True)
     trainer = NormAlignTrainer(
         str(model.model_name_or_path),

@@ -35,7 +35,6 @@ from ..checkpoint import weights
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
 from ..checkpoint.notices import checkpoint_notices, write_notices
 from ..checkpoint.opening import Checkpoint, read_record
-from ..checkpoint.prompts import stop_as_trained
 from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
@@ -53,6 +52,7 @@ from .collator import (
 )
 from .keeping.checkpoints import (
     began_in,
+    is_resumed,
     only_run,
     reading_checkpoint,
     resolve_resume,
@@ -68,21 +68,22 @@ from .keeping.record import (
     training_record,
 )
 from .keeping.same_run import check_resumed
+from .loading import LoadedModel, load
 from .marked import batch_examples, marked
-from .memory import MemoryEstimate, estimate_memory, largest_batch
+from .memory import MemoryEstimate, estimate_memory
 from .modules import model as parts
-from .modules.load import load_model, settle_float16
-from .options import best_metric, is_resumed, keep_float32
+from .modules.load import load_model
 from .prepare import (
+    GivenData,
+    GivenModel,
+    Plan,
     Rows,
-    check_best_metric,
-    check_options,
     check_stream,
     checked_rows,
-    normalign_config,
-    open_model,
-    read_data,
+    needs_images,
+    prepare,
 )
+from .settings import best_metric, keep_float32
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -106,6 +107,27 @@ class RunSummary(Printed):
         return text.getvalue()
 
 
+def refuse(formatting_func: Callable | None, optimizers: tuple) -> None:
+    """Raises ValueError for arguments of `SFTTrainer` that cannot be used here."""
+    if formatting_func is not None:
+        raise ValueError("formatting_func makes text without images. Give rows of messages.")
+    if optimizers != (None, None):
+        raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
+
+
+def refused_by_trl(plan: Plan) -> dict[str, Any]:
+    """Returns options that TRL's constructor must not see as they are, with what it sees."""
+    # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
+    seen: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
+    if not isinstance(plan.data.collator, ConversationCollator):  # another checks its rows itself
+        seen["assistant_only_loss"] = False
+        seen["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    if plan.settings.dry_run:  # the Trainer would create both
+        seen["output_dir"] = gettempdir()
+        seen["push_to_hub"] = False
+    return seen
+
+
 class NormAlignTrainer(SFTTrainer):
     """[`SFTTrainer`] for NormAlign-LLaVA, with the same arguments in the same order.
 
@@ -125,6 +147,7 @@ class NormAlignTrainer(SFTTrainer):
         options: More dataclasses of options, to be kept in `training.json`.
 
     Attributes:
+        plan: What follows from the arguments: see [`Plan`].
         learning_rates: The peak learning rate of each module.
         facts: The [`summary`]: modules, data, batch, steps; and the disk that the run takes.
 
@@ -154,86 +177,63 @@ class NormAlignTrainer(SFTTrainer):
         *,
         options: Sequence[Any] = (),
     ):
-        if formatting_func is not None:
-            raise ValueError("formatting_func makes text without images. Give rows of messages.")
-        if optimizers != (None, None):
-            raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
-        if isinstance(model, str):
-            model = os.path.expanduser(model)
-        args = normalign_config(args, model, data_collator)
-        _, of_optimizer = optimizer_cls_and_kwargs or (None, {})
-        if "lr" in of_optimizer:
-            args.give("learning_rate", of_optimizer["lr"])
-        if compute_metrics is not None and getattr(data_collator or args, "padding_free", False):
-            raise ValueError("compute_metrics needs rows, which padding_free joins. Leave one out.")
-        # All is checked, and args are completed, before weights are loaded.
-        check_options(args, model)
-        self.checkpoint, config, processor, peft_config = open_model(
-            model, processing_class, args, quantization_config, peft_config
-        )
-        adapted = peft_config is not None
-        self.learning_rates = rates = args.learning_rates(adapted)
-        need_images = args.stage == "align" or not rates["language"]
-        train, held_out, collator, report = read_data(
-            train_dataset, eval_dataset, data_collator, processor, config, args, need_images
-        )
-        check_best_metric(args, held_out, has_metrics=compute_metrics is not None)
-        loaded: Any = model
-        commit = None
-        self.weights_in = list[Path]()  # folders with files of frozen modules, the newest first
-        self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
-        if self.checkpoint is not None:
-            loaded = load_model(self.checkpoint, args, rates, quantization_config, adapted)
-            commit = self.checkpoint.revision
-            self.weights_in = weights.index_folder(loaded.name_or_path, commit)
-        stop_as_trained(loaded, processor)  # which may not be the checkpoint's
-        if args.fp16_is_tried and not args.dry_run:
-            settle_float16(loaded, args, largest_batch(args, train, collator))
-        self.record = training_record(
-            loaded,
-            commit,
+        refuse(formatting_func, optimizers)
+        plan = prepare(
             args,
-            rates,
-            report,
-            options,
+            GivenModel(model, processing_class, quantization_config, peft_config),
+            GivenData(train_dataset, eval_dataset, data_collator),
             optimizer=optimizer_cls_and_kwargs,
-            adapters=peft_config,
+            has_metrics=compute_metrics is not None,
         )
-        self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
-        self.notices = checkpoint_notices(self.build, loaded.name_or_path, commit)
-        self.measurements = Measurements(args)
-        self.probe: Any = None
-        self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-        self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
-        # While rows are evaluated: the sum of their losses, their number, and that of skipped ones.
-        self._evaluated: Tensor | None = None
-        self._shows_batch = False  # of the run that begins
-        # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
-        for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
-        if not isinstance(collator, ConversationCollator):  # another checks its rows itself
-            for_trl["assistant_only_loss"] = False
-            for_trl["dataset_kwargs"] = {"skip_prepare_dataset": True}
-        if args.dry_run:  # the Trainer would create both
-            for_trl |= dict(output_dir=gettempdir(), push_to_hub=False)
-        with parts.replaced(args, **for_trl):
+        loaded = load(plan)
+        self._take_over(plan, loaded, options)
+        own = loaded.settings
+        with parts.replaced(own, **refused_by_trl(plan)):
             super().__init__(
-                loaded,
-                args,
-                collator,
-                train,
-                held_out,
-                processor,
+                loaded.model,
+                own,
+                plan.data.collator,
+                plan.data.train,
+                plan.data.held_out,
+                plan.model.processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
                 callbacks=[self.measurements, *(callbacks or [])],
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-                peft_config=peft_config,
+                peft_config=plan.model.adapters,
             )
-        self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
+        self._set_up()
+
+    def _take_over(self, plan: Plan, loaded: LoadedModel, options: Sequence[Any]) -> None:
+        """Keeps what the plan and the model say, before TRL's trainer is made."""
+        self.plan = plan
+        self.checkpoint = plan.model.checkpoint
+        self.learning_rates = plan.learning_rates
+        self.precision = loaded.precision
+        self.weights_in = loaded.weights_in
+        self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
+        self.record = training_record(plan, loaded, options)
+        name = loaded.model.name_or_path
+        self.build = read_record(name, BUILD_RECORD, loaded.commit)
+        self.notices = checkpoint_notices(self.build, name, loaded.commit)
+        self.measurements = Measurements(loaded.settings)
+        self.probe: Any = None
+        self.current_gradient_accumulation_steps = plan.settings.gradient_accumulation_steps
+        self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
+        # While rows are evaluated: the sum of their losses, their number, and that of skipped ones.
+        self._evaluated: Tensor | None = None
+        self._shows_batch = False  # of the run that begins
+
+    def _set_up(self) -> None:
+        """Prepares the model and the callbacks, and counts the steps of the run."""
+        self.hub_token = self.args.hub_token
+        self.args.hub_token = None  # options are saved too
+        self.args.settle()
         self._set_up_model()
+        self._add_callbacks()
         self._described: Any = self.train_dataset  # the rows that `facts` and `record` tell of
-        self._describe(report)
+        self._describe(self.plan.data.report)
 
     def _describe(self, report: DataReport) -> None:
         """Counts the steps of a run on the training rows, for `facts` and `record`."""
@@ -253,7 +253,7 @@ class NormAlignTrainer(SFTTrainer):
             return
         if isinstance(self.train_dataset, IterableDataset):
             check_stream(self.args)
-        need_images = self.args.stage == "align" or not self.learning_rates["language"]
+        need_images = needs_images(self.args, self.learning_rates)
         rows, counted = checked_rows(
             self.train_dataset,
             "train_dataset",
@@ -265,7 +265,7 @@ class NormAlignTrainer(SFTTrainer):
         self.train_dataset = self._described = rows
         if self.args.packing:  # as many passes in a step as these rows need
             passes = passes_in_step(self.args, rows)
-            self.args.let_follow("gradient_accumulation_steps", passes)
+            self.args.settle(gradient_accumulation_steps=passes)
             self.current_gradient_accumulation_steps = passes
         if isinstance(self.data_collator, ConversationCollator) and counted is not None:
             self.data_collator.skippable = counted.skippable
@@ -278,7 +278,7 @@ class NormAlignTrainer(SFTTrainer):
             self.probe.batch = type(self.probe).of_rows(rows, self.data_collator, self.args).batch
 
     def _set_up_model(self) -> None:
-        """Freezes modules, makes the others float32, wraps the forward pass, adds callbacks."""
+        """Freezes modules, makes the others float32, and wraps the forward pass."""
         args, model = self.args, parts.base_model(self.model)
         if isinstance(self.model, PeftModel):  # whose card would have the base's local path
             self.model.create_or_update_model_card = lambda folder: None
@@ -295,6 +295,10 @@ class NormAlignTrainer(SFTTrainer):
                 keys.missing_keys[:] = parts.trained_parameters(model).keys() & keys.missing_keys
 
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
+
+    def _add_callbacks(self) -> None:
+        """Adds what watches a run, records it and draws it, as the options ask."""
+        args = self.args
         self.finite = FiniteCheck(args)
         self.add_callback(self.finite)
         if args.padding_free:
@@ -431,7 +435,7 @@ class NormAlignTrainer(SFTTrainer):
         return result
 
     def _check_precision(self, resume: str | bool | None) -> None:
-        if not is_resumed(resume) or self.args.is_given("bf16"):
+        if not is_resumed(resume) or self.plan.settings.given.bf16 is not None:
             return
         began = began_in(resume, self.args.output_dir)
         if began not in (None, (self.args.bf16, self.args.fp16)):
@@ -738,7 +742,8 @@ class NormAlignTrainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
 
 
-OURS = {"_check_precision", "_describe", "_set_up_model", "_take_train_rows"}
+OURS = {"_check_precision", "_describe", "_set_up", "_set_up_model", "_take_train_rows"}
+OURS |= {"_add_callbacks", "_take_over"}
 OURS |= {"_unquantized_model", "_count_evaluated", "_forget_skipped_rows", "_show_batch"}
 """Private methods that override none."""
 

@@ -269,7 +269,7 @@ def test_the_first_step_is_measured_too_if_it_is_logged(checkpoint, tmp_path):
 def test_which_steps_are_measured_is_an_option_of_this_run(
     tmp_path, options, steps_measured, strategy
 ):
-    args = training.arguments(tmp_path, **options, logging_strategy=strategy)
+    args = training.settings(tmp_path, **options, logging_strategy=strategy)
     Accelerator(cpu=True)  # the options have made accelerate forget its state
     watch, model, found = steps.Measurements(args), tiny.model(), []
     state = TrainerState(max_steps=4, logging_steps=1)  # as a run that is resumed had it
@@ -283,7 +283,7 @@ def test_which_steps_are_measured_is_an_option_of_this_run(
 
 
 def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_share(tmp_path):
-    args = training.arguments(tmp_path, max_grad_norm=1.0)
+    args = training.settings(tmp_path, max_grad_norm=1.0)
     Accelerator(cpu=True)
     watch, model, state = steps.Measurements(args), tiny.model(), TrainerState(max_steps=4)
     watch.after_clip(torch.tensor(9.0))
@@ -369,7 +369,7 @@ def test_cosines_are_those_of_the_hidden_states():
 
 
 def test_of_a_batch_without_images_the_probe_measures_text_alone(tmp_path):
-    args, model, state = training.arguments(tmp_path), tiny.model(), TrainerState(global_step=2)
+    args, model, state = training.settings(tmp_path), tiny.model(), TrainerState(global_step=2)
     batch = tiny.inputs(images=0, batch=2)
     for layer in model.model.language_model.layers:
         layer.self_attn.attention_dropout = 0.9
@@ -416,7 +416,7 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
 
 def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
     padded = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
-    rows, args = list(training.rows(3)), training.arguments(tmp_path, probe_rows=2, probe_steps=[1])
+    rows, args = list(training.rows(3)), training.settings(tmp_path, probe_rows=2, probe_steps=[1])
     probe = CosineProbe.of_rows(rows, replace(padded, padding_free=True), args)
     expected = dict(padded(rows[:2]))
     del expected["labels"]

@@ -251,7 +251,7 @@ def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, na
     sizes = (4095, 4096, 4097, 5000)
     parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
     embedding = parameters[-1]
-    args = training.arguments(tmp_path, optim=name)
+    args = training.settings(tmp_path, optim=name)
     found = parts.optimizer_bytes(parameters, args, None, {embedding})
     optimizer = getattr(bitsandbytes.optim, cls)
     assert found == bitsandbytes_bytes(optimizer, parameters, embedding)
@@ -381,7 +381,7 @@ def test_a_configuration_becomes_the_arm_that_is_asked_for(tmp_path, of_arms, st
 
 @pytest.mark.parametrize("arm", [None, *ARMS])
 def test_a_gain_is_kept_unless_the_arm_has_another(tmp_path, checkpoint, arm):
-    args = training.arguments(tmp_path, arm=arm)
+    args = training.settings(tmp_path, arm=arm)
     args.model_init_kwargs = {"dtype": "float32"}
     opened = open_checkpoint(checkpoint)
     model = load_model(opened, args, RATES)
@@ -399,7 +399,7 @@ def test_a_gain_is_kept_unless_the_arm_has_another(tmp_path, checkpoint, arm):
 
 
 def test_what_a_dry_run_cannot_count_is_refused(tmp_path, checkpoint):
-    args = training.arguments(tmp_path, dry_run=True)
+    args = training.settings(tmp_path, dry_run=True)
     args.model_init_kwargs = {"dtype": "float32"}
     eight_bits = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(ValueError, match="dry_run cannot count load_in_8bit"):
@@ -410,7 +410,7 @@ def test_what_a_dry_run_cannot_count_is_refused(tmp_path, checkpoint):
 def test_the_settings_of_4_bits_are_copied_and_products_are_in_the_precision_of_steps(
     tmp_path, checkpoint, bf16
 ):
-    args = training.arguments(tmp_path, dry_run=True, bf16=bf16)
+    args = training.settings(tmp_path, dry_run=True, bf16=bf16)
     args.model_init_kwargs = {"dtype": "float32", "revision": "main"}
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
     given = settings.to_dict()
@@ -427,7 +427,7 @@ def test_the_settings_of_4_bits_are_copied_and_products_are_in_the_precision_of_
 
 
 def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_path, checkpoint):
-    args, rates = training.arguments(tmp_path), {**dict.fromkeys(RATES, 0.0), "norm": 1e-3}
+    args, rates = training.settings(tmp_path), {**dict.fromkeys(RATES, 0.0), "norm": 1e-3}
     args.model_init_kwargs = {"dtype": "float32"}
     settings = BitsAndBytesConfig(load_in_4bit=True)
     model = load_model(open_checkpoint(checkpoint), args, rates, settings)
@@ -440,25 +440,22 @@ def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_pat
 
 
 @pytest.mark.parametrize("size", [20_000.0, -20_000.0, float("nan")])
-def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(tmp_path, size):
-    args, model = training.arguments(tmp_path), tiny.model()
-    Accelerator(cpu=True)  # the options have made accelerate forget its state
-    args.fp16, args.model_init_kwargs = True, {"attn_implementation": "eager"}
+def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(size):
+    model, cpu = tiny.model(), torch.device("cpu")
+    Accelerator(cpu=True)  # earlier options have made accelerate forget its state
     model.config.quantization_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16
     )
-    settle_float16(model, args, tiny.inputs())
-    assert args.fp16
+    assert settle_float16(model, cpu, tiny.inputs()).fp16
     with torch.no_grad():
         model.model.multi_modal_projector.linear_2.bias.fill_(size)
-    settle_float16(model, args, tiny.inputs())
-    assert (args.fp16, args.mixed_precision) == (False, "no")
-    assert args.model_init_kwargs == {"attn_implementation": "eager", "dtype": "float32"}
+    settled = settle_float16(model, cpu, tiny.inputs())
+    assert (settled.bf16, settled.fp16, settled.is_tried) == (False, False, False)
     assert model.config.quantization_config.bnb_4bit_compute_dtype == torch.float32
 
 
 def test_without_options_a_checkpoint_is_loaded_in_its_own_precision(tmp_path, checkpoint):
-    args = training.arguments(tmp_path)
+    args = training.settings(tmp_path)
     args.model_init_kwargs = None
     model = load_model(open_checkpoint(checkpoint), args, RATES)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -492,18 +489,18 @@ def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
 
 
 def test_what_is_quantized_is_not_trained_in_full_and_what_is_not_may_be():
-    args = SimpleNamespace(learning_rates=lambda use_peft: {"language": 1e-5})
+    rate = 1e-5
     four_bits, config = BitsAndBytesConfig(load_in_4bit=True), tiny.config(tied=False)
     for saved in (None, ["embed_tokens"], ["lm_head"], ["norm"]):
-        check_quantized(config, four_bits, args, LoraConfig(modules_to_save=saved))
+        check_quantized(config, four_bits, rate, LoraConfig(modules_to_save=saved))
     for saved in ("gate_proj", "mlp"):
         with pytest.raises(ValueError, match=f"{saved}, which would be quantized"):
-            check_quantized(config, four_bits, args, LoraConfig(modules_to_save=[saved]))
+            check_quantized(config, four_bits, rate, LoraConfig(modules_to_save=[saved]))
     with pytest.raises(ValueError, match="language_learning_rate 1e-05 would train"):
-        check_quantized(config, four_bits, args, None)
+        check_quantized(config, four_bits, rate, None)
     four_bits.llm_int8_skip_modules = ["lm_head"]
     with pytest.raises(ValueError, match="llm_int8_skip_modules is set here"):
-        check_quantized(config, four_bits, args, LoraConfig())
+        check_quantized(config, four_bits, rate, LoraConfig())
 
 
 def test_patterns_name_modules_as_peft_reads_them():
@@ -528,7 +525,7 @@ def test_weights_that_are_not_read_have_the_precision_of_those_that_are(
     rates = {**RATES, "vision": 0.0}
     loaded = []
     for dry_run in (True, False):
-        args = training.arguments(tmp_path, dry_run=dry_run)
+        args = training.settings(tmp_path, dry_run=dry_run)
         args.model_init_kwargs = {"dtype": dtype}
         model = load_model(open_checkpoint(checkpoint), args, rates, use_peft=use_peft)
         loaded.append({name: value.dtype for name, value in model.named_parameters()})
@@ -576,7 +573,7 @@ def test_the_precision_of_what_is_frozen(tmp_path, stored, asked, steps, expecte
     config = NormAlignLlavaConfig(text_config=tiny.text_config(dtype="bfloat16"))
     config.dtype = stored
     own = {"bf16": False} | ({steps: True} if steps else {})
-    args = training.arguments(tmp_path, **own)
+    args = training.settings(tmp_path, **own)
     args.model_init_kwargs = {"dtype": asked} if asked else None
     if expected:
         assert frozen_dtype(config, args) == expected

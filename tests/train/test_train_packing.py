@@ -156,7 +156,7 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(
 
 def arguments(tmp_path, **options):
     """Options as the trainer has them when the rows are known."""
-    args = training.arguments(tmp_path, packing=True, **options)
+    args = training.settings(tmp_path, packing=True, **options)
     args.gradient_accumulation_steps = accumulation_steps(args)
     args.global_batch_size = collator.rows_in_step(args)
     return args
@@ -229,7 +229,7 @@ def test_the_order_of_rows_is_that_of_the_strategy_and_of_the_seed_for_data(tmp_
 
     def order(packing=False, **own):
         options = dict(packing=packing, global_batch_size=8, seed=3, max_length=900, **own)
-        args = training.arguments(tmp_path, **options)
+        args = training.settings(tmp_path, **options)
         sampler = collator.train_sampler(args, rows)
         return list(sampler.steps()) if packing else list(sampler)
 
@@ -244,9 +244,9 @@ def test_the_order_of_rows_is_that_of_the_strategy_and_of_the_seed_for_data(tmp_
         assert list(chain(*order(packing=True, **own))) == list(
             SeedableRandomSampler(range(43), data_seed=seed)
         )
-    args = training.arguments(tmp_path)
+    args = training.settings(tmp_path)
     assert collator.train_sampler(args, rows) is None  # the Trainer's own
-    args = training.arguments(tmp_path, **grouped)
+    args = training.settings(tmp_path, **grouped)
     assert collator.train_sampler(args, rows.rename_column("length", "other")) is None
 
 
@@ -341,7 +341,7 @@ def test_a_language_model_that_mixes_rows_is_refused_by_its_name(tmp_path, cls, 
     model = tiny.model(text=tiny.text_config(cls=cls, **settings))
     refused = pytest.raises(ValueError, match=rf"padding_free .* {cls.model_type}\. Leave it out")
     with nullcontext() if apart else refused:
-        check, args = collator.PackedAttentionCheck(), training.arguments(tmp_path)
+        check, args = collator.PackedAttentionCheck(), training.settings(tmp_path)
         check.on_train_begin(args, None, None, model=model)
 
 

@@ -21,6 +21,9 @@ from normalign_llava.data.rows.checks import DataReport, SourceReport
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows
 from normalign_llava.train.keeping import record
 from normalign_llava.train.keeping.same_run import check_resumed
+from normalign_llava.train.loading import LoadedModel
+from normalign_llava.train.prepare import CheckedData, OpenedModel, Plan
+from normalign_llava.train.settings import Precision
 
 
 MIB, GIB = 2**20, 2**30
@@ -184,15 +187,20 @@ def test_of_accelerator_and_adapters_a_record_has_what_is_not_the_default():
 
 
 def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(tmp_path):
-    args = training.arguments(tmp_path, stage="tune", run_name="mine", hub_token="secret")
+    args = training.settings(tmp_path, stage="tune", run_name="mine", hub_token="secret")
     Accelerator(cpu=True)  # the options have made accelerate forget its state
     dropped = [DroppedRow("a.json", 3, "x.png", "is truncated")]
     report = DataReport([SourceReport("a.json", "train", dropped=dropped)])
-    model, rates = tiny.model(), {"norm": 1e-3}
-    made = record.training_record(model, None, args, rates, report)
+    model = tiny.model()
+    opened = OpenedModel(model, None, model.config, None, None, None, None)
+    data = CheckedData(None, None, None, report)
+    float32 = Precision(bf16=False, fp16=False)
+    plan = Plan(args, float32, {"norm": 1e-3}, opened, data, optimizer=None)
+    loading = LoadedModel(model, args, float32, commit=None, weights_in=[])
+    made = record.training_record(plan, loading)
     options = made["options"]
     args.model_init_kwargs = {"dtype": "bfloat16", "attn_implementation": None}
-    loaded = record.training_record(model, None, args, rates, report)["options"]
+    loaded = record.training_record(plan, loading)["options"]
     assert loaded["dtype"] == "bfloat16" and "attn_implementation" not in loaded
     for name in ("max_length", "num_train_epochs", "weight_decay", "global_batch_size"):
         assert options[name] == getattr(args, name)
@@ -214,7 +222,7 @@ def used(trainer, tmp_path):
     """Counts the disk that a run with some options takes."""
 
     def count(steps=100, **options) -> dict:
-        args = training.arguments(tmp_path, max_steps=steps, **options)
+        args = training.settings(tmp_path, max_steps=steps, **options)
         Accelerator(cpu=True)  # the options have made accelerate forget its state
         return record.disk_use(trainer.model, args, steps, [])
 

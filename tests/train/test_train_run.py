@@ -24,8 +24,9 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.processing import arm_of
 from normalign_llava.cli import app
 from normalign_llava.data.sources import streams, table
-from normalign_llava.train.options import parse
+from normalign_llava.train.parsing import parse
 from normalign_llava.train.run import main
+from normalign_llava.train.settings import complete
 
 
 pytestmark = pytest.mark.slow
@@ -117,7 +118,7 @@ for name in list(sys.modules):  # the process has them from the beginning
         del sys.modules[name]
 import normalign_llava.cli
 from transformers import TrainerCallback
-from normalign_llava.train.options import parse
+from normalign_llava.train.parsing import parse
 from normalign_llava.train.run import train
 
 class Imported(TrainerCallback):
@@ -275,8 +276,9 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, p
     assert record["options"]["bf16"]
     assert (record["run"]["autocast"], record["steps_done"]) == ("bfloat16", 3)
     other = [file, "--output_dir", str(tmp_path / "other")]
-    assert not parse(other)[1].bf16
-    assert parse([*other, "--resume_from_checkpoint", str(output / "checkpoint-2")])[1].bf16
+    resumed = [*other, "--resume_from_checkpoint", str(output / "checkpoint-2")]
+    assert not complete(parse(other)[1])[0].bf16
+    assert complete(parse(resumed)[1])[0].bf16
 
 
 @pytest.mark.parametrize("case", CASES)

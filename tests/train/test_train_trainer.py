@@ -22,8 +22,10 @@ from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.checkpoint.opening import open_checkpoint
+from normalign_llava.train import settings as run_settings
 from normalign_llava.train.modules.load import largest_hidden_state, load_model
 from normalign_llava.train.modules.model import base_model, eval_frozen, module_of
+from normalign_llava.train.settings import Precision
 
 
 pytestmark = pytest.mark.slow
@@ -347,11 +349,15 @@ def test_the_largest_hidden_state_is_that_of_the_model_in_float64(half, tmp_path
 
 
 @pytest.mark.parametrize("settings", [None, NF4], ids=["16", "4"])
-def test_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(tmp_path, half, settings):
+def test_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(
+    tmp_path, half, settings, monkeypatch
+):
+    tried = Precision(bf16=False, fp16=True, is_tried=True)  # as on a GPU without bfloat16
+    monkeypatch.setattr(run_settings, "choose_precision", lambda given, use_cpu: tried)
     cases = [(1e3, True, r"\d?,?\d{3}"), (15e3, False, r"\d\d,\d{3}"), (1e6, False, "overflow")]
     for size, holds, reach in cases:
-        args = training.arguments(tmp_path, **FROZEN, fp16=True, bf16=None)
-        args.fp16_is_tried = True  # as on a GPU without bfloat16
+        eager = {"attn_implementation": "eager"}
+        args = training.arguments(tmp_path, **FROZEN, bf16=None, model_init_kwargs=eager)
         given = dict(train_dataset=training.rows(), quantization_config=settings)
         trainer = NormAlignTrainer(large(tmp_path / str(size), half, size), args, **given)
         model, recorded = trainer.model, trainer.record["options"]
@@ -362,6 +368,7 @@ def test_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(tmp_path
         assert products == ({torch.float16 if holds else torch.float32} if settings else set())
         if not holds:
             assert trainer.accelerator.mixed_precision == "no" and recorded["dtype"] == "float32"
+            assert recorded["attn_implementation"] == "eager"
             assert {p.dtype for p in model.parameters()} <= {torch.float32, torch.uint8}
         trainer.train()
 

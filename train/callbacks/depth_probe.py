@@ -18,7 +18,7 @@ from ...diagnose.measure.families import decoder_layers, token_positions
 from ...diagnose.report import KINDS
 from ..collator import ConversationCollator
 from ..modules.model import base_model, evaluating
-from ..options import NormAlignConfig
+from ..settings import RunConfig
 
 
 class CosineProbe(TrainerCallback):
@@ -37,7 +37,7 @@ class CosineProbe(TrainerCallback):
         self._means: dict[str, float] = {}
 
     @classmethod
-    def of_rows(cls, rows: Iterable, collator: DataCollator, args: NormAlignConfig) -> Self:
+    def of_rows(cls, rows: Iterable, collator: DataCollator, args: RunConfig) -> Self:
         """The probe on the first `probe_rows` training rows, padded."""
         if isinstance(collator, ConversationCollator):
             collator = replace(collator, padding_free=False)

@@ -20,7 +20,7 @@ from ...errors import Console
 from ...evaluation.answering import Message, answers
 from ...evaluation.questions import text_of, with_images
 from ..modules.model import base_model, evaluating
-from ..options import NormAlignConfig
+from ..settings import RunConfig
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -28,9 +28,7 @@ logger = get_logger(__name__)  # logs in one process only
 DEFAULT_COUNT = 4
 
 
-def sample_callback(
-    held_out: Any, args: NormAlignConfig, *, is_sharded: bool
-) -> "SampleCallback | None":
+def sample_callback(held_out: Any, args: RunConfig, *, is_sharded: bool) -> "SampleCallback | None":
     """The callback of a run; None if no rows are to be answered.
 
     Args:

@@ -22,7 +22,7 @@ from ...diagnose.measure.families import decoder_layers, token_positions
 from ...modeling_normalign_llava import _gathered, gain_magnitude
 from ..keeping.checkpoints import newest_complete
 from ..modules import model as parts
-from ..options import NormAlignConfig
+from ..settings import RunConfig
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -40,7 +40,7 @@ class Measurements(TrainerCallback):
     parts have no entry. DeepSpeed hides gradients. `logging_strategy="epoch"` has no such steps.
     """
 
-    def __init__(self, args: NormAlignConfig):
+    def __init__(self, args: RunConfig):
         self.max_grad_norm = args.max_grad_norm
         self._hooks: list[Any] = []
         self._measuring = False
@@ -169,7 +169,7 @@ class FiniteCheck(TrainerCallback):
     either: an optimizer would still decay weights and follow its momentum.
     """
 
-    def __init__(self, args: NormAlignConfig):
+    def __init__(self, args: RunConfig):
         self.args = args
         # Losses and norms that are not finite, and labels.
         self._counts = torch.zeros(3, dtype=torch.int32, device=args.device)

@@ -167,6 +167,11 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
         yield
 
 
+def is_resumed(resume: str | bool | None) -> bool:
+    """Whether an option `resume_from_checkpoint` asks for an earlier run."""
+    return str(resume).lower() not in OFF
+
+
 def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> Path | None:
     """The checkpoint to resume from, which the first process prints, or None for the beginning.
 

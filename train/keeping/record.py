@@ -14,7 +14,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, distribution, version
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ... import __version__
@@ -38,9 +37,15 @@ from ...checkpoint.opening import read_record
 from ...data.rows.checks import DataReport, by_kind, counted, not_read
 from ...data.rows.parse import DroppedRows
 from ..modules import model as parts
-from ..options import BOTH_STAGES, STAGES, NormAlignConfig, autocast_dtype
+from ..options import BOTH_STAGES, STAGES
+from ..settings import RunConfig, autocast_dtype
 from .checkpoints import checkpoints_in
 from .same_run import OF_ACCELERATOR
+
+
+if TYPE_CHECKING:  # both import this file
+    from ..loading import LoadedModel
+    from ..prepare import Plan
 
 
 LEFT_OUT = {
@@ -53,26 +58,22 @@ LEFT_OUT = {
 
 
 def training_record(
-    model: PreTrainedModel,
-    commit: str | None,
-    args: NormAlignConfig,
-    learning_rates: dict[str, float],
-    report: DataReport,
-    others: Sequence[Any] = (),
-    rows: Dataset | IterableDataset | None = None,
-    optimizer: tuple[type, dict[str, Any]] | None = None,
-    adapters: LoraConfig | None = None,
+    plan: "Plan", loaded: "LoadedModel", others: Sequence[Any] = ()
 ) -> dict[str, Any]:
-    """The resolved recipe as JSON: options that differ from their default, and all that stages set.
+    """Returns the resolved recipe as JSON.
 
-    `rows` are those to train on, `optimizer` a class and its arguments in place of `optim`, and
-    `adapters` their configuration as it is used.
+    It has the options that differ from their default, and all that stages set. They are the plan's,
+    as loading settled them, and those of `others`, further dataclasses of options.
 
     Local paths are cut to their last part, dropped rows listed by number. All processes must call
     this together. The trainer adds facts of [`summary`] as `run`; at saves `steps_done`, `seconds`.
     """
-    loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {})}
-    options = {name: value for name, value in _plain(loaded).items() if value is not None}
+    model = loaded.model
+    args = loaded.settings
+    optimizer = plan.optimizer
+    adapters = plan.model.adapters
+    named = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {})}
+    options = {name: value for name, value in _plain(named).items() if value is not None}
     for more in others:
         options |= _changed(more, set())
     options |= _changed(args, {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"})
@@ -84,19 +85,21 @@ def training_record(
         "stage": args.stage,
         "arm": arm_of(model.config),
         "config_changes": {name: getattr(model.config, name) for name in ARM_FIELDS},
-        "learning_rates": learning_rates,
+        "learning_rates": plan.learning_rates,
         "options": {key: value for key, value in options.items() if key not in LEFT_OUT},
         "processes": args.world_size,
         "quantization": None if quantization is None else json.loads(quantization.to_json_string()),
         "text_embedding_norm": model.config.text_embedding_norm,
-        "model_revision": commit,
-        "data": data_record(report),
+        "model_revision": loaded.commit,
+        "data": data_record(plan.data.report),
         "optimizer": None if optimizer is None else _named(optimizer),
         "adapters": None if adapters is None else _changes_of_adapters(adapters),
         "hardware": hardware(args.device),
         "versions": {name: version(name) for name in libraries} | {"normalign_llava": __version__},
         "commit": code_commit(),
-        "before": read_record(model.name_or_path, TRAINING_RECORD, commit),  # an earlier training's
+        "before": read_record(
+            model.name_or_path, TRAINING_RECORD, loaded.commit
+        ),  # an earlier training's
         "seconds": 0.0,
     }
 
@@ -216,7 +219,7 @@ def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
         "steps": steps,
         "warmup_steps": args.get_warmup_steps(steps),
         "autocast": autocast_dtype(args),
-        "precision_because": args.precision_because,
+        "precision_because": trainer.precision.because,
     }
 
 
@@ -244,7 +247,7 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
 
 def disk_use(
     model: nn.Module,
-    args: NormAlignConfig,
+    args: RunConfig,
     steps: int,
     weights_in: Sequence[Path],
     optimizer_class: parts.OptimizerClass | None = None,

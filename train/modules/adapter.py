@@ -15,7 +15,6 @@ from ...assembly.adapter import on_meta, put_on_meta
 from ...checkpoint.untrusted import loading
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ..command import names_in
-from ..options import NormAlignConfig
 
 
 ELSEWHERE = r"(?!model\.language_model\.|lm_head$).*"
@@ -139,16 +138,19 @@ def _linear_layers(model: nn.Module) -> list[str]:
 def check_quantized(
     config: NormAlignLlavaConfig,
     quantization: BitsAndBytesConfig,
-    args: NormAlignConfig,
+    language_rate: float,
     adapters: LoraConfig | None,
 ) -> None:
-    """Raises ValueError if a layer that is quantized would be trained in full."""
+    """Raises ValueError if a layer that is quantized would be trained in full.
+
+    `language_rate` is the learning rate of the language model without adapters.
+    """
     if quantization.llm_int8_skip_modules is not None:
         raise ValueError("llm_int8_skip_modules is set here, to all but the decoder. Leave it out.")
-    rate = args.learning_rates(use_peft=False)["language"]
-    if rate and adapters is None:
+    if language_rate and adapters is None:
         raise ValueError(
-            f"language_learning_rate {rate:g} would train quantized weights. Set 0, or --use_peft."
+            f"language_learning_rate {language_rate:g} would train quantized weights. Set 0, or "
+            "--use_peft."
         )
     saved = tuple((adapters and adapters.modules_to_save) or ())
     for path, module in on_meta(config).named_modules():

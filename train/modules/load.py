@@ -18,7 +18,7 @@ from ...checkpoint.files import TRAINING_RECORD
 from ...checkpoint.opening import Checkpoint
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..options import NormAlignConfig, autocast_dtype
+from ..settings import Precision, RunConfig, autocast_dtype
 from .model import PLACES, projector_norm, trained_parameters, watching_outputs
 
 
@@ -50,19 +50,19 @@ def config_of_arm(checkpoint: Checkpoint, arm: str | None) -> NormAlignLlavaConf
 
 def load_model(
     checkpoint: Checkpoint,
-    training: NormAlignConfig,
+    settings: RunConfig,
     learning_rates: dict[str, float],
     quantization_config: BitsAndBytesConfig | None = None,
     use_peft: bool = False,
 ) -> NormAlignLlavaForConditionalGeneration:
-    """Loads a checkpoint as the arm of `training`, and aligns a norm that this adds or resets."""
-    config = config_of_arm(checkpoint, training.arm)
-    kwargs = dict(training.model_init_kwargs or {})
+    """Loads a checkpoint as the arm of `settings`, and aligns a norm that this adds or resets."""
+    config = config_of_arm(checkpoint, settings.arm)
+    kwargs = dict(settings.model_init_kwargs or {})
     kwargs.pop("revision", None)
     if quantization_config is not None:
-        dtype, quantization_config = autocast_dtype(training), copy.copy(quantization_config)
+        dtype, quantization_config = autocast_dtype(settings), copy.copy(quantization_config)
         quantization_config.bnb_4bit_compute_dtype = getattr(torch, dtype or "float32")
-        kwargs.setdefault("device_map", {"": training.device})
+        kwargs.setdefault("device_map", {"": settings.device})
         kwargs["quantization_config"] = quantization_config
     # What is trained in full is read in float32, the rest in the dtype of [`frozen_dtype`].
     in_full = learning_rates | ({"language": 0.0} if use_peft else {})
@@ -71,7 +71,7 @@ def load_model(
     # `from_pretrained` asks the class which modules stay in float32.
     kept = {"_keep_in_fp32_modules_strict": [*cls._keep_in_fp32_modules_strict, *in_float32]}
     loaded_as = type(cls.__name__, (cls,), {**kept, "__module__": cls.__module__})
-    if training.dry_run:
+    if settings.dry_run:
         model = _without_weights(loaded_as, config, **kwargs)
     else:
         model = checkpoint.load(loaded_as, config=config, **kwargs)
@@ -79,10 +79,10 @@ def load_model(
     # The name is empty if the configuration is not the folder's; training.json records changes.
     model.name_or_path = model.config.name_or_path = checkpoint.name
     stored, arm = arm_of(checkpoint.config), arm_of(config)
-    if {stored, arm} & {"none", "unit"} and arm not in (stored, "none") and not training.dry_run:
+    if {stored, arm} & {"none", "unit"} and arm not in (stored, "none") and not settings.dry_run:
         model.align_projector_norm()
     norm = projector_norm(model)
-    if any(parameter.is_meta for parameter in norm.parameters()) and not training.dry_run:
+    if any(parameter.is_meta for parameter in norm.parameters()) and not settings.dry_run:
         # A norm that the checkpoint lacks, under FSDP, which gives it the first process's values
         # later: accelerate takes two parameters on meta for one, and would never step the gain.
         norm.to_empty(device="cpu")
@@ -100,11 +100,12 @@ def load_model(
     return model
 
 
-def frozen_dtype(config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
+def frozen_dtype(config: NormAlignLlavaConfig, settings: RunConfig) -> str:
     """The dtype of what is frozen: by default the checkpoint's own if steps use it, or float32."""
     if is_deepspeed_zero3_enabled():
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
-    autocast, dtype = autocast_dtype(training), (training.model_init_kwargs or {}).get("dtype")
+    autocast = autocast_dtype(settings)
+    dtype = (settings.model_init_kwargs or {}).get("dtype")
     if dtype in (None, "auto"):
         stored = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
         return stored if stored == autocast else "float32"
@@ -148,18 +149,21 @@ def _without_weights(cls: Any, config: NormAlignLlavaConfig, **kwargs: Any) -> P
     return model
 
 
-def settle_float16(model: PreTrainedModel, args: NormAlignConfig, batch: dict[str, Any]) -> None:
-    """Turns `args.fp16` off, in all processes together, if hidden states come near 65,504."""
+def settle_float16(
+    model: PreTrainedModel, device: torch.device, batch: dict[str, Any]
+) -> Precision:
+    """Returns float16, or float32 if hidden states come near 65,504. All processes call it.
+
+    Then it makes the model's own weights and products float32.
+    """
     if getattr(model, "hf_device_map", None) is None:
-        model.to(args.device)
+        model.to(device)
     largest = broadcast_object_list([largest_hidden_state(model, batch)])[0]
     reach = f"reach {largest:,.0f}" if math.isfinite(largest) else "overflow"
     end = torch.finfo(torch.float16).max
-    args.precision_because = f"hidden states of long rows {reach}, and float16 ends at {end:,.0f}"
+    because = f"hidden states of long rows {reach}, and float16 ends at {end:,.0f}"
     if largest < end / 4:  # they may grow while it is trained
-        return
-    args.fp16, args.mixed_precision = False, "no"
-    args.model_init_kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32"}
+        return Precision(bf16=False, fp16=True, because=because)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
@@ -168,6 +172,7 @@ def settle_float16(model: PreTrainedModel, args: NormAlignConfig, batch: dict[st
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.compute_dtype = torch.float32
+    return Precision(bf16=False, fp16=False, because=because)
 
 
 @torch.no_grad()
