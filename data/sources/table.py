@@ -5,7 +5,7 @@ import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..rows.checks import (
     image_problems,
     tokens_per_image,
 )
+from ..rows.forms import image_name
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from . import source as source_module
 from .arguments import cores
@@ -37,10 +38,13 @@ from .source import CHUNK, Source
 TABLE_COLUMNS = Features(
     dict.fromkeys(("source", "file", "reason", "form", "unread"), Value("string"))
     | dict.fromkeys(("left_out", "changed", "paths"), List(Value("string")))
-    | dict.fromkeys(("index", "row"), Value("int64"))
-    | dict.fromkeys(("image_count", "length"), Value("int32"))
+    | dict.fromkeys(("index", "row", "image_count", "length"), Value("int32"))
 )
-"""Columns of the cached table. `index` is a row's number in its source, `row` that in its file."""
+"""Columns of the cached table.
+
+`index` is a row's number in its source, `row` that in its file. `file` names the image of a row
+that has a `reason` not to be trained on; of the others it would be a third of the table.
+"""
 
 _ROWS = Path(__file__).parents[1] / "rows"
 _CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
@@ -112,8 +116,9 @@ def check_rows(
     there are few. Otherwise those of `MANY_ROWS` rows drawn at random are, and the others if so
     many of these are bad that all may have more than the allowed share.
     """
-    refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
-    shows = np.setdiff1d(np.flatnonzero(pc.greater(_column(table, "image_count"), 0)), refused)
+    is_refused = pc.is_valid(_column(table, "reason")).to_numpy()
+    has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
+    shows = np.flatnonzero(has_images & ~is_refused)
     sample = shows
     allowed = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
     if len(shows) > MANY_ROWS and allowed and not checks.check_images and report.split == "train":
@@ -144,10 +149,14 @@ def check_rows(
 
     problems = opened(sample)
     may_be_many = row_checks.too_many(len(problems), len(sample), allowed, deviations=3)
-    others = np.setdiff1d(shows, sample)
+    is_other = has_images & ~is_refused
+    is_other[sample] = False
+    others = np.flatnonzero(is_other)
     problems |= opened(others) if may_be_many else looked_for(others)
-    bad, long = [], []
-    dropped = {*problems, *refused.tolist()}
+    bad = list[DroppedRow]()
+    long = list[DroppedRow]()
+    long_rows = list[int]()  # their numbers in the source
+    dropped = {*problems, *np.flatnonzero(is_refused).tolist()}
     if checks.max_length is not None:
         is_longer = pc.greater(_column(table, "length"), checks.max_length)
         dropped.update(np.flatnonzero(is_longer).tolist())
@@ -158,6 +167,9 @@ def check_rows(
             bad.append(DroppedRow(row["source"], row["row"], file, reason))
         elif too_long := checks.too_long(row):
             long.append(too_long)
+            long_rows.append(row["index"])
+    raws = [raw for _, _, raw in source.rows_at(long_rows)]
+    long = [replace(row, file=image_name(raw)) for row, raw in zip(long, raws, strict=True)]
     report.found, report.dropped = len(table), bad + long
     report.bad, report.too_long = len(bad), len(long)
     files = _counts(table, "source")
@@ -204,7 +216,7 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
         known = [processor.chat_template, processor.image_token, tokens_per_image(processor)]
         known += [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
         known.append(control_tokens(tokenizer).pattern)
-    modules = [chat_template.__file__, source_module.__file__, *_ROWS.glob("*.py")]
+    modules = [__file__, chat_template.__file__, source_module.__file__, *_ROWS.glob("*.py")]
     code = [Path(module).read_bytes() for module in sorted(map(str, modules))]
     rows = [source.name, source.data._fingerprint, source.columns, source.rules]
     facts = Hasher.hash([rows, os.path.abspath(source.rules.folder or ""), known, code])
@@ -228,7 +240,7 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
             cache_file_name=str(cache / f"{facts}.arrow"),
             desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
         )
-    return table.add_column("part", np.full(len(table), part))
+    return table.add_column("part", np.full(len(table), part, np.int32))
 
 
 @contextmanager
@@ -250,5 +262,8 @@ def _no_collections() -> Iterator[None]:
 def _facts(chunk: dict, data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
     (start,) = chunk["start"]
     rows = row_checks.parse_rows(data.rows(start, CHUNK), data.rules, processor)
+    for row in rows:
+        if row["reason"] is None:
+            row["file"] = None
     facts = {name: [row[name] for row in rows] for name in TABLE_COLUMNS if name != "index"}
     return {"index": list(range(start, start + len(rows))), **facts}
