@@ -62,7 +62,8 @@ class NormAlignLlava(lmms):
         inputs = inputs.to(self.model.device, self.model.dtype)
         length = inputs["input_ids"].shape[1]
         named = ("temperature", "top_p") if options.get("temperature") else ()
-        drawn = {"do_sample": bool(named), **{name: options[name] for name in named}}
+        given = {name: options[name] for name in named if options.get(name) is not None}
+        drawn = {"do_sample": bool(given), **given}
         most, beams = options.get("max_new_tokens", 1024), options.get("num_beams", 1)
         ids = self.model.generate(**inputs, max_new_tokens=most, num_beams=beams, **drawn)
         answers = self.processor.batch_decode(ids[:, length:], skip_special_tokens=True)

@@ -16,8 +16,8 @@ from normalign_llava.evaluation.ask import AskOptions
 from normalign_llava.quickstart.run import Settings
 
 
-def invoke(line):
-    return CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "200"})
+def invoke(line, columns=200):
+    return CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": str(columns)})
 
 
 @pytest.fixture
@@ -62,6 +62,10 @@ CASES = {
     "build --vision v --language l --output o --feature-layer -2,-5,3": (
         "assembly.build.build_checkpoint",
         {"vision": "v", "language": "l", "output": Path("o"), "feature_layer": [-2, -5, 3]},
+    ),
+    "build --vision v --language l --output o --feature-layer 0": (
+        "assembly.build.build_checkpoint",
+        {"vision": "v", "language": "l", "output": Path("o"), "feature_layer": 0},
     ),
     "build --from-llava f --output o --arm none --norm rms_norm --dtype float32": (
         "assembly.build.retrofit_checkpoint",
@@ -377,7 +381,7 @@ def test_every_command_hides_notices_of_libraries(returning):
 @pytest.mark.parametrize("marks", [True, False])
 def test_what_comes_after_building_is_told_if_it_can_be_trained(returning, marks):
     returning("assembly.build.build_checkpoint", SimpleNamespace(generation_marks=marks))
-    result = invoke("build --vision v --language l --output 'my model'")
+    result = invoke("build --vision v --language l --output 'my model'", columns=12)
     assert result.exit_code == 0
     line = "Next: normalign train --stage align --model_name_or_path 'my model' "
     assert (line in result.stdout) == marks == ("Next" in result.stdout)
@@ -386,7 +390,7 @@ def test_what_comes_after_building_is_told_if_it_can_be_trained(returning, marks
 def test_a_merged_model_has_its_card_rendered_again(returning):
     returning("assembly.merge.merge_adapter", "the report")
     refreshed = returning("hub_cards.card.write.refresh_card")
-    result = invoke("merge a --output 'my model'")
+    result = invoke("merge a --output 'my model'", columns=12)
     assert result.exit_code == 0 and refreshed == [(Path("my model"),)]
     assert result.stdout == "the report\nNext: normalign diagnose 'my model'\n"
 
@@ -398,22 +402,27 @@ def test_a_merged_model_has_its_card_rendered_again(returning):
 def test_a_task_that_failed_is_in_the_status(returning, failed, results, status, file):
     evaluated = SimpleNamespace(failed=failed, results=results, file=Path("x.json"))
     returning("evaluation.run.evaluate", evaluated)
-    result = invoke("evaluate m")
+    result = invoke("evaluate m", columns=12)
     assert result.exit_code == status and result.stdout.endswith(f"\nResults: {file}.\n")
 
 
-@pytest.mark.parametrize("faults", [[], ["Row 3: no image.", "Row 4: no answer."]])
+LONG_ROW = "it is shown " * 9
+
+
+@pytest.mark.parametrize("faults", [[], ["Row 3: no image.", f"Row 4: {'no ' * 30}answer."]])
 @pytest.mark.parametrize("stops", [True, False])
 @pytest.mark.parametrize("model", ["", "--model m"])
 def test_faults_of_data_are_in_the_status_if_training_would_stop(returning, faults, stops, model):
-    told = {"table": lambda source: f"table of {source}", "rendered": lambda terminal: "a row"}
+    told = {"table": lambda source: f"table of {source}", "rendered": lambda terminal: LONG_ROW}
     check = SimpleNamespace(**told, faults=faults, stops=stops, examples=[1] if model else [])
     returning("train.data_check.check_data", check)
-    result = invoke(f"data d {model}")
+    result = invoke(f"data d {model}", columns=80)
     assert result.exit_code == int(bool(faults) and stops)
     assert result.stderr.split("\n")[1:-1] == faults
     assert result.stdout.startswith("table of d\n")
-    assert ("a row\n" in result.stdout) == ("as the model sees" in result.stdout) == bool(model)
+    assert (
+        (f"{LONG_ROW}\n" in result.stdout) == ("as the model sees" in result.stdout) == bool(model)
+    )
 
 
 def test_models_are_compared_in_their_order_and_the_result_is_stored(
@@ -424,7 +433,7 @@ def test_models_are_compared_in_their_order_and_the_result_is_stored(
     row = compare.Difference("pope", "b", "a", 9, 0.5, 0.25, (0.1, 0.2), None, None)
     told = SimpleNamespace(differences=[row], left_out=lambda: ["Left out: gqa."])
     calls = returning("evaluation.compare.compare_arms", told)
-    result = invoke(f"compare a b=c,d --output {tmp_path}/x")
+    result = invoke(f"compare a b=c,d --output {tmp_path}/x", columns=12)
     assert calls == [(["arm a", "arm b=c,d"],)] and result.exit_code == 0
     assert result.stdout.endswith(f"\nLeft out: gqa.\nWritten to {tmp_path}/x.\n")
     (stored,) = json.loads((tmp_path / "x" / "comparison.json").read_text())
@@ -436,22 +445,23 @@ def test_models_are_compared_in_their_order_and_the_result_is_stored(
 
 def test_the_steps_of_a_publication_are_told_and_then_what_came_of_it(monkeypatch):
     def send(checkpoint, repo_id, *, notify, **others):
-        notify("Sending.")
+        notify("Sending 12 files.")
         return repo_id
 
     module = import_module("normalign_llava.hub_cards.push.publish")
     monkeypatch.setattr(module, "publish", send)
     monkeypatch.setattr(module, "summary", lambda publication: f"All of {publication}.")
-    assert invoke("publish c --repo-id user/m").stdout == "Sending.\nAll of user/m.\n"
+    said = "Sending 12 files.\nAll of user/m.\n"
+    assert invoke("publish c --repo-id user/m", columns=12).stdout == said
 
 
 def test_what_the_author_of_a_card_should_know_is_told(returning):
     returning("hub_cards.card.write.write_card", SimpleNamespace(warnings=["One.", "Two."]))
-    lines = invoke("card c").stdout.splitlines()
+    lines = invoke("card c", columns=12).stdout.splitlines()
     assert lines == ["Warning: One.", "Warning: Two.", "Card: c/README.md"]
 
 
 def test_a_diagnosis_is_summed_up(returning):
-    returning("diagnose.run.diagnose", SimpleNamespace(summary=lambda: ["One.", "Two."]))
-    result = invoke("diagnose m")
-    assert result.exit_code == 0 and result.stdout == "One.\nTwo.\n"
+    returning("diagnose.run.diagnose", SimpleNamespace(summary=lambda: ["One and more.", "Two."]))
+    result = invoke("diagnose m", columns=12)
+    assert result.exit_code == 0 and result.stdout == "One and more.\nTwo.\n"

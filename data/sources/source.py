@@ -250,7 +250,7 @@ def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[An
         if files and not files[0].lower().endswith(".tar"):
             return open_files(tuple(files), streaming), folders[0]
         if files:
-            source = replace(source, data_files={source.split: files})
+            source = replace(source, path="webdataset", data_files={source.split: files})
         elif images := images_of_folder(path):
             if source.split != "train":
                 raise ValueError("it is a folder of images without splits. Name a folder in it.")

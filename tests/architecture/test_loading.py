@@ -65,6 +65,55 @@ def test_missing_tensors_are_an_error_that_lists_them(tmp_path, load):
     assert all(name.removeprefix("model.") in str(error.value) for name in lost)
 
 
+def test_a_model_of_no_folder_begins_with_weights_of_its_own():
+    """As transformers makes it of a configuration and tensors in memory."""
+    given = {"model.language_model.norm.weight": torch.full((tiny.WIDTH,), 3.0)}
+    how = dict(config=tiny.config(), state_dict=given)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(None, **how)
+    assert torch.equal(model.model.language_model.norm.weight, *given.values())
+    assert_aligned(model)
+
+
+def test_lost_layers_of_the_language_model_start_as_in_the_language_model_by_itself():
+    """GPT-2's last layers of a block start smaller than others."""
+    text = tiny.text_config(cls=transformers.GPT2Config, n_layer=2)
+    how = dict(config=tiny.config(text=text), state_dict={})
+    ours = NormAlignLlavaForConditionalGeneration.from_pretrained(None, **how)
+    alone = AutoModel.from_config(text).state_dict()
+    for name, tensor in ours.model.language_model.state_dict().items():
+        if name.endswith("c_proj.weight"):
+            assert tensor.std().item() == pytest.approx(alone[name].std().item(), rel=0.3), name
+
+
+def test_names_of_tensors_may_be_given(tmp_path):
+    model = tiny.model()
+    tensors = {name.replace("linear_1", "first"): t for name, t in model.state_dict().items()}
+    del tensors["lm_head.weight"]
+    model.config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    how = dict(key_mapping={"first": "linear_1"})
+    loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, **how)
+    assert all(torch.equal(loaded.state_dict()[n], t) for n, t in model.state_dict().items())
+
+
+def test_a_llava_is_loaded_without_its_weights(tmp_path):
+    tiny.llava().save_pretrained(tmp_path)
+    how = dict(device_map="meta")
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, **how)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_llava_is_saved_under_its_own_names_or_under_the_older_ones(tmp_path):
+    tiny.llava().save_pretrained(tmp_path / "older", save_original_format=True)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "older")
+    model.save_pretrained(tmp_path / "new")
+    model.save_pretrained(tmp_path / "again", save_original_format=True)
+    older, new, again = (weights(tmp_path / name) for name in ("older", "new", "again"))
+    norm = {name.removeprefix("model.") for name in new if NORM in name}
+    assert again.keys() == older.keys() | norm
+    assert new.keys() == model.state_dict().keys() - {"lm_head.weight"}
+
+
 def test_a_norm_that_is_not_the_folders_drops_its_name(tmp_path, caplog):
     tiny.model().save_pretrained(tmp_path / "with")
     tiny.model(projector_norm="none").save_pretrained(tmp_path / "without")
@@ -81,11 +130,18 @@ def test_a_norm_that_is_not_the_folders_drops_its_name(tmp_path, caplog):
         caplog.clear()
         names = {str(model.name_or_path), str(model.config.name_or_path)}
         assert names == {str(path) if kept else ""}, (folder, loaded_as)
+        model, _ = NormAlignLlavaForConditionalGeneration.from_pretrained(
+            path, config=config, output_loading_info=True
+        )
+        assert str(model.name_or_path) == (str(path) if kept else "")
+        assert "This norm is not that of" not in caplog.text  # whoever asks is told by the report
 
 
 def test_a_gain_that_is_built_in_bfloat16_is_not_rounded(tmp_path):
     vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
     build_checkpoint(vision, language, tmp_path / "built", dtype="bfloat16")
+    for name, dtype in dtypes_on_disk(tmp_path / "built").items():
+        assert dtype == (torch.float32 if "projector.norm." in name else torch.bfloat16)
     built = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "built")
     gain = norm_of(built).weight
     expected = torch.full_like(gain, built.config.text_embedding_norm / tiny.WIDTH**0.5)
@@ -183,6 +239,19 @@ def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, 
             assert_aligned(loaded)
         else:
             assert torch.equal(norm_of(loaded).weight.cpu(), norm_of(model).weight)
+
+
+def test_modules_that_are_not_to_be_quantized_may_be_named(tmp_path):
+    tiny.model(tied=False).save_pretrained(tmp_path)
+    skipped = ["lm_head", "q_proj", "model.multi_modal_projector"]
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
+    loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        tmp_path, quantization_config=settings
+    )
+    for name, module in loaded.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            in_4_bits = type(module).__name__ == "Linear4bit"
+            assert in_4_bits != any(part in name for part in skipped), name
 
 
 def test_a_quantized_checkpoint_keeps_the_norm_in_float32(tmp_path):

@@ -57,11 +57,16 @@ def test_defaults_are_the_papers_and_configurations_do_not_share_what_they_hold(
         *(1e-3, 1e-5),
         1,
     )
+    kinds = (config.projector_norm, config.projector_gain_init, config.gradient_compensation)
+    assert kinds == ("layer_norm", "text_norm", "global")
+    assert NormAlignLlavaConfig().text_embedding_norm is None
     for name in ("LayerNorm", "RMSNorm"):
         norm = getattr(modeling, f"GlobalWeightCompensated{name}")(8)
         assert (norm.gain_floor, norm.eps, norm.compensate) == (1e-3, 1e-5, True)
     config.auto_map["AutoModel"] = "other.Model"
-    assert NormAlignLlavaConfig().auto_map == NormAlignLlavaConfig.auto_map_entries
+    named = NormAlignLlavaConfig().auto_map
+    assert named == NormAlignLlavaConfig.auto_map_entries
+    assert named["AutoModel"] == "modeling_normalign_llava.NormAlignLlavaModel"
     again = NormAlignLlavaConfig(**config.to_dict())
     assert (again.model_type, again.auto_map) == ("normalign_llava", config.auto_map_entries)
 
@@ -110,6 +115,13 @@ def test_measuring_changes_nothing():
     assert model.measure_text_embedding_norm() == pytest.approx(expected, rel=1e-12)
     assert model.config.to_dict() == before
     assert torch.equal(model.model.multi_modal_projector.norm.weight, gain)
+
+
+def test_an_image_token_outside_the_vocabulary_leaves_no_row_out():
+    model = tiny.model()
+    model.config.image_token_id = tiny.VOCABULARY
+    expected = tiny.reference_n_text(model.get_input_embeddings().weight, excluded=())
+    assert model.measure_text_embedding_norm() == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_papers_arms():
@@ -198,6 +210,7 @@ def test_scales_are_what_the_language_model_does_to_embeddings(family):
         (transformers.BioGptConfig, dict(scale_embedding=True), (6.0, 1.0)),
         (transformers.BioGptConfig, dict(scale_embedding=False), (1.0, 1.0)),
         (transformers.AfmoeConfig, dict(mup_enabled=False), (1.0, 1.0)),
+        (transformers.GraniteMoeConfig, dict(embedding_multiplier=12), (1.0, 12.0)),
         (transformers.Qwen2Config, {}, (1.0, 1.0)),
     ],
 )

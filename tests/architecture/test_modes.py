@@ -93,6 +93,13 @@ def only_the_projector(model):
     return model
 
 
+def all_below_evaluated(model):
+    model.train()
+    model.model.vision_tower.eval()
+    model.model.multi_modal_projector.eval()
+    return model
+
+
 def modes_set_back(model):
     """As after an evaluation within training, which sets attributes and does not call `train`."""
     only_the_tower_trains(model)
@@ -155,6 +162,7 @@ COMPENSATED = [
     *(training, norm_evaluated, norm_frozen, only_the_tower_trains, one_layer_of_the_tower),
     *(only_what_has_trained_parameters, only_the_projector, modes_set_back, with_lora, copied),
     *(with_lora_norm_evaluated, norm_recomputed, projector_recomputed, decoder_recomputed),
+    all_below_evaluated,
 ]
 
 

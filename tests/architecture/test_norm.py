@@ -73,6 +73,9 @@ def test_gradients_in_lower_precision_follow_float64(cls, x_dtype, gain_dtype):
     wide = copy.deepcopy(norm).double()
     expected = gradients(lambda v: hook_form(wide, v, 1e-3), wide, x.double(), upstream.double())
     tolerance = max(TOLERANCE[x_dtype], TOLERANCE[gain_dtype])
+    if cls is modeling.GlobalWeightCompensatedRMSNorm:  # computed in float32, then rounded
+        widest_step = max(torch.finfo(dtype).eps for dtype in (x_dtype, gain_dtype))
+        tolerance = max(0.4 * widest_step, 1e-6)
     for got, reference in zip(ours, expected, strict=True):
         assert (got.double() - reference).norm() <= tolerance * reference.norm()
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -56,6 +57,22 @@ def prompt(processor, question):
 def folders(tmp_path):
     vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
     return vision, language, tmp_path / "built"
+
+
+def test_what_is_not_said_is_the_paper_s_arm_in_the_language_model_s_precision(tmp_path):
+    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    for folder, cls in ((language, AutoModelForCausalLM), (vision, transformers.AutoModel)):
+        dtype = torch.bfloat16 if folder == language else torch.float32
+        cls.from_pretrained(folder).to(dtype).save_pretrained(folder)
+    parts.llava(tmp_path / "llava", tiny.llava(tied=False).bfloat16())
+    build_checkpoint(vision, language, tmp_path / "built")
+    retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "retrofitted")
+    for name in ("built", "retrofitted"):
+        config = NormAlignLlavaConfig.from_pretrained(tmp_path / name)
+        assert (arm_of(config), config.projector_norm) == ("gwc", "layer_norm")
+        assert config.vision_feature_layer == -2
+        for tensor, value in weights(tmp_path / name).items():
+            assert value.dtype == (torch.float32 if NORM in tensor else torch.bfloat16), tensor
 
 
 def test_a_seed_decides_the_projector_whatever_was_drawn_before(folders):
@@ -437,8 +454,9 @@ def test_flags_that_are_off_are_not_named():
     config = transformers.GenerationConfig(use_cache=False, top_k=9, do_sample=True)
     config.chat_format = config.remove_invalid_values = False
     config.forced_eos_token_id, config.temperature = 5, 0.7
+    config.forced_bos_token_id = 0  # which is a token
     kept, left_out = copied_generation(config)
-    assert left_out == {"forced_eos_token_id": 5}
+    assert left_out == {"forced_eos_token_id": 5, "forced_bos_token_id": 0}
     assert kept.forced_eos_token_id is None and not hasattr(kept, "chat_format")
     expected = {"do_sample": True, "temperature": 0.7, "top_k": 9, "use_cache": False}
     assert flags_of(kept) == expected and [*flags_of(kept)] == sorted(expected)
@@ -450,7 +468,10 @@ def test_flags_that_draw_answers_and_end_them_are_copied():
     flags |= dict(suppress_tokens=[5], max_length=70, max_new_tokens=60, do_sample=True)
     flags |= dict(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, top_h=0.4, typical_p=0.9)
     flags |= dict(epsilon_cutoff=0.01, eta_cutoff=0.02, cache_implementation="static")
-    kept, left_out = copied_generation(transformers.GenerationConfig(**flags))
+    flags["cache_config"] = {"max_cache_len": 80}
+    config = transformers.GenerationConfig(**flags)
+    config._from_model_config, config._commit_hash = True, "a" * 40  # of its file
+    kept, left_out = copied_generation(config)
     assert flags_of(kept) == flags and left_out == {}
 
 
@@ -466,6 +487,8 @@ def test_the_report_shows_what_was_copied_and_what_was_not(folders, capsys):
     assert "top_k 9" in rows["generation"] and "repetition" not in rows["generation"]
     assert rows["generation_left_out"] == "repetition_penalty 1.5"
     assert rows["notices"] == "notices/language/LICENSE, notices/vision/NOTICE"
+    bare = replace(report, notices=[], generation_left_out={}).renderable()
+    assert not {"notices", "generation_left_out"} & {*bare.columns[0].cells}
 
 
 @pytest.mark.parametrize("kind, norms", [("bloom", True), ("nanochat", True), ("llama", False)])
@@ -474,6 +497,13 @@ def test_a_language_model_that_undoes_the_gain_is_told_of(tmp_path, caplog, kind
     config.save_pretrained(tmp_path / kind)
     check_language_model(open_checkpoint(tmp_path / kind))
     assert ("the gain has no effect" in caplog.text) == norms
+
+
+def test_a_language_model_that_reads_images_itself_is_refused(tmp_path):
+    text = tiny.text_config(cls=transformers.Gemma3TextConfig)
+    transformers.Gemma3Config(text_config=text).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'gemma3' model, not a causal language model"):
+        check_language_model(open_checkpoint(tmp_path))
 
 
 def test_a_language_model_with_damaged_weights_is_refused(folders):
@@ -510,9 +540,12 @@ def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_
     vision = parts.vision(tmp_path / "vision")
     mamba = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8)
     mamba |= dict(mamba_chunk_size=8, embedding_multiplier=5.65)
+    bart = dict(encoder_layers=1, encoder_ffn_dim=48, encoder_attention_heads=2)
+    bart |= dict(decoder_layers=1, decoder_ffn_dim=48, decoder_attention_heads=2)
     for kind, sizes, message in (
         ("opt", dict(word_embed_proj_dim=16, ffn_dim=48), "embeddings are not as wide as"),
         ("phi", {}, "its head has a bias"),
+        ("bart", bart, "AutoModel does not know its base model"),
         ("openai-gpt", {}, "'openai-gpt' model, not a causal .* with a cache"),
         # Falcon-H1 multiplies embeddings only where it looks them up itself, as LLaVA does for it.
         ("falcon_h1", mamba, "other logits than by itself"),
@@ -530,9 +563,11 @@ def test_a_template_without_marks_makes_an_inference_checkpoint_with_a_warning(t
     vision = parts.vision(tmp_path / "vision")
     assert not build_checkpoint(vision, language, tmp_path / "built").generation_marks
     assert "--chat-template" in caplog.text
+    caplog.clear()
     file = tmp_path / "marked.jinja"
     file.write_text(multimodal_chat_template(parts.CHATML)[0])
     assert build_checkpoint(vision, language, tmp_path / "new", chat_template=file).generation_marks
+    assert "--chat-template" not in caplog.text
 
 
 @pytest.mark.parametrize("arm", ["gwc", "none"])
@@ -540,6 +575,7 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm, caplog
     parts.llava(tmp_path / "llava", tiny.llava(tied=False))
     report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", arm=arm)
     assert "LOAD REPORT" not in caplog.text and report.tokens_per_image == 4
+    assert "Not copied" not in caplog.text
     assert report.from_llava and report.generation_left_out == {}
     generation = json.loads((tmp_path / "built" / "generation_config.json").read_text())
     assert not {"projector_norm", "projector_gain_init", "gradient_compensation"} & {*generation}
@@ -548,6 +584,27 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm, caplog
     assert all(torch.equal(ours.pop(name), value) for name, value in stock.state_dict().items())
     assert [*ours] == [f"{NORM}.weight", f"{NORM}.bias"] * (arm != "none")
     assert AutoProcessor.from_pretrained(tmp_path / "built").chat_template == parts.CHATML
+
+
+@pytest.mark.parametrize("template", [None, multimodal_chat_template(parts.CHATML)[0]])
+def test_a_llava_s_own_marks_are_reported(tmp_path, template):
+    folder = tmp_path / "llava"
+    parts.llava(folder, tiny.llava(tied=False))
+    processor = AutoProcessor.from_pretrained(folder)
+    processor.chat_template = processor.tokenizer.chat_template = template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    processor.save_pretrained(folder)
+    report = retrofit_checkpoint(str(folder), tmp_path / "built")
+    assert report.generation_marks == (template is not None)
+    assert AutoProcessor.from_pretrained(tmp_path / "built").chat_template == template
+
+
+def test_a_vocabulary_with_room_for_the_image_token_stays(folders):
+    vision, _, output = folders
+    rows = len(parts.tokenizer()) + 1
+    language = parts.language(output.with_name("with-room"), rows=rows)
+    build_checkpoint(vision, language, output)
+    assert len(weights(output)["model.language_model.embed_tokens.weight"]) == rows
 
 
 def test_retrofit_reads_the_features_that_its_llava_reads_in_the_dtype_that_is_asked(tmp_path):

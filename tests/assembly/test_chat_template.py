@@ -15,12 +15,12 @@ import train_data
 from chat_families import END_OF_TURN, SMOLLM2, TEMPLATES, chat, marked, parts, render
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
-from transformers import AddedToken, AutoProcessor
+from transformers import AddedToken, AutoProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from normalign_llava.assembly import chat_template
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.parts import set_chat_template
-from normalign_llava.assembly.processing import make_processor, text_tokenizer
+from normalign_llava.assembly.processing import make_processor, settle, text_tokenizer
 from normalign_llava.checkpoint.opening import Checkpoint
 from normalign_llava.checkpoint.prompts import with_fixed_date
 from normalign_llava.data.rows.checks import token_lengths
@@ -201,6 +201,8 @@ def test_the_check_s_texts_are_those_that_a_template_prints():
     prompts = [text.endswith("<|im_start|>assistant\n") for text in texts]
     assert any(prompts) and not all(prompts)
     assert chat_template.check_texts("{{ raise_exception('no') }}", {}) == []
+    shown = chat_template.check_texts("{{ tools }}", {})
+    assert any("weather" in text for text in shown) and shown.count("None") < len(shown)
 
 
 def test_of_several_templates_the_default_is_used_and_a_file_in_place_of_any(tmp_path):
@@ -215,6 +217,11 @@ def test_of_several_templates_the_default_is_used_and_a_file_in_place_of_any(tmp
     assert set_chat_template(tokenizer, tmp_path / "other.jinja")
     assert render(tokenizer.chat_template, chat("Hi")) == "Ü" + render(SMOLLM2, chat("Hi"))
     assert len(tokenizer) == size  # the image token is added once
+    tokenizer = tiny_parts.tokenizer({"tool_use": SMOLLM2})  # of which none is the default
+    assert set_chat_template(tokenizer, None)
+    assert render(tokenizer.chat_template, chat("Hi")) == render(
+        multimodal_chat_template(None)[0], chat("Hi")
+    )
 
 
 def test_a_processor_has_a_pad_token_and_a_size_and_the_encoder_s_patches():
@@ -237,10 +244,54 @@ def test_a_processor_has_a_pad_token_and_a_size_and_the_encoder_s_patches():
     odd.size = {"shortest_edge": 16}
     with pytest.raises(ValueError, match="size .*shortest_edge.* has no height and width"):
         make_processor(odd, tokenizer, tiny.vision_config("siglip"))
+    odd.size = {"height": 16, "max_width": 24}
+    with pytest.raises(ValueError, match="has no height and width"):
+        make_processor(odd, tokenizer, tiny.vision_config("siglip"))
     high = tiny_parts.image_processor("siglip")
     high.size = {"height": 16, "width": 24}
     crop = make_processor(high, tokenizer, tiny.vision_config("siglip")).image_processor.crop_size
     assert (crop["height"], crop["width"]) == (16, 24)
+
+
+def processor_of(tokenizer, template):
+    """One that is not settled yet."""
+    token = AddedToken("<image>", special=True, normalized=False)
+    tokenizer.add_tokens(token, special_tokens=True)
+    how = dict(patch_size=8, vision_feature_select_strategy="default")
+    how |= dict(num_additional_image_tokens=1, chat_template=template)
+    return LlavaProcessor(tiny_parts.image_processor("clip"), tokenizer, **how)
+
+
+def test_without_a_template_a_tokenizer_adds_what_it_added():
+    processor = processor_of(families.adding_tokenizer(["<s>"]), None)
+    before = processor.tokenizer.encode("a")
+    settle(processor)
+    assert processor.tokenizer.encode("a") == before
+    assert processor.tokenizer.convert_ids_to_tokens(before[0]) == "<s>"
+    assert processor.tokenizer.padding_side == "left" and processor.chat_template is None
+
+
+class Stubborn(PreTrainedTokenizerFast):
+    """A tokenizer that always adds its tokens, as Splinter's does."""
+
+    def update_post_processor(self):
+        pass
+
+
+def test_a_tokenizer_that_adds_tokens_whatever_is_set_is_refused():
+    backend = families.adding_tokenizer(["<s>"], ["</s>"]).backend_tokenizer
+    tokens = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer = Stubborn(tokenizer_object=backend, **tokens)
+    template = multimodal_chat_template("{{ bos_token }}" + SMOLLM2)[0]
+    with pytest.raises(ValueError, match=r"\['<s>', '</s>'\] to texts whatever is set"):
+        settle(processor_of(tokenizer, template))
+
+
+def test_a_first_token_that_is_printed_behind_white_space_is_not_printed_again(tmp_path):
+    template = "  {{ bos_token }}" + SMOLLM2
+    processor = built(tmp_path, families.adding_tokenizer(["<s>"]), template)
+    text = processor.apply_chat_template(chat("Hi"))
+    assert text == render(template, chat("Hi")) and text.count("<s>") == 1
 
 
 def test_a_tokenizer_that_drops_unknown_letters_is_refused():
@@ -325,6 +376,87 @@ def test_wrong_marks_of_a_template_itself_are_not_claimed(old, new):
     right = multimodal_chat_template(SMOLLM2)[0]
     assert right.count(old) == 1 and multimodal_chat_template(right)[1]
     assert not multimodal_chat_template(right.replace(old, new))[1]
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}" + ANSWER + "{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PROMPT = "{{ '<|im_start|>assistant\n' }}{% endif %}"
+NO_TOOLS = (
+    "{% if message['role'] == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ '<|im_start|>'"
+)
+OF_TOOLS = "{% if tools %}{% generation %}{{ 'tools' }}{% endgeneration %}{% endif %}{% for message"
+EDITS = {
+    "nothing": ({}, True),
+    "text behind the last turn": (
+        {PROMPT: PROMPT[:-11] + "{% else %}{{ 'So long.' }}{% endif %}"},
+        True,
+    ),
+    "another generation prompt": ({PROMPT: PROMPT.replace("assistant", "ASSISTANT")}, False),
+    "the last turn alone is printed": ({"in messages": "in messages[-1:]"}, False),
+    "tools are marked too": ({"{% for message": OF_TOOLS}, False),
+    "first answers alone are marked, and trimmed": (
+        {
+            "{{ '<|im_start|>'": NO_TOOLS,
+            "== 'assistant'": "== 'assistant' and loop.index0 < 3",
+            "['content']": "['content'].strip()",
+        },
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_marks_are_those_of_every_answer_and_end_where_a_generation_prompt_begins(kind):
+    edits, holds = EDITS[kind]
+    template = CHATML
+    for old, new in edits.items():
+        assert old in template
+        template = template.replace(old, new)
+    assert multimodal_chat_template(template)[1] == holds
+
+
+@pytest.mark.parametrize("printed", ["<image>", "<image><image>What is this?", "What is this?"])
+def test_a_template_that_prints_parts_otherwise_is_no_reader_of_images(printed):
+    lists = (
+        f"{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}{printed}{{% endif %}}"
+    )
+    template = f"{{% for m in messages %}}{lists}{{{{ '<|im_end|>' }}}}{{% endfor %}}"
+    new = multimodal_chat_template(template)[0]
+    assert render(new, parts(chat("Why?"), {"type": "image"})) == "<image>Why?<|im_end|>"
+
+
+def test_a_template_that_cannot_be_read_is_refused_and_one_that_refuses_a_conversation_is_not():
+    with pytest.raises(ValueError, match="not valid Jinja: TemplateSyntaxError"):
+        multimodal_chat_template("{% if %}" + SMOLLM2)
+    refusing = "{{ raise_exception('no') }}"
+    template, has_marks = multimodal_chat_template(refusing)
+    assert template.endswith(refusing) and not has_marks
+
+
+def test_conversations_are_compared_with_tools_and_prompts_and_in_parts():
+    def difference(first, second, lists=False):
+        return chat_template._difference(first, second, lists)
+
+    def constant(messages, tools, prompt):
+        return "same"
+
+    def of_parts(messages, tools, prompt):
+        return "same" if isinstance(messages[0]["content"], str) else "parts"
+
+    def of_tools(messages, tools, prompt):
+        return "tools" if tools else "same"
+
+    def of_prompts(messages, tools, prompt):
+        return "prompt" if prompt else "same"
+
+    assert difference(constant, constant, lists=True) is difference(of_parts, constant) is None
+    assert difference(of_parts, constant, lists=True) is not None
+    assert "tool" in difference(of_tools, constant)
+    assert difference(of_prompts, constant) is not None
 
 
 def test_marks_need_an_end_of_turn():

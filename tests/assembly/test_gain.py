@@ -8,10 +8,11 @@ import pytest
 import tiny
 import tiny_parts
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from normalign_llava.assembly.gain import embedding_statistics
+from normalign_llava.assembly.gain import embedding_statistics, statistics_of
 
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def table(rows=5000, width=24, seed=0) -> torch.Tensor:
 def store(folder, **tensors):
     """A folder with these tensors, of a model that transformers does not know."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "not_known_yet"}')
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
 
@@ -62,6 +63,7 @@ def test_the_language_model_s_table_in_every_dtype(tmp_path, dtype):
     statistics = embedding_statistics(store(tmp_path, **tensors), top=7)
     assert_measures(statistics, weight)
     assert statistics.tensor == name and len(statistics.top) == 7
+    assert statistics.model_type is None
     assert statistics.gain == pytest.approx(statistics.n_text / 24**0.5, rel=1e-12)
 
 
@@ -82,6 +84,7 @@ def test_vision_language_checkpoints_leave_out_the_image_token(tmp_path, make, l
     model = make()
     weight = model.get_input_embeddings().weight
     with torch.no_grad():
+        weight[tiny.IMAGE] *= 9  # the largest
         weight[tiny.IMAGE + 1] = weight[tiny.IMAGE]  # vocabulary padding, as the build makes it
         weight[:5] = 0
     model.save_pretrained(tmp_path, save_original_format=legacy)
@@ -171,6 +174,32 @@ def test_of_the_hub_s_weights_the_file_with_the_embeddings_is_fetched(hub, prepa
     assert sent & weights == {index["weight_map"][NAME]} < weights
 
 
+def test_norms_without_a_configuration_are_taken_as_they_are():
+    norms = torch.linspace(1, 3, 21, dtype=torch.float64)
+    statistics = statistics_of("model", "table", norms, 16, None, None)
+    assert (statistics.scale, statistics.model_type, statistics.rows) == (1.0, None, 21)
+    assert statistics.mean == statistics.n_text == pytest.approx(2.0, rel=1e-12)
+    assert statistics.gain == pytest.approx(0.5, rel=1e-12)
+    largest = [*range(20, 10, -1)]
+    assert [(token.id, token.text) for token in statistics.top] == [(row, None) for row in largest]
+
+
+def test_of_a_repository_the_commit_that_is_named_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--acme--lm"
+    for folder in ("snapshots", "refs"):
+        (repository / folder).mkdir(parents=True)
+    earlier, latest = "a" * 40, "b" * 40
+    tables = {earlier: table(rows=30), latest: table(rows=40, seed=1)}
+    for commit, weight in tables.items():
+        store(repository / "snapshots" / commit, **{NAME: weight})
+    (repository / "refs" / "main").write_text(latest)
+    assert_measures(embedding_statistics("acme/lm", revision=earlier), tables[earlier])
+    statistics = embedding_statistics("acme/lm")
+    assert_measures(statistics, tables[latest])
+    assert len(statistics.top) == 10
+
+
 @pytest.mark.parametrize(
     "name", ["embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in"]
 )
@@ -178,4 +207,5 @@ def test_every_usual_name_of_an_embedding_table_is_known(tmp_path, name):
     weight = table(rows=20, width=4)
     other = table(rows=20, width=4, seed=1)
     tensors = {f"model.{name}.weight": weight, f"model.pre_{name}.weight": other}
+    tensors[f"model.layers.61.{name}.weight"] = other + 1  # of a layer that predicts further tokens
     assert_measures(embedding_statistics(store(tmp_path, **tensors)), weight)

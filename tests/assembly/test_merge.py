@@ -20,6 +20,7 @@ from normalign_llava.assembly.adapter import open_adapter, read_peft_config
 from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.checkpoint import weights as weight_files
 
 
 pytestmark = pytest.mark.slow
@@ -261,17 +262,17 @@ def test_what_does_not_fit_is_refused(bases, adapter, tmp_path, changes, options
 
 STARTS = [("pissa", True), ("pissa_niter_16", True), ("olora", True), ("corda", True)]
 STARTS += [("lora_ga", True), ("eva", False), ("orthogonal", False), ("gaussian", False)]
-STARTS += [(True, False), (False, False)]
+STARTS += [("loftq", True), (True, False), (False, False)]
 
 
 @pytest.mark.parametrize("start, is_refused", STARTS)
 def test_an_adapter_whose_start_changed_its_base_is_refused(adapter, tmp_path, start, is_refused):
     folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
     settings = json.loads((folder / "adapter_config.json").read_text())
-    settings["init_lora_weights"] = start
+    settings |= {"init_lora_weights": start, "loftq_config": {"loftq_bits": 4}}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     if not is_refused:
-        assert read_peft_config(folder).init_lora_weights == start
+        assert open_adapter(folder).peft_config.init_lora_weights == start
         return
     with pytest.raises(ValueError, match=f"init_lora_weights '{start}', which changes the base"):
         read_peft_config(folder)
@@ -295,6 +296,7 @@ def test_embeddings_and_head_of_a_base_are_two_if_its_files_have_them_apart(
     assert torch.equal(read["model.language_model.embed_tokens.weight"], embeddings)
 
 
+EMBEDDINGS = "model.language_model.embed_tokens.weight"
 IN_BFLOAT16 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
 RECORDS = [
     # training.json, --base-quantization, and the base's quantization and dtype before it
@@ -302,6 +304,8 @@ RECORDS = [
     ({"quantization": IN_BFLOAT16, "options": {"dtype": "float32"}}, None, IN_BFLOAT16, "float32"),
     ({"quantization": IN_BFLOAT16, "options": {"dtype": "auto"}}, None, IN_BFLOAT16, "bfloat16"),
     ({"quantization": IN_BFLOAT16}, None, IN_BFLOAT16, "bfloat16"),
+    ({"quantization": NF4, "options": {"dtype": "bfloat16"}}, None, NF4, "bfloat16"),
+    ({"quantization": NF4, "options": {"dtype": None}}, None, NF4, None),
     ({"quantization": IN_BFLOAT16}, "none", None, None),
     ({"options": {"dtype": "float16"}}, "int8", {"load_in_8bit": True}, "float16"),
     ({}, "nf4", {**NF4, "bnb_4bit_use_double_quant": False}, None),
@@ -317,6 +321,29 @@ def test_how_the_base_was_loaded_in_training(adapter, tmp_path, record, given, q
         (folder / "training.json").write_text(json.dumps(record))
     opened = open_adapter(folder, base_quantization=given)
     assert (opened.quantization, opened.dtype) == (quantization, dtype)
+
+
+def test_embeddings_that_are_the_head_are_read_by_both_names_in_training_s_precision(
+    adapter, bases, tmp_path
+):
+    folder = shutil.copytree(adapter / "adapter", tmp_path / "adapter")
+    (folder / "training.json").write_text(json.dumps({"quantization": IN_BFLOAT16}))
+    opened = open_adapter(folder)
+    read = BaseTensors(opened)
+    stored = weights(bases["tied"])[EMBEDDINGS].bfloat16()
+    for name in (EMBEDDINGS, "lm_head.weight"):
+        assert read[name].dtype == torch.bfloat16 and torch.equal(read[name], stored)
+    assert opened.load().get_base_model().dtype == torch.bfloat16
+
+
+def test_a_base_is_read_in_the_precision_that_its_configuration_says(adapter, bases, tmp_path):
+    """As transformers loads it, whatever its files have."""
+    base = shutil.copytree(bases["tied"], tmp_path / "base")
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    read, name = BaseTensors(open_adapter(adapter / "adapter", base=str(base))), EMBEDDINGS
+    assert read.dtype == read[name].dtype == torch.bfloat16
+    assert torch.equal(read[name], weights(base)[name].bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -339,12 +366,30 @@ def test_the_norm_is_aligned_again_if_training_began_it_otherwise(
     arm = {name: changes[name] for name in changes if name != "text_embedding_norm"}
     assert {name: getattr(opened.config, name) for name in arm} == arm
     assert opened.config.text_embedding_norm != 9.0
+    loaded = opened.load()
+    assert not any(module.training for module in loaded.modules())
     (gain,) = (
         value
-        for name, value in opened.load().named_parameters()
+        for name, value in loaded.named_parameters()
         if name.endswith("original_module.norm.weight")
     )
     assert bool((gain == 1).all()) == realigned
+
+
+@pytest.mark.parametrize("norm, realigned", [("rms_norm", True), ("none", False)])
+def test_another_norm_is_aligned_if_there_is_one(bases, tmp_path, norm, realigned):
+    make_adapter(bases["tied"], tmp_path / "adapter", modules_to_save=None)
+    record = {"quantization": None, "config_changes": {"projector_norm": norm}}
+    (tmp_path / "adapter" / "training.json").write_text(json.dumps(record))
+    opened = open_adapter(tmp_path / "adapter")
+    assert (opened.config.projector_norm, opened.realigned) == (norm, realigned)
+
+
+def test_a_base_without_a_record_may_be_any_build(adapter, bases, tmp_path):
+    base = shutil.copytree(bases["tied"], tmp_path / "base")
+    (base / "build.json").unlink()
+    assert (adapter / "adapter" / "build.json").exists()
+    assert open_adapter(adapter / "adapter", base=str(base)).base.name == str(base)
 
 
 def test_a_tokenizer_without_the_image_token_is_not_the_one_of_training(adapter, bases, tmp_path):
@@ -379,17 +424,32 @@ def test_the_norm_of_a_base_in_half_precision_is_not_rounded(adapter, bases, tmp
         assert torch.equal(read[name], stored_by_name[name])
 
 
-@pytest.mark.parametrize("kept, shape", [(None, "None"), (5, r"\[5\]")])
+NORMS = ["model.language_model.norm.weight", "model.multi_modal_projector.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    "name, kept, shape",
+    [(NORMS[0], None, "None"), (NORMS[0], 5, r"\[5\]"), (NORMS[1], 5, r"\[5\]")],
+)
 def test_a_base_whose_tensors_are_not_its_configuration_s_is_refused(
-    adapter, bases, tmp_path, kept, shape
+    adapter, bases, tmp_path, name, kept, shape
 ):
     base = shutil.copytree(bases["tied"], tmp_path / "base")
     (base / "build.json").unlink()  # as it is told that the adapter's base is this one
-    tensors, name = weights(base), "model.language_model.norm.weight"
+    tensors = weights(base)
     whole = tensors.pop(name)
     store(base, tensors if kept is None else {**tensors, name: whole[:kept].clone()})
     with pytest.raises(ValueError, match=rf"^1 tensors of {base} .*{name} has shape {shape}, not"):
         merge_adapter(adapter / "adapter", tmp_path / "merged", base=str(base))
+
+
+def test_a_merge_that_has_no_room_is_refused(adapter, bases, tmp_path, monkeypatch):
+    size = sum(tensor.nbytes for tensor in weights(bases["tied"]).values())
+    monkeypatch.setattr(weight_files, "free_space", lambda folder: size - 1)
+    output = tmp_path / "merged"
+    with pytest.raises(ValueError, match=f"are to be written to {output}, where"):
+        merge_adapter(adapter / "adapter", output)
+    assert not output.exists()
 
 
 def test_what_is_no_adapter_is_refused(tmp_path):

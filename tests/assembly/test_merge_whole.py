@@ -20,6 +20,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     MixtralConfig,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.trainer_utils import sort_checkpoints
 
 from normalign_llava.assembly.adapter import open_adapter
@@ -64,7 +65,7 @@ def bases(tmp_path_factory):
 
 CASES = [
     # base, what is trained, whether embeddings and head are one tensor in the result
-    ("tied", dict(bias="all"), True),
+    ("tied", dict(bias="all", lora_dropout=0.5), True),
     ("untied", dict(bias="all", modules_to_save=None), False),
     ("untied", dict(bias="all", use_dora=True), False),
     ("tied", dict(bias="lora_only", target_modules=WITH_BIAS, modules_to_save=None), True),
@@ -127,17 +128,18 @@ def change(folder, **values):
 
 
 @pytest.mark.parametrize(
-    "base, module, path",
+    "base, trained, path",
     [
-        ("tied", EMBEDDINGS, "embed_tokens"),
-        ("untied", EMBEDDINGS, "embed_tokens"),
-        ("tied", HEAD, "lm_head"),
+        ("tied", dict(target_modules=EMBEDDINGS), "embed_tokens"),
+        ("untied", dict(target_modules=EMBEDDINGS), "embed_tokens"),
+        ("tied", dict(target_modules=HEAD), "lm_head"),
+        ("untied", dict(trainable_token_indices=TOKENS), "embed_tokens.token_adapter"),
     ],
 )
-def test_embeddings_that_peft_saves_besides_are_used(bases, tmp_path, base, module, path):
+def test_embeddings_that_peft_saves_besides_are_used(bases, tmp_path, base, trained, path):
     """Whatever they hold in the file, as PEFT loads them into its base."""
     folder = tmp_path / "adapter"
-    make_adapter(bases[base], folder, save_embedding_layers=True, target_modules=module)
+    make_adapter(bases[base], folder, save_embedding_layers=True, **trained)
     name = of_file(folder, f"{path}.base_layer.weight")
     before = load_file(folder / ADAPTER_WEIGHTS)[name]
     change(folder, **{name: before + torch.randn_like(before)})
@@ -172,6 +174,7 @@ KEPT = "layers_to_transform layers_pattern exclude_modules target_modules module
 KEPT += " lora_alpha lora_dropout use_rslora use_dora fan_in_fan_out lora_bias rank_pattern"
 KEPT += " alpha_pattern target_parameters trainable_token_indices ensure_weight_tying revision"
 KEPT += " init_lora_weights loftq_config eva_config corda_config lora_ga_config task_type"
+KEPT += " runtime_config modules_to_tie target_modules_to_tie megatron_core peft_type"
 KEPT += " inference_mode auto_mapping base_model_name_or_path velora_config use_bdlora peft_version"
 LOST = "layer_replication alora_invocation_tokens kasa_config use_qalora arrow_config"
 LOST += " megatron_config monteclora_config qalora_group_size"
@@ -209,6 +212,15 @@ def test_a_tensor_that_is_saved_twice_must_be_the_same(bases, tmp_path):
     with pytest.raises(ValueError, match=r"two values for .*linear_1\.bias"):
         merge_adapter(folder, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_that_is_stored_in_half_precision_is_merged_in_float32(bases, tmp_path):
+    folder = tmp_path / "adapter"
+    make_adapter(bases["tied"], folder)
+    stored = load_file(folder / ADAPTER_WEIGHTS)
+    change(folder, **{name: value.bfloat16() for name, value in stored.items()})
+    merge_adapter(folder, tmp_path / "merged")
+    assert_merged(tmp_path / "merged", folder, bases["tied"])
 
 
 def test_a_head_that_training_changed_little_is_no_longer_tied(bases, tmp_path):
@@ -383,6 +395,23 @@ def test_the_difference_of_what_takes_several_inputs_or_is_whole_is_its_tensors_
     written = {"weight": merged.bfloat16()}
     expected = (written["weight"].float() - merged).abs().max() / merged.abs().max()
     assert 1e-4 < layer.difference(written) == pytest.approx(expected.item(), rel=1e-2)
+
+
+def test_the_difference_of_embeddings_that_are_scaled_is_that_of_what_they_hold():
+    """Gemma's scale is computed from its configuration, so it has no value on meta."""
+    with torch.device("meta"):
+        table = Gemma3TextScaledWordEmbedding(20, 8, padding_idx=0, embed_scale=3.0)
+        model = nn.ModuleDict({"table": table, "other": nn.Linear(2, 2)})
+        adapted = PeftModel(model, LoraConfig(r=2, target_modules=["table"]))
+    wrapper = adapted.base_model.model["table"]
+    torch.manual_seed(0)
+    factors = {"lora_embedding_A.default": torch.randn(2, 20)}
+    factors["lora_embedding_B.default"] = torch.randn(8, 2)
+    wrapper.load_state_dict(factors, strict=False, assign=True)
+    layer = MergedLayer("table", wrapper, {"table.weight": torch.randn(20, 8)}.__getitem__)
+    assert layer.error < 1e-6
+    rounded = {"weight": layer.values["weight"].bfloat16()}
+    assert 1e-4 < layer.difference(rounded) < 1e-2
 
 
 @pytest.mark.parametrize("left, is_refused", [(1e-2, False), (1e-5, True)])

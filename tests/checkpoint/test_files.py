@@ -177,7 +177,9 @@ def hold():
         process.wait()
 
 
-def test_a_second_process_is_told_of_the_first_and_waits_for_a_short_one(tmp_path, hold):
+def test_a_second_process_is_told_of_the_first_and_waits_for_a_short_one(
+    tmp_path, hold, monkeypatch
+):
     folder = tmp_path / "model"
     folder.mkdir()
     first = hold("lock", folder)
@@ -185,6 +187,11 @@ def test_a_second_process_is_told_of_the_first_and_waits_for_a_short_one(tmp_pat
     for _ in range(2):  # the first attempt must not take the name away
         other = only_writer(tmp_path / "other")
         with pytest.raises(ValueError, match=named), other, only_writer(folder, wait=0):
+            pass
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "only_writer", partial(only_writer, wait=0))
+        results = finished_folder(folder / "results", lambda made: ["file"])
+        with pytest.raises(ValueError, match=named), results:
             pass
     first.stdin.close()
     with only_writer(folder, wait=60), only_writer(folder):  # in one process, as often as is asked
@@ -288,6 +295,13 @@ def test_a_name_in_the_home_folder_is_a_folder_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert files.find_model("~/model") == (str(tmp_path / "model"), None)
+
+
+def test_a_folder_whose_name_is_a_hub_id_too_is_the_one_that_is_here(tmp_path, monkeypatch):
+    (tmp_path / "user" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert files.is_hub_id("user/model")
+    assert files.find_model("user/model") == ("user/model", None)
 
 
 def written(folder, **contents):
@@ -454,6 +468,7 @@ def test_a_folder_made_for_a_lock_stays_if_it_was_filled(tmp_path):
         raise RuntimeError
     with only_writer(tmp_path / "a" / "b", wait=0):  # it was given back, and is taken again
         assert (tmp_path / "a" / "b" / files.LOCK).exists()
+        (tmp_path / "a" / "b" / files.LOCK).unlink()  # as somebody may who clears up
 
 
 @pytest.fixture(scope="module")

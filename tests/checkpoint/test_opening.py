@@ -19,12 +19,19 @@ from huggingface_hub import ModelCard, constants
 from paths import ROOT
 from safetensors.torch import save_file
 from stored import store, weights
-from transformers import AutoModel, AutoProcessor, AutoTokenizer, ViTConfig, ViTModel
+from transformers import (
+    AutoModel,
+    AutoProcessor,
+    AutoTokenizer,
+    LlavaForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+)
 from transformers.utils import logging
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.files import find_checkpoint
+from normalign_llava.checkpoint.files import INDEX, find_checkpoint
 from normalign_llava.checkpoint.opening import (
     Checkpoint,
     check_processor,
@@ -33,7 +40,8 @@ from normalign_llava.checkpoint.opening import (
     open_checkpoint,
     read_record,
 )
-from normalign_llava.checkpoint.prompts import fixes_the_date
+from normalign_llava.checkpoint.prompts import answer_ends, fixes_the_date
+from normalign_llava.checkpoint.weights import index_folder
 from normalign_llava.hub_cards.card.metadata import is_ours
 from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.run import main
@@ -57,6 +65,8 @@ def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_p
     (tmp_path / "language" / "LICENSE.txt").write_text("of the language model")
     (tmp_path / "vision" / "NOTICE").write_text("of the encoder")
     (tmp_path / "vision" / "LICENSE").write_text("x" * (2**20 + 1))  # no licence is so long
+    (tmp_path / "vision" / "licenses").mkdir()
+    (tmp_path / "vision" / "licenses" / "MIT.txt").write_text("in a folder")
     hub.serve("user/vit", Path(vision))
     hub.serve("user/lm", Path(language))
     assert prepared.run(["-c", BUILD, "user/vit", "user/lm", tmp_path / "built"]).returncode == 0
@@ -121,7 +131,7 @@ def test_the_licence_of_a_repository_is_that_of_the_commit_that_is_asked_for(cac
     assert licence_of("user/bare") is licence_of("user/none") is None
 
 
-def test_a_data_set_is_named_with_what_its_card_says(cached):
+def test_a_data_set_is_named_with_what_its_card_says(cached, tmp_path, monkeypatch):
     cards = {
         "user/one": ("license: mit\nlanguage: en", "mit", ["en"]),
         "user/two": ("license: [mit, cc0-1.0]\nlanguage: [en, de]", "mit, cc0-1.0", ["en", "de"]),
@@ -131,9 +141,40 @@ def test_a_data_set_is_named_with_what_its_card_says(cached):
         cached("dataset", name, NEW, f"---\n{card}\n---\n")
         told = {"id": name, "revision": NEW, "license": licence, "language": languages}
         assert hub_dataset(name) == told
+    folder = tmp_path / "user" / "one"  # here by chance, of the same name
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    monkeypatch.chdir(tmp_path)
+    assert hub_dataset("user/one")["license"] == "mit"
+    assert licence_of("user/one")["license"] == "apache-2.0"
     broken = {"id": "user/four", "license": None, "language": None}
     cached("dataset", "user/four", NEW, "---\nlicense: [: \n---\n")
     assert hub_dataset("user/four").items() >= broken.items()
+
+
+DATA_SETS = """
+import json, sys
+from huggingface_hub import constants
+from normalign_llava.checkpoint.opening import hub_dataset
+found = [hub_dataset(name) for name in sys.argv[1:]]
+constants.ENDPOINT = "http://127.0.0.1:9"  # where nobody answers
+print(json.dumps([*found, hub_dataset("user/other")]))
+"""
+
+
+def test_a_data_set_s_commit_is_that_of_its_card_or_else_the_one_that_is_named(
+    hub, prepared, tmp_path
+):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    known = hub.serve("user/known", tmp_path, kind="dataset")
+    bare = hub.create("user/bare", kind="dataset")
+    done = prepared.run(["-c", DATA_SETS, "user/known", "user/bare"])
+    with_card, without, unknown = json.loads(done.stdout)
+    assert unknown == {"id": "user/other", "revision": None, "license": None, "language": None}
+    assert (with_card["license"], with_card["revision"]) == ("mit", known.commit)
+    assert (without["license"], without["revision"]) == (None, bare.commit)
+    asked = [request for request in hub.requests if "/api/datasets/" in request]
+    assert asked and not any("user/known" in request for request in asked)
 
 
 def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached):
@@ -146,6 +187,10 @@ def test_a_record_of_a_repository_is_that_of_the_commit_that_is_asked_for(cached
     assert open_checkpoint("user/lm", OLD).stored == {"of": OLD}
     assert find_checkpoint("user/lm", OLD) == ("user/lm", OLD)
     assert find_checkpoint("user/lm") == ("user/lm", NEW)
+    for commit in (OLD, NEW):
+        cached("model", "user/lm", commit, "{}", INDEX)
+    assert [folder.name for folder in index_folder("user/lm", OLD)] == [OLD]
+    assert [folder.name for folder in index_folder("user/lm", None)] == [NEW]
 
 
 def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_path):
@@ -301,6 +346,12 @@ def test_a_model_without_a_processor_is_loaded(opened, tmp_path, lost):
     assert open_checkpoint(folder).load().num_parameters() == opened.load().num_parameters()
 
 
+def test_a_model_is_loaded_in_its_own_precision_as_the_class_of_this_package(tmp_path):
+    tiny.model().bfloat16().save_pretrained(tmp_path)
+    model = open_checkpoint(tmp_path).load()
+    assert (type(model), model.dtype) == (NormAlignLlavaForConditionalGeneration, torch.bfloat16)
+
+
 def test_a_model_that_does_not_generate_is_loaded(opened):
     bare = opened.load(NormAlignLlavaModel)
     assert type(bare) is NormAlignLlavaModel and not bare.can_generate()
@@ -314,14 +365,46 @@ def test_an_adapter_s_processor_is_read_where_no_configuration_is(opened, tmp_pa
 
 
 @pytest.mark.skipif(find_spec("num2words") is not None, reason="num2words is installed")
-def test_a_processor_that_needs_a_package_names_it(opened):
+@pytest.mark.parametrize("kind", [ImportError, OSError, ValueError])
+def test_a_processor_that_needs_a_package_names_it(opened, kind):
     class Needs:
         @classmethod
         def from_pretrained(cls, name, **options):
-            raise ImportError("Package `num2words` is required")
+            raise kind("Package `Num2Words` is required")
 
     with pytest.raises(ImportError, match="needs num2words, which is not installed"):
         opened.preprocessor(Needs)
+
+
+def test_a_processor_that_fails_with_a_package_that_is_there_says_why(
+    opened, tmp_path, monkeypatch
+):
+    class Fails:
+        @classmethod
+        def from_pretrained(cls, name, **options):
+            raise ImportError("num2words has no language xx")
+
+    (tmp_path / "num2words.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="^num2words has no language xx$"):
+        opened.preprocessor(Fails)
+
+
+def test_a_model_of_code_of_its_own_is_not_built_before_it_is_loaded(opened):
+    class Own:
+        @classmethod
+        def from_pretrained(cls, name, **options):
+            assert options["trust_remote_code"] is True
+            return tiny.model(), {"unexpected_keys": set(), "missing_keys": set()}
+
+        @classmethod
+        def from_config(cls, config, **options):
+            raise TypeError("built")
+
+    trusted = Checkpoint(opened.name, None, opened.stored, trust_remote_code=True)
+    assert trusted.load(Own).num_parameters() > 0
+    with pytest.raises(ValueError, match="TypeError: built"):
+        opened.load(Own)
 
 
 def test_a_pooling_layer_and_the_norm_of_a_llava_may_be_absent(tmp_path):
@@ -330,6 +413,16 @@ def test_a_pooling_layer_and_the_norm_of_a_llava_may_be_absent(tmp_path):
     assert open_checkpoint(tmp_path / "vit").load(AutoModel).num_parameters() > 0
     llava = tiny_parts.llava(tmp_path / "llava", tiny.llava())
     assert open_checkpoint(llava).load().model.multi_modal_projector.norm.weight.any()
+
+
+def test_a_stock_llava_ends_answers_as_its_own_configuration_says(tmp_path):
+    folder = Path(tiny_parts.llava(tmp_path / "llava", tiny.llava()))
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>", "<|im_start|>"))
+    opened = open_checkpoint(folder)
+    ends = answer_ends(opened.processor.tokenizer, opened.processor.chat_template)
+    model = opened.load(LlavaForConditionalGeneration)
+    assert model.generation_config.eos_token_id == 2 and ends == [2, 1]
 
 
 def test_another_configuration_is_used_in_place_of_its_own(opened):

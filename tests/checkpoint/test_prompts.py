@@ -28,6 +28,12 @@ ENDS = {
     "prints no answer": ("{{ '<|im_end|>' }}", []),
     "prints nothing behind it": (LOOP.replace("{{ '<|im_end|>' }}", ""), []),
     "marks what is to be generated": (MARKED, [END]),
+    "marks the line break behind it": (MARKED.replace("im_end|>'", "im_end|>\n'"), [END]),
+    "marks more than answers": (
+        "{% generation %}{{ '<|im_start|>' }}{% endgeneration %}" + MARKED,
+        [END],
+    ),
+    "prints more behind it": (LOOP.replace("im_end|>", "im_end|>\n<|im_start|>"), [END]),
     "marks no end": (MARKED.replace(" + '<|im_end|>'", ""), []),
     "is one of several": ({"tool_use": LOOP.replace(END, OTHER), "default": LOOP}, [END]),
     "is none of several": ({"tool_use": LOOP}, []),

@@ -272,6 +272,12 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     check_files(snapshot)
     check_weights(snapshot)
+    copy = tmp_path / "models--me--x" / "copies" / "abc"
+    copy.mkdir(parents=True)
+    for name, check in (("config.json", check_files), (WEIGHTS, check_weights)):
+        (copy / name).symlink_to(blobs / name)
+        with pytest.raises(ValueError, match=f"{name} is a link out of its folder"):
+            check(copy)
     # Other folders have blobs too.
     others = [good / "model", tmp_path / "blobs", tmp_path / "models--me--y" / "blobs"]
     others.append(blobs / "blobs")
@@ -359,6 +365,10 @@ def test_what_a_file_may_say(tmp_path):
         check_files(small(tmp_path, config=ours))
     (tmp_path / "tokenizer_config.json").unlink()
     assert check_files(tmp_path) == ours
+    nested = {"image_processor": {"auto_map": {"AutoImageProcessor": "a.A"}}}
+    with pytest.raises(ValueError, match="no use for: auto_map in processor_config.json. None"):
+        check_files(small(tmp_path, config=ours, processor_config=nested))
+    (tmp_path / "processor_config.json").unlink()
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "config.json").unlink()
     assert check_files(tmp_path) == {}
@@ -366,8 +376,9 @@ def test_what_a_file_may_say(tmp_path):
 
 def test_links_in_hidden_folders_are_no_files_of_a_checkpoint(tmp_path):
     folder = small(tmp_path)
-    (folder / ".git" / "deep").mkdir(parents=True)
-    (folder / ".git" / "deep" / "link").symlink_to("/etc/hostname")
+    for hidden in (".git", ".cache"):
+        (folder / hidden / "deep").mkdir(parents=True)
+        (folder / hidden / "deep" / "link").symlink_to("/etc/hostname")
     check_files(folder)
     (folder / ".venv").symlink_to("/etc")
     with pytest.raises(ValueError, match=r"\.venv is a link out of its folder, to /etc\. "):
@@ -450,11 +461,11 @@ def test_errors_of_reading_become_sentences_about_what_was_read():
         with pytest.raises(ValueError) as raised, loading("The model X", remedy="Do it."):
             raised_by_a_library(error)
         assert str(raised.value).startswith(said) and raised.value.__cause__ is error
-    with (
-        pytest.raises(ValueError, match="X cannot be loaded: .*utf-8.*Save or fetch"),
-        loading("X"),
-    ):
-        b"\xff".decode()
+    package = {"__name__": "normalign_llava.reading"}  # a module of the package that decodes
+    exec("def decode(content): return content.decode()", package)
+    said = "X cannot be loaded: .*utf-8.*Save or fetch"
+    with pytest.raises(ValueError, match=said), loading("X"):
+        package["decode"](b"\xff")
 
 
 def test_the_panic_of_a_library_is_an_error_of_what_was_read():

@@ -5,6 +5,7 @@ import os
 import re
 
 import pytest
+import tiny
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -96,6 +97,26 @@ def test_linked_files_are_the_same_file(tensors, tmp_path):
     write_weights(tmp_path / "second", tensors, linked=linked)
     assert (tmp_path / "second" / FILE).samefile(tmp_path / "first" / FILE)
     assert torch.equal(load_file(tmp_path / "second" / FILE)[TOWER], tensors[TOWER])
+
+
+def test_what_is_stored_is_the_model_s_or_what_was_gathered_of_it(tmp_path):
+    model = tiny.model().bfloat16()
+    gathered = {name: value + 1 for name, value in model.state_dict().items()}
+    gathered_names = [*gathered]
+    for given, expected in ((None, model.state_dict()), (gathered, gathered)):
+        stored = weight_files.stored_tensors(model, given)
+        assert stored.keys() == expected.keys() - {"lm_head.weight"}  # tied to the embeddings
+        for name, value in stored.items():
+            wide = "projector.norm." in name
+            assert value.dtype == (torch.float32 if wide else torch.bfloat16)
+            assert torch.equal(value, expected[name].to(value.dtype))
+    assert [*gathered] == gathered_names
+    weight_files.save_model(model, tmp_path / "model", stored)
+    written = weights(tmp_path / "model")
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+    apart = tiny.model(tied=False)
+    assert "lm_head.weight" in weight_files.stored_tensors(apart)
 
 
 def refuse_links(*paths):

@@ -7,7 +7,7 @@ from itertools import islice, product
 import paths
 import pytest
 from datasets import Dataset, DatasetDict
-from train_data import answers, image_bytes, images, llava, read, write_json
+from train_data import answers, assistant, image_bytes, images, llava, read, user, write_json
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.forms import FORMS, PROMPT
@@ -145,8 +145,33 @@ def test_align_without_an_image_is_an_error(processor, tmp_path, streamed):
     with pytest.raises(ValueError, match="data.json.* have no image, .* nothing .* stage align"):
         read(path, processor, need_images=True, streamed=streamed)
     assert len(list(islice(read(path, processor, streamed=streamed).train, 1))) == 1
-    write_json(tmp_path, [llava("Q", "A"), llava("<image>Q2", "A2", "red.png")])
-    read(path, processor, need_images=True, streamed=streamed)
+    shown = [llava("Q", "A"), llava("<image>Q2", "A2", "red.png")]
+    other = write_json(tmp_path, shown, "other.json")
+    read(other, processor, need_images=True, streamed=streamed)
+    listed = [{"path": str(file), "fraction": 1} for file in (path, other)]
+    read(None, processor, datasets=listed, need_images=True, streamed=streamed)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_data_that_are_open_need_an_image_if_that_is_asked_for(processor, caplog, streamed):
+    def prepared(rows, **options):
+        data = Dataset.from_list(rows)
+        data = data.to_iterable_dataset() if streamed else data
+        return prepare_rows(data, Checks(processor), name="mine", **options)
+
+    text = {"question": "Q", "answer": "A", "image": None}
+    shown = {**text, "image": {"path": None, "bytes": image_bytes()}}
+    with pytest.raises(ValueError, match="mine have no image, .* stage align"):
+        prepared([text], need_images=True)
+    for rows, options in (([text], {}), ([text, shown], {"need_images": True})):
+        made, report = prepared(rows, split="eval", **options)
+        assert len(list(made)) == len(rows) and report.split == "eval"
+
+
+def test_what_was_changed_in_data_that_are_open_is_told(processor, caplog):
+    said = [assistant("Hello."), user("Q"), assistant("A")]
+    prepare_rows(Dataset.from_list([{"messages": said}]), Checks(processor), name="mine")
+    assert "mine: note: a leading assistant turn is left out (1 row)" in caplog.text
 
 
 UNREAD = {

@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from PIL import Image
 from train_data import deep_png, gigantic_png, image_bytes
 
-from normalign_llava.data.rows import checks
+from normalign_llava.data.rows import checks, images as rows_images
 from normalign_llava.data.rows.checks import file_problems
 from normalign_llava.data.rows.images import (
     FORMATS,
@@ -278,3 +278,42 @@ def test_what_datasets_has_of_the_hub_is_allowed_to_its_data_set_alone(tmp_path,
     assert named == {"path": "/images/sub/a.png", "bytes": None}
     with pytest.raises(ValueError, match="sub/a.png is a path in an unknown folder"):
         ImageRules(None, "user/data").image("sub/a.png")
+
+
+def test_an_image_of_pillow_is_kept_when_its_file_changes(tmp_path):
+    file = tmp_path / "a.png"
+    file.write_bytes(image_bytes("red"))
+    with Image.open(file) as opened:
+        kept = ImageRules("/images").image(opened)
+    file.write_bytes(image_bytes("blue"))
+    assert kept["path"] is None and (pixels(kept) == [255, 0, 0]).all()
+
+
+def test_the_bytes_of_an_image_are_not_taken_from_its_path():
+    red, blue = image_bytes("red", (64, 64)), image_bytes("blue", (64, 64))
+    in_text = base64.b64encode(blue).decode()
+    for value in (red, {"bytes": red}, {"path": in_text, "bytes": red}, {"path": "", "bytes": red}):
+        assert ImageRules("/images").image(value) == {"path": None, "bytes": red}
+    encoded = {"path": in_text, "bytes": None}
+    assert ImageRules("/images").image(encoded) == {"path": None, "bytes": blue}
+
+
+def test_the_first_image_that_is_bad_is_named(tmp_path):
+    (tmp_path / "a.png").write_bytes(image_bytes())
+    rules = ImageRules(str(tmp_path))
+    inside = {"path": None, "bytes": b"x"}
+    images = [rules.image(name) for name in ("a.png", "none.png", "other.png")]
+    path, reason = image_problem(images, rules)
+    assert path == images[1]["path"] and "none.png: there is no such image" in reason
+    assert image_problem([inside, images[1]], rules)[0] is None  # and its reason says so
+    assert image_problem([inside], rules, decode=False) is None
+    assert image_problem(images[:1], rules) is None
+
+
+def test_an_error_of_a_decoder_without_words_is_named_by_its_kind(monkeypatch):
+    def ends(opened):
+        raise EOFError
+
+    monkeypatch.setattr(rows_images, "_upright_rgb", ends)
+    with pytest.raises(ValueError, match="an image inside the data: EOFError$"):
+        decode_image({"path": None, "bytes": image_bytes()})

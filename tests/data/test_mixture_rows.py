@@ -7,10 +7,13 @@ from datasets import Dataset
 from train_data import answers, llava, read, write_json
 
 from normalign_llava.data.rows.checks import Checks
-from normalign_llava.data.sources import mixtures
+from normalign_llava.data.rows.images import ImageRules
+from normalign_llava.data.sources import mixtures, source, streams
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.files import warn_once
 from normalign_llava.data.sources.mixtures import ShortRows, prepare_rows
+from normalign_llava.data.sources.source import Source
+from normalign_llava.data.sources.streams import valid_rows
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,9 @@ def test_rows_that_are_left_out_are_told_with_what_uses_all():
     text = told([1, 15], [1, 1], [0.1, 0.9])
     assert re.findall(r"repeat: (\d+) for (\S+),", text) == [("2", "0.json")]
     assert "each" not in text and "mixture has 10 rows" in text
+    assert "of the 15 rows of 1.json" in text and "of the 1 rows" not in text
+    text = told([1, 30], [1, 1], [0.1, 0.9])  # the second is 30.000000000000004 rows of all
+    assert re.findall(r"repeat: (\d+) for (\S+),", text) == [("4", "0.json")]
     text = told([10, 100], [3, 1], [0.25, 0.75])
     assert "fraction 0.25 of the mixture is 10 rows of 0.json, each 3 times" in text
     assert "10 of the 100 rows of 1.json" in text and "repeat: 4 for 0.json" in text
@@ -136,3 +142,49 @@ def test_a_row_that_is_dropped_of_data_in_memory_is_told(processor, caplog):
     caplog.clear()
     prepare_rows(Dataset.from_list(rows[:1]), checks, name="mine")
     assert "dropped" not in caplog.text
+
+
+def test_prepared_rows_of_any_length_are_kept_without_a_limit(processor):
+    rows = Dataset.from_list([{"question": "Q", "answer": "A" * 5000}])
+    prepared, _ = prepare_rows(rows, Checks(processor))
+    again, report = prepare_rows(prepared, Checks(processor))
+    assert len(again) == report.valid == 1 and report.dropped == []
+
+
+def test_files_are_read_by_as_many_processes_as_check_rows(processor, tmp_path, monkeypatch):
+    asked = []
+
+    def noted(opens):
+        def opening(*args):
+            asked.append(args[-1])
+            return opens(*args)
+
+        return opening
+
+    for module in (mixtures, source):  # training data and held-out data
+        monkeypatch.setattr(module, "open_source", noted(module.open_source))
+    path = write_json(tmp_path / "data", [llava("Q", "A")])
+    read(path, processor, with_eval=True, eval_dataset_name=str(path), processes=1)
+    assert asked == [1, 1]
+
+
+def test_what_is_not_read_of_a_stream_is_told_of_late_rows_too(processor, tmp_path, caplog):
+    unread = {"photo": "b.png", "question": "Q", "answer": "A", "query": "x", "score": 3}
+    opened = Source("mine", ImageRules(), Dataset.from_list([unread]))
+    assert len(list(valid_rows(opened, Checks(processor)))) == 1
+    told = [record.message for record in caplog.records]
+    assert told == [
+        "mine: what looks like an image is not read: column photo.",
+        "mine: column not used: query, like a question.",
+    ]
+
+
+def test_of_a_stream_with_many_rows_the_share_is_of_those_that_came(processor, monkeypatch):
+    monkeypatch.setattr(streams, "MANY_ROWS", 20)
+    bad = (50, 51, 52)
+    rows = [{"question": "Q", "answer": "" if number in bad else "A"} for number in range(60)]
+    data = Dataset.from_list(rows).to_iterable_dataset()
+    opened = Source("mine", ImageRules(), data)
+    assert len(list(valid_rows(opened, Checks(processor, bad_rows=0.06)))) == 57
+    with pytest.raises(ValueError, match="These are 3 of 53 rows"):
+        list(valid_rows(opened, Checks(processor, bad_rows=0.05)))

@@ -124,6 +124,8 @@ def test_a_fixed_file_is_read_although_rows_are_cached(load, tmp_path):
     assert len(load(path).train) == 5
     write_json(tmp_path, mixed_rows()[:2])
     assert len(load(path).train) == 2
+    path.write_text(path.read_text().replace('"green"', '"brown"'))  # as many bytes
+    assert answers(load(path).train) == ["brown", "Hello!"]
 
 
 TRUNCATED = train_data.image_bytes("blue", (64, 64))[:70]
@@ -198,6 +200,8 @@ def test_files_are_looked_for_of_the_rows_whose_images_are_not_opened(load, tmp_
         (path.parent / f"{number}.jpg").unlink()
     (report,) = load(path, bad_rows="skip").report.sources
     assert [row.row for row in report.dropped] == others[::2]
+    with pytest.raises(ValueError, match=f"row {others[1]}: .* truncated"):
+        load(path)  # of which all are opened, since none may be bad
 
 
 def test_a_share_of_a_stream_is_of_its_first_rows_and_of_all(load, tmp_path):
@@ -370,6 +374,8 @@ def test_held_out_rows_are_of_the_same_configuration(load, tmp_path):
     (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
     data = load(tmp_path / "data", dataset_config="other", with_eval=True)
     assert answers(data.train) == ["other train"] and answers(data.eval) == ["other test"]
+    named = load(f"{tmp_path / 'data'}:other:train", with_eval=True)
+    assert answers(named.train) == ["other train"] and answers(named.eval) == ["other test"]
 
 
 def test_a_home_folder_is_found_wherever_a_path_is_given(load, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from train_data import assistant, inside, llava, user
 from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.checks import (
     Checks,
+    SourceReport,
     bad_rows_message,
     by_kind,
     check_images_are_read,
@@ -28,8 +29,9 @@ from normalign_llava.data.rows.checks import (
 )
 from normalign_llava.data.rows.forms import PROMPT
 from normalign_llava.data.rows.images import ImageRules
-from normalign_llava.data.rows.parse import BadRow, DroppedRow
-from normalign_llava.data.sources.source import Source
+from normalign_llava.data.rows.parse import BadRow, DroppedRow, DroppedRows
+from normalign_llava.data.sources import mixtures
+from normalign_llava.data.sources.source import Source, warn_once
 
 
 def source(name="data.json", hub=None) -> Source:
@@ -119,6 +121,8 @@ def test_images_that_are_not_read_in_most_rows_are_an_error(caplog):
     assert "half of the rows: what looks like" in caplog.text
     listed = "column photo (2 rows), column img (1 row)"
     assert f"some are read: what looks like an image is not read: {listed}" in caplog.text
+    check_images_are_read("many columns", 9, 1, {f"column {letter}": 1 for letter in "abcdefg"})
+    assert "column e (1 row)" in caplog.text and "column f (1 row)" not in caplog.text
     with pytest.raises(ValueError, match="most: what looks like .* column img .2 rows., column b"):
         check_images_are_read("most", 4, 0, {"column b": 1, "column img": 2})
 
@@ -227,3 +231,33 @@ def test_processes_check_rows_that_follow_each_other(monkeypatch):
         shares.append(checks._own_rows(7))
     assert [number for share in shares for number in share] == [*range(7)]
     assert sorted(map(len, shares)) == [2, 2, 3]
+
+
+def test_what_other_processes_found_is_among_the_problems(monkeypatch):
+    found = {7: ("b.png", "it is broken")}
+    monkeypatch.setattr(checks, "gather_object", lambda own: [*own, *found.items()])
+    images, paths = lambda few: [[inside("red")] for _ in few], lambda few: [[] for _ in few]
+    assert checks.image_problems(images, 3, "data", ImageRules()) == found
+    assert checks.file_problems(paths, 3, ImageRules()) == found
+
+
+def test_one_process_of_several_warns_and_records(monkeypatch, tmp_path, caplog):
+    PartialState()
+    report = SourceReport("data.json", "train", dropped=[dropped(3, "why")])
+    for rank, written in ((1, False), (0, True)):
+        monkeypatch.setitem(PartialState._shared_state, "process_index", rank)
+        file = DroppedRows(tmp_path / f"{rank}.jsonl")
+        mixtures._record_dropped(Checks(None, dropped_rows=file), [report])
+        assert file.path.exists() == written
+        warn_once(f"of process {rank}")
+        assert (f"of process {rank}" in caplog.text) == written
+
+
+def test_tokens_that_a_processor_reads_in_texts_make_bad_rows():
+    processor = train_data.processor()
+    processor.image_token = "<pic>"
+    rows = [llava("Is <pic> red?", "A"), llava("Q", "A<|im_end|>")]
+    stored = [("data.json", number, raw) for number, raw in enumerate(rows)]
+    shown, ended = parse_rows(stored, ImageRules(), processor)
+    assert "turn 0, the user's, has <pic> where no image is" in shown["reason"]
+    assert "turn 1, the assistant's, has <|im_end|>, a control token" in ended["reason"]

@@ -180,6 +180,28 @@ READ = {
         {"image": "a.png", "text": "A", "label": 3}, ["{}" + PROMPT, "[[A]]"], ["label"]),
     "a first turn without parts": (
         {"messages": [user([]), user("Q"), assistant("A")]}, ["Q", "[[A]]"], []),
+    "a last user turn without parts": (
+        {"messages": [user("Q"), user([]), assistant("A")]}, ["Q", "[[A]]"], []),
+    "an empty list of images beside an image of a turn": (
+        {"messages": [user("Q") | {"images": [], "image": "a.png"}, assistant("A")]},
+        ["{}Q", "[[A]]"], []),
+    "a system text of a turn with a role": (
+        {"messages": [user("Q") | {"system": "S"}, assistant("A")]},
+        ["Q", "[[A]]"], ["messages.system"]),
+    "the number of a text": (
+        {"messages": [user([TEXT | {"index": 0}]), assistant("A")]}, ["Q", "[[A]]"], []),
+    "numbers in place of texts": (
+        {"question": 5, "hint": 6, "input": 7, "choices": ["x", "y"], "answer": "x"},
+        ["6\n5\n7\nA. x\nB. y", "[[x]]"], []),
+    "numbers as prompt and completion": (
+        {"prompt": 5, "completion": 7.0}, ["5", "[[7]]"], []),
+    "a digit that is no number": (
+        {"question": "Q", "choices": ["x", "y"], "answer": "²"}, ["Q\nA. x\nB. y", "[[²]]"], []),
+    "several images of a turn and of a row": (
+        {"images": ["a.png"], "messages": [
+            user([{"type": "image"}, TEXT]), assistant("A"), user("R") | {"images": ["b.png"] * 2},
+            assistant("B")]},
+        ["{}Q", "[[A]]", "{}{}R", "[[B]]"], []),
     "what models are called": (
         {"conversations": [turn for name in ("gpt", "assistant", "model", "bot", "chatgpt")
                            for turn in ({"from": "human", "value": "Q"},
@@ -207,10 +229,17 @@ READ = {
 }  # fmt: skip
 
 
+def in_tuples(value):
+    """The value with tuples for lists, as a generator may give them."""
+    if isinstance(value, dict):
+        return {key: in_tuples(element) for key, element in value.items()}
+    return tuple(map(in_tuples, value)) if isinstance(value, list) else value
+
+
 @pytest.mark.parametrize("name", READ)
 def test_a_row_is_read_as(name):
     raw, turns, left_out = READ[name]
-    assert said(raw) == turns
+    assert said(raw) == said(in_tuples(raw)) == turns
     assert parse_row(raw, RULES)["left_out"] == left_out
 
 
@@ -228,22 +257,31 @@ REFUSED = [
     ({"question": TURNS, "choices": ["x", "y"], "answer": "x"}, "its question is a list of turns"),
     ({"question": "Q", "choices": ["x", "y"], "answer_index": 2}, "answer_index must be .* got 2"),
     ({"question": "Q", "choices": ["x", "y"], "answer_index": -1}, "must be a choice's .* got -1"),
+    (
+        {"question": "Q", "choices": ["x", "y"], "answer_index": "²"},
+        "must be a choice's .* got '²'",
+    ),
     ({"question": "Q", "choices": ["x", "y"], "answer": 2}, "'2' is not just one of the choices"),
     ({"question": "Q", "choices": ["x", "y"], "answer": -1}, "'-1' is not just one of the choices"),
     ({"question": "Q", "choices": ["x", "y"], "answer": "C"}, "'C' is not just one of the choices"),
     ({"question": "Q", "choices": ["1", "0"], "answer": "1"}, "another's letter or number"),
     ({"question": "Q", "choices": ["b", "a"], "answer": "b"}, "another's letter or number$"),
     ({"question": "Q", "choices": ["x"], "answer": "x"}, "must be 2 to 26 different texts"),
+    ({"question": "Q", "choices": ["a.PNG", "b.JPG"], "answer": "a.PNG"}, "texts, and no images"),
+    ({"messages": [{"role": "system", "content": "S"}, QA[1]]}, "turn 1 is the assistant's"),
     ({"question": "Q", "choices": ["x", " "], "answer": "x"}, "must be 2 to 26 different texts"),
     ({"question": "Q", "choices": {"A": "x", "C": "y"}, "answer": "A"}, "2 to 26 different texts"),
     ({"question": "Q", "choices": list("abcdefghijklmnopqrstuvwxyz1"), "answer": "1"}, "2 to 26"),
     ({"messages": [{"role": "system", "content": "S"}, QA[1], QA[1]]}, "the user first"),
     ({"messages": [QA[0]]}, "it has no assistant turn"),
+    ({"messages": ["Q", "A", "R"]}, "the last turn is the user's"),
+    ({"messages": "[]", "system": "S"}, "it has no assistant turn"),
     ({"messages": [QA[1]]}, "turn 0 is the assistant's"),
     ({"texts": ["Q", "A"]}, "turn 0 of texts needs role and content, got 'Q'"),
     (llava("<audio>\nQ", "A"), "it has <audio> in a text"),
     ({"messages": QA, "audio": "a.wav"}, "it has audio, and only images are read"),
     ({"messages": [QA[0], {"content": "A"}]}, "turn 1 of messages needs role and content, got"),
+    ({"messages": [QA[0], assistant([{"type": "text", "text": None}])]}, "neither a text nor an"),
     ({"messages": [user(3.5j), QA[1]]}, "turn 0 must have text or a list of parts, got 3.5j"),
     (
         {"image": "a.png", "messages": [user([{"type": "image", "index": 0}] * 2), QA[1]]},
@@ -305,6 +343,7 @@ def test_the_first_image_names_a_row():
         ({"image": ["a.png", "b.png"]}, "a.png"),
         ({"images": [inside, {"path": "c.png", "bytes": None}]}, "b.png"),
         ({"images": [], "image": "a.png"}, "a.png"),
+        ({"images": ["a.png"], "image": "b.png"}, "a.png"),
         ({"image": inside}, "b.png"),
         ({"image": "a\ud83d.png"}, "a?.png"),
         ({"image": "data:image/png;base64,AAAA"}, None),
@@ -325,6 +364,7 @@ LOOKS = {
         "Images",
         "img",
         "photo_2",
+        "Photo_2",
         "frame_1",
         "pics",
         "image_path",
@@ -349,6 +389,7 @@ LOOKS = {
 def test_a_name_tells_what_a_column_looks_like(what):
     assert {name: looks_like(name) for name in LOOKS[what]} == dict.fromkeys(LOOKS[what], what)
     assert looks_like("messages. img ") == "an image"
+    assert looks_like(" Query ") == "a question"
 
 
 def test_what_looks_like_an_image_in_a_row_without_any():
@@ -387,6 +428,9 @@ def test_what_looks_like_an_image_in_a_row_without_any():
         ({"said": [QA[1]], "dialog": QA}, "messages=dialog"),
         ({"preferred_output": QA, "non_preferred_output": QA}, "messages=preferred_output"),
         ({"history": QA, "turns": QA}, "messages=turns"),
+        ({"images": ["a.png"], "img_path": "b.png", "query": "Q", "label": "A"},
+            "question=query,answer=label"),
+        ({"dialog": {"role": ["user", "assistant"], "content": ["Q", "A"]}}, "messages=dialog"),
         ({"query": "Q", "score": 3}, None),
         ({"image": "", "img": "b.png", "query": "Q", "label": "A"},
             "image=img,question=query,answer=label"),
@@ -495,7 +539,8 @@ def test_values_of_tables():
     assert not any(map(is_empty, (0, False, " ", b"x", [0], {"a": 0}, [None, "x"])))
     assert parsed('["a"]') == parsed("['a']") == parsed(" ['a'] ") == ["a"]
     assert parsed("{'a': None}") == {"a": None}
-    for text in ("a", "[a", "[" * 5000, "['a' b]", 3, None):
+    deep = ("[" * 5000, f"[{'-' * 9000}1]", f"[{'1+' * 20_000}1]")
+    for text in ("a", "[a", "['a' b]", 3, None, *deep):
         assert parsed(text) == text
     long = str(["a" * 2**16])  # in Python's form, which is slow to read
     assert parsed(long) == long and parsed(json.dumps(["a" * 2**16])) == ["a" * 2**16]

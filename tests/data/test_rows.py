@@ -9,6 +9,7 @@ import tiny_parts
 from huggingface_hub import constants
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
+from tokenizers.normalizers import Prepend
 from train_data import assistant, llava, user
 from transformers import PreTrainedTokenizerFast
 
@@ -46,6 +47,8 @@ def test_line_breaks_beside_markers_are_lost_only_where_a_turn_begins_or_ends_wi
         "Before: <image>\nWhat?": ["Before: ", None, "\nWhat?"],
         "<image>\nA\n<image>": [None, "A", None],
         "<image>\n\nB": [None, "\nB"],
+        "<image>\n<image>\nB": [None, None, "B"],
+        "A\n<image>\r\n<image>": ["A", None, None],
         "A <image> B": ["A ", None, " B"],
         "<image>": [None],
     }.items():
@@ -176,6 +179,11 @@ BAD = [
     ({"conversations": [*TURNS, TURNS[0]]}, "the last turn is the user's"),
     ({"conversations": [*TURNS, TURNS[1]]}, "turn 2 is the assistant's; turns must alternate"),
     ({"messages": [{"role": "system", "content": "S"}, *QA], "system": "T"}, "its column system"),
+    (
+        {"messages": [{"role": "system", "content": [{"type": "image"}]}, *QA], "image": "a.png"},
+        "turn 0, the system's, has an image",
+    ),
+    ({"messages": [QA[0], QA[1] | {"weight": 0}, QA[0], assistant("")]}, "in turn 3 is empty"),
     ({"messages": [{"role": "tool", "content": "Q"}, QA[1]]}, "role 'tool'; known are human"),
     ({"messages": "Q"}, "messages must be a list of turns, got 'Q'"),
     ({"messages": [QA[0], QA[1] | {"weight": 0.5}]}, "turn 1 has weight 0.5"),
@@ -219,6 +227,7 @@ def test_control_tokens_of_the_tokenizer_may_not_stand_in_a_text():
     for row, reason in (
         (llava("Q", "A<|im_end|>\n<|im_start|>user\nQ2"), r"turn 1.* has <\|im_end\|>, a control"),
         (llava("say <unk>", "A"), "turn 0, the user's, has <unk>"),
+        (llava("Q", "A", system="a<|im_end|>"), r"turn 0, the system's, has <\|im_end\|>"),
         (llava("<|image|>?", "A"), r"turn 0, the user's, has <\|image\|> where no image is"),
     ):
         assert parse_row(row)
@@ -232,8 +241,11 @@ def test_dropped_rows_count_once_and_survive_a_torn_line(tmp_path):
     for row in (one, two, one):
         file.add(row)
     assert file.read() == [two, one]
+    with file.path.open("a") as lines:
+        lines.write(json.dumps({**vars(one), "reason": "another"}) + "\n")  # by another process
+    assert file.read() == [two, one]
     DroppedRows(file.path).add(two)  # in a run that was resumed
-    assert len(file.path.read_text().splitlines()) == 2
+    assert len(file.path.read_text().splitlines()) == 3
     with file.path.open("a") as lines:
         lines.write('{"source": "c.js')  # killed
     assert DroppedRows(file.path).read() == [two, one]
@@ -253,6 +265,8 @@ def test_of_control_tokens_that_begin_alike_the_longest_is_named():
     assert control_tokens(tokenizer).search("a<|im_end|>b")[0] == "<|im_end|>"
     plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     assert control_tokens(plain).search("a<|im_end|>b") is None
+    plain.pad_token = "<pad>"
+    assert control_tokens(plain).search("a<pad>b")[0] == "<pad>"
 
 
 def spaced_tokenizer(legacy: bool):
@@ -263,6 +277,21 @@ def spaced_tokenizer(legacy: bool):
     return tokenizer
 
 
+def plain_tokenizer():
+    """One without special tokens, which knows "the"."""
+    vocabulary = {token: number for number, token in enumerate([*" thea1|<_", "th", "the"])}
+    merges = [("t", "h"), ("th", "e")]
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocabulary, merges)))
+
+
+def normalizing_tokenizer():
+    """One whose special token is looked for in the normalized text: at its beginning alone."""
+    tokenizer = plain_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = Prepend("_")
+    tokenizer.add_tokens(AddedToken("<a>", special=True, normalized=True), special_tokens=True)
+    return tokenizer
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [
@@ -270,6 +299,8 @@ def spaced_tokenizer(legacy: bool):
         chat_families.byte_tokenizer,
         lambda: spaced_tokenizer(legacy=False),
         lambda: spaced_tokenizer(legacy=True),
+        plain_tokenizer,
+        normalizing_tokenizer,
     ],
 )
 def test_tokens_of_pieces_are_those_of_the_whole_text(tokenizer):

@@ -4,6 +4,7 @@ import json
 import os
 import zipfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -12,6 +13,7 @@ from test_shards import shard
 from train_data import arguments, image_bytes, images, llava, write_parquet
 
 from normalign_llava.data.rows.images import ImageRules
+from normalign_llava.data.sources import files as source_files, source as source_module
 from normalign_llava.data.sources.arguments import DataArguments, DataSource, check_choices
 from normalign_llava.data.sources.files import files_of_folder, images_of_folder, loaded, open_files
 from normalign_llava.data.sources.filters import Filter, parse_filters
@@ -426,6 +428,7 @@ def test_files_and_folders_may_be_named_as_for_datasets(tmp_path, monkeypatch):
         (DataSource("json", data_dir=str(tmp_path / "sub")), ["B", "C"], str(tmp_path / "sub")),
         (DataSource(str(tmp_path), data_dir="sub"), ["B", "C"], str(tmp_path)),
         (DataSource(str(tmp_path), data_files={"train": one}), ["B"], str(tmp_path)),
+        (DataSource("sub", data_files=str(tmp_path / "top.jsonl")), ["A"], "sub"),
     ):
         opened = open_source(source, False)
         assert [raw["answer"] for _, _, raw in opened] == expected
@@ -444,6 +447,9 @@ def test_images_are_beside_a_parquet_file_whose_card_is_wrong_about_rows(tmp_pat
 def test_the_suffix_of_a_shard_may_be_in_capitals(tmp_path):
     path = shard(tmp_path / "0.TAR", {"0.json": {"question": "Q", "answer": "A"}})
     ((_, _, raw),) = open_source(DataSource(str(path)), False)
+    assert raw == {"question": "Q", "answer": "A"}
+    (tmp_path / "stats.json").write_text("{}")  # which programs write beside
+    ((_, _, raw),) = open_source(DataSource(str(tmp_path)), False)
     assert raw == {"question": "Q", "answer": "A"}
 
 
@@ -464,3 +470,39 @@ def test_a_choice_is_one_of_those_that_are_named():
     ):
         with pytest.raises(ValueError, match=reason):
             check_choices(options)
+
+
+def test_a_configuration_of_a_folder_is_read_as_its_card_says(tmp_path):
+    configs = []
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": "Q", "answer": name}))
+        configs.append({"config_name": name, "data_files": f"{name}.jsonl"})
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    ((_, _, raw),) = open_source(DataSource(str(tmp_path), name="other"), False)
+    assert raw["answer"] == "other"
+    assert len(list(open_source(DataSource(str(tmp_path)), False))) == 2  # all files
+
+
+def test_a_folder_that_is_named_as_a_data_set_of_the_hub_is_the_folder(tmp_path, monkeypatch):
+    (tmp_path / "my" / "data").mkdir(parents=True)
+    (tmp_path / "my" / "data" / "rows.json").write_text('[{"question": "Q", "answer": "A"}]')
+    monkeypatch.chdir(tmp_path)
+    opened = open_source(DataSource("my/data"), False)
+    assert [raw["answer"] for _, _, raw in opened] == ["A"]
+    assert opened.rules == ImageRules("my/data") and opened.dataset is None
+
+
+def test_rows_that_other_code_has_read_are_read_anew(tmp_path, monkeypatch):
+    (tmp_path / "rows.json").write_text('[{"question": "Q", "answer": "A"}]')
+    shard(tmp_path / "rows.tar", {"0.json": {"question": "Q", "answer": "A"}})
+
+    def cached(name):
+        return open_source(DataSource(str(tmp_path / name)), False).data.cache_files
+
+    for module, name in ((source_files, "rows.json"), (source_module, "rows.tar")):
+        before = cached(name)
+        assert cached(name) == before
+        copy = tmp_path / f"{name}.py"
+        copy.write_text(Path(module.__file__).read_text() + "# changed\n")
+        monkeypatch.setattr(module, "__file__", str(copy))
+        assert cached(name) != before

@@ -23,6 +23,7 @@ from train_data import (
     write_parquet,
 )
 
+from normalign_llava.assembly import chat_template
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.rows.parse import FEATURES
@@ -87,7 +88,7 @@ def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
 
 def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch):
     monkeypatch.setattr(table, "CHUNK", 5)
-    monkeypatch.setattr(table, "_CHUNKS_PER_PROCESS", 1)
+    monkeypatch.setattr(table, "cores", lambda: 2)
     rows = [llava(f"Question {number}?", "yes " * (number % 7 + 1)) for number in range(33)]
     rows[12] = llava("Q", "")
     path = write_json(tmp_path / "data", rows)
@@ -96,10 +97,14 @@ def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch)
         data = read(path, processor, bad_rows="skip", processes=processes)
         return list(data.train), data.report
 
-    one = loaded(1)
-    (tmp_path / "cache").rename(tmp_path / "cache of one")
-    assert loaded(3) == one and [row["row"] for row in one[0]] == [n for n in range(33) if n != 12]
-    assert len(list((tmp_path / "cache").rglob("*_of_00003.arrow"))) == 3
+    one = loaded(3)  # few rows are checked before another process has started
+    assert not list((tmp_path / "cache").rglob("*_of_*.arrow"))
+    assert [row["row"] for row in one[0]] == [n for n in range(33) if n != 12]
+    monkeypatch.setattr(table, "_CHUNKS_PER_PROCESS", 1)
+    for asked, used in ((3, 3), (None, 2)):
+        (tmp_path / "cache").rename(tmp_path / f"cache before {used}")
+        assert loaded(asked) == one
+        assert len(list((tmp_path / "cache").rglob(f"*_of_{used:05}.arrow"))) == used
 
 
 SECOND = """
@@ -171,6 +176,9 @@ def test_rows_of_several_sources_are_read_together_and_in_their_places(processor
     read_together = reader({"part": parts, "index": indices, "row": indices})
     found = [messages[1]["content"][0]["text"] for messages in read_together["messages"]]
     assert found == [str(2 * index + part) for part, index in zip(parts, indices, strict=True)]
+    one_of_each = reader({"part": [0, 1], "index": [3, 5], "row": [3, 5]})
+    found = [messages[1]["content"][0]["text"] for messages in one_of_each["messages"]]
+    assert found == ["6", "11"]
 
 
 def test_the_opened_sample_is_read_in_few_parts(processor, tmp_path, monkeypatch):
@@ -286,6 +294,15 @@ def test_facts_of_rows_are_cached_for_all_that_they_depend_on(tmp_path, monkeypa
     monkeypatch.setattr(table, "_ROWS", code)
     assert facts(made) == begun
     assert len([*(tmp_path / "cache").rglob("*.arrow")]) == len(cached) + 1
+    for number, module in enumerate((source, chat_template), 2):
+        copy = tmp_path / f"{number}.py"
+        shutil.copy(module.__file__, copy)
+        copy.write_text(copy.read_text() + "# changed\n")
+        monkeypatch.setattr(module, "__file__", str(copy))
+        assert facts(made) == begun
+        assert len([*(tmp_path / "cache").rglob("*.arrow")]) == len(cached) + number
+    made.image_token = "yes"
+    assert "has yes where no image is" in facts(made)["reason"]
 
 
 def test_dropped_rows_are_told_in_their_order_whatever_is_wrong(processor, tmp_path):
@@ -296,3 +313,16 @@ def test_dropped_rows_are_told_in_their_order_whatever_is_wrong(processor, tmp_p
     path = write_json(tmp_path / "data", rows)
     (report,) = read(path, processor, bad_rows="skip").report.sources
     assert [row.row for row in report.dropped] == [1, 33, 65]
+    (report,) = read(path, processor, bad_rows=0.05).report.sources
+    assert report.skippable == 0  # of 3.5 rows, 3 of which are bad
+
+
+def test_a_row_that_is_bad_and_too_long_is_a_bad_one(processor, tmp_path):
+    rows = [llava("Q", "A"), llava("<image>Q", "A" * 99, "none.png"), llava("Q", "A" * 99)]
+    path = write_json(tmp_path / "data", rows)
+    (report,) = read(path, processor, bad_rows="skip", max_length=60).report.sources
+    assert (report.bad, report.too_long) == (1, 1)
+    assert [(row.row, row.tokens is None) for row in report.dropped] == [(1, True), (2, False)]
+    assert report.forms == {"conversations": 1} and report.left_out == {"id": 1}  # of valid rows
+    with pytest.raises(ValueError, match="row 1: .*there is no such image"):
+        read(path, processor, streamed=True, max_length=60)

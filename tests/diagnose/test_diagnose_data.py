@@ -112,7 +112,9 @@ def test_a_row_that_cannot_be_read_is_an_error_if_it_has_an_image(tmp_path, row,
         load_samples(str(tmp_path / "rows.jsonl"), 1)
 
 
-def test_data_are_called_by_their_file_and_split_and_half_a_character_is_a_question_mark(tmp_path):
+def test_data_are_called_by_their_file_and_split_and_half_a_character_is_a_question_mark(
+    tmp_path, monkeypatch
+):
     train_data.images(tmp_path, "red.png")
     row = json.dumps({"question": "what\ud83d?", "image": "red.png"}) + "\n"
     for folder, file in (("mine", "train"), ("mine", "val"), ("one:two", "train")):
@@ -122,6 +124,9 @@ def test_data_are_called_by_their_file_and_split_and_half_a_character_is_a_quest
     for data in ("mine:val", "one:two"):
         loaded = load_samples(f"{tmp_path}/{data}", 1)
         assert loaded.name == data and loaded.samples[0].question == "what??"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "mine")
+    assert [load_samples(data, 1).name for data in (".", "~/one:two")] == ["mine", "one:two"]
 
 
 @pytest.mark.parametrize(("streaming", "expected"), [(True, 3), (False, 8)])

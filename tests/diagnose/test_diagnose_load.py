@@ -9,7 +9,7 @@ import torch
 import training
 import vlm_families
 import vlm_processors
-from transformers import LlavaProcessor
+from transformers import LlamaForCausalLM, LlavaProcessor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, probe
@@ -123,3 +123,20 @@ def test_remote_code_is_run_only_if_it_is_trusted(tmp_path, checkpoint, monkeypa
         resolve_model(str(folder))
     handle = resolve_model(str(folder), trust_remote_code=True)
     assert handle.processor is not None and type(handle.load()).__name__ == "Own"
+
+
+def test_a_language_model_with_code_of_its_own_has_no_processor(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "words"
+    LlamaForCausalLM(tiny.text_config()).save_pretrained(folder)
+    (folder / "words.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class WordsConfig(LlamaConfig):\n    model_type = 'words'\n"
+        "class Words(LlamaForCausalLM):\n    config_class = WordsConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "words"}
+    config["auto_map"] = {"AutoConfig": "words.WordsConfig", "AutoModelForCausalLM": "words.Words"}
+    (folder / "config.json").write_text(json.dumps(config))
+    handle = resolve_model(str(folder), trust_remote_code=True)
+    assert handle.processor is None and handle.checkpoint.trust_remote_code
+    assert type(handle.load()).__name__ == "Words"

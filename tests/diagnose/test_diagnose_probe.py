@@ -13,16 +13,18 @@ from accelerate import cpu_offload
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
-from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
+from transformers import BitsAndBytesConfig, GraniteConfig, PreTrainedTokenizerFast
 from transformers.models.mllama import MllamaConfig, MllamaForConditionalGeneration
 from vlm_families import BOS, END, EOS, IMAGE, INDICATORS, START, WORDS
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.diagnose.measure.depth import QUANTITIES, quantities
 from normalign_llava.diagnose.measure.families import (
     PROJECTORS,
     boundary_ids,
     find_parts,
     token_positions,
+    tokenizer_ids,
 )
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.diagnose.report import Moments
@@ -106,8 +108,10 @@ def test_the_model_is_left_as_it_was_found():
         before = model(**batch).logits
     decoder = model.train().get_decoder()
     decoder.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    probe(model, [batch])
+    modes, during = [module.training for module in model.modules()], []
+    with decoder.norm.register_forward_hook(lambda *call: during.append(call[-1])):
+        probe(model, [batch])
+    assert during and not any(states.requires_grad for states in during)
     with pytest.raises(ZeroDivisionError), decoder.norm.register_forward_hook(lambda *call: 1 / 0):
         probe(model, [batch])
     assert [module.training for module in model.modules()] == modes
@@ -165,6 +169,75 @@ def test_special_tokens_of_zero_have_a_norm_and_no_direction():
     report = probe(model, [batch])
     assert report.interface.special.mean == 0.0 and report.interface.special.count == 4
     assert set(report.depth.norm) == set(report.depth.rotation) == {"visual", "text"}
+
+
+@pytest.mark.parametrize(("zero", "other"), [(BOS, EOS), (EOS, BOS)])
+def test_tokens_of_zero_among_others_of_their_kind_count_for_the_norm_alone(zero, other):
+    """The first of a sequence stays zero, and the last does not."""
+    model, batch = vlm_families.make("llava")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[zero] = 0.0
+    report = probe(model, [batch])
+    assert report.interface.special.count == 4
+    for quantity in ("norm", "log_norm", "cosine", "rotation", "update_angle"):
+        curve = getattr(report.depth, quantity)["special"]
+        assert all(map(math.isfinite, [*curve.mean, *curve.std])), quantity
+    norm = model.get_input_embeddings().weight[other].detach().double().norm().item()
+    assert report.depth.log_norm["special"].mean[0] == pytest.approx(math.log(norm))
+
+
+def test_a_batch_without_an_image_does_not_count_in_the_error_of_the_asymmetry():
+    model, batch = vlm_families.make("llava")
+    _, other = vlm_families.make("llava", seed=1)
+    words = {"input_ids": torch.tensor([[1, 5, 6, 7]])}
+    alone = probe(model, [batch, other]).depth
+    among = probe(model, [batch, words, other]).depth
+    assert among.asymmetry_error == pytest.approx(alone.asymmetry_error) != 0
+    assert among.asymmetry != alone.asymmetry
+
+
+def test_without_text_the_scale_of_embeddings_is_the_configuration_s():
+    text = tiny.text_config(cls=GraniteConfig, embedding_multiplier=12.0)
+    alone = {"input_ids": torch.tensor([[1, *[IMAGE] * 4]])}
+    alone["pixel_values"] = tiny.inputs()["pixel_values"][:1]
+    norms = probe(tiny.llava(text=text), [alone]).interface
+    assert norms.text is None and norms.scale == pytest.approx(12.0)
+    assert norms.vocabulary.mean == pytest.approx(12.0 * norms.vocabulary_raw.mean)
+
+
+def test_what_a_layer_does_to_a_state_by_hand():
+    """An update across, along, against and beyond it; nothing, and a state that vanishes."""
+    before = torch.tensor([[3.0, 0], [3, 0], [3, 0], [3, 0], [0, 2], [0, 0], [3, 4]]).double()
+    after = torch.tensor([[3.0, 3], [5, 0], [1, 0], [-3, 0], [0, 2], [0, 1], [0, 0]]).double()
+    values, exist = quantities(before, after)
+    measured = dict(zip(QUANTITIES, zip(values.tolist(), exist.tolist(), strict=True), strict=True))
+    turn = math.pi / 4
+    expected = {
+        "norm": [3, 3, 3, 3, 2, 0, 5],
+        "rotation": [turn, 0, 0, math.pi, 0, None, None],
+        "update_norm": [3, 2, 2, 6, 0, 1, 5],
+        "update_angle": [math.pi / 2, 0, math.pi, math.pi, None, None, math.pi],
+        "log_norm": [math.log(3)] * 4 + [math.log(2), None, math.log(5)],
+        "log_update": [*map(math.log, (3, 2, 2, 6)), None, 0, math.log(5)],
+    }
+    for name, numbers in expected.items():
+        found, there = measured[name]
+        assert there == [number is not None for number in numbers], name
+        pairs = [pair for pair in zip(found, numbers, strict=True) if pair[1] is not None]
+        assert [pair[0] for pair in pairs] == pytest.approx([pair[1] for pair in pairs]), name
+    along = torch.randn(200, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values, _ = quantities(along, 1.7 * along)
+    assert values.isfinite().all()  # though rounding makes the part across less than nothing
+
+
+def test_special_tokens_of_a_tokenizer_are_those_that_it_calls_special():
+    made = tokenizer()
+    made.add_tokens(["plain"])
+    special = tokenizer_ids(made)
+    assert {START, END} <= special and made.convert_tokens_to_ids("plain") not in special
+    assert tokenizer_ids(None) == set()
+    alone = SimpleNamespace(added_tokens_decoder={}, all_special_ids=[3])
+    assert tokenizer_ids(alone) == {3}
 
 
 def test_a_decoder_of_one_layer_has_no_asymmetry():

@@ -8,6 +8,7 @@ from diagnosed import diagnosed, embeddings_of
 
 from normalign_llava.diagnose.page import tables_of
 from normalign_llava.diagnose.report import (
+    Gain,
     Moments,
     number,
     paper_ratios,
@@ -99,13 +100,23 @@ def test_tables_have_the_numbers_of_each_model_in_its_column():
     assert data["numeric"] == [False, False, False]
 
 
+def test_what_a_model_does_not_have_is_in_no_table():
+    """A norm without a bias, embeddings that were not read, and a baseline without a norm."""
+    gain = Gain(2.0, 0.5, None, 0.25, 1.5, None)
+    ours = diagnosed(1.02, "rms_norm", "ours", gain=gain, embeddings=None)
+    made = tables_of([diagnosed(model="base", embeddings=None), ours])
+    assert rows(made["gain"][0]) == {"ours": ["2.000", "0.5000", "–", "0.2500", "1.500", "–"]}
+    assert made["gain"][0]["numeric"] == [False, *[True] * 6] and made["embeddings"] == []
+
+
 def test_tables_of_a_model_alone():
-    read = embeddings_of("Tiny", [(7, None, 2.5), (8, " a", 2.0)])
+    read = embeddings_of("Tiny", [(7, None, 2.5), (8, " a", 2.0), (9, "", 1.0)])
     unknown = diagnosed(embeddings=read, data=None, tokens={"visual": 4, "newline": 2})
     made = tables_of([unknown])
     assert made["gain"] == [] and made["interface"][0]["columns"] == ["Tokens", "llava-baseline"]
     (embeddings,) = made["embeddings"]
-    assert embeddings["rows"] == [["7", "–", "2.500"], ["8", "' a'", "2.000"]]
+    assert embeddings["rows"][:2] == [["7", "–", "2.500"], ["8", "' a'", "2.000"]]
+    assert embeddings["rows"][2:] == [["9", "''", "1.000"]]
     assert embeddings["caption"].startswith("Tiny: 0.6908 ± 0.1610")
     about = rows(made["data"][0])
     assert about["Data"] == ["–"] and about["Newline tokens"] == ["2"]

@@ -20,6 +20,7 @@ from normalign_llava.checkpoint.files import DYNAMICS
 from normalign_llava.cli import app
 from normalign_llava.diagnose import report, run
 from normalign_llava.diagnose.data import load_samples
+from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.diagnose.run import diagnose, read_dynamics
 
 
@@ -161,13 +162,43 @@ def test_where_a_diagnosis_is_written_and_how_its_models_are_opened(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     adapted = {"base": "there", "base_quantization": "none"}
-    for model, output in (("bea/model", None), ("here", None), ("here", "out")):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = [("bea/model", None), ("here", None), ("here", "out")]
+    for model, output in (*asked, ("~/here", None), ("here", "~/out")):
         with pytest.raises(ValueError, match="so far"):
             diagnose(model, against="other", output=output, trust_remote_code=True, **adapted)
-    expected = ["diagnostics/bea/model", "here/diagnostics", "out"]
+    expected = ["diagnostics/bea/model", "here/diagnostics", "out", "here/diagnostics", "out"]
     assert folders == [tmp_path / name for name in expected]
     trusted = {"trust_remote_code": True}
     assert opened[:2] == [("bea/model", trusted | adapted), ("other", trusted)]
+
+
+def measured(model, data, images, count=4, **loading):
+    drawn = load_samples(str(data), count)
+    options = {"dtype": "auto", "load_in_4bit": False, **loading}
+    handle = resolve_model(str(model))
+    return run._measure(handle, "m", images, drawn=drawn, batch_size=2, **options)
+
+
+def test_where_attention_fails_the_questions_before_are_kept(root, tmp_path, monkeypatch):
+    asked, measure = [], run.attention_maps
+
+    def maps(*args, **options):
+        asked.append(options["question"])
+        if len(asked) == 3:
+            raise RuntimeError("no memory\nfor heads")
+        return measure(*args, **options)
+
+    monkeypatch.setattr(run, "attention_maps", maps)
+    monkeypatch.setattr(run, "QUESTIONS_DRAWN", 1)
+    report = measured(root / "llava", root / "images", tmp_path / "image")
+    assert [answer.question for answer in report.attention] == asked[:2] and len(asked) == 3
+    assert [(answer.image, bool(answer.maps)) for answer in report.attention] == [
+        ("image_1.png", True),
+        (None, False),
+    ]
+    assert report.left_out == ["Attention, from question 3 on: no memory"]
+    assert [file.name for file in tmp_path.iterdir()] == ["image_1.png"]
 
 
 COMMAND = """
@@ -296,6 +327,8 @@ def test_products_of_emulated_float16_are_in_bfloat16(root, tmp_path, processor,
     monkeypatch.setattr(precision, "free_memory", lambda: 0)
     cast = diagnose(model, output=tmp_path / "cast", **options).report
     assert cast.dtype == "float16, products in bfloat16"
+    asked = measured(model, root / "images", tmp_path / "image", dtype="float16")
+    assert asked.dtype == "float16"  # by name, and so as it is
     assert cast.interface.ratio == pytest.approx(exact.interface.ratio, rel=0.02)
     assert cast.depth.asymmetry == pytest.approx(exact.depth.asymmetry, rel=0.02)
 

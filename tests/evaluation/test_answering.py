@@ -123,6 +123,18 @@ def test_a_text_with_the_image_token_is_refused_in_any_turn(asked):
             model_inputs(processor, [[user_turn("b?")], turns])
 
 
+def test_a_processor_may_have_no_token_of_its_own_for_an_image(asked):
+    _, processor = asked
+    known, texts = processor.image_token, [[user_turn("<image>?")]]
+    try:
+        for token in (None, ""):
+            processor.image_token = token
+            answering.check_texts(processor, texts)
+    finally:
+        processor.image_token = known
+    answering.check_texts(processor.tokenizer, texts)
+
+
 def test_a_prompt_leaves_the_positions_after_it():
     text = LlamaConfig(max_position_embeddings=20)
     config = LlavaConfig(text_config=text)

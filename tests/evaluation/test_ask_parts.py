@@ -128,7 +128,7 @@ def test_several_answers_are_printed_with_what_was_asked(asked, capsys):
     model, processor = asked
     say(model, processor, "A")
     names = ("red\x1b.png", "blue.png", "green.png")
-    questions = [Question(name, [user_turn("what?")], further_turns=1) for name in names]
+    questions = [Question(name, [user_turn("what?")], further_turns=2) for name in names]
     answer_all(model, processor, questions, AskOptions(None, 2, batch_size=2), "m", 0)
     printed = capsys.readouterr()
     assert printed.out.splitlines() == ["red\\x1b.png: AA", "blue.png: AA", "green.png: AA"]

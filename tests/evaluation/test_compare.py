@@ -261,11 +261,17 @@ def test_tasks_and_arms_that_are_not_compared_are_named_once_and_in_order():
 
 
 def test_parts_of_a_group_number_their_questions_each_from_the_start(tmp_path):
-    folder = scored(tmp_path / "a", [1, 0, 1], task="group")
-    samples = next((tmp_path / "a").rglob("samples_*.jsonl"))
-    (samples.parent / "samples_other_2026-01-01T00-00-00.jsonl").write_text(samples.read_text())
-    ((_, scores),) = read_arm(folder).runs[0].items()
+    """So a part whose questions are others does not hide behind one whose are the same."""
+    folders = []
+    for name, truth in (("a", "y"), ("b", "n")):
+        folders.append(scored(tmp_path / name, [1, 0, 1], task="my_group"))
+        samples = next((tmp_path / name).rglob("samples_*.jsonl"))
+        other = samples.read_text().replace('"target_hash": "y"', f'"target_hash": "{truth}"')
+        (samples.parent / "samples_my_other_2026-01-01T00-00-00.jsonl").write_text(other)
+    ((_, scores),) = read_arm(folders[0]).runs[0].items()
     assert len(scores) == 6
+    with pytest.raises(ValueError, match="my_group acc asked the models different questions"):
+        compare_arms([*map(read_arm, folders)])
 
 
 def test_answers_to_another_version_of_a_task_are_not_compared(tmp_path):

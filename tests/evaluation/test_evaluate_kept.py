@@ -12,7 +12,9 @@ import tiny_parts as parts
 import torch
 import yaml
 from adapters import make_adapter
+from transformers import AutoProcessor
 
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.errors import NotWritable
 from normalign_llava.evaluation import engine, run as run_module
 from normalign_llava.evaluation.engine import MultimodalLM, chosen_tasks, run_task
@@ -94,17 +96,24 @@ def test_a_result_is_that_of_its_settings(model, tasks, ran, processor, change):
 
 def test_results_of_other_tasks_stay_and_one_of_a_task_without_a_version_is_kept(model, tasks, ran):
     for names in (("tiny_silent",), ("tiny_choosing", "tiny_silent"), ("tiny_silent",)):
-        evaluated(model, tasks, *names)
+        results = evaluated(model, tasks, *names).results
+        assert [result.task for result in results] == [*names]
     assert ran == ["tiny_silent", "tiny_choosing"]
     stored = [result.task for result in read_evaluations(model)]
     assert stored == ["tiny_choosing", "tiny_silent"]
 
 
-def test_a_limit_as_large_as_a_task_makes_a_whole_result_that_is_kept(model, tasks, ran):
+def test_a_limit_as_large_as_a_task_makes_a_whole_result_that_is_kept(
+    model, tasks, ran, monkeypatch
+):
+    """Where all tasks were done before, the model is not loaded."""
+    loaded = []
+    monkeypatch.setattr(run_module, "as_lm", lambda handle, **loading: loaded.append(loading))
     for _ in range(2):
-        (result,) = evaluated(model, tasks, "tiny_choosing", limit=5).results
+        (result,) = evaluated(model, tasks, "tiny_choosing", limit=5, dtype="float32").results
         assert not result.partial
     assert ran == ["tiny_choosing"]
+    assert loaded == [{"batch_size": 1, "dtype": "float32", "load_in_4bit": False}]
 
 
 def test_without_a_suite_a_task_or_data_nothing_is_evaluated(model):
@@ -167,11 +176,25 @@ def test_a_result_of_an_adapter_is_that_of_its_base_and_its_quantization(
     assert again("none") == 3
 
 
+def test_a_result_of_an_adapter_on_a_base_of_the_hub_is_that_of_its_commit(
+    checkpoint, tasks, ran, tmp_path, monkeypatch
+):
+    make_adapter(checkpoint, tmp_path / "adapter")
+    handle = run_module.resolve_model(str(tmp_path / "adapter"))
+    base = replace(handle.adapter.base, name="bea/base", revision="c" * 40)
+    there = replace(handle, adapter=replace(handle.adapter, base=base))
+    monkeypatch.setattr(run_module, "resolve_model", lambda *args, **options: there)
+    evaluated(tmp_path / "adapter", tasks, "tiny_choosing")
+    (result,) = read_evaluations(tmp_path / "adapter")
+    assert result.settings["base"] == "c" * 40 and result.settings["quantization"] is None
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("CUDA out of memory."), "Lower batch_size, or use load_in_4bit."),
         (ValueError("no\n  rows"), "ValueError: no rows"),
+        (ValueError("word " * 200), "ValueError: word word"),
     ],
 )
 def test_the_reason_why_a_task_could_not_be_run_is_a_line(
@@ -183,6 +206,7 @@ def test_the_reason_why_a_task_could_not_be_run_is_a_line(
     monkeypatch.setattr(run_module, "run_task", fail)
     failed = evaluated(model, tasks, "tiny_choosing").failed
     assert reason in failed["tiny_choosing"] and "\n" not in failed["tiny_choosing"]
+    assert len(failed["tiny_choosing"]) < 500
 
 
 def test_a_folder_that_cannot_be_written_to_ends_the_evaluation(model, tasks, ran, monkeypatch):
@@ -192,6 +216,16 @@ def test_a_folder_that_cannot_be_written_to_ends_the_evaluation(model, tasks, ra
     monkeypatch.setattr(run_module, "run_task", fail)
     with pytest.raises(NotWritable, match="the disk is full"):
         evaluated(model, tasks, "tiny_choosing")
+
+
+def test_a_head_that_an_adapter_brought_stays_apart_from_the_embeddings(checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    own = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    model.lm_head.weight = own
+    lm = MultimodalLM(model, AutoProcessor.from_pretrained(checkpoint), 1)
+    assert lm.model.lm_head.weight is own
+    assert lm.model.get_input_embeddings().weight is not own
 
 
 class Asked(Exception):

@@ -89,6 +89,7 @@ def test_what_an_answer_contains():
         "a red-brown kite": "red",
         "": "cat",
         "anything": "",
+        "?!": "",
     }
     assert all(contains_any(answer, [text]) for answer, text in within.items())
     assert not any(contains_any(answer, [text]) for answer, text in outside.items())
@@ -140,6 +141,7 @@ def test_any_of_several_accepted_answers_is_right_and_choices_may_be_numbers(tmp
     rows = [asked("what?", None, answers=answers) for answers in accepted]
     rows.append(asked("what?", "bird", answers=["bird", "a bird"], tools="x"))
     task = own_task(lines(tmp_path / "rows.jsonl", *rows))
+    assert task.eval_docs["answer"] == ["kite", "bird", "bird"]  # of several the commonest
     result, _ = scores(task, "A kite.", "kite", "a bird", "kite")
     # Right are the first and the last; of a white image, "kite" is right to the first of three.
     assert [result[name] for name in METRICS] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
@@ -176,12 +178,16 @@ def test_the_version_is_that_of_questions_answers_and_images(tmp_path):
     assert len({same[0], *(task.VERSION for task in others)}) == 4
 
 
-def test_what_a_task_is_called_and_which_scores_are_good(tmp_path):
+def test_what_a_task_is_called_and_which_scores_are_good(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     for split, answer in (("train", "kite"), ("test", "bird")):
         lines(tmp_path / "mine" / f"{split}.jsonl", asked("what?", answer))
     task = own_task(f"{tmp_path}/mine:test")
     assert task.config.task == "own_mine-test" and task.eval_docs["answer"] == ["bird"]
+    monkeypatch.chdir(tmp_path / "mine")
+    assert own_task(".").config.task == "own_mine"
+    dotted = own_task(lines(tmp_path / "my rows-1.v2.jsonl", asked("what?", "bird")))
+    assert dotted.config.task == "own_my-rows-1.v2.jsonl"
     good = task.higher_is_better()
     assert good == dict.fromkeys(("exact_match", "contains"), True) | dict.fromkeys(
         ("blank", "blank_contains", "commonest"), False
@@ -246,6 +252,9 @@ def test_rows_that_cannot_be_evaluated_are_named(tmp_path):
         with pytest.raises(ValueError, match="Rows that cannot be evaluated") as error:
             own_task(lines(tmp_path / "rows.jsonl", asked("what?", "it"), row))
         assert "rows.jsonl, row 1" in str(error.value) and reason in str(error.value)
+    with pytest.raises(ValueError) as error:
+        own_task(lines(tmp_path / "rows.jsonl", *cases.values()))
+    assert all(f"rows.jsonl, row {number}" in str(error.value) for number in range(4))
 
 
 @pytest.mark.slow

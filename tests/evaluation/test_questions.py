@@ -140,7 +140,8 @@ def test_a_word_that_looks_like_an_image_is_no_question(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     train_data.images(tmp_path, "red.png")
     assert read_words(["~/red.png", "What?"]) == ([tmp_path / "red.png"], "What?")
-    for word in ("kite.PNG", "~/kite.jpg"):
+    assert read_words(["~"]) == ([tmp_path], None)  # a folder has no ending
+    for word in ("kite.PNG", "~/kite.jpg", " kite.png"):
         with pytest.raises(ValueError, match="There is no file .*kite"):
             read_words([word])
     assert read_words(["x" * 5000]) == ([], "x" * 5000)  # too long for the name of a file
@@ -178,6 +179,7 @@ def test_a_file_of_other_answers_is_left_alone(tmp_path):
         [first, second, second],
         [second],
         [first | {"model": "n"}],
+        [first | {"model": "n"}, second],
         [without],
         [["answer"]],
         ["x"],

@@ -109,13 +109,13 @@ def test_the_table_has_the_metrics_of_whole_tasks(tmp_path):
         Metric("acc", 0.75, subset="colour", samples=2),
     ]
     several = Evaluation("pope", "POPE", metrics, 1000, 1000, [])
-    other = Evaluation("f1", "F1", [Metric("f1", 1.0)], 1000, 2000, [])
+    other = Evaluation("f1", "F1", [Metric("f1", 0.0)], 1000, 2000, [])
     made = Evaluated(tmp_path / "summary.json", [several, other], {}).table()
     assert made.caption == "partial"
     assert cells(made) == [
         ["task", "metric", "value", "±", "blank image", "n"],
         ["pope", "acc", "0.500", "0.250", "0.125", "4"],
-        ["f1", "f1", "1.000", "", "", "1,000"],
+        ["f1", "f1", "0.000", "", "", "1,000"],
     ]
     assert Evaluated(tmp_path / "summary.json", [several], {}).table().caption is None
 
@@ -128,7 +128,7 @@ def test_the_first_answers_to_own_questions_are_shown(tmp_path):
         document = {"prompt": f"[red]{number}?", "answers": ["kite", "bird"]}
         rows.append(json.dumps({"doc": document, "filtered_resps": [said]}))
     (folder / "samples_own_mine.jsonl").write_text("\n".join(rows))
-    results = [result("own_mine"), result("own_other"), result("pope")]
+    results = [result("pope"), result("own_other"), result("own_mine")]
     (table,) = Evaluated(tmp_path / "summary.json", results, {}).examples()
     _, *shown = cells(table)
     assert "own_mine" in table.title and len(shown) == 3
@@ -213,6 +213,7 @@ def test_tasks_come_in_the_order_of_suites_and_names_and_once(tmp_path):
     chosen, manager = chosen_tasks(["offline"], ["pope", "offline_emoji"], None, 5)
     assert chosen == ["offline_easy_vqa", "offline_emoji", "offline_perplexity", "pope"]
     assert set(chosen) <= set(manager.all_tasks)
+    assert engine.SUITES["paper"] == engine.SUITES["vision"] + engine.SUITES["text"]
     for limit in (1, 5):
         with pytest.raises(ValueError, match="mmbench_en_dev .*Leave out the limit"):
             chosen_tasks([], ["mmbench_en_dev"], None, limit)
@@ -236,6 +237,9 @@ def test_the_version_of_a_task_is_the_one_in_its_file(tmp_path):
         (tmp_path / f"{name}.yaml").write_text(text)
     (tmp_path / "own.py").write_text("class Task: pass\n")
     _, manager = chosen_tasks([], ["one"], tmp_path, None)
+    (tmp_path / "pope.yaml").write_text("task: pope\nmetadata: {version: own}\n")
+    _, own = chosen_tasks([], ["pope"], tmp_path, None)
+    assert task_version("pope", own) == "own"  # in place of the package's
     versions = {name: task_version(name, manager) for name in TASK_FILES}
     none = dict.fromkeys(("two", "three", "four", "all"))  # of a group its tasks have versions
     assert versions == none | {"one": "2.5", "five": "7"}

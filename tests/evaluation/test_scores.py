@@ -108,6 +108,15 @@ def test_options_of_mmstar_are_found_wherever_they_stand(question, answer):
     assert benchmarks.results(document, [answer])["acc"] == 1.0
 
 
+@pytest.mark.parametrize("title", ["Options", "Choices"])
+def test_what_stands_before_the_options_of_mmstar_is_none_of_them(title):
+    """An answer may be twice as long as all options, of which the question is no part."""
+    question = f"Which is at (D) in this picture of animals?\n{title}:\n(A) dog\n(B) cat"
+    document = {"question": question, "answer": "A", "l2_category": "x"}
+    for answer, right in (("it is a dog", 1.0), ("it is just a dog", 0.0)):
+        assert benchmarks.results(document, [answer])["acc"] == right
+
+
 def test_without_an_answer_yes_precision_and_f1_are_0():
     assert benchmarks.precision([]) == benchmarks.precision([(False, True)]) == 0.0
     assert benchmarks.f1([]) == benchmarks.f1([(False, True)]) == 0.0

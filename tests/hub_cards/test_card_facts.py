@@ -7,13 +7,17 @@ from urllib.parse import unquote
 
 import card_folder as made
 import pytest
+import stored
+import torch
 import yaml
 from card_folder import data, rows, section, tokens
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 
+from normalign_llava.checkpoint.files import ADAPTER_WEIGHTS
 from normalign_llava.evaluation.results import Evaluation, Metric
-from normalign_llava.hub_cards.card.facts import Part
+from normalign_llava.hub_cards.card.facts import Facts, Part
+from normalign_llava.hub_cards.card.metadata import terms
 from normalign_llava.hub_cards.card.write import refresh_card, render_card, write_card
 
 
@@ -104,7 +108,7 @@ def test_a_projector_that_was_never_trained_is_warned_of(folder):
     assert warned in " ".join(render_card(folder).warnings)
     made.trained(folder)
     card = render_card(folder)
-    assert warned not in " ".join(card.warnings)
+    assert warned not in " ".join(card.warnings) and "datasets" not in data(card)
     assert "one training run, seed 42:" in card.text  # of both stages
 
 
@@ -295,6 +299,46 @@ def test_an_adapter_s_card_tells_what_training_recorded(adapter):
     pinned = Part("base model", "user/base", "user/base", "a" * 40)
     text = render_card(adapter, base=pinned, revision="trial", repo_id="me/adapter").text
     assert 'adapter, revision = "me/adapter", "trial"' in text and "is pinned here" in text
+
+
+def test_of_an_adapter_the_norm_is_measured_and_its_settings_are_those_of_training(adapter):
+    name = "base_model.model.model.multi_modal_projector.norm.weight"
+    save_file({name: torch.tensor([-0.5, 0.25])}, adapter / ADAPTER_WEIGHTS)
+    facts = Facts(adapter)
+    assert facts.gain == {"start": None, "mean_abs": 0.375, "bias_mean_abs": None}
+    assert facts.moved is facts.config is None
+    assert facts.setting("text_embedding_norm") == 3.2  # beside what was changed
+    assert facts.setting("projector_norm") == "layer_norm"
+
+
+def test_a_norm_without_a_bias_is_as_it_was_built(folder):
+    weights = stored.weights(folder)
+    del weights["model.multi_modal_projector.norm.bias"]
+    stored.store(folder, weights)
+    made.edit(folder / "config.json", projector_norm="rms_norm")
+    facts = Facts(folder)
+    assert facts.moved is False and facts.gain["bias_mean_abs"] is None
+    assert facts.gain["mean_abs"] == pytest.approx(facts.gain["start"])
+
+
+def test_what_records_do_not_say_is_empty(full, monkeypatch):
+    made.edit(full / "build.json", licenses=None)
+    (full / "training.json").write_text('{"stage": "align"}')
+    report = json.loads((full / "diagnostics" / "report.json").read_text())
+    del report["report"]["norm"], report["report"]["gain"]
+    made.edit(full / "diagnostics" / "report.json", **report)
+    monkeypatch.chdir(full)
+    facts = Facts(Path("."))
+    assert facts.name == full.name and facts.data == [] and not facts.stale
+    assert facts.stages == [{"stage": "align", "versions": {}, "options": {}}]
+    assert [part.licence for part in facts.parts] == [{}, {}]
+    assert facts.started_from is None and facts.setting("projector_norm") == "layer_norm"
+
+
+def test_a_part_of_unknown_licence_is_named_once():
+    parts = [Part("vision encoder", "a"), Part("language model", "a"), Part("data", "b")]
+    licence, sentence, warning = terms([*parts, Part("data", "c", licence={"license": "mit"})])
+    assert licence == {} and "of a, b is not recorded" in sentence and "for a, b." in warning
 
 
 FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

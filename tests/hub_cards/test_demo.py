@@ -12,6 +12,8 @@ import time
 import tomllib
 from functools import partial
 from importlib import import_module
+from threading import Thread
+from types import SimpleNamespace
 
 import demo_parts
 import httpx
@@ -33,6 +35,7 @@ from remote_code import BLOCK
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from normalign_llava.hub_cards import demo
 from normalign_llava.hub_cards.demo import GRADIO_VERSION, run_demo, space_files
 
 
@@ -123,6 +126,8 @@ def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(
         heads = twin.double()(input_ids=ids, pixel_values=pixels, output_attentions=True).attentions
     assert list(maps) == [1, 2] == list(range(1, len(heads) + 1))
     drawn = demo_app.heatmaps(model, processor, inputs, ids)
+    whole = (maps[1].sum() + maps[2].sum()).item() / 2
+    assert drawn[0][1] == f"Mean: {whole:.1%}" and len(drawn) == 3
     for number, row in maps.items():
         layer = heads[number - 1][0].tolist()
         looks = len(layer) * len(asking)
@@ -135,6 +140,25 @@ def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(
         added = np.asarray(picture, float).mean(2) - 0.4 * grey
         quarters = [added[y : y + 168, x : x + 168].mean() for y in (0, 168) for x in (0, 168)]
         assert np.argsort(quarters).tolist() == np.argsort(expected).tolist()
+
+
+def test_an_answer_that_still_runs_in_another_thread_is_in_no_map(demo_app, loaded):
+    model, processor = loaded
+    first, other = (
+        demo_parts.prompt(processor, demo_parts.noise((16, 16)), text) for text in ("red?", "blue")
+    )
+    asked = (model, processor, first, first["input_ids"])
+    expected = demo_app.attention(*asked)
+
+    def elsewhere(*call):
+        hook.remove()
+        running = Thread(target=model, kwargs=dict(other))
+        running.start()
+        running.join()
+
+    hook = model.get_decoder().norm.register_forward_hook(elsewhere)
+    maps = demo_app.attention(*asked)
+    assert all(torch.equal(maps[number], row) for number, row in expected.items())
 
 
 def test_an_answer_ends_with_the_context_or_when_it_is_stopped(demo_app, tmp_path, red):
@@ -250,6 +274,99 @@ def test_the_demo_is_of_this_package_s_models(tmp_path):
     folder = tiny_parts.llava(tmp_path / "llava", tiny.llava())
     with pytest.raises(ValueError, match="is a 'llava' model. The demo is for NormAlign"):
         run_demo(folder)
+
+
+@pytest.fixture
+def served(demo_app, monkeypatch):
+    """What pages are built of and how they are served, in place of serving them."""
+    pages = []
+    build = demo_app.build_app
+
+    def built(model, processor, **options):
+        return SimpleNamespace(model=model, page=build(model, processor, **options), **options)
+
+    monkeypatch.setattr(demo_app, "build_app", built)
+    launch = lambda app, **options: pages.append((app, options))  # noqa: E731
+    monkeypatch.setattr(demo_app, "launch", launch)
+    return pages
+
+
+def assert_ready(model):
+    """A model in float32 that shows its attention, on the CPU or a GPU if there is one."""
+    assert model.dtype == torch.float32 and not model.training
+    assert model.get_decoder().config._attn_implementation == "eager"
+    assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_the_demo_is_served_where_it_is_told_to_by_the_name_of_its_checkpoint(
+    served, checkpoint, monkeypatch
+):
+    monkeypatch.chdir(checkpoint)
+    run_demo(checkpoint, host="localhost")
+    run_demo(".", port=5)
+    run_demo(checkpoint, host="0.0.0.0", port=7)
+    places = [(options["server_name"], options["server_port"]) for _, options in served]
+    assert places == [("localhost", None), ("127.0.0.1", 5), ("0.0.0.0", 7)]
+    guards = [options["app_kwargs"]["middleware"] for _, options in served]
+    assert [len(guard) for guard in guards] == [1, 1, 0]  # other names are for other addresses
+    for app, _ in served:
+        assert app.title == "NormAlign-LLaVA" and "Ask `model.v1.5` about" in app.source
+        assert app.source in app.page.description
+        assert_ready(app.model)
+
+
+def test_the_demo_of_a_model_of_the_hub_is_of_the_commit_that_was_found(
+    served, checkpoint, monkeypatch
+):
+    opening = import_module("normalign_llava.checkpoint.opening")
+    opened, asked = opening.open_checkpoint(str(checkpoint)), []
+    monkeypatch.setattr(demo, "find_checkpoint", lambda name: (f"{name}, found", COMMIT))
+    monkeypatch.setattr(opening, "open_checkpoint", lambda *args: asked.append(args) or opened)
+    run_demo("user/m")
+    assert asked == [("user/m, found", COMMIT)] and "`user/m`" in served[0][0].source
+
+
+def test_a_space_serves_the_model_that_it_names(
+    served, demo_app, checkpoint, tmp_path, monkeypatch
+):
+    settings, asked = {"model": str(checkpoint), "revision": COMMIT}, []
+
+    def cpu_dtype(config, **code):
+        asked.append((config.model_type, code))
+        return torch.float32
+
+    monkeypatch.setattr(demo_app, "cpu_dtype", cpu_dtype)
+    (tmp_path / "space.json").write_text(json.dumps(settings))
+    demo_app.main(tmp_path)
+    code = {"code_revision": COMMIT, "trust_remote_code": True}
+    assert torch.cuda.is_available() or asked == [("normalign_llava", code)]
+    ((app, options),) = served
+    assert app.title == "model.v1.5" and options == {}
+    assert app.source == f"Ask [{checkpoint}](https://huggingface.co/{checkpoint}) about an image."
+    assert_ready(app.model)
+
+
+def test_a_page_asks_nothing_of_others_and_keeps_nothing(demo_app, loaded):
+    page = demo_app.build_app(*loaded, title="T", source="S")
+    assert page.title == "T" and page.description.startswith("S ")
+    assert not page.cache_examples and page.flagging_mode == "never"
+    assert page.delete_cache == (3600, 3600) and not page.analytics_enabled
+    assert loaded[0].generation_config.do_sample is False
+    image, question = page.input_components
+    assert image.type == "filepath" and image.sources == ["upload", "clipboard"]
+    assert question.label == "Question" and page.examples[0][1] == "What is in the image?"
+
+
+def test_an_image_that_is_not_normalized_is_shown_as_it_is(demo_app, tmp_path, monkeypatch):
+    """Where nothing looks, 0.4 of its grey and 0.6 of the darkest colour of the map."""
+    model, processor = demo_parts.load(demo_parts.checkpoint(tmp_path))
+    processor.image_processor.do_normalize = False
+    inputs = demo_parts.prompt(processor, Image.new("RGB", (16, 16), (200, 200, 200)), "what?")
+    looks = {1: torch.tensor([1.0, 0.0, 0.0, 0.0])}
+    monkeypatch.setattr(demo_app, "attention", lambda *args: looks)
+    for picture, _ in demo_app.heatmaps(model, processor, inputs, inputs["input_ids"]):
+        shown = np.subtract(picture.getpixel((330, 330)), (80, 80, 82))
+        assert np.abs(shown).max() <= 1
 
 
 def call(url, *data):

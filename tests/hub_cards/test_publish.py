@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import stored
+import torch
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.hub_cards.card.write import render_card
@@ -268,9 +269,9 @@ def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
     weights = stored.weights(folder)
     name = "model.multi_modal_projector.linear_1.weight"
     del weights[name]  # which only loading shows
-    stored.store(folder, weights)
+    stored.store(folder, weights | {"model.another": torch.zeros(2)})
     status, shown = publish(folder, "--dry-run")
-    assert status == 1 and name in shown
+    assert status == 1 and name in shown and "model.another" in shown
     assert "does not work in a process without this package" in shown
 
 

@@ -38,11 +38,14 @@ def test_by_default_the_merged_model_is_published(publish, hub, adapter, tmp_pat
     files = set(hub.repository("ann/m").head().files) - {".gitattributes"}
     assert {"model.safetensors.index.json", "modeling_normalign_llava.py", "README.md"} <= files
     assert not [path for path in files if path.startswith(("adapter", "optimizer"))]
-    (adapter / "evaluation").mkdir()
+    measured = ("evaluation", "diagnostics")
+    for name in measured:
+        (adapter / name).mkdir()
     status, shown = publish(adapter, "--dry-run", "--no-verify", TMPDIR=str(tmp_path))
-    (adapter / "evaluation").rmdir()
+    for name in measured:
+        (adapter / name).rmdir()
     assert status == 0 and "model.safetensors" in shown, shown
-    assert "evaluation of the adapter stays here" in shown
+    assert all(f"{name} of the adapter stays here" in shown for name in measured)
     assert not list(tmp_path.glob("normalign-merged-*"))
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint.files import INDEX, WEIGHTS
 from normalign_llava.diagnose.report import SCHEMA_VERSION
+from normalign_llava.hub_cards.push import source
 from normalign_llava.hub_cards.push.checks import check_checkpoint, check_private
 from normalign_llava.hub_cards.push.source import PublishSource, choose_files
 
@@ -47,7 +48,13 @@ def test_of_a_folder_what_is_on_the_list_is_sent(folder):
     add(folder, "samples/1.json", "dropped_rows.jsonl", "pytorch_model.bin", "notes.txt", ".env")
     add(folder, ".cache/a", "evaluation/pope/a.jsonl", "tokenizer.pkl", "tf/config.json", "my.py")
     add(folder, "training_args.bin", "optimizer.pt", "trainer_state.json", "checkpoint-1/a.pt")
-    sent = ["LICENSE", "LICENSE.txt", "NOTICE", "evaluation/summary.json", "chat_templates/a.jinja"]
+    sent = [
+        "LICENSE",
+        "LICENCE.txt",
+        "NOTICE.md",
+        "evaluation/summary.json",
+        "chat_templates/a.jinja",
+    ]
     add(folder, *sent, "dynamics.jsonl", "training.json")
     chosen = choose_files(folder, {"README.md": b"# Card"})
     assert chosen.files.keys() == BUILT | {*sent, "README.md", "dynamics.jsonl", "training.json"}
@@ -69,6 +76,36 @@ def test_notices_of_the_parts_are_sent(folder):
     assert chosen.files[notices[0]] == (folder / notices[0]).read_bytes()
     left = ["notices/other/", "notices/vision/.a", "notices/vision/deep/"]
     assert chosen.excluded == left
+    assert source.notices(folder) == sorted(notices)
+    (folder / notices[1]).write_bytes(b"a" * 2**20)
+    assert len(choose_files(folder, {}).files[notices[1]]) == 2**20
+
+
+OURS = {
+    *("model.safetensors", "model.safetensors.index.json", "model-1-of-2.safetensors"),
+    *("adapter_config.json", "adapter_model.safetensors", "config.json", "generation_config.json"),
+    *("configuration_normalign_llava.py", "modeling_normalign_llava.py", "build.json"),
+    *("training.json", "dynamics.jsonl", "processor_config.json", "preprocessor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "added_tokens.json"),
+    *("special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "chat_template.json", "chat_template.jinja"),
+}
+READ_WITH_IT = {
+    *("pytorch_model.bin", "pytorch_model-1-of-2.bin", "pytorch_model.bin.index.json"),
+    *("adapter_model.bin", "tf_model.h5", "flax_model.msgpack", "video_preprocessor_config.json"),
+    *("chat_templates/a.txt", "custom_generate/generate.py"),
+}
+ELSEWHERE = {"evaluation/summary.json", "diagnostics/report.json", "diagnostics/a.png"}
+OF_PEOPLE = {"README.md", "LICENSE", "notes.md", "a/config.json", "model.py", "my.safetensors"}
+
+
+def test_what_is_written_and_what_is_read_beside_a_model():
+    """What transformers would read, or run, must not be left there by somebody else."""
+    names = OURS | READ_WITH_IT | ELSEWHERE | OF_PEOPLE | {"chat_templates/a.jinja"}
+    written = {name for name in names if source.is_written(name)}
+    assert written == OURS | ELSEWHERE | {"chat_templates/a.jinja"}
+    read = {name for name in names if source.is_read(name)}
+    assert read == OURS | READ_WITH_IT | {"chat_templates/a.jinja"}
 
 
 @pytest.mark.parametrize(
@@ -161,6 +198,20 @@ def test_every_fault_is_listed(folder):
         check_checkpoint(folder)
 
 
+def test_what_a_configuration_does_not_say_is_a_fault(folder):
+    for name, key in (("tokenizer_config", "padding_side"), ("config", "auto_map")):
+        content = json.loads((folder / f"{name}.json").read_text())
+        del content[key]
+        content.pop("tie_word_embeddings", None)
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    assert_faults(folder, "auto_map in config.json", "pads on the right", "ties embeddings other")
+    weights = stored.weights(folder)
+    weights[GAIN][3] = torch.inf
+    stored.store(folder, weights)
+    with pytest.raises(ValueError, match=f"{GAIN} has 1 NaN or infinite"):
+        check_checkpoint(folder)
+
+
 def test_the_norm_of_an_adapter_is_whole_and_finite(built, tmp_path):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(built)
     settings = LoraConfig(target_modules=["v_proj"], modules_to_save=["multi_modal_projector"])
@@ -176,9 +227,9 @@ def test_the_norm_of_an_adapter_is_whole_and_finite(built, tmp_path):
         check_checkpoint(adapter)
 
 
-def private(source):
+def private(chosen):
     with pytest.raises(ValueError, match="must not be published") as error:
-        check_private(source, TOKEN)
+        check_private(chosen, TOKEN)
     assert TOKEN not in str(error.value) and SECRET not in str(error.value)
     return str(error.value).splitlines()[1:]
 
@@ -212,6 +263,32 @@ def test_paths_of_this_machine_are_found(folder, monkeypatch):
     (moved / "vocab.json").write_text(f'{{"at": "{escaped}/x"}}')
     faults = private(choose_files(moved, {}))
     assert len(faults) == 1 and f"vocab.json, line 1: a local path, {escaped}. " in faults[0]
+
+
+def texts(folder, *contents):
+    """Files of these texts, as they would be sent from a folder."""
+    files = {f"{number}.txt": content.encode() for number, content in enumerate(contents)}
+    return PublishSource(folder, files, {}, [])
+
+
+def test_the_longest_path_is_named_also_that_of_a_home_that_is_a_link(tmp_path, monkeypatch):
+    real, folder = tmp_path / "real", tmp_path / "models" / "m"
+    real.mkdir()
+    (tmp_path / "home").symlink_to(real)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    places = [real, tmp_path / "home", folder, folder.parent]
+    faults = private(texts(folder, *(f"at {place}/x" for place in places)))
+    for place, fault in zip(places, faults, strict=True):
+        assert f"a local path, {place}. " in fault
+
+
+def test_a_home_as_common_as_root_and_a_missing_token_are_in_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/root")
+    common = texts(tmp_path / "m", "/root/x and /home", "nothing")
+    for token in (TOKEN, ""):
+        check_private(common, token)
+    (fault,) = private(texts(tmp_path / "m", f"api_org_{'AbCdEfGhIj' * 3}KlMn"))
+    assert "a Hugging Face token, api_..." in fault
 
 
 def test_disguised_files_and_figures_are_looked_into(tmp_path):

@@ -130,7 +130,9 @@ def test_a_clean_process_has_no_cache_and_no_token_of_this_machine(
 def test_logits_that_differ_by_a_part_in_ten_thousand_are_reported():
     logits = [-2.0, 0.5, 1.0]
     assert difference(logits, [value * (1 + 1e-7) for value in logits]) is None
-    assert difference(logits, [*logits[:2], 1.0 + 1e-4]) is not None
+    for last in (1.0 + 1e-4, 1.0 - 1e-4):
+        assert difference(logits, [*logits[:2], last]) is not None
+    assert difference([-10.0, 1e-3], [-10.0, 1e-3 + 5e-5]) is None  # a share of the largest
 
 
 def test_no_token_is_in_the_error_of_a_clean_process(folder):

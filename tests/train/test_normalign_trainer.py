@@ -212,6 +212,8 @@ def test_held_out_rows_and_metrics(tmp_path, checkpoint):
     trainer = trained(str(checkpoint), args, **given)
     assert logged(trainer, "eval_easy_rows") == [4, 4]
     assert logged(trainer, "eval_hard_rows") == [3, 3]
+    answered = [*map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())]
+    assert len(answered) == 2 * 4  # by default four of them, at each evaluation
     inputs = trainer.data_collator(list(trainer.eval_dataset["easy"]))
     with torch.no_grad():
         logits = trainer.model.eval()(**inputs).logits[:, :-1]
@@ -390,6 +392,8 @@ def test_held_out_rows_that_are_skipped_are_in_no_mean(tmp_path, checkpoint, bad
             tokens.append(right.float().mean().item())
             learned = logits[labels != -100].double().log_softmax(-1)
             entropies.append(-(learned.exp() * learned).sum(-1).mean().item())
+    named = trainer.evaluate(metric_key_prefix="test")
+    assert named["test_loss"] == pytest.approx(found["eval_loss"]) and "eval_loss" not in named
     assert found["eval_loss"] == pytest.approx(sum(values) / len(values), rel=1e-5)
     assert found["eval_mean_token_accuracy"] == pytest.approx(sum(tokens) / len(tokens))
     assert found["eval_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)

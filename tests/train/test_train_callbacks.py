@@ -2,6 +2,7 @@
 """What a run measures and prints, against figures by other means; training does not notice."""
 
 import copy
+import io
 import json
 import math
 import shutil
@@ -157,7 +158,7 @@ def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypat
     now[0] += 3600  # in which a resumed run reads the rows of the steps before
     for _ in range(2):
         lines.on_step_begin(args, state, control)
-        now[0] += 5
+        now[0] += 5.2
         state.global_step += 1
     lines.on_log(args, state, control, logs={"loss": 1.0})
     *_, line = capsys.readouterr().out.splitlines()
@@ -203,6 +204,16 @@ def test_held_out_losses_and_the_end_of_a_run_have_lines(capsys):
     assert "0 steps" in told([end], capsys, first=3)[-1]  # resumed at its end
     assert "1 steps" in told([end], capsys, first=2)[-1]
     assert "0.25" not in told([end], capsys, first=3)[-1]
+
+
+def test_what_is_logged_before_training_has_lines_too(capsys):
+    state = TrainerState(max_steps=10, is_world_process_zero=True)
+    lines, args = steps.ProgressLines(), TrainingArguments()
+    for logs in ({"eval_loss": 0.5}, {"loss": 2.0}):
+        lines.on_log(args, state, TrainerControl(), logs=logs)
+    held_out, line = capsys.readouterr().out.splitlines()
+    assert held_out.split() == ["0/10", "eval_loss", "0.5"]
+    assert line.split()[:2] == ["0/10", "2"] and line.endswith(" -")
 
 
 def test_the_first_process_alone_prints(capsys):
@@ -298,6 +309,40 @@ def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_sha
     assert shares == [None, 0.5]
 
 
+def test_each_measured_step_has_its_own_norms_and_gradients_as_before_clipping(tmp_path):
+    args = training.settings(tmp_path, max_grad_norm=4.0)
+    Accelerator(cpu=True)
+    watch, model, state = steps.Measurements(args), tiny.model(), TrainerState(max_steps=2)
+    watch.on_train_begin(args, state, None, model=model)
+    gain = model.model.multi_modal_projector.norm.weight
+    gain.grad = torch.full_like(gain, 0.25)
+    embed = model.get_input_embeddings()
+    for total, images in ((2.0, 1), (8.0, 0)):  # the second is halved by clipping
+        batch = tiny.inputs(images=images, text=3 + images)
+        watch.on_step_begin(args, state, None)
+        with torch.no_grad():
+            model(**batch)
+            words = batch["input_ids"][batch["input_ids"] != tiny.IMAGE]
+            expected = embed(words).norm(dim=-1).mean().item()
+        watch.after_clip(torch.tensor(total))
+        watch.on_pre_optimizer_step(args, state, None, model=model)
+        values = watch.collect()
+        assert values["norm/text"] == pytest.approx(expected, rel=1e-5)
+        assert ("norm/visual" in values) == bool(images)
+        norm = 0.25 * math.sqrt(gain.numel()) * max(1.0, total / 4.0)
+        assert values["grad_norm/gain"] == pytest.approx(norm, rel=1e-5)
+        assert watch.collect() == {}  # as for another line of the same step
+        layer = model.model.language_model.layers[0]
+        assert not model.model._forward_pre_hooks and not layer._forward_pre_hooks
+
+
+def test_a_line_is_in_a_file_as_soon_as_it_is_printed(monkeypatch):
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+    steps.show(TrainerState(is_world_process_zero=True), "3/10")
+    assert file.getvalue() == b"3/10\n"
+
+
 @pytest.mark.parametrize("arm", ["aligned", "rms", "none"])
 def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm):
     options = {"norm": "rms_norm"} if arm == "rms" else {"arm": arm}
@@ -383,6 +428,9 @@ def test_of_a_batch_without_images_the_probe_measures_text_alone(tmp_path):
     assert line["visual"] == [] and line["text"] == pytest.approx(expected)
     assert probe.collect() == {"cosine/text": pytest.approx(sum(line["text"]) / 2)}
     assert probe.collect() == {}  # it is logged once
+    state.is_world_process_zero, state.global_step = False, 2
+    probe.on_step_end(args, state, None, model=model)
+    assert lines(tmp_path) == [line]  # which the first process writes
 
 
 def lines(folder):
@@ -416,14 +464,14 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
 
 def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
     padded = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
-    rows, args = list(training.rows(3)), training.settings(tmp_path, probe_rows=2, probe_steps=[1])
+    rows, args = list(training.rows(4)), training.settings(tmp_path, probe_rows=3, probe_steps=[1])
     probe = CosineProbe.of_rows(rows, replace(padded, padding_free=True), args)
-    expected = dict(padded(rows[:2]))
+    expected = dict(padded(rows[:3]))
     del expected["labels"]
     training.assert_equal(probe.batch, expected)
     args.probe_steps = None
     of_another_collator = CosineProbe.of_rows(rows, lambda given: {"rows": given}, args)
-    assert of_another_collator.batch == {"rows": rows[:2]} and not of_another_collator.steps
+    assert of_another_collator.batch == {"rows": rows[:3]} and not of_another_collator.steps
 
 
 def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):

@@ -61,6 +61,10 @@ def test_states_of_several_processes_and_of_fsdp_and_deepspeed_count(run, optimi
     (folder / optimizer).parent.mkdir(exist_ok=True)
     (folder / "optimizer.pt").rename(folder / optimizer)
     assert missing_from(folder, 1) == []
+    scheduler = (folder / "scheduler.pt").rename(run / "scheduler.pt")
+    is_in_folder = optimizer == "latest"  # where DeepSpeed's own states are
+    assert missing_from(folder, 1) == ([] if is_in_folder else ["scheduler.pt"])
+    scheduler.rename(folder / "scheduler.pt")
     assert "random states of 2 process(es) (it has 1)" in missing_from(folder, 2)[0]
     shutil.copyfile(folder / "rng_state.pth", folder / "rng_state_1.pth")
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
@@ -129,6 +133,9 @@ def test_an_earlier_folder_does_not_mix_with_the_new_one_and_a_complete_one_stay
     with full as raised, checkpoints.writing_checkpoint(folder, 1):
         raise OSError(28, "No space left on device")
     free = re.search(r"([\d,.]+) MiB are free", str(raised.value))[1]
+    alone = pytest.raises(OSError, match="then start again")
+    with alone, checkpoints.writing_checkpoint(folder, 2):  # checkpoint-2 is of one process
+        raise OSError(28, "No space left on device")
     system = os.statvfs(run)
     free_bytes = system.f_bavail * system.f_frsize
     assert float(free.replace(",", "")) * 2**20 == pytest.approx(free_bytes, rel=0.05)
@@ -342,7 +349,7 @@ def test_files_that_others_hold_too_do_not_become_free(tmp_path):
     needed = shutil.disk_usage(tmp_path).free + 5 * 10**11
     check_disk(tmp_path / "run", needed)  # the earlier checkpoint is removed meanwhile
     os.link(weights, tmp_path / "base.safetensors")
-    with pytest.raises(ValueError, match="are to be written to .*/run"):
+    with pytest.raises(ValueError, match="are to be written to .*/run.*--save_total_limit 1"):
         check_disk(tmp_path / "run", needed)
 
 
@@ -352,7 +359,8 @@ def test_after_a_stop_it_is_said_what_is_lost_and_how_to_go_on(run, tmp_path):
     assert "Step 4 " in said and said.count(f"--resume_from_checkpoint {run}/checkpoint-4") == 1
     assert "--resume" not in checkpoints.after_stop(run, 2, 4)  # of another number of processes
     assert "it is lost" in checkpoints.after_stop(tmp_path / "none", 1, 3)
-    for record in ({"steps_done": 4}, {"steps_done": 2, "best": {"of_steps": 4}}):
+    best = {"of_steps": 4}
+    for record in ({"steps_done": 4, "best": None}, {"steps_done": 2, "best": best}):
         (run / "training.json").write_text(json.dumps(record))
         assert f"complete in {run}" in checkpoints.after_stop(run, 1, 4)
         assert "--resume" in checkpoints.after_stop(run, 1, 3)
@@ -471,6 +479,8 @@ def test_a_path_from_here_is_the_checkpoint_that_it_leads_to(run, monkeypatch):
     assert resolve_resume("checkpoint-4", run, 1) == Path("checkpoint-4")
     with pytest.raises(ValueError, match="holds checkpoint-4, which a later resume"):
         resolve_resume("checkpoint-2", run, 1)
+    (run / "checkpoint-4" / "trainer_state.json").unlink()
+    assert resolve_resume("checkpoint-2", run, 1) == Path("checkpoint-2")
 
 
 @pytest.mark.parametrize("name", checkpoints.RESULT)

@@ -135,6 +135,13 @@ def test_rows_of_any_form_are_collated_as_when_they_are_parsed(processor):
         collate([*given[:2], broken])
 
 
+def test_templates_see_no_text_in_an_image(processor):
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "Q"}]  # as Arrow has them
+    content = [{"type": "image"}, {"type": "text", "text": "Q"}]
+    row = {"messages": [{"role": "user", "content": parts}], "images": []}
+    assert _messages(row) == [{"role": "user", "content": content}]
+
+
 def test_answers_of_the_prompt_are_not_learned(processor):
     prompt = [user("Q"), assistant("given"), user("Q2"), assistant("given too"), user("Q3")]
     completion = [assistant("learned"), user("Q4"), assistant("learned too")]
@@ -210,6 +217,9 @@ def test_a_template_without_marks_and_a_tokenizer_that_drops_letters_are_refused
     content = "message['content']"
     bare.chat_template = tiny_parts.CHATML.replace(content, f"{content}[0]['text']")
     with pytest.raises(ValueError, match="marks no answer with {% generation %}.*--chat-template"):
+        ConversationCollator(bare)
+    bare.chat_template = "{{ messages[0].thoughts.text }}"  # which fails
+    with pytest.raises(ValueError, match="The chat template cannot be loaded: .*thoughts"):
         ConversationCollator(bare)
     # Marks of answers are places in the text, and "\n" after an answer may be one of the letters.
     tokenizer.backend_tokenizer.model.unk_token = None

@@ -20,12 +20,13 @@ from typer.testing import CliRunner
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
+from normalign_llava.train import run
 from normalign_llava.train.keeping.record import modules
 from normalign_llava.train.memory import CONTEXT, MemoryEstimate, largest_batch
 from normalign_llava.train.modules.model import base_model, sharding, static_bytes
 from normalign_llava.train.parsing import parse
 from normalign_llava.train.run import make_trainer, remedy
-from normalign_llava.train.shapes import _take_as_trained
+from normalign_llava.train.shapes import _take_as_trained, peak_bytes
 
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,7 @@ def test_shapes_alone_take_what_weights_take_checkpointed_or_not(checkpoint, tmp
     assert without.facts["modules"] == loaded.facts["modules"]
     assert loaded.estimate_memory() == more
     if not options:
-        every_second = dict(gradient_checkpointing_kwargs={"every_n_layers": 2})
+        every_second = dict(gradient_checkpointing_kwargs={"every_n_layers": 2, "offload": True})
         some = dry(gradient_checkpointing=True, **every_second).estimate_memory()
         assert less.total < some.total < more.total
         assert more.parts["weights"] == stored_bytes(loaded.model)
@@ -162,6 +163,9 @@ def test_the_longest_rows_decide_and_the_batches_of_a_step_wait_in_memory(checkp
     assert batch["input_ids"].shape == (2, max(rows["length"]))
     # Images of 3 x 16 x 16 float32 numbers; ids, mask and labels, 8 bytes each.
     size = len(batch["pixel_values"]) * 3 * 16 * 16 * 4 + batch["input_ids"].numel() * 3 * 8
+    images, kept = batch["pixel_values"], batch["pixel_values"].clone()
+    assert peak_bytes(trainer, batch, None, accumulates=False)["batches"] == images.nbytes
+    assert batch["pixel_values"] is images and torch.equal(images, kept)
     two = trainer.estimate_memory()
     tokens, images = batch["input_ids"].numel(), len(batch["pixel_values"])
     assert two.batch == f"2 row(s), {tokens:,} tokens, {images:,} image(s)"
@@ -193,7 +197,8 @@ def changes_for(trainer, fitting=None, refused=()) -> tuple[list[str], str]:
     def make(words):
         tried.append(" ".join(words))
         if tried[-1] in refused:
-            raise ValueError("They do not go together.")
+            kind = (ValueError, ImportError)[len(tried) % 2]
+            raise kind("They do not go together.")
         available = 7 if tried[-1] == fitting else 6
         estimate = MemoryEstimate({"weights": 7}, "", "a card", available)
         return SimpleNamespace(estimate_memory=lambda: estimate)
@@ -245,12 +250,39 @@ def test_what_a_run_has_already_is_no_change(
     monkeypatch.setitem(trainer.learning_rates, "language", language)
     all_of_it = f"{CHECKPOINTING} {larger[-1]}"
     assert changes_for(trainer)[0] == [TWO, ONE, *each(CHECKPOINTING, *larger, all_of_it)]
+    monkeypatch.setattr(trainer.args, "per_device_train_batch_size", 40)
+    halves = [f"--per_device_train_batch_size {rows}" for rows in (20, 10, 5, 2, 1)]
+    assert changes_for(trainer)[0][:6] == [*halves, CHECKPOINTING]
     monkeypatch.setattr(trainer.args, "per_device_train_batch_size", 1)
     assert changes_for(trainer)[0] == [CHECKPOINTING, *larger, all_of_it]
     monkeypatch.setattr(trainer.args, "gradient_checkpointing", True)
     assert changes_for(trainer)[0] == [*larger]
     monkeypatch.setattr(base_model(trainer.model), "is_loaded_in_4bit", True, raising=False)
     assert changes_for(trainer)[0] == [words for words in larger if IN_4_BITS not in words]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_dry_run_is_told_by_the_first_process(monkeypatch, capsys, is_first, checkpointing, fits):
+    sizes = {None: 2 * 2**30, checkpointing: 2 * 2**30, not checkpointing: 3 * 2**30}
+    available = 2 * 2**30 if fits else 2**30
+
+    def estimate(asked=None):
+        return MemoryEstimate({"weights": sizes[asked]}, "", "a card", available)
+
+    trainer = SimpleNamespace(estimate_memory=estimate, summary=lambda: "the summary")
+    trainer.args = SimpleNamespace(gradient_checkpointing=checkpointing)
+    trainer.is_world_process_zero = lambda: is_first
+    monkeypatch.setattr(run, "parse", lambda *given: given)
+    monkeypatch.setattr(run, "make_trainer", lambda *parsed: (trainer, None))
+    monkeypatch.setattr(run, "remedy", lambda made, make: f"a change of {type(made).__name__}")
+    assert run.dry_run(["--words"]) is fits
+    shown = " ".join(capsys.readouterr().out.split())
+    other = "Without" if checkpointing else "With"
+    for said in ("the summary", "2.0 GiB of the", f"{other} gradient checkpointing: 3.0 GiB."):
+        assert (said in shown) is is_first
+    assert ("a change of" in shown) is (is_first and not fits)
 
 
 def test_without_the_package_4_bits_are_not_tried(too_large, monkeypatch):
@@ -306,6 +338,8 @@ def test_the_rows_of_a_batch_without_padding_are_counted(checkpoint, tmp_path):
     estimate = trainer.estimate_memory()
     assert estimate.batch.startswith("2 row(s), ")
     assert all(estimate.parts.values())  # what takes nothing is not told
+    trainer.train_dataset = training.rows(4, images=lambda number: 0)
+    assert trainer.estimate_memory().batch.endswith(" tokens, 0 image(s)")
 
 
 def test_a_dry_run_names_a_change_that_outweighs_the_options_given(tmp_path, parts):
@@ -389,6 +423,15 @@ def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
     quantized = sum(n // 2 + n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 for n in linears)
     expected_bytes = static_bytes(plain, arguments)["weights"] - 2 * sum(linears) + quantized
     assert static_bytes(model, arguments)["weights"] == expected_bytes
+
+
+def test_gradients_count_as_such_where_most_memory_is_taken_late(tmp_path):
+    sizes = dict(hidden_size=256, intermediate_size=2048, head_dim=128)
+    large = training.checkpoint(tmp_path, **sizes)  # whose gradients outweigh a row's activations
+    trainer = training.trainer(tmp_path / "out", large, per_device_train_batch_size=1)
+    estimate = trainer.estimate_memory()
+    trained = sum(value.nbytes for value in trainer.model.parameters())
+    assert trained / 2 < estimate.parts["gradients"] <= trained
 
 
 class Bytes(TrainerCallback):

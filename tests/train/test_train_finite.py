@@ -8,7 +8,7 @@ import torch
 import training
 from accelerate.state import AcceleratorState
 from torch.amp import GradScaler
-from torch.nn import Linear, ModuleDict
+from torch.nn import Linear, ModuleDict, Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -71,6 +71,8 @@ def test_weights_are_checked_without_a_copy_of_them(dtype, value):
 
     model = ModuleDict({"sound": Linear(9, 7), "bad": Linear(9, 7, bias=False)}).to(dtype)
     model["empty"] = Linear(0, 7, bias=False)  # as a process's shard can be
+    packed = torch.ones(3, dtype=torch.uint8)  # as weights in 4 bits
+    model.register_parameter("packed", Parameter(packed, requires_grad=False))
     with Largest() as largest:
         assert weights_not_finite(model) == []
     assert largest.made == 1
@@ -146,6 +148,21 @@ def test_a_norm_below_0_is_not_finite_as_deepspeed_means_it(make, monkeypatch):
     with pytest.raises(FloatingPointError, match="first in the loss"):
         is_finite(2.0, loss=math.nan)
     assert len(passes) == 1  # of the batch of the bad step alone
+    # Of a step's batches one is enough to make it bad, and one with labels to take it.
+    unlearned = {**inputs, "labels": torch.full_like(inputs["labels"], -100)}
+    for losses, batches, is_taken in (
+        ((1.0, 1.0), (inputs, unlearned), True),
+        ((1.0, 1.0), (unlearned, unlearned), False),
+        ((math.nan, 1.0), (inputs, inputs), None),
+    ):
+        finite.on_step_begin(trainer.args, trainer.state, trainer.control)
+        for value, batch in zip(losses, batches, strict=True):
+            finite.check_loss(torch.tensor(value), batch)
+        if is_taken is None:
+            with pytest.raises(FloatingPointError, match="first in the loss"):
+                finite.is_step_finite(model, 1.0, None)
+        else:
+            assert finite.is_step_finite(model, 1.0, None) == is_taken
     monkeypatch.setattr(trainer.args, "fp16", True)
     assert is_finite(math.inf)  # DeepSpeed's own scaler passes the step over
     with pytest.raises(FloatingPointError, match="first in the loss"):

@@ -77,6 +77,13 @@ def test_the_largest_batch_has_the_longest_rows_also_if_there_are_few(tmp_path, 
         assert torch.equal(batch[name], value), name
 
 
+def test_another_collator_gets_the_longest_rows_too(tmp_path):
+    rows = training.rows(4, turns=lambda number: 1 + (number * 3) % 4)
+    args = training.settings(tmp_path, per_device_train_batch_size=2)
+    numbers = largest_batch(args, rows, lambda chosen: [row["row"] for row in chosen])
+    assert numbers == sorted(range(4), key=lambda number: -rows["length"][number])[:2]
+
+
 def test_with_packing_the_largest_batch_is_the_pass_of_most_tokens(tmp_path, collator):
     rows = training.rows(8, turns=lambda number: 1 + number % 4)
     free = replace(collator, padding_free=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a model to train, by themselves: freezing, precision, modes, bytes, arms, hooks."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -9,8 +10,14 @@ import pytest
 import tiny
 import torch
 import training
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from peft import IA3Config, LoraConfig, get_peft_model
+from accelerate import (
+    Accelerator,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+)
+from accelerate.state import AcceleratorState
+from peft import IA3Config, LoraConfig, LoraRuntimeConfig, get_peft_model
 from torch import distributed as dist, nn
 from torch.distributed import fsdp
 from transformers import BitsAndBytesConfig
@@ -187,6 +194,35 @@ def test_outputs_are_seen_in_order_by_name_until_the_watch_ends():
     assert len(seen) == 2
 
 
+def test_modules_under_adapters_are_seen_by_the_names_that_they_have_without():
+    seen, model = [], with_adapters(tiny.model())
+    with parts.watching_outputs(model, lambda name, outputs: seen.append(name)):
+        model(**tiny.inputs())
+    assert seen[-1] == "lm_head"
+    assert {name.partition(".")[0] for name in seen} == {"model", "lm_head"}
+
+
+def test_a_blank_image_is_seen_in_a_pass_of_words_alone_that_is_of_training():
+    model, words, shown = tiny.model(), tiny.inputs(images=0)["input_ids"], []
+    embedded = model.get_input_embeddings()(words).detach()
+    with torch.no_grad():
+        expected = model(input_ids=words).logits
+        parts.wrap_forward(model, torch.ones(1, 3, 16, 16))
+        model.model.vision_tower.register_forward_hook(lambda *args: shown.append(1))
+        for passes, inputs in (
+            (1, dict(input_ids=words, use_cache=False)),
+            (0, dict(input_ids=words, use_cache=True)),
+            (0, dict(input_ids=words)),
+            (0, dict(inputs_embeds=embedded, use_cache=False)),
+        ):
+            shown.clear()
+            torch.testing.assert_close(model(**inputs).logits, expected)
+            assert len(shown) == passes
+        shown.clear()
+        model(**tiny.inputs(), use_cache=False)
+        assert len(shown) == 1  # its own
+
+
 def test_a_module_that_is_frozen_has_no_dropout_and_the_others_have():
     model = tiny.model().train()
     parts.freeze(model, {**RATES, "vision": 0.0})
@@ -245,7 +281,14 @@ def bitsandbytes_bytes(cls, parameters, embedding) -> int:
 
 @pytest.mark.parametrize(
     ("name", "cls"),
-    [("lion_8bit", "Lion8bit"), ("adamw_8bit", "AdamW8bit"), ("lion_32bit", "Lion32bit")],
+    [
+        ("lion_8bit", "Lion8bit"),
+        ("adamw_8bit", "AdamW8bit"),
+        ("lion_32bit", "Lion32bit"),
+        ("rmsprop_bnb_8bit", "RMSprop8bit"),
+        ("ademamix_8bit", "AdEMAMix8bit"),
+        ("rmsprop_bnb", "RMSprop"),
+    ],
 )
 def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, name, cls):
     sizes = (4095, 4096, 4097, 5000)
@@ -255,6 +298,47 @@ def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, na
     found = parts.optimizer_bytes(parameters, args, None, {embedding})
     optimizer = getattr(bitsandbytes.optim, cls)
     assert found == bitsandbytes_bytes(optimizer, parameters, embedding)
+
+
+def test_an_optimizer_of_two_averages_has_three_states(tmp_path):
+    """On a CPU bitsandbytes takes no step of it: a slow and a fast average, and one of squares."""
+    args, parameters = training.settings(tmp_path, optim="ademamix"), [nn.Parameter(torch.ones(9))]
+    assert parts.optimizer_bytes(parameters, args, None, ()) == 3 * 4 * 9
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_states_have_the_precision_of_their_parameters(tmp_path, dtype, size):
+    parameters = [nn.Parameter(torch.ones(5, 3, dtype=dtype)) for _ in range(2)]
+    momentum = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    args = training.settings(tmp_path)
+    assert parts.optimizer_bytes(parameters, args, momentum, ()) == 2 * 15 * size
+
+
+EACH_PART = ("weights", "adapters", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "divided"),
+    [
+        ("NO", None, ()),
+        ("DEEPSPEED", 1, ("optimizer",)),
+        ("DEEPSPEED", 2, ("gradients", "optimizer")),
+        ("DEEPSPEED", 3, EACH_PART),
+        ("FSDP", None, EACH_PART),
+        ("MULTI_CPU", None, ()),
+        ("MULTI_GPU", None, ()),
+    ],
+)
+def test_of_four_processes_each_has_a_quarter_of_what_is_divided(monkeypatch, kind, stage, divided):
+    Accelerator(cpu=True)
+    for states in (AcceleratorState._shared_state, PartialState._shared_state):
+        monkeypatch.setitem(states, "distributed_type", DistributedType[kind])
+    plugins = {"default": SimpleNamespace(zero_stage=stage, selected=True)}
+    monkeypatch.setitem(AcceleratorState._shared_state, "deepspeed_plugins", plugins)
+    expected = {name: 0.25 if name in divided else 1.0 for name in EACH_PART}
+    if kind.startswith("MULTI"):
+        expected["gradients"] = 2.0  # and once more in the buckets of DDP
+    assert parts.memory_shares(SimpleNamespace(world_size=4)) == expected
 
 
 def test_weights_in_8_bits_count_with_a_factor_for_each_row(checkpoint):
@@ -419,11 +503,27 @@ def test_the_settings_of_4_bits_are_copied_and_products_are_in_the_precision_of_
     assert settings.to_dict() == given
     products = {m.compute_dtype for m in model.modules() if type(m).__name__ == "Linear4bit"}
     assert products == {torch.bfloat16 if bf16 else torch.float32}
+    named = model.named_modules()
+    quantized = {name for name, module in named if type(module).__name__ == "Linear4bit"}
+    assert len(quantized) == 2 * 7  # two layers of the decoder
+    assert all(name.startswith("model.language_model.layers.") for name in quantized)
     assert not model.is_quantized  # which transformers would refuse to train
     assert not any(parameter.requires_grad for parameter in model.parameters())
     args.arm = "unit"  # a gain that is not read need not be set
     beside = load_model(open_checkpoint(checkpoint), args, rates, settings, use_peft=True)
     assert beside.is_quantized  # for PEFT
+
+
+def test_a_dry_run_leaves_no_table_without_values_to_later_quantization(
+    tmp_path, checkpoint, monkeypatch
+):
+    tables = bitsandbytes.functional.name2qmap
+    monkeypatch.delitem(tables, "dynamic", raising=False)
+    args = training.settings(tmp_path, dry_run=True)
+    args.model_init_kwargs = {"dtype": "float32"}
+    twice = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    load_model(open_checkpoint(checkpoint), args, {**RATES, "language": 0.0}, twice)
+    assert torch.equal(tables["dynamic"], bitsandbytes.functional.create_dynamic_map())
 
 
 def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_path, checkpoint):
@@ -446,12 +546,19 @@ def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(size):
     model.config.quantization_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16
     )
+    model.packed = bitsandbytes.nn.Linear4bit(4, 4, compute_dtype=torch.float16)
     assert settle_float16(model, cpu, tiny.inputs()).fp16
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_2.bias.fill_(12_000.0)
+    assert settle_float16(model, cpu, tiny.inputs()).fp16  # it is below a quarter of 65,504
+    model.frozen = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
     with torch.no_grad():
         model.model.multi_modal_projector.linear_2.bias.fill_(size)
     settled = settle_float16(model, cpu, tiny.inputs())
     assert (settled.bf16, settled.fp16, settled.is_tried) == (False, False, False)
     assert model.config.quantization_config.bnb_4bit_compute_dtype == torch.float32
+    assert model.packed.compute_dtype == model.frozen.weight.dtype == torch.float32
+    assert ("overflow" in settled.because) == math.isnan(size)
 
 
 def test_without_options_a_checkpoint_is_loaded_in_its_own_precision(tmp_path, checkpoint):
@@ -481,6 +588,37 @@ def test_what_is_trained_in_full_beside_adapters_is_saved_with_them(rates, saved
     assert of_language(LoraConfig(), **rates).modules_to_save == saved
 
 
+def test_the_configuration_of_adapters_is_a_copy_to_its_last_part():
+    given = LoraConfig(trainable_token_indices={"embed_tokens": [5]}, modules_to_save=["lm_head"])
+    used = of_language(given, norm=1e-3)
+    used.trainable_token_indices["embed_tokens"].append(6)
+    assert given.trainable_token_indices == {"embed_tokens": [5]}
+    assert given.modules_to_save == ["lm_head"] and given.exclude_modules is None
+
+
+def test_tokens_are_those_that_the_embeddings_have():
+    last = tiny.VOCABULARY - 1
+    assert of_language(LoraConfig(trainable_token_indices=[0, last])).r
+    with pytest.raises(ValueError, match=f"names token {last + 1}, which would have no effect"):
+        of_language(LoraConfig(trainable_token_indices=[last + 1]))
+
+
+def test_what_a_stored_configuration_says_of_its_origin_is_no_setting():
+    stored = LoraConfig(r=3, base_model_name_or_path="/here/model")
+    stored.revision, stored.peft_version = "v2", "0.1"
+    stored.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
+    assert of_language(stored).r == 3
+
+
+def test_modules_that_hold_those_with_learning_rates_of_their_own_are_not_saved():
+    for name in ("model", "multi_modal_projector.linear_1", "encoder.layers.0"):
+        with pytest.raises(ValueError, match=f"modules_to_save names {name}: model"):
+            of_language(LoraConfig(modules_to_save=[name]))
+    for rates in ({"norm": 1e-3}, {"projector": 1e-3}):  # which saves it anyway
+        asked = LoraConfig(modules_to_save=["multi_modal_projector"])
+        assert of_language(asked, **rates).modules_to_save == ["multi_modal_projector"]
+
+
 def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
     with pytest.raises(ValueError, match="peft_config is a IA3Config"):
         of_language(IA3Config())
@@ -489,10 +627,11 @@ def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
 
 
 def test_what_is_quantized_is_not_trained_in_full_and_what_is_not_may_be():
-    rate = 1e-5
     four_bits, config = BitsAndBytesConfig(load_in_4bit=True), tiny.config(tied=False)
+    rate = 1e-5
     for saved in (None, ["embed_tokens"], ["lm_head"], ["norm"]):
         check_quantized(config, four_bits, rate, LoraConfig(modules_to_save=saved))
+    check_quantized(config, four_bits, 0.0, None)
     for saved in ("gate_proj", "mlp"):
         with pytest.raises(ValueError, match=f"{saved}, which would be quantized"):
             check_quantized(config, four_bits, rate, LoraConfig(modules_to_save=[saved]))
@@ -512,6 +651,13 @@ def test_patterns_name_modules_as_peft_reads_them():
     excluded = of_language(LoraConfig(exclude_modules=first)).exclude_modules
     assert re.fullmatch(excluded, "model.language_model.layers.0.mlp.up_proj")
     assert not re.fullmatch(excluded, "model.language_model.layers.1.mlp.up_proj")
+    all_of_them = of_language(LoraConfig()).target_modules
+    assert of_language(LoraConfig(target_modules="all-linear")).target_modules == all_of_them
+    for pattern in (
+        *(r".*\.[qkv]_[proj]+", r".*\bdown_proj", r".*layers\.\d\D*v_proj"),
+        r".*\.(q|kv)_proj",  # of models that have the one or the other
+    ):
+        assert of_language(LoraConfig(target_modules=pattern)).target_modules == pattern
     with pytest.raises(ValueError, match="peft_config names proj, which would have no effect"):
         of_language(LoraConfig(exclude_modules=["proj"]))  # the end of names, not a name
 

@@ -15,6 +15,7 @@ import sys
 import warnings
 from argparse import ArgumentTypeError
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,6 +224,8 @@ def test_a_token_is_not_printed(tmp_path):
 def test_a_token_has_no_white_space_around_it(tmp_path):
     assert config(tmp_path, hub_token=" hf_secret\n").hub_token == "hf_secret"
     assert config(tmp_path, hub_token=" \n").hub_token is None
+    replaced = dataclasses.replace(config(tmp_path, hub_token="hf_secret\n"), seed=1)
+    assert replaced.hub_token == "hf_secret"  # it was given
 
 
 def test_a_given_learning_rate_is_that_of_every_module_the_stage_trains(tmp_path):
@@ -250,6 +253,16 @@ def test_nobody_is_warned_of_an_option_that_nobody_set(tmp_path):
         warnings.simplefilter("error", FutureWarning)
         assert config(tmp_path, stage="tune").gradient_checkpointing
         assert not config(tmp_path, gradient_checkpointing=False).gradient_checkpointing
+        kwargs = {"use_reentrant": False}
+        assert config(tmp_path, gradient_checkpointing_kwargs=kwargs).gradient_checkpointing_kwargs
+
+
+@pytest.mark.skipif(not hasattr(SFTConfig, "activation_checkpointing"), reason="a former name")
+def test_how_checkpointing_is_done_may_be_given_under_its_newer_name(tmp_path):
+    kwargs = {"use_reentrant": False}
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        args = config(tmp_path, **{name: kwargs})
+        assert args.activation_checkpointing_kwargs == args.gradient_checkpointing_kwargs == kwargs
 
 
 def test_under_tune_adapters_have_learning_rates_of_their_own(tmp_path):
@@ -348,6 +361,11 @@ def test_batches_are_read_by_all_other_cores_and_by_none_on_a_cpu(tmp_path, monk
         args = config(tmp_path, **own)
         assert (args.dataloader_num_workers, args.dataloader_persistent_workers) == expected
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"  # threads of their tokenizers
+    own = dict(dataloader_num_workers=2, dataloader_persistent_workers=False)
+    assert config(tmp_path, **own).dataloader_persistent_workers is False
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # as somebody wants it
+    config(tmp_path)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
     for cores, processes, expected in ((1, 1, 0), (2, 1, 1), (64, 1, 8), (64, 16, 3)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
@@ -434,12 +452,28 @@ def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
         dict(max_steps=1),
         {**BEST, "early_stopping_patience": 1},
         dict(projector_learning_rate=0, norm_learning_rate=0, vision_learning_rate=0),
+        # The vision tower is trained, as it would not be with adapters.
+        dict(
+            stage="tune",
+            projector_learning_rate=0,
+            norm_learning_rate=0,
+            language_learning_rate=0,
+        ),
+        dict(dry_run=True, device_memory="512MB"),
+        dict(dry_run=True, device_memory="65536KiB"),
     ],
     ids=str,
 )
 def test_values_at_the_edge_of_what_is_refused_are_taken(tmp_path, own):
     args = config(tmp_path, **own)
     assert {name: getattr(args, name) for name in own} == own
+
+
+def test_an_order_of_rows_that_no_run_finds_again_needs_a_run_without_checkpoints(tmp_path):
+    args = config(tmp_path, save_strategy="no", accelerator_config=UNSEEDED)
+    assert args.accelerator_config.use_seedable_sampler is False
+    with pytest.raises(ValueError, match="use_seedable_sampler false .* set save_strategy: no"):
+        config(tmp_path, accelerator_config=UNSEEDED)
 
 
 LEAST = dict(per_device_train_batch_size=1, global_batch_size=1, learning_rate=0, probe_rows=1)
@@ -465,6 +499,7 @@ def test_defaults_of_refused_options_are_those_of_trl():
 
 def test_an_option_that_is_refused_may_be_left_without_a_value(tmp_path):
     config(tmp_path, use_liger_kernel=None, do_predict=None, auto_find_batch_size=None)
+    assert config(tmp_path, router_aux_loss_coef=None).router_aux_loss_coef == 0.0
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -582,6 +617,7 @@ MEANT = [
     *(("fsdp", word, False) for word in ("no", "off", "false")),
     ("max_grad_norm", ".inf", math.inf),
     ("early_stopping_threshold", "0", 0.0),
+    *(("include_num_input_tokens_seen", word, "no") for word in ("no", "off", "false")),
     ("deepspeed", "no", None),
     ("gradient_checkpointing_kwargs", "no", None),
 ]
@@ -632,6 +668,17 @@ def test_options_in_python_are_read_as_in_a_recipe(tmp_path):
     assert args.gradient_checkpointing is False
 
 
+def test_a_recipe_in_python_may_have_numbers_for_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("NORMALIGN_TEST_NUMBER", raising=False)
+    parse(BASE, {"output_dir": str(tmp_path), "env": {"NORMALIGN_TEST_NUMBER": 3}})
+    assert os.environ.pop("NORMALIGN_TEST_NUMBER") == "3"
+
+
+@pytest.mark.parametrize("word", ["null", "Null", "none"])
+def test_the_command_line_may_take_a_default_away(tmp_path, word):
+    assert read(tmp_path, "dataset_name: data\n", "--max_length", word)[1].max_length is None
+
+
 def test_how_a_checkpoint_is_opened_is_told_to_the_trainer(tmp_path):
     how = dict(model_revision="v2", dtype="float32", attn_implementation="eager")
     expected = dict(revision="v2", dtype="float32", attn_implementation="eager")
@@ -645,6 +692,10 @@ def test_names_may_be_in_one_text_or_in_several():
         saved = ModelArguments(use_peft=True, lora_modules_to_save=given).lora_modules_to_save
         assert saved == ["lm_head", "embed_tokens"]
     assert ModelArguments(use_peft=True, lora_modules_to_save=[]).lora_modules_to_save is None
+    pattern = r".*\.(lm_head|embed_tokens)"
+    assert ModelArguments(use_peft=True, lora_modules_to_save=pattern).lora_modules_to_save == [
+        pattern
+    ]
 
 
 def test_how_a_model_is_quantized():
@@ -853,50 +904,58 @@ THEIRS = {
 ALSO = {
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
-    "attn_implementation": "attn_impl xformers_attention eager_attention",
+    "attn_implementation": (
+        "attn_impl xformers_attention eager_attention flash_attention use_flash_attn"
+    ),
+    "bnb_4bit_quant_type": "bnb_quant_type quant_type",
     "dataloader_num_workers": "num_workers",
-    "dataset_name": "dataset train_file",
-    "dataset_num_proc": "preprocessing_num_workers dataset_processes",
+    "dataset_name": "dataset train_file dataset_path train_data",
+    "dataset_num_proc": "preprocessing_num_workers dataset_processes preprocess_workers",
     "dataset_streaming": "streaming",
-    "dtype": "torch_dtype",
-    "early_stopping_patience": "early_stop_interval",
-    "eval_dataset_name": "eval_dataset val_dataset validation_file",
-    "eval_steps": "eval_interval val_check_interval",
+    "dtype": "torch_dtype compute_dtype weight_dtype",
+    "early_stopping_patience": "early_stop_interval early_stopping_steps",
+    "eval_dataset_name": "eval_dataset val_dataset validation_file test_datasets",
+    "eval_steps": "eval_interval val_check_interval eval_every",
     "global_batch_size": "effective_batch_size total_batch_size",
-    "gradient_accumulation_steps": "grad_accum_steps",
+    "gradient_accumulation_steps": "grad_accum_steps accumulation_steps",
     "gradient_checkpointing": "use_gradient_checkpointing vit_gradient_checkpointing",
-    "hub_model_id": "hub_repo_id",
-    "image_folder": "image_dir",
+    "hub_model_id": "hub_repo_id hub_model_name",
+    "image_folder": "image_dir images_dir image_path",
     "language_learning_rate": "freeze_backbone",
-    "learning_rate": "lr base_lr",
+    "learning_rate": "lr base_lr lr_rate",
     "load_in_4bit": "load_in_4_bit",
     "load_in_8bit": "load_in_8_bit",
     "logging_steps": "log_interval log_every",
     "lora_modules_to_save": "modules_to_save",
+    "lora_r": "lora_dim",
     "lora_target_modules": "target_modules target_all_linear",
+    "lr_scheduler_type": "scheduler scheduler_type lr_schedule",
     "max_grad_norm": "clip_grad grad_clip gradient_clip_val",
+    "max_length": "max_seq_len seq_len",
     "max_steps": "max_train_steps train_iters total_steps",
-    "model_name_or_path": "base_model model model_path model_id model_id_or_path",
+    "model_name_or_path": "base_model model model_path model_id model_id_or_path model_name",
     "neftune_noise_alpha": "neftune_alpha neft_alpha",
-    "num_train_epochs": "num_epochs epochs max_epochs",
-    "optim": "optimizer",
-    "output_dir": "output_path save_dir work_dir",
+    "num_train_epochs": "num_epochs epochs max_epochs n_epochs",
+    "optim": "optimizer optimizer_name",
+    "output_dir": "output_path save_dir work_dir output save_path",
     "packing": "sample_packing",
     "per_device_eval_batch_size": "eval_batch_size",
     "per_device_train_batch_size": "train_batch_size mbs",
     "projector_learning_rate": "projector_lr merger_lr",
     "report_to": "use_swanlab use_tensorboard swanlab_project",
-    "resume_from_checkpoint": "resume auto_resume_from_checkpoints",
+    "resume_from_checkpoint": "resume auto_resume_from_checkpoints resume_from",
     "save_steps": "save_interval save_every",
-    "seed": "random_seed",
-    "shuffle_buffer_size": "buffer_size shuffle_buffer",
+    "seed": "random_seed random_state",
+    "shuffle_buffer_size": "buffer_size shuffle_buffer streaming_shuffle_buffer_size",
     "test_split_size": "val_set_size validation_split_percentage",
-    "use_bnb_nested_quant": "double_quantization bnb_4bit_use_double_quant",
-    "use_dora": "peft_use_dora",
+    "use_bnb_nested_quant": "double_quantization bnb_4bit_use_double_quant double_quant",
+    "use_dora": "peft_use_dora use_dora_adapter",
     "use_peft": "adapter tuner_type sft_type",
     "use_rslora": "peft_use_rslora",
-    "vision_learning_rate": "vision_tower_lr freeze_vision_model unfreeze_mm_vision_tower",
-    "warmup_steps": "warmup num_warmup_steps lr_warmup_fraction",
+    "vision_learning_rate": (
+        "vision_tower_lr freeze_vision_model unfreeze_mm_vision_tower vision_lr unfreeze_vision"
+    ),
+    "warmup_steps": "warmup num_warmup_steps lr_warmup_fraction warmup_iters",
 }
 for called, names in ALSO.items():
     THEIRS |= dict.fromkeys(names.split(), called)
@@ -919,8 +978,10 @@ def test_a_name_may_stand_for_two_options_or_for_none():
     assert "are called `projector_learning_rate` and `norm_learning_rate` here: 0 freezes" in said
     none = ("plot_loss", "model_type", "overwrite_cache", "image_max_pixels", "image_resolution")
     none += ("image_min_pixels", "max_pixels", "min_pixels", "image_size", "image_aspect_ratio")
+    none += ("image_resize_algorithm",)
     none += ("chat_template", "conversation", "prompt_template", "num_samples")
     for name in (*none, "template", "max_samples"):
+        assert ELSEWHERE[name][0] == ()
         assert answer_for(name).startswith(f"There is no `{name}` here: ")
 
 
@@ -977,6 +1038,22 @@ def test_a_recipe_is_the_first_word_or_the_file_of_config(tmp_path, monkeypatch)
     assert named == ["--seed", "4"] and in_package["lora_r"] == "128"
     (tmp_path / "lora.yaml").write_text("seed: 1\n")
     assert read_command([str(tmp_path / "lora.yaml")])[1] == {"seed": "1"}
+
+
+def test_a_file_comes_before_the_recipe_of_its_name_and_a_folder_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lora").mkdir()
+    assert recipe_file("lora") == RECIPES / "lora.yaml"
+    (tmp_path / "lora").rmdir()
+    (tmp_path / "lora").write_text("seed: 1\n")
+    assert recipe_file("lora") == Path("lora")
+    with pytest.raises(ValueError, match="is not valid YAML"):
+        read_command(["--config", str(tmp_path)])
+    for name in ("d.yaml", "b.yaml", "c.yaml", "a.yaml"):
+        (tmp_path / "own" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "own" / name).touch()
+    with pytest.raises(ValueError, match="a, b, c, d"):
+        recipe_file("none", tmp_path / "own")
 
 
 @pytest.mark.parametrize(
@@ -1121,6 +1198,31 @@ def test_a_value_that_is_the_recipe_s_own_takes_nothing_along():
     }
 
 
+WITHOUT = {
+    ("--use_peft", "no"): "lora_r lora_alpha lora_target_modules use_dora use_rslora",
+    ("--load_in_4bit", "off"): "bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant",
+    ("--eval_strategy", "no"): "test_split_size eval_dataset_name eval_steps "
+    "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience "
+    "early_stopping_threshold",
+    ("--load_best_model_at_end", "0"): "metric_for_best_model greater_is_better "
+    "early_stopping_patience early_stopping_threshold",
+    ("--dry_run", "false"): "device_memory",
+    ("--dataset_name", "b"): "datasets",
+    ("--lr_scheduler_type", "constant"): "lr_scheduler_kwargs warmup_steps",
+    ("--global_batch_size", "8"): "gradient_accumulation_steps",
+}
+
+
+@pytest.mark.parametrize(("words", "names"), WITHOUT.items(), ids=str)
+def test_the_options_that_depend_on_one_go_with_it(words, names):
+    recipe = dict.fromkeys(" ".join(WITHOUT.values()).split(), "3")
+    recipe |= {"seed": "3", "global_batch_size": 4, "eval_delay": "1"}
+    kept = {name: value for name, value in recipe.items() if name not in names.split()}
+    assert without_overruled(recipe, words) == kept
+    same = {"global_batch_size": 8, "gradient_accumulation_steps": 4}  # numbers, in Python
+    assert without_overruled(same, ["--global_batch_size", "8"]) == same
+
+
 def test_without_the_best_step_nothing_that_needs_it_is_left():
     needing = {"early_stopping_patience": "2", "early_stopping_threshold": "0.1"}
     needing |= {"metric_for_best_model": "eval_loss", "greater_is_better": "no"}
@@ -1139,6 +1241,8 @@ def test_without_the_best_step_nothing_that_needs_it_is_left():
         *(("7", 7), ("-7", -7), ("1_000", 1000), ("0", 0), ("007", "007"), ("08", "08")),
         *((".5", 0.5), ("-.5", -0.5), ("1.", 1.0), ("1.5e3", 1500.0), (".5e1", 5.0)),
         *(("5e-1", 0.5), ("1E3", 1000.0), (".inf", math.inf), ("-.INF", -math.inf)),
+        *(("+7", 7), ("+.5", 0.5), ("1e+3", 1000.0), ("-1e-3", -0.001), ("1.5E+3", 1500.0)),
+        *(("1_0.5", 10.5), ("1_0e3", 10000.0), ("+.inf", math.inf), (".Inf", math.inf)),
         *(("no", False), ("On", True), ("null", None), ("~", None), ("1.2.3", "1.2.3")),
         *(("2024-01-01", "2024-01-01"), ("1:30", "1:30"), ("0x1F", "0x1F"), ("e5", "e5")),
     ],

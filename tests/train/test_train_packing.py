@@ -11,7 +11,7 @@ import tiny
 import torch
 import training
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch.nn import functional
 from torch.utils.data import BatchSampler
 from transformers import AutoProcessor, Gemma2Config, Lfm2Config, OPTConfig
@@ -82,6 +82,21 @@ def test_flex_attention_keeps_rows_apart(checkpoint):
         mixed = losses(loaded(checkpoint, "flex_attention"), free)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (mixed - expected).abs().max() > 1e-2
+
+
+def test_rows_of_a_sequence_have_their_places_and_no_label_after_another_row():
+    """By hand: rows of 3 and 2 tokens, all of them labels, and an image."""
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    labels = torch.tensor([[5, 6, 7], [8, 9, -100]])
+    padded = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "attention_mask": mask}
+    images = torch.ones(1, 3, 2, 2)
+    found = collator.without_padding({**padded, "labels": labels, "pixel_values": images})
+    assert found.pop("pixel_values") is images
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "input_ids": [[5, 6, 7, 8, 9]],
+        "labels": [[-100, 6, 7, -100, 9]],
+        "position_ids": [[0, 1, 2, 0, 1]],
+    }
 
 
 def sampler(count, rank=0, processes=1, drop_last=False, passes=2) -> collator.BalancedSampler:
@@ -162,7 +177,9 @@ def arguments(tmp_path, **options):
     return args
 
 
-@pytest.mark.parametrize("rows_in_pass, max_length", [(1, 900), (1, 1500), (2, 900), (8, 4000)])
+@pytest.mark.parametrize(
+    "rows_in_pass, max_length", [(1, 900), (1, 1500), (2, 900), (2, 500), (8, 4000)]
+)
 def test_passes_are_the_fewest_in_which_no_pass_has_too_many_tokens(
     tmp_path, rows_in_pass, max_length
 ):
@@ -248,6 +265,8 @@ def test_the_order_of_rows_is_that_of_the_strategy_and_of_the_seed_for_data(tmp_
     assert collator.train_sampler(args, rows) is None  # the Trainer's own
     args = training.settings(tmp_path, **grouped)
     assert collator.train_sampler(args, rows.rename_column("length", "other")) is None
+    stream = IterableDataset.from_generator(lambda: iter([{"length": 3}]))
+    assert stream.column_names is None and collator.train_sampler(args, stream) is None
 
 
 def test_packing_without_a_largest_number_of_tokens_is_refused(tmp_path, checkpoint):
@@ -343,6 +362,13 @@ def test_a_language_model_that_mixes_rows_is_refused_by_its_name(tmp_path, cls, 
     with nullcontext() if apart else refused:
         check, args = collator.PackedAttentionCheck(), training.settings(tmp_path)
         check.on_train_begin(args, None, None, model=model)
+
+
+def test_dropout_is_not_taken_for_rows_that_mix(tmp_path):
+    model = tiny.model(text=tiny.text_config(attention_dropout=0.9)).train()
+    check, args = collator.PackedAttentionCheck(), training.settings(tmp_path)
+    check.on_train_begin(args, None, None, model=model)
+    assert all(module.training for module in model.modules())
 
 
 class Leaks(torch.nn.Module):

@@ -7,6 +7,7 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,11 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from normalign_llava import NormAlignConfig, NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.data.rows.parse import DroppedRows
+from normalign_llava.data.sources import mixtures
 from normalign_llava.data.sources.arguments import DataArguments
+from normalign_llava.hub_cards.card import metadata
+from normalign_llava.hub_cards.push import record, repository
+from normalign_llava.train import prepare as preparing
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import (
     DROPPED_ROWS,
@@ -36,7 +41,7 @@ from normalign_llava.train.prepare import (
     prepare,
     warn_of_positions,
 )
-from normalign_llava.train.settings import values_of
+from normalign_llava.train.settings import RunConfig, values_of
 
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -119,6 +124,8 @@ def test_weights_that_are_damaged_are_found_before_they_are_counted(tmp_path, ch
     shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     args = training.settings(tmp_path / "out", dry_run=True)
     open_model(GivenModel(str(folder)), args)
+    with pytest.raises(ValueError, match="has no weights"):  # which training reads
+        open_model(GivenModel(str(folder)), training.settings(tmp_path / "out"))
     (folder / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match="model.safetensors"):
         open_model(GivenModel(str(folder)), args)
@@ -337,6 +344,74 @@ def test_slow_precision_is_named_before_training_and_not_in_a_dry_run(tmp_path, 
         assert ("only emulates bfloat16" in caplog.text) == warns
 
 
+@pytest.fixture
+def looked(monkeypatch):
+    """What is asked of a Hub that is not there, in order."""
+    asked = []
+    account = SimpleNamespace(whoami=lambda: {"name": "ann"})
+
+    def log_in(name, token):
+        asked.append((name, token))
+        return account
+
+    def find_repository(api, name, branch):
+        assert api is account
+        asked.append((name, branch))
+        return SimpleNamespace(card=f"card of {name}")
+
+    monkeypatch.setattr(repository, "log_in", log_in)
+    monkeypatch.setattr(repository, "find_repository", find_repository)
+    monkeypatch.setattr(metadata, "check_replaceable", lambda *given: asked.append(given))
+    monkeypatch.setattr(record, "check_files_of_others", lambda found: asked.append(found.card))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("folder", "own", "logged_in", "name", "branch"),
+    [
+        (".", {}, "my run", "ann/my run", "main"),
+        ("runs/first", {}, "first", "ann/first", "main"),
+        ("a", dict(hub_model_id="b", hub_revision="trial"), "b", "ann/b", "trial"),
+        ("a", dict(hub_model_id="lab/b"), "lab/b", "lab/b", "main"),
+    ],
+)
+def test_the_repository_that_is_published_to_is_looked_at_before(
+    tmp_path, monkeypatch, looked, folder, own, logged_in, name, branch
+):
+    (tmp_path / "my run").mkdir()
+    monkeypatch.chdir(tmp_path / "my run")
+    args = training.settings(folder, push_to_hub=True, hub_token="hf_secret", **own)
+    check_options(args, "model")
+    card = f"card of {name}"
+    assert looked == [(logged_in, "hf_secret"), (name, branch), (card, name), card]
+    looked.clear()
+    check_options(training.settings(folder), "model")
+    monkeypatch.setattr(RunConfig, "process_index", 1)  # the first one looks
+    check_options(args, "model")
+    assert not looked
+
+
+def test_rows_are_checked_by_as_many_processes_as_the_options_say(tmp_path, planned, monkeypatch):
+    asked = []
+
+    def load_data(*given, **options):
+        asked.append(options["processes"])
+        return mixtures.load_data(*given, **options)
+
+    def prepare_rows(rows, checks, **options):
+        asked.append(checks.processes)
+        return mixtures.prepare_rows(rows, checks, **options)
+
+    monkeypatch.setattr(preparing, "load_data", load_data)
+    monkeypatch.setattr(preparing, "prepare_rows", prepare_rows)
+    path = train_data.write_json(tmp_path, train_data.mixed_rows())
+    for count in (None, 1):
+        args = training.settings(tmp_path / "out", dataset_num_proc=count)
+        planned(DataArguments(dataset_name=str(path)), args)
+        planned(training.rows(2), args, held_out=training.rows(2))
+    assert asked == [None] * 3 + [1] * 3
+
+
 def test_accumulation_follows_the_global_batch(tmp_path, planned):
     args = training.settings(tmp_path, global_batch_size=8, per_device_train_batch_size=2)
     settings = planned(training.rows(8), args).settings
@@ -364,7 +439,7 @@ def test_options_of_trl_that_mean_something_else_here(tmp_path, caplog, opened):
 
 
 def test_options_of_a_trainer_are_its_own_copy(tmp_path, planned):
-    args = training.arguments(tmp_path)
+    args = training.settings(tmp_path)
     before = copy.deepcopy(vars(args))
     plan = planned(training.rows(4), args)
     assert vars(args) == before

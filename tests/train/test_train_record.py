@@ -3,18 +3,21 @@
 
 import copy
 import json
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 import training
-from accelerate import Accelerator
-from peft import LoraConfig, LoraRuntimeConfig
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, LoraRuntimeConfig, get_peft_model
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from normalign_llava.data.rows.checks import DataReport, SourceReport
@@ -27,6 +30,7 @@ from normalign_llava.train.settings import Precision
 
 
 MIB, GIB = 2**20, 2**30
+LANGUAGE = r".*language_model.*q_proj"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,9 @@ def test_the_commit_of_a_checkout_says_whether_files_were_changed(installed, mon
     assert record.code_commit() == head
     (installed / "train" / "keeping" / "record.py").write_text("a = 2\n")
     assert record.code_commit() == f"{head}-dirty"
+    (installed / ".git").rename(installed.parent / ".git")  # of what the package is copied into
+    assert git(installed, "rev-parse", "HEAD") == head
+    assert head not in (record.code_commit() or "")
 
 
 @pytest.mark.parametrize(
@@ -175,9 +182,11 @@ def test_no_local_path_is_in_a_record(tmp_path, monkeypatch):
 
 
 def test_of_accelerator_and_adapters_a_record_has_what_is_not_the_default():
-    changed = AcceleratorConfig(even_batches=False, non_blocking=True)
+    compared = dict(even_batches=False, use_seedable_sampler=False)
+    compared["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
+    changed = AcceleratorConfig(non_blocking=True, dispatch_batches=True, **compared)
     assert record._changes_of_accelerator(AcceleratorConfig()) == {}
-    assert record._changes_of_accelerator(changed) == {"even_batches": False}
+    assert record._changes_of_accelerator(changed) == compared
     config = LoraConfig(r=4, target_modules=["v", "q"], base_model_name_or_path="/here/model")
     config.revision, config.peft_version = "v2", "0.1"
     config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
@@ -186,28 +195,68 @@ def test_of_accelerator_and_adapters_a_record_has_what_is_not_the_default():
     assert record._named(optimizer) == {"class": "torch.optim.sgd.SGD", "lr": 0.1}
 
 
-def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(tmp_path):
-    args = training.settings(tmp_path, stage="tune", run_name="mine", hub_token="secret")
+def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(
+    tmp_path, monkeypatch
+):
+    told_elsewhere = dict(run_name="mine", hub_token="secret", learning_rate=0.5)
+    told_elsewhere |= dict(resume_from_checkpoint="last", logging_nan_inf_filter=False)
+    args = training.settings(tmp_path, stage="tune", **told_elsewhere)
+    args.do_eval, args.dataloader_pin_memory = True, not args.dataloader_pin_memory
+    args.accelerator_config = AcceleratorConfig(even_batches=False)
     Accelerator(cpu=True)  # the options have made accelerate forget its state
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
     dropped = [DroppedRow("a.json", 3, "x.png", "is truncated")]
     report = DataReport([SourceReport("a.json", "train", dropped=dropped)])
-    model = tiny.model()
+    model, rates = tiny.model(), {"norm": 1e-3}
+    model.config.text_embedding_norm = 0.75
     opened = OpenedModel(model, None, model.config, None, None, None, None)
     data = CheckedData(None, None, None, report)
     float32 = Precision(bf16=False, fp16=False)
-    plan = Plan(args, float32, {"norm": 1e-3}, opened, data, optimizer=None)
-    loading = LoadedModel(model, args, float32, commit=None, weights_in=[])
-    made = record.training_record(plan, loading)
+    plan = Plan(args, float32, rates, opened, data, optimizer=None)
+    loading = LoadedModel(model, args, float32, commit="c" * 40, weights_in=[])
+    others = (Options(None, number=6), Options(None, names=["b"]))
+    made = record.training_record(plan, loading, others)
     options = made["options"]
-    args.model_init_kwargs = {"dtype": "bfloat16", "attn_implementation": None}
+    assert (options["number"], options["names"]) == (6, ["b"])  # of the data and of the model
+    assert options["accelerator_config"] == {"even_batches": False}
+    assert made["config_changes"] == {
+        "projector_norm": "layer_norm",
+        "projector_gain_init": "text_norm",
+        "gradient_compensation": "global",
+    }
+    assert (made["model_revision"], made["text_embedding_norm"]) == ("c" * 40, 0.75)
+    assert made["learning_rates"] == rates and made["processes"] == 2
+    assert made["hardware"]["devices"] and made["hardware"]["count"] == 1
+    packages = {"torch", "transformers", "trl", "peft", "accelerate"}
+    assert {name: made["versions"][name] for name in packages} == {
+        name: version(name) for name in packages
+    }
+    args.model_init_kwargs = {"dtype": "bfloat16", "attn_implementation": None, "revision": "b"}
     loaded = record.training_record(plan, loading)["options"]
-    assert loaded["dtype"] == "bfloat16" and "attn_implementation" not in loaded
+    assert loaded["dtype"] == "bfloat16" and not {"attn_implementation", "revision"} & loaded.keys()
     for name in ("max_length", "num_train_epochs", "weight_decay", "global_batch_size"):
         assert options[name] == getattr(args, name)
-    left_out = {"run_name", "hub_token", "output_dir", "use_cpu", "model_name_or_path"}
-    assert not left_out & options.keys()
+    left_out = {"output_dir", "use_cpu", "disable_tqdm", "model_name_or_path", *told_elsewhere}
+    assert not {*left_out, "do_eval", "dataloader_pin_memory"} & options.keys()
     assert made["data"][0]["dropped"] == [3]
     assert (made["before"], made["optimizer"], made["adapters"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ("processor\t: 0\nmodel name\t: Fast: 3 GHz\nflags\t: a\nmodel name\t: b\n", "Fast: 3 GHz"),
+        ("processor\t: 0\nCPU part\t: 0xd0c\n", platform.machine()),  # as on ARM
+        (None, platform.machine()),  # as on macOS
+    ],
+)
+def test_a_processor_has_the_name_that_the_system_gives_it(tmp_path, monkeypatch, lines, named):
+    file = tmp_path / "cpuinfo"
+    if lines:
+        file.write_text(lines)
+    monkeypatch.setattr(record, "Path", lambda path: file)
+    Accelerator(cpu=True)
+    assert record.hardware(torch.device("cpu"))["devices"] == [named]
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +311,34 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_weights_may_be_all(used
     assert used(save_only_model=True, **saves)["checkpoint"] == weights
 
 
+@pytest.mark.parametrize(
+    ("kind", "stage", "whole", "adapters"),
+    [
+        ("NO", None, 12, 12),  # bytes of a parameter: the weight and AdamW's two moments
+        ("MULTI_CPU", None, 12, 12),
+        ("FSDP", None, 12, 16),  # adapters are saved once more with these states
+        ("DEEPSPEED", 3, 16, 16),  # and here all that is trained
+        ("DEEPSPEED", 2, 20, 20),  # which has a copy in float32
+    ],
+)
+def test_a_checkpoint_has_the_states_of_all_processes(
+    tmp_path, trainer, monkeypatch, kind, stage, whole, adapters
+):
+    args = training.settings(tmp_path, save_strategy="steps", save_steps=10)
+    Accelerator(cpu=True)
+    states = AcceleratorState._shared_state
+    for shared in (states, PartialState._shared_state):
+        monkeypatch.setitem(shared, "distributed_type", DistributedType[kind])
+    plugin = SimpleNamespace(zero_stage=stage, selected=True)
+    monkeypatch.setitem(states, "deepspeed_plugins", {"default": plugin})
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    assert args.world_size == 2
+    adapted = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=LANGUAGE))
+    for model, size in ((trainer.model, whole), (adapted, adapters)):
+        trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+        assert record.disk_use(model, args, 20, [])["checkpoint"] == size * trained
+
+
 def shown(table) -> list[list[str]]:
     """The cells of a table's rows."""
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
@@ -297,6 +374,9 @@ def test_the_summary_has_each_figure_in_its_column(tmp_path):
     assert [column.header for column in data.columns[2:7]] == [
         *("rows", "bad", "too long", "used", "images")
     ]
+    for table in (modules, data):
+        sides = [column.justify for column in table.columns]
+        assert sides == ["left"] + ["right"] * (len(sides) - 1)
     assert shown(data) == [
         ["a.json", "train", "1,010", "11", "0", "987", "1,400", "7 to 2,048 (31)"],
         ["s", "eval", "", "", "", "", "", "streamed"],

@@ -17,6 +17,7 @@ import stored
 import torch
 import train_data
 import training
+from accelerate import Accelerator
 from paths import HELPERS
 from typer.testing import CliRunner
 
@@ -76,9 +77,19 @@ def assert_same(whole: Path, resumed: Path) -> None:
     training.assert_equal(weights_again, weights)
 
 
-def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path, parts, capsys):
-    file = training.recipe(tmp_path, parts, stage="align")
+def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(
+    tmp_path, parts, capsys, monkeypatch
+):
+    file, ended = training.recipe(tmp_path, parts, stage="align"), []
+    end = Accelerator.end_training
+
+    def end_training(accelerator):  # trackers, and the processes' group
+        ended.append((tmp_path / "out" / "README.md").exists())
+        end(accelerator)
+
+    monkeypatch.setattr(Accelerator, "end_training", end_training)
     output = main([file, "--seed", "5", "--learning_rate", "5e-4"])
+    assert ended == [True]
     shown = " ".join(capsys.readouterr().out.split())
     assert "4 rows = 2 per device x 1 process(es) x 2 accumulation step(s)" in shown
     record = json.loads((output / "training.json").read_text())
@@ -108,7 +119,8 @@ def test_of_two_machines_the_first_alone_prints_what_is_next(tmp_path, parts, pr
     started = [prepared.start(words, RANK=rank, **together) for rank in "01"]
     first, second = (process.wait() for process in started)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert first.stdout.count("Next: ") == 1 and "Next: " not in second.stdout
+    for said in ("Next: ", "Tokens per image"):
+        assert first.stdout.count(said) == 1 and said not in second.stdout
 
 
 IMPORTED = """
@@ -229,6 +241,8 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys,
     assert "1 row was dropped, listed in" in shown and f"row {bad}: " in shown
     assert shown.count("dropped, listed in") == 1  # none of an earlier run
     output = run({bad}, "skip", "--check_images", "--dataset_name", f"{data.parent}:train")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("dropped, listed in") == 1  # training met no more
     record = json.loads((output / "training.json").read_text())
     assert record["data"][0]["dropped"] == [bad]
     assert record["options"]["dataset_name"] == "data:train"

@@ -95,7 +95,8 @@ def samples_of(untied, tmp_path, **options):
 
 
 @pytest.mark.parametrize("adapters", [{}, {"use_peft": True, "lora_r": 2}], ids=["full", "lora"])
-def test_answers_are_those_of_greedy_decoding(untied, tmp_path, capsys, adapters):
+def test_answers_are_those_of_greedy_decoding(untied, tmp_path, capsys, monkeypatch, adapters):
+    monkeypatch.setenv("COLUMNS", "12")  # lines stay whole in a narrow terminal too
     options = {**EVALUATED, **adapters, "gradient_checkpointing": True}
     trainer = samples_of(untied, tmp_path, sample_count=3, sample_max_new_tokens=8, **options)
     tiny.heeding(trainer.model)

@@ -24,7 +24,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTra
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.train import settings as run_settings
 from normalign_llava.train.modules.load import largest_hidden_state, load_model
-from normalign_llava.train.modules.model import base_model, eval_frozen, module_of
+from normalign_llava.train.modules.model import base_model, eval_frozen, fill_gradients, module_of
 from normalign_llava.train.settings import Precision
 
 
@@ -76,6 +76,13 @@ def test_each_module_has_its_learning_rate_and_no_norm_decays(tmp_path, checkpoi
             assert group["weight_decay"] == (0.1 if decays else 0.0), name
             seen.append(name)
     assert sorted(seen) == sorted(names.values())
+
+
+def test_under_fsdp_gradients_that_are_missing_are_filled(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint)
+    assert not trainer.create_optimizer()._optimizer_step_pre_hooks
+    trainer.optimizer, trainer.is_fsdp_enabled = None, True
+    assert [*trainer.create_optimizer()._optimizer_step_pre_hooks.values()] == [fill_gradients]
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -371,6 +378,14 @@ def test_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(
             assert recorded["attn_implementation"] == "eager"
             assert {p.dtype for p in model.parameters()} <= {torch.float32, torch.uint8}
         trainer.train()
+
+
+def test_a_dry_run_computes_nothing_to_choose_float16(tmp_path, half, monkeypatch):
+    tried = Precision(bf16=False, fp16=True, is_tried=True)
+    monkeypatch.setattr(run_settings, "choose_precision", lambda given, use_cpu: tried)
+    args = training.arguments(tmp_path, **FROZEN, bf16=None, dry_run=True)
+    trainer = NormAlignTrainer(large(tmp_path / "large", half, 1e6), args, None, training.rows(2))
+    assert trainer.args.fp16 and not trainer.precision.because
 
 
 def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(tmp_path):

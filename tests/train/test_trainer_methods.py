@@ -14,12 +14,15 @@ import stored
 import torch
 import training
 from datasets import Dataset, IterableDataset
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoProcessor, EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.checkpoint.files import LOCK
+from normalign_llava.hub_cards.card import write
 from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
 from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.modules import model
 
 
 pytestmark = pytest.mark.slow
@@ -39,12 +42,15 @@ def step(trainer) -> None:
 def loss(trainer) -> None:
     for mode in (True, False):
         trainer.model.train(mode)
-        assert trainer.compute_loss(trainer.model, batch(trainer)).isfinite()
+        alone = trainer.compute_loss(trainer.model, batch(trainer))
+        value, _ = trainer.compute_loss(trainer.model, batch(trainer), return_outputs=True)
+        assert alone.isfinite() and value == alone
     trainer.model.zero_grad()
 
 
 def scheduled(trainer) -> None:
-    trainer.create_optimizer()
+    made = trainer.create_optimizer()
+    assert trainer.create_optimizer() is made
     trainer.create_scheduler(num_training_steps=2)
     trainer.create_optimizer_and_scheduler(num_training_steps=2)
 
@@ -123,6 +129,7 @@ def facts(trainer) -> None:
     assert trainer.get_decay_parameter_names(trainer.model)
     assert trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     assert trainer.get_total_train_batch_size(trainer.args) == 2
+    assert trainer.get_total_train_batch_size(SimpleNamespace(global_batch_size=12)) == 12
     assert (trainer.get_sp_size(), trainer.get_tp_size()) == (1, 1)
     assert trainer.is_world_process_zero() and trainer.is_local_process_zero()
     assert trainer.floating_point_ops({"input_ids": torch.ones(1, 3)}) >= 0
@@ -228,6 +235,11 @@ def test_what_is_computed_after_training_is_not_kept(tmp_path, checkpoint):
     for _ in range(3):
         loss(trainer)
     assert not trainer.finite._batches
+    trainer.probe = SimpleNamespace(collect=lambda: {"probed": 1.0})
+    for mode in (True, False):  # what a step measured is not logged with an evaluation
+        trainer.model.train(mode)
+        trainer.log({"own": 1.0})
+        assert ("probed" in trainer.state.log_history[-1]) is mode
 
 
 def losses_of(trainer) -> list[float]:
@@ -323,6 +335,149 @@ def test_a_collator_that_is_set_before_training_makes_the_batches(tmp_path, chec
     assert seen[:2] == [2, 2]
     assert all(locked) and not (tmp_path / LOCK).exists()  # no other run writes there meanwhile
     assert trainer.record["seconds"] > 0
+
+
+def test_rows_that_are_set_reach_another_collator_as_they_are(tmp_path, checkpoint):
+    args = training.arguments(tmp_path, max_steps=-1, num_train_epochs=1)
+    trainer = NormAlignTrainer(str(checkpoint), args, list, words(4))
+    assert trainer.facts["steps"] == 2
+    trainer.train_dataset = Dataset.from_list([{"number": number} for number in range(8)])
+    loader = trainer.get_train_dataloader()
+    assert trainer.facts["steps"] == 4
+    assert trainer.facts["data"] == trainer.record["data"] == []
+    assert next(iter(loader))[0].keys() == {"number"}
+
+
+def test_an_error_in_a_pass_says_how_large_it_was(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint)
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    handle = trainer.model.register_forward_pre_hook(fail)
+    inputs = batch(trainer)
+    rows, tokens = inputs["input_ids"].shape
+    with pytest.raises(RuntimeError, match="out of memory") as error:
+        trainer.training_step(trainer.model, dict(inputs))
+    assert rows == 2 and f" {rows} x {tokens:,} tokens" in error.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="out of memory") as error:
+        trainer.training_step(trainer.model, {"pixel_values": inputs["pixel_values"]})
+    assert not getattr(error.value, "__notes__", [])
+    handle.remove()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_deepspeed_saves_what_is_trained_and_the_first_process_the_schedule(tmp_path, is_first):
+    model, saved = torch.nn.Linear(2, 3), []
+    model.bias.requires_grad_(False)
+
+    def save_checkpoint(folder, exclude_frozen_parameters):
+        state = wrapped.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        saved.append((folder, exclude_frozen_parameters, state))
+
+    def whole(**kwargs):
+        return model.state_dict()
+
+    wrapped = SimpleNamespace(module_state_dict=whole, save_checkpoint=save_checkpoint)
+    trainer = SimpleNamespace(model=model, model_wrapped=wrapped, is_deepspeed_enabled=True)
+    trainer.args = SimpleNamespace(should_save=is_first)
+    trainer.lr_scheduler = SimpleNamespace(state_dict=lambda: {"last_epoch": 3})
+    NormAlignTrainer._save_optimizer_and_scheduler(trainer, tmp_path)
+    ((folder, excluded, state),) = saved
+    assert folder == tmp_path and excluded is True
+    assert state.keys() == {"weight"} and torch.equal(state["weight"], model.weight)
+    assert wrapped.module_state_dict is whole
+    assert (tmp_path / "scheduler.pt").exists() == is_first
+    if is_first:
+        assert torch.load(tmp_path / "scheduler.pt") == {"last_epoch": 3}
+
+
+def test_a_model_that_is_sharded_is_saved_under_its_own_name_and_read_by_parts(
+    tmp_path, checkpoint, monkeypatch
+):
+    trainer = training.trainer(tmp_path, checkpoint)
+    kind = type(trainer.model)
+    trainer.model.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    trainer.save_model(str(tmp_path / "saved"))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == [kind.__name__]
+    assert (tmp_path / "saved" / "modeling_normalign_llava.py").exists()  # that of its class
+    trainer.weights_in, read = [checkpoint], []
+    monkeypatch.setattr(model, "load_sharded", lambda *given: read.append(given))
+    trainer._load_from_checkpoint(str(tmp_path / "saved"))
+    assert read == [(trainer.model, tmp_path / "saved")]
+    assert trainer.weights_in == [tmp_path / "saved", checkpoint]  # the newest first
+
+
+def test_a_scale_that_is_damaged_is_named(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint)
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    trainer._load_scaler(str(folder))  # which a run in float32 has not
+    trainer._load_scaler(None)
+    (folder / "scaler.pt").write_bytes(b"\xff" * 60)
+    with pytest.raises(ValueError, match=f"{folder}/scaler.pt is damaged"):
+        trainer._load_scaler(str(folder))
+
+
+def test_under_fsdp_the_best_weights_are_read_as_a_checkpoint_is(tmp_path, capsys):
+    args = training.arguments(tmp_path, metric_for_best_model="accuracy")
+    best = tmp_path / "checkpoint-12"
+    state = TrainerState(best_model_checkpoint=str(best), best_metric=0.75, global_step=30)
+    read = []
+    trainer = SimpleNamespace(args=args, state=state, model="model", is_fsdp_enabled=True)
+    trainer._load_from_checkpoint = lambda *given: read.append(given)
+    trainer._best = None
+    NormAlignTrainer._load_best_model(trainer)
+    assert trainer._best is None  # it is not there
+    best.mkdir()
+    NormAlignTrainer._load_best_model(trainer)
+    assert read == [(str(best), "model")] * 2
+    expected = {"step": 12, "of_steps": 30, "metric": "eval_accuracy", "value": 0.75}
+    assert trainer._best == expected
+    assert "step 12 of 30" in capsys.readouterr().out
+
+
+def test_a_batch_counts_while_rows_are_evaluated_if_it_has_labels():
+    trainer = SimpleNamespace(_evaluated=torch.zeros(3))
+    labels = torch.tensor([[-100, 1], [-100, -100], [-100, 3]])
+    NormAlignTrainer._count_evaluated(trainer, {"labels": labels}, torch.tensor(1.5))
+    NormAlignTrainer._count_evaluated(trainer, {}, torch.tensor(1.5))
+    # The loss of each of two rows; these rows; and the other one.
+    assert trainer._evaluated.tolist() == [3.0, 2.0, 1.0]
+    trainer._evaluated = None
+    NormAlignTrainer._count_evaluated(trainer, {"labels": labels}, torch.tensor(1.5))
+    assert trainer._evaluated is None
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_in_train", [True, False])
+def test_the_first_process_writes_the_card_after_training(monkeypatch, is_first, is_in_train):
+    written = []
+    monkeypatch.setattr(write, "write_card", lambda *given, **named: written.append((given, named)))
+    trainer = SimpleNamespace(is_world_process_zero=lambda: is_first, is_in_train=is_in_train)
+    trainer.args, trainer.hub_model_id = SimpleNamespace(output_dir="a/b"), "ann/b"
+    NormAlignTrainer.create_model_card(trainer, "arguments of", model_name="TRL's")
+    expected = [((Path("a/b"),), {"repo_id": "ann/b"})]
+    assert written == (expected if is_first and not is_in_train else [])
+
+
+def test_another_process_than_the_first_shows_no_batch(capsys):
+    NormAlignTrainer._show_batch(SimpleNamespace(is_world_process_zero=lambda: False), {})
+    assert not capsys.readouterr().out
+
+
+def test_every_sampler_of_a_loader_is_told_the_epoch():
+    told = []
+    inner = SimpleNamespace(set_epoch=lambda epoch: told.append(("inner", epoch)))
+    own = SimpleNamespace(set_epoch=lambda epoch: told.append(("own", epoch)), sampler=inner)
+    loader = SimpleNamespace(batch_sampler=SimpleNamespace(batch_sampler=own))
+    ended = SimpleNamespace(global_step=4, max_steps=4)
+    trainer = SimpleNamespace(state=ended, control=SimpleNamespace(should_training_stop=False))
+    NormAlignTrainer._run_epoch(trainer, None, 3, loader)
+    assert told == [("own", 3), ("inner", 3)]
+    assert trainer.control.should_training_stop  # it was resumed at its end
+    NormAlignTrainer._run_epoch(trainer, None, 3, SimpleNamespace())  # a loader without samplers
 
 
 def test_what_cannot_begin_is_refused(tmp_path, checkpoint):
@@ -485,6 +640,7 @@ def test_a_step_with_some_labels_counts_these_alone(tmp_path, checkpoint):
     assert alone.item() == pytest.approx(expected.item(), rel=1e-5)
     trainer.train()
     assert losses_of(trainer)[0] == pytest.approx(expected.item(), rel=1e-5)
+    assert trainer.state.log_history[0]["num_tokens"] == sum(rows["length"])  # of the run alone
 
 
 def test_the_rate_that_is_logged_is_that_of_the_first_trained_module(tmp_path, checkpoint):
@@ -555,6 +711,7 @@ class Curves:
 
         def saved(figure, file, **kwargs):
             (axes,) = figure.axes
+            self.axes = axes
             lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
             self.drawn.append(lines)
             return save(figure, file, **kwargs)
@@ -575,7 +732,7 @@ def test_the_loss_curve_has_all_steps_of_a_resumed_run(tmp_path, checkpoint, mon
     assert [loss for _, loss in drawn["training"]] == losses_of(trainer)
     assert dict(map(tuple, drawn["held out"])) == held_out_losses(trainer)
     with Image.open(tmp_path / "loss.png") as picture:
-        assert picture.size[0] > 500
+        assert picture.size == (1050, 600)  # 7 by 4 inches
 
 
 def test_the_curves_are_the_loss_and_every_held_out_loss():
@@ -608,6 +765,10 @@ def test_each_curve_has_its_name_and_the_best_step_a_line(tmp_path, monkeypatch)
             "held out": [[2, 3.0]],
             "held out: hard": [[2, 6.0]],
         }
+        legend = {text.get_text() for text in curves.axes.get_legend().texts}
+        assert legend == drawn.keys() | ({"best step"} if best else set())
+        assert all(step.is_integer() for step in curves.axes.get_xticks().tolist())
+        assert (curves.axes.get_xlabel(), curves.axes.get_ylabel()) == ("step", "loss")
 
 
 def logged_losses(count: int) -> list[dict[str, float]]:
@@ -725,9 +886,10 @@ def test_seconds_of_a_resumed_run_include_those_before(tmp_path, checkpoint):
         trainer.data_collator.skipped_rows.add("data", 3, allowed=9)
         trainer.train(resume_from_checkpoint=resume)
         assert counted.path.exists()
+        ended = trainer.record["seconds"]
         trainer.save_model()
         written = json.loads((tmp_path / "training.json").read_text())["seconds"]
-        assert 5000.0 < written < 5600.0
+        assert 5000.0 < written < 5600.0 and written == ended  # not of saving it again
         in_checkpoint = json.loads((tmp_path / "checkpoint-2" / "training.json").read_text())
         assert 5000.0 < in_checkpoint["seconds"] <= written
         if isinstance(resume, str):

@@ -43,6 +43,9 @@ COPIES = "half-precision copies of weights"
 MEMORY_PARTS = (PARAMETERS, ADAPTERS, COPIES, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS)
 """What takes memory in a step. Copies are those that autocast makes, and that live at its peak."""
 
+STATES = {"lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 1, "lars": 1, "ademamix": 3}
+"""States of a parameter that bitsandbytes' optimizers keep, by what is in their names; else 2."""
+
 OptimizerClass: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
@@ -395,7 +398,7 @@ def _states_of_step(
 
 def _bitsandbytes_state(name: str, parameter: Tensor, embedding: bool) -> int:
     count = parameter_count(parameter)
-    states = 1 if "lion" in name else 2
+    states = next((number for kind, number in STATES.items() if kind in name), 2)
     if "8bit" in name and count >= 4096 and not embedding:  # small tensors stay in 32 bits
         return states * (count + 4 * math.ceil(count / 256))
     return states * 4 * count
