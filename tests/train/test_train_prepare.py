@@ -439,7 +439,7 @@ def test_options_of_trl_that_mean_something_else_here(tmp_path, caplog, opened):
 
 
 def test_options_of_a_trainer_are_its_own_copy(tmp_path, planned):
-    args = training.settings(tmp_path)
+    args = training.arguments(tmp_path)
     before = copy.deepcopy(vars(args))
     plan = planned(training.rows(4), args)
     assert vars(args) == before
