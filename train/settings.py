@@ -110,26 +110,15 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes that read have a core each
     values = values_of(given)
-    for name, default in stage_defaults(given).items():
+    for name, default in (stage_defaults(given) | machine_defaults(given)).items():
         if values[name] is None:
             values[name] = default
-    for new_name, name in CHECKPOINTING.items():
-        if new_name in values and values[new_name] is None:
-            values[new_name] = values[name]
     if given.early_stopping_patience is not None:  # a resumed run counts on
         values["restore_callback_states_from_checkpoint"] = True
-    if values["use_cpu"] is None:
-        values["use_cpu"] = not torch.accelerator.is_available()
-    if values["dataloader_num_workers"] is None:
-        values["dataloader_num_workers"] = default_readers(values["use_cpu"])
-    if values["dataloader_persistent_workers"] is None:
-        values["dataloader_persistent_workers"] = values["dataloader_num_workers"] > 0
     precision = choose_precision(given, values["use_cpu"])
     values["bf16"] = precision.bf16
     values["fp16"] = precision.fp16
     values["report_to"] = trackers(given.report_to)
-    if given.router_aux_loss_coef is None:
-        values["router_aux_loss_coef"] = 0.0  # TRL would take the language model's
     values["padding_free"] = given.padding_free or given.packing
     values["hub_token"] = (given.hub_token or "").strip() or None  # YAML may add a line break
     # The filter hides bad steps from the log, and waits for the device at every batch.
@@ -144,6 +133,26 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
     check_together(settings)
     settings.settle()
     return settings, precision
+
+
+def machine_defaults(given: NormAlignConfig) -> dict[str, Any]:
+    """Returns the defaults that follow from the machine and from other options."""
+    use_cpu = given.use_cpu
+    if use_cpu is None:
+        use_cpu = not torch.accelerator.is_available()
+    readers = given.dataloader_num_workers
+    if readers is None:
+        readers = default_readers(use_cpu)
+    defaults = {
+        "use_cpu": use_cpu,
+        "dataloader_num_workers": readers,
+        "dataloader_persistent_workers": readers > 0,
+        "router_aux_loss_coef": 0.0,  # TRL would take the language model's
+    }
+    for new_name, former_name in CHECKPOINTING.items():
+        if hasattr(given, new_name):
+            defaults[new_name] = getattr(given, former_name)
+    return defaults
 
 
 def stage_defaults(given: NormAlignConfig) -> dict[str, Any]:

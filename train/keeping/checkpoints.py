@@ -173,39 +173,70 @@ def is_resumed(resume: str | bool | None) -> bool:
 
 
 def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> Path | None:
-    """The checkpoint to resume from, which the first process prints, or None for the beginning.
+    """Returns the checkpoint to resume from, or None for the beginning. One process prints it.
 
-    `resume` is a folder; `"last"` or true for the newest complete checkpoint in `output`, or the
-    beginning if there is none; None or false for the beginning.
+    Args:
+        resume: A folder; `"last"` or true for the newest complete checkpoint in `output`, or the
+            beginning if there is none; None or false for the beginning.
+        output: The folder of the run.
+        world_size: How many processes train.
+
+    Raises:
+        ValueError: The checkpoint is not complete, or resuming would write over another run.
     """
-    option, earlier = str(resume).lower(), checkpoints_in(output)
-    has_result = any((output / name).exists() for name in RESULT)
+    option = str(resume).lower()
     if option in OFF:
-        if earlier:
-            remedy = "Add --resume_from_checkpoint, or change --output_dir."
-            raise ValueError(f"{output} holds an earlier run. {remedy}")
-        if has_result:
-            raise ValueError(f"{output} holds a model. Choose another --output_dir.")
+        check_new(output)
         return None
-    if option not in ("last", "true", "yes", "on"):
-        named = Path(str(resume))
-        if not named.is_dir():
-            known = ", ".join(path.name for path in earlier) or "no checkpoint"
-            raise ValueError(f"There is no checkpoint {named}. {output} has {known}.")
-        if missing := missing_from(named, world_size):
-            raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
-        if earlier and named.resolve().parent != output.resolve():
-            raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
-        if later := _later(named, earlier):
-            raise ValueError(
-                f"{output} holds {', '.join(later)}, which a later resume from `last` would take "
-                f"for the newest of the run that goes on from {named.name}. Remove them, or write "
-                "to another --output_dir."
-            )
-        return named
+    if option in ("last", "true", "yes", "on"):
+        return last_checkpoint(output, world_size)
+    named = Path(str(resume))
+    check_named(named, output, world_size)
+    return named
+
+
+def has_result(output: Path) -> bool:
+    """Returns whether a folder holds a model."""
+    return any((output / name).exists() for name in RESULT)
+
+
+def check_new(output: Path) -> None:
+    """Raises ValueError if a new run would write over something."""
+    if checkpoints_in(output):
+        remedy = "Add --resume_from_checkpoint, or change --output_dir."
+        raise ValueError(f"{output} holds an earlier run. {remedy}")
+    if has_result(output):
+        raise ValueError(f"{output} holds a model. Choose another --output_dir.")
+
+
+def check_named(named: Path, output: Path, world_size: int) -> None:
+    """Raises ValueError unless a run in `output` can go on from a named checkpoint."""
+    earlier = checkpoints_in(output)
+    if not named.is_dir():
+        known = ", ".join(path.name for path in earlier) or "no checkpoint"
+        raise ValueError(f"There is no checkpoint {named}. {output} has {known}.")
+    missing = missing_from(named, world_size)
+    if missing:
+        raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
+    if earlier and named.resolve().parent != output.resolve():
+        raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
+    later = _later(named, earlier)
+    if later:
+        raise ValueError(
+            f"{output} holds {', '.join(later)}, which a later resume from `last` would take "
+            f"for the newest of the run that goes on from {named.name}. Remove them, or write "
+            "to another --output_dir."
+        )
+
+
+def last_checkpoint(output: Path, world_size: int) -> Path | None:
+    """Returns the newest complete checkpoint, or None for the beginning, and prints it."""
     newest = newest_complete(output, world_size)
+    unused = checkpoints_in(output)
+    if newest:
+        unused = unused[unused.index(newest) + 1 :]
     console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
-    for folder in earlier[earlier.index(newest) + 1 :] if newest else earlier:
+    for folder in unused:
         if is_complete(folder):
             lacks = "; ".join(missing_from(folder, world_size))
             raise ValueError(
@@ -213,7 +244,7 @@ def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> 
                 f"lacks {lacks}. Resume with as many processes, or remove it."
             )
         console.print(f"Skipped {folder}: it was not written to its end.")
-    if has_result and not newest:
+    if newest is None and has_result(output):
         raise ValueError(f"{output} holds a model, but no checkpoint. Choose another --output_dir.")
     origin = newest or f"the beginning: {output} holds no complete checkpoint"
     console.print(f"Resuming from {origin}.")
