@@ -16,10 +16,11 @@ from trl import SFTTrainer
 
 from ..checkpoint.precision import memory_limit
 from ..errors import Printed
-from .collator import ConversationCollator, train_sampler
+from .collator import ConversationCollator
 from .keeping.record import gib, titled_table
 from .modules.model import BATCHES, GRADIENTS, MEMORY_PARTS, memory_shares, static_bytes
 from .prepare import Rows
+from .samplers import train_sampler
 from .settings import RunConfig
 from .shapes import peak_bytes
 

@@ -25,11 +25,12 @@ from ..data.rows.checks import MANY_ROWS, Checks, DataReport, SourceReport
 from ..data.rows.parse import DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
-from .collator import ConversationCollator, passes_in_step, rows_in_step
+from .collator import ConversationCollator
 from .command import NO_MODEL
 from .keeping.skipped import SKIPPED_ROWS, SkippedRows
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
 from .options import NormAlignConfig
+from .samplers import passes_in_step, rows_in_step
 from .settings import Precision, RunConfig, best_metric, check_fsdp, complete
 
 

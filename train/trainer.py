@@ -41,15 +41,9 @@ from ..data.sources.mixtures import is_prepared
 from ..errors import Console, Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .callbacks.loss_curve import LossCurve
+from .callbacks.packed_attention import PackedAttentionCheck
 from .callbacks.steps import FiniteCheck, Measurements, show, show_lines
-from .collator import (
-    ConversationCollator,
-    PackedAttentionCheck,
-    blank_image,
-    count_rows_with_labels,
-    passes_in_step,
-    train_sampler,
-)
+from .collator import ConversationCollator, blank_image, count_rows_with_labels
 from .keeping.checkpoints import (
     began_in,
     is_resumed,
@@ -83,6 +77,7 @@ from .prepare import (
     needs_images,
     prepare,
 )
+from .samplers import passes_in_step, train_sampler
 from .settings import best_metric, keep_float32
 
 
