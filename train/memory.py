@@ -19,7 +19,7 @@ from ..checkpoint.precision import memory_limit
 from ..errors import Printed
 from .collator import ConversationCollator
 from .keeping.record import gib, titled_table
-from .modules.model import BATCHES, GRADIENTS, MEMORY_PARTS, memory_shares, static_bytes
+from .modules.sizes import BATCHES, GRADIENTS, MEMORY_PARTS, memory_shares, static_bytes
 from .prepare import Rows
 from .samplers import train_sampler
 from .settings import RunConfig

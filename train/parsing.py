@@ -21,7 +21,12 @@ def parse(
 ) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:
     """Parses options: the command line overrides the recipe, which overrides the stage.
 
-    `words` begin with the recipe, unless [`read_command`] has read it.
+    Args:
+        words: The command line. It begins with the recipe, unless `recipe` is given.
+        recipe: What [`read_command`] has read.
+
+    Raises:
+        ValueError: An option does not exist, or its value is wrong.
     """
     if recipe is None:
         words, recipe = read_command(words)
@@ -29,7 +34,8 @@ def parse(
     parser = option_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     defaults = without_overruled(recipe, words)
-    for name, value in (defaults.pop("env", None) or {}).items():  # as TrlParser has it
+    environment = defaults.pop("env", None) or {}  # as TrlParser has it
+    for name, value in environment.items():
         os.environ[name] = str(value)
     unknown = parser.set_defaults_with_config(**_read_lists(parser, defaults))
     parsed = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
@@ -43,23 +49,29 @@ def parse(
     for name in ("test_split_size", "eval_dataset_name"):
         if getattr(data, name) and training.eval_strategy == "no":
             raise ValueError(f"{name} needs eval_strategy steps or epoch. Set one, or drop {name}.")
-    of_model = {"revision": model.model_revision, "dtype": model.dtype}
-    of_model["attn_implementation"] = model.attn_implementation
-    training.model_init_kwargs = {**of_model, **(training.model_init_kwargs or {})}
+    init_kwargs = {
+        "revision": model.model_revision,
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+    }
+    training.model_init_kwargs = init_kwargs | (training.model_init_kwargs or {})
     return data, training, model
 
 
 def _refuse(message: str) -> NoReturn:
-    """In place of argparse's, which each process of a run would print."""
+    """Raises ValueError, in place of argparse's error, which each process of a run would print."""
     sentence = message[:1].upper() + message[1:]
-    stop = "" if sentence.endswith((".", "?")) else "."
-    raise ValueError(f"{sentence}{stop} `normalign train --help-all` lists the options.")
+    if not sentence.endswith((".", "?")):
+        sentence += "."
+    raise ValueError(f"{sentence} `normalign train --help-all` lists the options.")
 
 
 def option_parser() -> TrlParser:
-    """The parser of all options, TRL's included."""
+    """Returns the parser of all options, TRL's included."""
     kinds = [DataArguments, NormAlignConfig, ModelArguments]
-    hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
+    hints: dict[str, Any] = {}
+    for kind in kinds:
+        hints |= get_type_hints(kind)
     parser = TrlParser(kinds, usage=USAGE, allow_abbrev=False)
     for action in parser._actions:
         if action.type is not None and action.dest in hints:
@@ -70,25 +82,42 @@ def option_parser() -> TrlParser:
 
 
 def _reader(hint: Any, choices: Sequence[Any], read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """What reads an option's text, by its type: as `read` does, but in more words and numbers."""
-    kinds = {hint, *get_args(hint)} if get_origin(hint) is not list else {get_args(hint)[0]}
-    lists = [kind for kind in kinds if get_origin(kind) is list]
-    kinds |= {get_args(kind)[0] for kind in lists}
-    readers = {bool: truth, int: whole_number, float: number}
-    fitting = [reader for kind, reader in readers.items() if kind in kinds]
+    """Returns what reads an option's text: as `read` does, but in more words and numbers.
+
+    Args:
+        hint: The type of the option.
+        choices: The values that it may have, if they are few.
+        read: What argparse would read it with.
+    """
     if "no" in choices:
         return partial(_read_choice, read)
-    if any(kind is dict or get_origin(kind) is dict for kind in kinds):
+    types = _types_in(hint)
+    if any(kind is dict or get_origin(kind) is dict for kind in types):
         return _read_unless_off
-    if str in kinds:
-        return _read_text_or_truth if bool in kinds else read
+    if str in types:
+        return _read_text_or_truth if bool in types else read
+    readers = {bool: truth, int: whole_number, float: number}
+    fitting = [reader for kind, reader in readers.items() if kind in types]
     if len(fitting) != 1:
         return read
-    return partial(_read_or_none, fitting[0]) if type(None) in kinds else fitting[0]
+    if type(None) in types:
+        return partial(_read_or_none, fitting[0])
+    return fitting[0]
+
+
+def _types_in(hint: Any) -> set[Any]:
+    """Returns the types that a value may have, or that those in its list may have."""
+    if get_origin(hint) is list:
+        return {get_args(hint)[0]}
+    types = {hint, *get_args(hint)}
+    for kind in get_args(hint):
+        if get_origin(kind) is list:
+            types.add(get_args(kind)[0])
+    return types
 
 
 def truth(text: str | bool) -> bool:
-    """A boolean in the words that people have for it."""
+    """Returns a boolean that is written in one of people's words for it."""
     word = str(text).lower()
     if word in ("true", "yes", "on", "t", "y", "1"):
         return True
@@ -98,7 +127,7 @@ def truth(text: str | bool) -> bool:
 
 
 def number(text: str | float) -> float:
-    """A number such as 0.5, 5e-1 or 1_000, also one that YAML writes as .inf."""
+    """Returns a number such as 0.5, 5e-1 or 1_000, also one that YAML writes as .inf."""
     try:
         return float(re.sub(r"\.(?=inf|nan)", "", str(text), flags=re.IGNORECASE))
     except ValueError:
@@ -106,7 +135,7 @@ def number(text: str | float) -> float:
 
 
 def whole_number(text: str | float) -> int:
-    """A whole number such as 1000, 1e3 or 1_000."""
+    """Returns a whole number such as 1000, 1e3 or 1_000."""
     try:
         return int(str(text))
     except ValueError:
@@ -117,27 +146,33 @@ def whole_number(text: str | float) -> int:
 
 
 def _read_or_none(read: Callable[[str], Any], text: str) -> Any:
-    return None if text.lower() in ("none", "null") else read(text)
+    if text.lower() in ("none", "null"):
+        return None
+    return read(text)
 
 
 def _read_choice(read: Callable[[str], Any], text: str) -> Any:
-    """A choice among words of which one is "no", as people and YAML write it."""
-    return "no" if text.lower() in ("no", "false", "off") else read(text)
+    """Returns one of several words. "no" may be written as people and YAML write it."""
+    if text.lower() in ("no", "false", "off"):
+        return "no"
+    return read(text)
 
 
 def _read_unless_off(text: str) -> str | None:
-    """The text of a mapping or the path of its file, or None in words that switch it off."""
-    return None if text.lower() in OFF else text
+    """Returns the text of a mapping or the path of its file; None for words that switch it off."""
+    if text.lower() in OFF:
+        return None
+    return text
 
 
 def _read_text_or_truth(text: str) -> str | bool:
-    """A value that is a boolean or a text."""
+    """Returns a boolean if the text is one, or the text."""
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     return words.get(text.lower(), text)
 
 
 def _read_lists(parser: TrlParser, recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe whose lists are read as on the command line; argparse reads single texts itself."""
+    """Returns a recipe with its lists read as on the command line. argparse reads single texts."""
     actions = {action.dest: action for action in parser._actions}
     read = dict(recipe)
     for name, value in recipe.items():
@@ -154,8 +189,13 @@ def _read_lists(parser: TrlParser, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _no_option(names: Sequence[str], parser: TrlParser) -> str:
-    """A sentence about options that there are not, with the closest one that there is."""
-    known = [option for action in parser._actions for option in action.option_strings]
-    sentence = f"There is no option {', '.join(names)}"
-    close = get_close_matches(names[0].replace("-", "_").replace("__", "--", 1), known, n=1)
-    return f"{sentence}. Did you mean {close[0]}?" if close else f"{sentence}."
+    """Returns a sentence about options that do not exist, with the closest one that does."""
+    known: list[str] = []
+    for action in parser._actions:
+        known += action.option_strings
+    sentence = f"There is no option {', '.join(names)}."
+    with_underscores = names[0].replace("-", "_").replace("__", "--", 1)
+    close = get_close_matches(with_underscores, known, n=1)
+    if close:
+        sentence += f" Did you mean {close[0]}?"
+    return sentence

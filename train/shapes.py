@@ -20,7 +20,8 @@ from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
-from .modules.model import ACTIVATIONS, BATCHES, COPIES, GRADIENTS, base_model, replaced
+from .modules.model import base_model, replaced
+from .modules.sizes import ACTIVATIONS, BATCHES, COPIES, GRADIENTS
 
 
 aten = torch.ops.aten

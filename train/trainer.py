@@ -65,8 +65,19 @@ from .keeping.same_run import check_resumed
 from .loading import LoadedModel, load
 from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory
-from .modules import model as parts
+from .modules.forward import eval_frozen, wrap_forward
 from .modules.load import load_model
+from .modules.model import (
+    MODULES,
+    base_model,
+    freeze,
+    frozen_modules,
+    module_of,
+    replaced,
+    trained_parameters,
+)
+from .modules.precision import train_in_float32
+from .modules.sharding import fill_gradients, load_sharded, prepare_sharding, sharding
 from .prepare import (
     GivenData,
     GivenModel,
@@ -183,7 +194,7 @@ class NormAlignTrainer(SFTTrainer):
         loaded = load(plan)
         self._take_over(plan, loaded, options)
         own = loaded.settings
-        with parts.replaced(own, **refused_by_trl(plan)):
+        with replaced(own, **refused_by_trl(plan)):
             super().__init__(
                 loaded.model,
                 own,
@@ -239,7 +250,7 @@ class NormAlignTrainer(SFTTrainer):
             self.model, self.args, steps, self.weights_in, self.optimizer_cls_and_kwargs
         )
         self.record["row_lengths"] = digest_of_lengths(self.train_dataset)
-        self.record["sharding"] = parts.sharding()
+        self.record["sharding"] = sharding()
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _take_train_rows(self) -> None:
@@ -274,20 +285,20 @@ class NormAlignTrainer(SFTTrainer):
 
     def _set_up_model(self) -> None:
         """Freezes modules, makes the others float32, and wraps the forward pass."""
-        args, model = self.args, parts.base_model(self.model)
+        args, model = self.args, base_model(self.model)
         if isinstance(self.model, PeftModel):  # whose card would have the base's local path
             self.model.create_or_update_model_card = lambda folder: None
-        parts.freeze(self.model, self.learning_rates)
-        parts.train_in_float32(self.model)
+        freeze(self.model, self.learning_rates)
+        train_in_float32(self.model)
         # On a CPU, TRL's head lacks Triton: scoring all positions takes two thirds of a small step.
         model.only_answers = args.device.type == "cpu"
-        parts.wrap_forward(model, blank_image(self.processing_class))
+        wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
-            parts.prepare_sharding(self.accelerator, model)
+            prepare_sharding(self.accelerator, model)
         if self.is_deepspeed_enabled:
 
             def pass_over_frozen(model: nn.Module, keys: Any) -> None:  # which checkpoints lack
-                keys.missing_keys[:] = parts.trained_parameters(model).keys() & keys.missing_keys
+                keys.missing_keys[:] = trained_parameters(model).keys() & keys.missing_keys
 
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
@@ -327,15 +338,15 @@ class NormAlignTrainer(SFTTrainer):
         """The Trainer's, with a learning rate for each module (huggingface/transformers#10140)."""
         if self.optimizer is None:
             named = list((model or self.model).named_parameters())
-            modules = {parameter: parts.module_of(name) for name, parameter in named}
+            modules = {parameter: module_of(name) for name, parameter in named}
             trained = {modules[value] for _, value in named if value.requires_grad}
-            first = next((module for module in parts.MODULES if module in trained), "")
+            first = next((module for module in MODULES if module in trained), "")
             # The optimizer's own rate, of which min_lr is a share, is that of its first group.
             rate = self.learning_rates.get(first, self.args.learning_rate)
-            with parts.replaced(self.args, learning_rate=rate):
+            with replaced(self.args, learning_rate=rate):
                 optimizer = super().create_optimizer(model)
             groups = []
-            for group, module in product(optimizer.param_groups, parts.MODULES):
+            for group, module in product(optimizer.param_groups, MODULES):
                 values = [value for value in group["params"] if modules[value] == module]
                 if values:
                     groups.append(group | {"params": values, "lr": self.learning_rates[module]})
@@ -344,7 +355,7 @@ class NormAlignTrainer(SFTTrainer):
             others = [group for group in groups if all(group is not one for one in leading)]
             optimizer.param_groups = leading + others
             if self.is_fsdp_enabled:
-                optimizer.register_step_pre_hook(parts.fill_gradients)
+                optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer
 
     def _get_dataloader(self, *args, **kwargs) -> DataLoader:
@@ -477,7 +488,7 @@ class NormAlignTrainer(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """TRL's loss, with frozen modules in evaluation mode."""
         if self.model.training:
-            parts.eval_frozen(parts.base_model(self.model))
+            eval_frozen(base_model(self.model))
             if self.label_smoother is not None and num_items_in_batch is not None:
                 # The label smoother divides by it, and a step may have no labels.
                 num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
@@ -628,10 +639,10 @@ class NormAlignTrainer(SFTTrainer):
             super()._save(output_dir, state_dict)
             return
         folder, model = Path(output_dir or self.args.output_dir), self.model
-        frozen = parts.frozen_modules(model)
+        frozen = frozen_modules(model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
             model, state_dict = self._unquantized_model(self.checkpoint, frozen), None
-        with weights.no_progress_bar(), parts.replaced(self, model=model):
+        with weights.no_progress_bar(), replaced(self, model=model):
             super()._save(str(folder), {})
         layout = weights.stored_tensors(model, state_dict)
         linked = weights.unchanged_files(layout, frozen, self.weights_in)
@@ -666,13 +677,13 @@ class NormAlignTrainer(SFTTrainer):
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         with reading_checkpoint(resume_from_checkpoint):
             if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
-                parts.load_sharded(self.model, Path(resume_from_checkpoint))
+                load_sharded(self.model, Path(resume_from_checkpoint))
             else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
-        parts.freeze(self.model, self.learning_rates)
+        freeze(self.model, self.learning_rates)
         self.weights_in.insert(0, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
@@ -711,10 +722,10 @@ class NormAlignTrainer(SFTTrainer):
         if self.is_deepspeed_enabled:
 
             def trained(**kwargs: bool) -> dict[str, Tensor]:
-                parameters = parts.trained_parameters(self.model)
+                parameters = trained_parameters(self.model)
                 return {name: value.data for name, value in parameters.items()}
 
-            with parts.replaced(self.model_wrapped, module_state_dict=trained):
+            with replaced(self.model_wrapped, module_state_dict=trained):
                 self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
         elif isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
             plugin = self.accelerator.state.fsdp_plugin

@@ -20,9 +20,9 @@ from transformers import AutoProcessor, EarlyStoppingCallback, TrainerCallback, 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.checkpoint.files import LOCK
 from normalign_llava.hub_cards.card import write
+from normalign_llava.train import trainer as trainer_module
 from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.modules import model
 
 
 pytestmark = pytest.mark.slow
@@ -403,7 +403,7 @@ def test_a_model_that_is_sharded_is_saved_under_its_own_name_and_read_by_parts(
     assert config["architectures"] == [kind.__name__]
     assert (tmp_path / "saved" / "modeling_normalign_llava.py").exists()  # that of its class
     trainer.weights_in, read = [checkpoint], []
-    monkeypatch.setattr(model, "load_sharded", lambda *given: read.append(given))
+    monkeypatch.setattr(trainer_module, "load_sharded", lambda *given: read.append(given))
     trainer._load_from_checkpoint(str(tmp_path / "saved"))
     assert read == [(trainer.model, tmp_path / "saved")]
     assert trainer.weights_in == [tmp_path / "saved", checkpoint]  # the newest first

@@ -17,7 +17,8 @@ from ...diagnose.measure.depth import DepthProbe
 from ...diagnose.measure.families import decoder_layers, token_positions
 from ...diagnose.report import KINDS
 from ..collator import ConversationCollator
-from ..modules.model import base_model, evaluating
+from ..modules.model import base_model
+from ..modules.precision import evaluating
 from ..settings import RunConfig
 
 

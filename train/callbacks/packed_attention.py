@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ..modules.model import evaluating
+from ..modules.precision import evaluating
 
 
 ROWS = [[5, 6, 7, 8, 9, 10], [6, 7, 8, 9, 10, 11], [9, 5, 11, 7, 12, 8]]

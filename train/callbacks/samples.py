@@ -19,7 +19,8 @@ from ...data.rows.images import ImageRules, image_problem
 from ...errors import Console
 from ...evaluation.answering import Message, answers
 from ...evaluation.questions import text_of, with_images
-from ..modules.model import base_model, evaluating
+from ..modules.model import base_model
+from ..modules.precision import evaluating
 from ..settings import RunConfig
 
 

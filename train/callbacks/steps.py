@@ -21,7 +21,9 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from ...diagnose.measure.families import decoder_layers, token_positions
 from ...modeling_normalign_llava import _gathered, gain_magnitude
 from ..keeping.checkpoints import newest_complete
-from ..modules import model as parts
+from ..modules.forward import watching_outputs
+from ..modules.model import base_model, module_of, projector_norm, trained_parameters
+from ..modules.precision import evaluating
 from ..settings import RunConfig
 
 
@@ -76,7 +78,7 @@ class Measurements(TrainerCallback):
         return values
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._model = parts.base_model(model)
+        self._model = base_model(model)
         self._clipped = self._steps = 0
         state.compute_steps(args, state.max_steps)  # a resumed state has those of earlier options
 
@@ -99,7 +101,7 @@ class Measurements(TrainerCallback):
         if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
             return
         norms: dict[str, list[Tensor]] = {}
-        for name, parameter in parts.trained_parameters(model).items():
+        for name, parameter in trained_parameters(model).items():
             if parameter.grad is not None:
                 norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
                 norms.setdefault(_part(name), []).append(_whole(norm).to(args.device))
@@ -126,7 +128,7 @@ class Measurements(TrainerCallback):
 @torch.no_grad()
 def norm_values(model: nn.Module) -> dict[str, Tensor]:
     """Size of gain and bias (table 5) and the factor of gradient compensation (eq. 12), by name."""
-    norm = parts.projector_norm(model)
+    norm = projector_norm(model)
     values = {"gwc/factor": torch.ones(())}
     if isinstance(norm, nn.Identity):
         return values
@@ -142,7 +144,7 @@ def norm_values(model: nn.Module) -> dict[str, Tensor]:
 
 def _part(name: str) -> str:
     """Which of `GRADIENT_PARTS` a parameter belongs to."""
-    module = parts.module_of(name)
+    module = module_of(name)
     if module == "norm":
         return "gain" if name.endswith("weight") else "bias"
     return {"vision": "vision_tower", "language": "language_model"}.get(module, module)
@@ -246,7 +248,7 @@ class FiniteCheck(TrainerCallback):
                 first.append(f"the output of {name}")
 
         try:
-            with parts.evaluating(model, self.args), parts.watching_outputs(model, look):
+            with evaluating(model, self.args), watching_outputs(model, look):
                 for batch in batches:  # all of them: sharded weights are gathered by all processes
                     model(**batch, fused_lm_head=True)
         finally:

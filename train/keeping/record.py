@@ -36,7 +36,8 @@ from ...checkpoint.files import TRAINING_RECORD
 from ...checkpoint.opening import read_record
 from ...data.rows.checks import DataReport, by_kind, counted, not_read
 from ...data.rows.parse import DroppedRows
-from ..modules import model as parts
+from ..modules.model import base_model, frozen_modules, module_of, trained_parameters
+from ..modules.sizes import OPTIMIZER, OptimizerClass, parameter_count, static_bytes, tensor_bytes
 from ..options import BOTH_STAGES, STAGES
 from ..settings import RunConfig, autocast_dtype
 from .checkpoints import checkpoints_in
@@ -208,7 +209,7 @@ def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
     return {
         "modules": modules(trainer.model, trainer.learning_rates),
         "data": [{**data, "dropped": len(data["dropped"])} for data in asdict(report)["sources"]],
-        "tokens_per_image": parts.base_model(trainer.model).config.image_seq_length,
+        "tokens_per_image": base_model(trainer.model).config.image_seq_length,
         "batch": {
             "rows": trainer.get_total_train_batch_size(args),
             "per_device": args.per_device_train_batch_size,
@@ -231,7 +232,7 @@ def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str
     dtypes = {key: Counter[str]() for key in rows}
     for name, parameter in model.named_parameters():
         if ".original_module." not in name:  # PEFT's untrained copies
-            module, count = parts.module_of(name), parts.parameter_count(parameter)
+            module, count = module_of(name), parameter_count(parameter)
             key = "adapters" if ".lora_" in name else module
             rows[key]["parameters"] += count
             packed = type(parameter).__name__ == "Params4bit"
@@ -250,14 +251,14 @@ def disk_use(
     args: RunConfig,
     steps: int,
     weights_in: Sequence[Path],
-    optimizer_class: parts.OptimizerClass | None = None,
+    optimizer_class: OptimizerClass | None = None,
 ) -> dict[str, int]:
     """Bytes of a checkpoint, how many are kept at a time, and bytes of these and the result."""
     kind = AcceleratorState().distributed_type
     sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    optimizer = parts.static_bytes(model, args, optimizer_class)[parts.OPTIMIZER]
+    optimizer = static_bytes(model, args, optimizer_class)[OPTIMIZER]
     optimizer *= args.world_size if sharded else 1
-    trained = sum(map(parts.tensor_bytes, parts.trained_parameters(model).values()))
+    trained = sum(map(tensor_bytes, trained_parameters(model).values()))
     if kind == DistributedType.DEEPSPEED or (sharded and isinstance(model, PeftModel)):
         optimizer += trained  # which is saved again with these states
     weights, once = trained, 0
@@ -266,7 +267,7 @@ def disk_use(
             name: torch.empty(getattr(own, "ds_shape", own.shape), dtype=own.dtype, device="meta")
             for name, own in model.state_dict(keep_vars=True).items()
         }
-        layout, frozen = stored.stored_tensors(model, whole), parts.frozen_modules(model)
+        layout, frozen = stored.stored_tensors(model, whole), frozen_modules(model)
         # Files of frozen modules are written once, or not at all if these folders hold them.
         linked = stored.unchanged_files(layout, frozen, weights_in)
         shards = stored.shards_of(layout).items()

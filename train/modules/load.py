@@ -19,7 +19,8 @@ from ...checkpoint.opening import Checkpoint
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..settings import Precision, RunConfig, autocast_dtype
-from .model import PLACES, projector_norm, trained_parameters, watching_outputs
+from .forward import watching_outputs
+from .model import PLACES, projector_norm, trained_parameters
 
 
 def check_architecture(model_type: str | None, name: str) -> None:
