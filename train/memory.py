@@ -18,7 +18,7 @@ from trl import SFTTrainer
 from ..checkpoint.precision import memory_limit
 from ..errors import Printed
 from .collator import ConversationCollator
-from .keeping.record import gib, titled_table
+from .keeping.summary import gib, titled_table
 from .modules.sizes import BATCHES, GRADIENTS, MEMORY_PARTS, memory_shares, static_bytes
 from .prepare import Rows
 from .samplers import train_sampler

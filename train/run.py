@@ -17,7 +17,7 @@ from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
 from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
-from .keeping.record import gib, render_dropped
+from .keeping.summary import gib, render_dropped
 from .modules.model import base_model
 from .options import ModelArguments, NormAlignConfig
 from .parsing import parse

@@ -52,16 +52,10 @@ from .keeping.checkpoints import (
     resolve_resume,
     writing_checkpoint,
 )
-from .keeping.record import (
-    check_disk,
-    data_record,
-    digest_of_lengths,
-    disk_use,
-    render,
-    summary,
-    training_record,
-)
+from .keeping.disk import check_disk, disk_use
+from .keeping.record import data_record, digest_of_lengths, training_record
 from .keeping.same_run import check_resumed
+from .keeping.summary import render, summary
 from .loading import LoadedModel, load
 from .marked import batch_examples, marked
 from .memory import MemoryEstimate, estimate_memory

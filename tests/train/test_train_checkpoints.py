@@ -16,7 +16,7 @@ import training
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping import checkpoints
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, resolve_resume
-from normalign_llava.train.keeping.record import check_disk
+from normalign_llava.train.keeping.disk import check_disk
 from normalign_llava.train.run import main
 
 

@@ -21,7 +21,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
 from normalign_llava.train import run
-from normalign_llava.train.keeping.record import modules
+from normalign_llava.train.keeping.summary import modules
 from normalign_llava.train.memory import CONTEXT, MemoryEstimate, largest_batch
 from normalign_llava.train.modules.model import base_model
 from normalign_llava.train.modules.sharding import sharding

@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from normalign_llava.data.rows.checks import DataReport, SourceReport
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows
-from normalign_llava.train.keeping import record
+from normalign_llava.train.keeping import disk, record, summary
 from normalign_llava.train.keeping.same_run import check_resumed
 from normalign_llava.train.loading import LoadedModel
 from normalign_llava.train.prepare import CheckedData, OpenedModel, Plan
@@ -44,19 +44,19 @@ LANGUAGE = r".*language_model.*q_proj"
     ],
 )
 def test_bytes_are_read_in_the_unit_that_suits_them(size, read):
-    assert record.gib(size) == read
+    assert summary.gib(size) == read
 
 
 def test_dropped_rows_are_counted_and_told_by_kind_of_reason(tmp_path):
     dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
-    assert record.render_dropped(dropped) == []
+    assert summary.render_dropped(dropped) == []
     dropped.add(DroppedRow("a.json", 3, "x.png", "x.png: is truncated"))
-    said, line = record.render_dropped(dropped)
+    said, line = summary.render_dropped(dropped)
     assert said.startswith("1 row ") and str(dropped.path) in said
     assert "a.json, row 3" in line
     for number in range(4, 15):
         dropped.add(DroppedRow("a.json", number, None, f"reason {chr(60 + number)}"))
-    said, *lines = record.render_dropped(dropped)
+    said, *lines = summary.render_dropped(dropped)
     assert said.startswith("12 rows ")
     assert len(lines) == 11 and "2 more" in lines[-1]
 
@@ -273,7 +273,7 @@ def used(trainer, tmp_path):
     def count(steps=100, **options) -> dict:
         args = training.settings(tmp_path, max_steps=steps, **options)
         Accelerator(cpu=True)  # the options have made accelerate forget its state
-        return record.disk_use(trainer.model, args, steps, [])
+        return disk.disk_use(trainer.model, args, steps, [])
 
     return count
 
@@ -336,7 +336,7 @@ def test_a_checkpoint_has_the_states_of_all_processes(
     adapted = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=LANGUAGE))
     for model, size in ((trainer.model, whole), (adapted, adapters)):
         trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-        assert record.disk_use(model, args, 20, [])["checkpoint"] == size * trained
+        assert disk.disk_use(model, args, 20, [])["checkpoint"] == size * trained
 
 
 def shown(table) -> list[list[str]]:
@@ -364,7 +364,7 @@ def facts() -> dict:
 
 def test_the_summary_has_each_figure_in_its_column(tmp_path):
     about = {"stage": "align", "arm": "gwc", "options": {"seed": 3}}
-    _, options, modules, data, *lines, run = record.render(about, facts(), tmp_path).renderables
+    _, options, modules, data, *lines, run = summary.render(about, facts(), tmp_path).renderables
     assert shown(options) == [["stage", "align"], ["arm", "gwc"], ["seed", "3"]]
     assert shown(modules) == [
         ["vision tower", "1,500", "0", "nf4 + bfloat16", "frozen"],
@@ -397,7 +397,9 @@ def test_a_packed_batch_is_not_told_as_rows_of_a_pass(tmp_path):
     told = facts()
     told["batch"]["packed"] = True
     told |= dict(autocast="float16", precision_because="")
-    run = record.render({"stage": None, "arm": None, "options": {}}, told, tmp_path).renderables[-1]
+    run = summary.render({"stage": None, "arm": None, "options": {}}, told, tmp_path).renderables[
+        -1
+    ]
     cells = dict(shown(run))
     packed = "256 rows packed into 4 process(es) x 32 accumulation step(s)"
     assert (cells["Batch"], cells["Autocast"]) == (packed, "float16")
@@ -540,7 +542,7 @@ def test_parameters_count_at_the_rate_of_their_module():
     named = [("model.language_model.a.lora_A.weight", parameter)]
     named.append(("model.language_model.a.original_module.weight", parameter))
     model = SimpleNamespace(named_parameters=lambda: named)
-    (row,) = record.modules(model, {"vision": 0.0, "language": 2e-4})
+    (row,) = summary.modules(model, {"vision": 0.0, "language": 2e-4})
     assert row == {
         **{"module": "adapters", "parameters": 3, "trained": 3},
         **{"learning_rate": 2e-4, "dtypes": ["float32"]},

@@ -1,46 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells of itself: `training.json`, and the summary printed before its first step."""
+"""What a run records of itself: `training.json`."""
 
 import json
 import os
 import platform
 import subprocess
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from enum import Enum
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, distribution, version
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig, PeftModel
-from rich.box import SIMPLE_HEAD
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-from torch import nn
+from peft import LoraConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ... import __version__
 from ...assembly.processing import ARM_FIELDS, arm_of
-from ...checkpoint import weights as stored
 from ...checkpoint.files import TRAINING_RECORD
 from ...checkpoint.opening import read_record
-from ...data.rows.checks import DataReport, by_kind, counted, not_read
-from ...data.rows.parse import DroppedRows
-from ..modules.model import base_model, frozen_modules, module_of, trained_parameters
-from ..modules.sizes import OPTIMIZER, OptimizerClass, parameter_count, static_bytes, tensor_bytes
+from ...data.rows.checks import DataReport
 from ..options import BOTH_STAGES, STAGES
-from ..settings import RunConfig, autocast_dtype
-from .checkpoints import checkpoints_in
 from .same_run import OF_ACCELERATOR
 
 
@@ -201,173 +187,3 @@ def _plain(value: Any) -> Any:
         if os.path.exists(path):
             return Path(path).name + colon + split  # no local path travels with a checkpoint
     return value if isinstance(value, str | int | float) else None
-
-
-def summary(trainer: Any, report: DataReport, steps: int) -> dict[str, Any]:
-    """The facts of a run as JSON: modules, data, batch, steps, precision."""
-    args = trainer.args
-    return {
-        "modules": modules(trainer.model, trainer.learning_rates),
-        "data": [{**data, "dropped": len(data["dropped"])} for data in asdict(report)["sources"]],
-        "tokens_per_image": base_model(trainer.model).config.image_seq_length,
-        "batch": {
-            "rows": trainer.get_total_train_batch_size(args),
-            "per_device": args.per_device_train_batch_size,
-            "processes": args.world_size,
-            "accumulation": args.gradient_accumulation_steps,
-            "packed": args.packing,
-        },
-        "steps": steps,
-        "warmup_steps": args.get_warmup_steps(steps),
-        "autocast": autocast_dtype(args),
-        "precision_because": trainer.precision.because,
-    }
-
-
-def modules(model: nn.Module, learning_rates: dict[str, float]) -> list[dict[str, Any]]:
-    """Parameters of each module, how many are trained, their dtypes, and the learning rate."""
-    empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
-    names = {"vision": "vision tower", "language": "language model"}
-    rows = {key: {"module": names.get(key, key), **empty} for key in (*learning_rates, "adapters")}
-    dtypes = {key: Counter[str]() for key in rows}
-    for name, parameter in model.named_parameters():
-        if ".original_module." not in name:  # PEFT's untrained copies
-            module, count = module_of(name), parameter_count(parameter)
-            key = "adapters" if ".lora_" in name else module
-            rows[key]["parameters"] += count
-            packed = type(parameter).__name__ == "Params4bit"
-            dtype = parameter.quant_type if packed else str(parameter.dtype).removeprefix("torch.")
-            dtypes[key][dtype] += count
-            if parameter.requires_grad:
-                rows[key]["trained"] += count
-                rows[key]["learning_rate"] = learning_rates[module]
-    for key, counter in dtypes.items():
-        rows[key]["dtypes"] = [dtype for dtype, _ in counter.most_common()]
-    return [row for row in rows.values() if row["parameters"]]
-
-
-def disk_use(
-    model: nn.Module,
-    args: RunConfig,
-    steps: int,
-    weights_in: Sequence[Path],
-    optimizer_class: OptimizerClass | None = None,
-) -> dict[str, int]:
-    """Bytes of a checkpoint, how many are kept at a time, and bytes of these and the result."""
-    kind = AcceleratorState().distributed_type
-    sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    optimizer = static_bytes(model, args, optimizer_class)[OPTIMIZER]
-    optimizer *= args.world_size if sharded else 1
-    trained = sum(map(tensor_bytes, trained_parameters(model).values()))
-    if kind == DistributedType.DEEPSPEED or (sharded and isinstance(model, PeftModel)):
-        optimizer += trained  # which is saved again with these states
-    weights, once = trained, 0
-    if not isinstance(model, PeftModel):
-        whole = {  # ZeRO-3 leaves empty tensors behind, which know their shapes
-            name: torch.empty(getattr(own, "ds_shape", own.shape), dtype=own.dtype, device="meta")
-            for name, own in model.state_dict(keep_vars=True).items()
-        }
-        layout, frozen = stored.stored_tensors(model, whole), frozen_modules(model)
-        # Files of frozen modules are written once, or not at all if these folders hold them.
-        linked = stored.unchanged_files(layout, frozen, weights_in)
-        shards = stored.shards_of(layout).items()
-        new = {file: names for file, names in shards if file not in linked}
-        sizes = {file: sum(layout[name].nbytes for name in names) for file, names in new.items()}
-        once = sum(sizes[file] for file in new if stored.module_of_file(new[file][0]) in frozen)
-        weights = sum(sizes.values()) - once
-    saves = {"no": 0, "epoch": ceil(args.num_train_epochs)}.get(args.save_strategy.value)
-    if saves is None:
-        every = args.save_steps if args.save_steps >= 1 else ceil(args.save_steps * steps)
-        saves = ceil(steps / every)
-    # The oldest is removed when the newest is written, and the best one stays.
-    limit = (args.save_total_limit or saves) + 1
-    limit += args.load_best_model_at_end and args.save_total_limit == 1
-    kept, size = min(saves, limit), weights + (0 if args.save_only_model else optimizer)
-    return {"checkpoint": size, "checkpoints": kept, "total": once + kept * size + weights}
-
-
-def check_disk(output_dir: str | os.PathLike, size: int) -> None:
-    """Raises ValueError if a run needs more than what is free and its earlier checkpoints take."""
-    files = (path.stat() for folder in checkpoints_in(output_dir) for path in folder.rglob("*"))
-    size -= sum(file.st_size for file in files if file.st_nlink == 1)
-    remedy = (
-        "Make room, keep fewer checkpoints (--save_total_limit 1), write elsewhere (--output_dir), "
-        "or, if the run need not be resumed, save no optimizer states (--save_only_model)."
-    )
-    stored.check_space(Path(output_dir), size, remedy)
-
-
-def render(record: dict[str, Any], facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
-    """Options and the facts of [`summary`] for `rich.console.Console.print`, in 100 columns."""
-    modules, data, left_out = [], [], []
-    for row in facts["modules"]:
-        rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
-        counts = [f"{row['parameters']:,}", f"{row['trained']:,}"]
-        modules.append([row["module"], *counts, " + ".join(row["dtypes"]), rate])
-    totals = [sum(row[name] for row in facts["modules"]) for name in ("parameters", "trained")]
-    modules.append(["all", *(f"{total:,}" for total in totals)])
-    for source in facts["data"]:
-        name, tokens = Path(source["source"]).name, "streamed"
-        numbers = [source[name] for name in ("found", "bad", "too_long", "used", "images")]
-        if source["longest"] is not None:
-            tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
-        counts = ["" if number is None else f"{number:,}" for number in numbers]
-        data.append([name, source["split"], *counts, tokens])
-        files = {Path(file).name: rows for file, rows in source["files"].items()}
-        lines = {"files": counted(files)} if files else {}
-        lines |= not_read(source["left_out"], source["changed"])
-        left_out += [Text(f"{name}, {title}: {text}") for title, text in lines.items()]
-    columns = ["", "", "rows", "bad", "too long", "used", "images", "tokens (median)"]
-    return Group(
-        "Options",
-        _pairs({"stage": record["stage"], "arm": record["arm"], **record["options"]}),
-        titled_table("Modules", ["", "parameters", "trained", "dtype", "learning rate"], modules),
-        titled_table("Data", columns, data),
-        *left_out,
-        _pairs(_run(facts, Path(output_dir))),
-    )
-
-
-def _run(facts: dict[str, Any], output_dir: Path) -> dict[str, str]:
-    batch, disk = facts["batch"], facts["disk"]
-    passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
-    divided = "packed into" if batch["packed"] else f"= {batch['per_device']:,} per device x"
-    checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
-    because = f" ({facts['precision_because']})" if facts["precision_because"] else ""
-    free = gib(stored.free_space(output_dir))
-    return {
-        "Tokens per image": f"{facts['tokens_per_image']:,}",
-        "Batch": f"{batch['rows']:,} rows {divided} {passes}",
-        "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up",
-        "Autocast": f"{facts['autocast'] or 'none'}{because}",
-        "Disk": f"{gib(disk['total'])} ({checkpoints}); {free} are free",
-    }
-
-
-def _pairs(values: dict[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value in values.items():
-        table.add_row(name, Text(str(value)))
-    return table
-
-
-def titled_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table for `rich.console.Console.print`: a first column of words, the others of numbers."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def gib(size: int) -> str:
-    """Bytes, to be read."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
-
-
-def render_dropped(dropped: DroppedRows) -> list[str]:
-    """How many rows were dropped, and how many for each kind of reason; empty if none was."""
-    rows = dropped.read()
-    count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
-    return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)] if rows else []
