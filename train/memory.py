@@ -104,7 +104,7 @@ def lengthened(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     missing = length - batch["input_ids"].shape[1]
     if missing <= 0:
         return batch
-    filling = {}
+    filling: dict[str, Tensor] = {}
     for name in ("input_ids", "attention_mask"):
         if name in batch:
             filling[name] = batch[name][:, -1:].expand(-1, missing)
