@@ -58,29 +58,50 @@ def peak_bytes(
 
 def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: ExitStack) -> None:
     """Has the trainer take steps as in training, on the device in question, until `stack` ends."""
-    args, model, base = trainer.args, trainer.model, base_model(trainer.model)
+    args = trainer.args
+    base = base_model(trainer.model)
+    if checkpointing is None:
+        checkpointing = args.gradient_checkpointing
     for embeddings in (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings()):
         # Disabling checkpointing leaves its hooks there, with which an input has a gradient.
         stack.enter_context(replaced(embeddings, _forward_hooks=OrderedDict()))
-    if args.gradient_checkpointing if checkpointing is None else checkpointing:
-        stack.callback(model.gradient_checkpointing_disable)  # training enables it
-        options = dict(args.gradient_checkpointing_kwargs or {})
-        own = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **own)
-    stack.callback(model.train, model.training)
-    model.train()
+    if checkpointing:
+        _enable_checkpointing(trainer, stack)
+    stack.callback(trainer.model.train, trainer.model.training)
+    trainer.model.train()
+    _keep_state(trainer, stack)
+    if args.device.type != "cpu" or args.device_memory is not None:
+        stack.enter_context(replaced(base, only_answers=False))
+        _use_kernels_of_gpus(stack)
+
+
+def _enable_checkpointing(trainer: SFTTrainer, stack: ExitStack) -> None:
+    """Enables gradient checkpointing with the run's options, until `stack` ends."""
+    model = trainer.model
+    stack.callback(model.gradient_checkpointing_disable)  # training enables it
+    options = dict(trainer.args.gradient_checkpointing_kwargs or {})
+    arguments = {}
+    for name in ("every_n_layers", "offload"):
+        if name in options:
+            arguments[name] = options.pop(name)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **arguments)
+
+
+def _keep_state(trainer: SFTTrainer, stack: ExitStack) -> None:
+    """Restores random numbers and counts when `stack` ends."""
     stack.enter_context(torch.random.fork_rng(devices=[]))
     seen = trainer.state.num_input_tokens_seen
     stack.enter_context(replaced(trainer.state, num_input_tokens_seen=seen))
     stack.enter_context(replaced(trainer, _metrics=copy.deepcopy(trainer._metrics)))
     stack.enter_context(replaced(trainer.accelerator, gather_for_metrics=lambda value: value))
-    if args.device.type != "cpu" or args.device_memory is not None:
-        stack.enter_context(replaced(base, only_answers=False))
-        # TRL's fused head: Triton writes into tiles of its products, where torch would allocate.
-        stack.enter_context(replaced(utils, _use_triton=lambda device: True))
-        kernels = ("_forward_tile", "_backward_tile", "_addmm_fp32")
-        tiles = dict.fromkeys(kernels, lambda *args, **kwargs: None)
-        stack.enter_context(replaced(chunked_logprob, _use_triton=lambda device: False, **tiles))
+
+
+def _use_kernels_of_gpus(stack: ExitStack) -> None:
+    """Has TRL's fused head allocate as with Triton, which writes into tiles of its products."""
+    stack.enter_context(replaced(utils, _use_triton=lambda device: True))
+    kernels = ("_forward_tile", "_backward_tile", "_addmm_fp32")
+    tiles = dict.fromkeys(kernels, lambda *args, **kwargs: None)
+    stack.enter_context(replaced(chunked_logprob, _use_triton=lambda device: False, **tiles))
 
 
 class _Shape(Tensor):

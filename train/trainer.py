@@ -128,6 +128,23 @@ def refused_by_trl(plan: Plan) -> dict[str, Any]:
     return seen
 
 
+def pass_over_frozen(model: nn.Module, keys: Any) -> None:
+    """Takes frozen parameters from the missing keys: DeepSpeed's checkpoints lack them."""
+    keys.missing_keys[:] = trained_parameters(model).keys() & keys.missing_keys
+
+
+def by_module(
+    groups: list[dict[str, Any]], modules: dict[nn.Parameter, str], rates: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Returns an optimizer's groups, divided into modules, each with its learning rate."""
+    divided = []
+    for group, module in product(groups, MODULES):
+        parameters = [value for value in group["params"] if modules[value] == module]
+        if parameters:
+            divided.append(group | {"params": parameters, "lr": rates[module]})
+    return divided
+
+
 class NormAlignTrainer(SFTTrainer):
     """[`SFTTrainer`] for NormAlign-LLaVA, with the same arguments in the same order.
 
@@ -262,18 +279,23 @@ class NormAlignTrainer(SFTTrainer):
             "train",
             need_images,
         )
-        self.train_dataset = self._described = rows
+        self.train_dataset = rows
+        self._described = rows
         if self.args.packing:  # as many passes in a step as these rows need
             passes = passes_in_step(self.args, rows)
             self.args.settle(gradient_accumulation_steps=passes)
             self.current_gradient_accumulation_steps = passes
         if isinstance(self.data_collator, ConversationCollator) and counted is not None:
             self.data_collator.skippable = counted.skippable
-        held_out = [source for source in self.facts["data"] if source["split"] != "train"]
-        self._describe(DataReport([] if counted is None else [counted]))
-        self.facts["data"] += held_out
-        kept = [source for source in self.record["data"] if source["split"] != "train"]
-        self.record["data"] = data_record(DataReport([] if counted is None else [counted])) + kept
+        sources = []
+        if counted is not None:
+            sources.append(counted)
+        report = DataReport(sources)
+        held_out_facts = [source for source in self.facts["data"] if source["split"] != "train"]
+        self._describe(report)
+        self.facts["data"] += held_out_facts
+        held_out = [source for source in self.record["data"] if source["split"] != "train"]
+        self.record["data"] = data_record(report) + held_out
         if self.probe is not None:
             self.probe.batch = type(self.probe).of_rows(rows, self.data_collator, self.args).batch
 
@@ -290,10 +312,6 @@ class NormAlignTrainer(SFTTrainer):
         if self.is_fsdp_enabled:
             prepare_sharding(self.accelerator, model)
         if self.is_deepspeed_enabled:
-
-            def pass_over_frozen(model: nn.Module, keys: Any) -> None:  # which checkpoints lack
-                keys.missing_keys[:] = trained_parameters(model).keys() & keys.missing_keys
-
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
 
     def _add_callbacks(self) -> None:
@@ -304,8 +322,9 @@ class NormAlignTrainer(SFTTrainer):
         if args.padding_free:
             self.add_callback(PackedAttentionCheck)
         if args.early_stopping_patience is not None:
-            patience, threshold = args.early_stopping_patience, args.early_stopping_threshold
-            self.add_callback(EarlyStoppingCallback(patience, threshold))
+            self.add_callback(
+                EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_threshold)
+            )
         self.add_callback(LossCurve)
         show_lines(self)
         if args.probe_steps:
@@ -339,15 +358,13 @@ class NormAlignTrainer(SFTTrainer):
             rate = self.learning_rates.get(first, self.args.learning_rate)
             with replaced(self.args, learning_rate=rate):
                 optimizer = super().create_optimizer(model)
-            groups = []
-            for group, module in product(optimizer.param_groups, MODULES):
-                values = [value for value in group["params"] if modules[value] == module]
-                if values:
-                    groups.append(group | {"params": values, "lr": self.learning_rates[module]})
-            # The Trainer logs the rate of the first group: a norm alone has no weight decay.
-            leading = [group for group in groups if modules[group["params"][0]] == first][:1]
-            others = [group for group in groups if all(group is not one for one in leading)]
-            optimizer.param_groups = leading + others
+            groups = by_module(optimizer.param_groups, modules, self.learning_rates)
+            # The Trainer logs the rate of the first group. A norm has no group with weight decay.
+            for place, group in enumerate(groups):
+                if modules[group["params"][0]] == first:
+                    groups.insert(0, groups.pop(place))
+                    break
+            optimizer.param_groups = groups
             if self.is_fsdp_enabled:
                 optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer
@@ -361,7 +378,9 @@ class NormAlignTrainer(SFTTrainer):
         return loader
 
     def _get_train_sampler(self, train_dataset=None):
-        rows = self.train_dataset if train_dataset is None else train_dataset
+        rows = self.train_dataset
+        if train_dataset is not None:
+            rows = train_dataset
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
 
     def get_total_train_batch_size(self, args) -> int:
@@ -486,12 +505,13 @@ class NormAlignTrainer(SFTTrainer):
             if self.label_smoother is not None and num_items_in_batch is not None:
                 # The label smoother divides by it, and a step may have no labels.
                 num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not self.model.training:
-            self._count_evaluated(inputs, loss[0] if return_outputs else loss)
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
         if self.model.training:
-            self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
-        return loss
+            self.finite.check_loss(loss, inputs)
+        else:
+            self._count_evaluated(inputs, loss)
+        return result
 
     def _count_evaluated(self, inputs: dict[str, Any], loss: Tensor) -> None:
         """Adds a batch to the sums of [`evaluation_loop`]: its loss counts for rows with labels."""
@@ -521,13 +541,16 @@ class NormAlignTrainer(SFTTrainer):
         name = f"{metric_key_prefix}_loss"
         if not others or name not in output.metrics:
             return output
-        output.metrics[name] = losses / with_labels if with_labels else float("nan")
-        # Of a batch without labels, TRL has zeros.
+        output.metrics[name] = float("nan")
+        if with_labels:
+            output.metrics[name] = losses / with_labels
+        # TRL has zeros for a batch without labels.
         averages = self._metrics["eval"]
         pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)
-        if kept := [pair for pair in pairs if pair != (0.0, 0.0)]:
-            averages["entropy"] = [entropy for entropy, _ in kept]
-            averages["mean_token_accuracy"] = [accuracy for _, accuracy in kept]
+        with_label = [pair for pair in pairs if pair != (0.0, 0.0)]
+        if with_label:
+            averages["entropy"] = [entropy for entropy, _ in with_label]
+            averages["mean_token_accuracy"] = [accuracy for _, accuracy in with_label]
         return output
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
@@ -554,7 +577,8 @@ class NormAlignTrainer(SFTTrainer):
         """Adds the measurements of this step to what TRL and the Trainer log."""
         if self.model.training:
             logs |= self.measurements.collect()
-            logs |= self.probe.collect() if self.probe else {}
+            if self.probe:
+                logs |= self.probe.collect()
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -615,27 +639,32 @@ class NormAlignTrainer(SFTTrainer):
         from ..hub_cards.push.checks import recorded_base
         from ..hub_cards.push.publish import publish
 
-        folder, repo_id, token = self.args.output_dir, self.hub_model_id, token or self.hub_token
+        folder = self.args.output_dir
+        repo_id = self.hub_model_id
+        token = token or self.hub_token
         revision = revision or self.args.hub_revision or "main"
         adapter = recorded_base(Path(folder)) is not None
         try:
             return publish(folder, repo_id, revision=revision, as_adapter=adapter, token=token)
         except (ValueError, OSError) as error:
             words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
-            command = shlex.join([*words, "--adapter"] if adapter else words)
+            if adapter:
+                words.append("--adapter")
             kind = ValueError if isinstance(error, ValueError) else OSError
             result = f"The trained model is complete in {folder}."
-            raise kind(f"{error}\n{result} Once that is fixed: `{command}`.") from error
+            raise kind(f"{error}\n{result} Once that is fixed: `{shlex.join(words)}`.") from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # PEFT saves adapters. DeepSpeed gives an empty state if it does not gather weights.
         if isinstance(self.model, PeftModel) or state_dict == {} or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        folder, model = Path(output_dir or self.args.output_dir), self.model
+        folder = Path(output_dir or self.args.output_dir)
+        model = self.model
         frozen = frozen_modules(model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
-            model, state_dict = self._unquantized_model(self.checkpoint, frozen), None
+            model = self._unquantized_model(self.checkpoint, frozen)
+            state_dict = None
         with weights.no_progress_bar(), replaced(self, model=model):
             super()._save(str(folder), {})
         layout = weights.stored_tensors(model, state_dict)
@@ -706,10 +735,9 @@ class NormAlignTrainer(SFTTrainer):
             "metric": best_metric(self.args),
             "value": self.state.best_metric,
         }
-        step, steps = self._best["step"], self._best["of_steps"]
-        metric, value = self._best["metric"], self._best["value"]
-        said = f"The weights of step {step} of {steps} are kept: {metric} {value:.4g}, the best."
-        show(self.state, said)
+        metric = f"{self._best['metric']} {self._best['value']:.4g}"
+        steps = f"step {self._best['step']} of {self._best['of_steps']}"
+        show(self.state, f"The weights of {steps} are kept: {metric}, the best.")
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         # The Trainer's saves all weights again where they are divided among processes.
