@@ -105,8 +105,8 @@ def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
     """Checks what training checks, prints summary and memory of a step; returns whether it fits."""
 
     def make(further_words: Sequence[str] = ()) -> NormAlignTrainer:
-        data, args, model = parse([*words, *further_words], recipe)
-        trainer, _ = make_trainer(data, args, model)
+        parsed = parse([*words, *further_words], recipe)
+        trainer, _ = make_trainer(*parsed)
         return trainer
 
     trainer = make()
