@@ -263,10 +263,11 @@ def show_help() -> None:
 
 def check_names(words: Sequence[str], recipe: dict[str, Any]) -> None:
     """Raises ValueError if options have their names in other tools, with the names here."""
-    names = list(recipe)
+    names = []
     for word in words:
         if word.startswith("--"):
             names.append(word.removeprefix("--").partition("=")[0])
+    names += recipe
     options = dict.fromkeys(name.replace("-", "_") for name in names)
     answers = [answer_for(option) for option in options if option in ELSEWHERE]
     if answers:
