@@ -120,6 +120,7 @@ DOES_IT_FIT = "Does its version fit torch and this machine?"
 FULL = "CUDA out of memory. Tried to allocate 2.31 GiB. GPU 0 has 23 GiB of which 1 GiB is free. Or"
 ASKED = "Tried to allocate 2.31 GiB. GPU 0 has 23 GiB of which 1 GiB is free"
 KERNELS = "/x/site-packages/{}/a.py".format
+TORCH = KERNELS("torch")  # which is no library of kernels
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,10 @@ KERNELS = "/x/site-packages/{}/a.py".format
         (
             raised(raised(ValueError("a"), file=KERNELS("triton")), file=KERNELS("bitsandbytes")),
             f"triton failed: a. {DOES_IT_FIT}",  # which bitsandbytes called
+        ),
+        (
+            raised(raised(ValueError("a"), file=TORCH), file=KERNELS("bitsandbytes")),
+            f"bitsandbytes failed: a. {DOES_IT_FIT}",  # in what it called of torch
         ),
         (RuntimeError("cuDNN error: x"), "The GPU failed: cuDNN error: x. Does"),
         (RuntimeError("HIP error: x"), "The GPU failed: HIP error: x. Does"),
