@@ -191,6 +191,8 @@ def test_of_accelerator_and_adapters_a_record_has_what_is_not_the_default():
     config.revision, config.peft_version = "v2", "0.1"
     config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=True)
     assert record._changes_of_adapters(config) == {"r": 4, "target_modules": ["q", "v"]}
+    switched_off = LoraConfig(init_lora_weights=False)  # which is True by default
+    assert record._changes_of_adapters(switched_off) == {"init_lora_weights": False}
     optimizer = (torch.optim.SGD, {"lr": 0.1})
     assert record._named(optimizer) == {"class": "torch.optim.sgd.SGD", "lr": 0.1}
 
