@@ -3,6 +3,7 @@
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ..checkpoint.untrusted import json_object
 
 EVALUATION = "evaluation"  # folder in a checkpoint
 SUMMARY = "summary.json"  # file in it, beside what the harness writes
-WEIGHT_FILES = "*.safetensors"  # of which [`files_hash`] tells whether a result is theirs
+WEIGHT_FILES = "*.safetensors"  # a result belongs to the weights with the same [`files_hash`]
 SCHEMA_VERSION = 2  # grows when a field of the summary is renamed, removed or changes its meaning
 
 
@@ -45,10 +46,15 @@ class Evaluation:
     settings: dict[str, Any] = field(default_factory=dict)  # what else the results depend on
 
     def __post_init__(self):
-        named: list[tuple[str, list[Any]]] = [("samples", [self.samples, self.total])]
-        named += [(m.name, [m.value, m.stderr or 0, *m.references.values()]) for m in self.metrics]
-        for name, values in named:
-            if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+        self._check_finite("samples", [self.samples, self.total])
+        for metric in self.metrics:
+            stderr = 0 if metric.stderr is None else metric.stderr
+            self._check_finite(metric.name, [metric.value, stderr, *metric.references.values()])
+
+    def _check_finite(self, name: str, values: list[Any]) -> None:
+        """Raises ValueError if a value is not a finite number, as NaN or text from a file."""
+        for value in values:
+            if type(value) not in (int, float) or not math.isfinite(value):
                 raise ValueError(f"in {self.task}, {name} is {values}, not finite numbers")
 
     @property
@@ -59,26 +65,46 @@ class Evaluation:
     def write(self, checkpoint: Path) -> None:
         """Writes the results into a folder's `evaluation/summary.json`, over earlier ones."""
         with only_writer(checkpoint):
-            others = [result for result in read_evaluations(checkpoint) if result.task != self.task]
-            tasks = map(asdict, sorted([*others, self], key=lambda result: result.task))
-            content = {"schema_version": SCHEMA_VERSION, "evaluations": [*tasks]}
+            evaluations = [self]
+            for result in read_evaluations(checkpoint):
+                if result.task != self.task:
+                    evaluations.append(result)
+            evaluations.sort(key=lambda result: result.task)
+            content = {
+                "schema_version": SCHEMA_VERSION,
+                "evaluations": list(map(asdict, evaluations)),
+            }
             write_json(checkpoint / EVALUATION / SUMMARY, content)
 
 
 def read_evaluations(checkpoint: Path) -> list[Evaluation]:
-    """The evaluations in a checkpoint folder, by name of task; none without a file."""
+    """Reads the evaluations in a checkpoint folder, in order of task; none without a file.
+
+    Raises ValueError if the file is not valid.
+    """
     file = checkpoint / EVALUATION / SUMMARY
     if not file.exists():
         return []
     try:
         content = json_object(file.read_bytes(), str(file))
-        if (version := content["schema_version"]) != SCHEMA_VERSION:
+        version = content["schema_version"]
+        if version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
+        evaluations = []
         for entry in content["evaluations"]:
             entry["metrics"] = [Metric(**metric) for metric in entry["metrics"]]
-        return [Evaluation(**entry) for entry in content["evaluations"]]
+            evaluations.append(Evaluation(**entry))
+        return evaluations
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not valid: {error}. Evaluate again, or remove it.") from error
+
+
+def stored_samples(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the task and the content of each sample that the harness stored in a folder."""
+    for file in sorted(folder.glob("samples_*.jsonl")):
+        task = file.name.removeprefix("samples_").rpartition("_")[0]
+        for line in file.read_text(encoding="utf-8").splitlines():
+            yield task, json_object(line.encode(), str(file))
 
 
 @dataclass(frozen=True)
@@ -91,25 +117,27 @@ class Answer:
 
 
 def read_answers(folder: Path) -> list[Answer]:
-    """The answers to own questions that the harness stored in a task's folder, in their order.
+    """Reads the answers to own questions that the harness stored in a task's folder, in order.
 
-    Empty without any. White images' answers are not among them.
+    Empty without any. Answers to white images are not among them.
     """
     answers = []
-    for file in sorted(folder.glob("samples_*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            sample = json_object(line.encode(), str(file))
-            document = sample["doc"]
-            text = str(sample["filtered_resps"][0])
-            answers.append(Answer(document["prompt"], text, list(document["answers"])))
+    for _, sample in stored_samples(folder):
+        document = sample["doc"]
+        text = str(sample["filtered_resps"][0])
+        answers.append(Answer(document["prompt"], text, list(document["answers"])))
     return answers
 
 
 def files_hash(folder: Path, *patterns: str) -> str:
-    """SHA-256 over names and contents of the files in a folder that match one of some patterns."""
+    """Returns a SHA-256 over names and contents of the files in a folder that match a pattern."""
+    matching: set[Path] = set()
+    for pattern in patterns:
+        matching.update(folder.glob(pattern))
     digest = hashlib.sha256()
-    matching = {file for pattern in patterns for file in folder.glob(pattern)}
-    for file in sorted(filter(Path.is_file, matching)):
-        with file.open("rb") as content:
-            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    for file in sorted(matching):
+        if file.is_file():
+            with file.open("rb") as content:
+                content_hash = hashlib.file_digest(content, "sha256")
+            digest.update(file.name.encode() + content_hash.digest())
     return digest.hexdigest()
