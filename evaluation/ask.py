@@ -22,13 +22,13 @@ from .answering import (
     check_texts,
     free_positions,
     model_inputs,
-    system_turn,
     user_turn,
 )
 from .options import ModelKeywords, ModelOptions
 from .questions import (
     Question,
     check_images,
+    first_turns,
     question_about,
     questions_about_each,
     questions_of_data,
@@ -140,11 +140,6 @@ def _questions_of_words(
     return []
 
 
-def first_turns(system: str | None) -> list[Message]:
-    """Returns the turns that a conversation starts with."""
-    return [system_turn(system)] if system else []
-
-
 def check_length(handle: ModelHandle, conversation: Sequence[Message]) -> None:
     """Raises ValueError if the model has too few positions for the conversation and an answer."""
     inputs = model_inputs(handle.processor, [conversation])
@@ -181,18 +176,18 @@ def answer_all(
     """Answers the questions after the first `answered`; prints or writes each batch at once."""
     console = Console(stderr=True)
     with Progress(console=console, disable=options.output is None) as progress:
-        task = progress.add_task("questions", total=len(questions), completed=answered)
+        progress_task = progress.add_task("questions", total=len(questions), completed=answered)
         for start in range(answered, len(questions), options.batch_size):
-            batch = questions[start : start + options.batch_size]
-            conversations = [question.conversation() for question in batch]
-            texts = answers(model, processor, conversations, options.max_new_tokens)
+            question_batch = questions[start : start + options.batch_size]
+            conversations = [question.conversation() for question in question_batch]
+            answer_texts = answers(model, processor, conversations, options.max_new_tokens)
             if options.output is None:
-                for question, text in zip(batch, texts, strict=True):
-                    print(escaped(f"{question.name}: {text}"), flush=True)
+                for question, answer_text in zip(question_batch, answer_texts, strict=True):
+                    print(escaped(f"{question.name}: {answer_text}"), flush=True)
             else:
-                rows = answer_rows(model_name, batch, texts)
+                rows = answer_rows(model_name, question_batch, answer_texts)
                 append_rows(options.output, rows)
-            progress.advance(task, len(batch))
+            progress.advance(progress_task, len(question_batch))
     further = sum(question.further_turns > 0 for question in questions)
     if further:
         console.print(f"Of {further:,} rows with several questions, the first one was asked.")
@@ -204,9 +199,9 @@ def answer_rows(
     model_name: str, questions: Iterable[Question], texts: Iterable[str]
 ) -> Iterator[dict[str, Any]]:
     """Yields what the file of answers says of each question."""
-    for question, text in zip(questions, texts, strict=True):
+    for question, answer_text in zip(questions, texts, strict=True):
         row = _identity(model_name, question)
-        row["answer"] = text
+        row["answer"] = answer_text
         if question.truth is not None:
             row["truth"] = question.truth
         yield row
@@ -219,8 +214,8 @@ def append_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     with writing_to(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8", errors="replace") as opened:
-            opened.writelines(lines)
+        with file.open("a", encoding="utf-8", errors="replace") as answers_file:
+            answers_file.writelines(lines)
 
 
 def count_answered(file: Path, questions: Sequence[Question], model_name: str) -> int:
@@ -231,20 +226,20 @@ def count_answered(file: Path, questions: Sequence[Question], model_name: str) -
     """
     if not file.exists():
         return 0
-    stored = file.read_bytes()
-    end_of_whole_lines = stored.rfind(b"\n") + 1
-    whole = stored[:end_of_whole_lines]
-    lines = whole.splitlines()
-    fits = len(lines) <= len(questions)
+    stored_bytes = file.read_bytes()
+    end_of_whole_lines = stored_bytes.rfind(b"\n") + 1
+    whole_lines = stored_bytes[:end_of_whole_lines]
+    lines = whole_lines.splitlines()
+    is_continued = len(lines) <= len(questions)
     for line, question in zip(lines, questions, strict=False):
-        fits = fits and _is_answer(line, question, model_name)
-    if not fits:
+        is_continued = is_continued and _is_answer(line, question, model_name)
+    if not is_continued:
         raise ValueError(
             f"{file} exists and has answers of another model or to other questions. Give another "
             "--output."
         )
-    if whole != stored:
-        file.write_bytes(whole)
+    if whole_lines != stored_bytes:
+        file.write_bytes(whole_lines)
     return len(lines)
 
 
