@@ -123,12 +123,11 @@ class Comparison(Printed):
 
     def left_out(self) -> list[str]:
         """Returns a sentence for each task that is not compared, with the arms that lack it."""
-        tasks: set[str] = set()
-        for arm in self.arms:
-            for run in arm.runs:
-                tasks.update(run)
+        all_tasks: set[str] = set()
+        for run in _runs(self.arms):
+            all_tasks.update(run)
         sentences = []
-        for task in sorted(tasks):
+        for task in sorted(all_tasks):
             not_evaluated = self._arms_with(task, None)
             if not_evaluated:
                 sentences.append(f"Left out: {task} (not evaluated on it: {not_evaluated}).")
@@ -139,11 +138,11 @@ class Comparison(Printed):
 
     def _arms_with(self, task: str, scores: Scores | None) -> str:
         """Returns the names of arms that have a run with exactly these scores on a task."""
-        names = []
+        arm_names = []
         for arm in self.arms:
             if any(run.get(task) == scores for run in arm.runs):
-                names.append(arm.name)
-        return ", ".join(names)
+                arm_names.append(arm.name)
+        return ", ".join(arm_names)
 
 
 def read_arm(argument: str) -> Arm:
@@ -192,44 +191,44 @@ def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Compari
     return Comparison(arms, differences)
 
 
+def _runs(arms: Sequence[Arm]) -> list[dict[str, Scores]]:
+    return [run for arm in arms for run in arm.runs]
+
+
 def _check_distinct(arms: Sequence[Arm]) -> None:
     """Raises ValueError if there is only one arm, or a name or a folder comes twice."""
-    names = [arm.name for arm in arms]
-    folders: list[Path] = []
-    for arm in arms:
-        folders.extend(arm.folders)
-    if len(arms) < 2 or len(set(names)) < len(names) or len(set(folders)) < len(folders):
-        listed = ", ".join([*names, *map(str, folders)])
+    arm_names = [arm.name for arm in arms]
+    folders = [folder for arm in arms for folder in arm.folders]
+    if len(arms) < 2 or len(set(arm_names)) < len(arm_names) or len(set(folders)) < len(folders):
+        listed = ", ".join([*arm_names, *map(str, folders)])
         raise ValueError(f"Name two or more models, as NAME=FOLDER, and none twice: {listed}.")
 
 
 def _common_tasks(arms: Sequence[Arm]) -> list[str]:
     """Returns the tasks that all runs have scores of, in the first run's order."""
-    tasks = list(arms[0].runs[0])
-    for arm in arms:
-        for run in arm.runs:
-            tasks = [task for task in tasks if run.get(task)]
-    if not tasks:
+    common_tasks = list(arms[0].runs[0])
+    for run in _runs(arms):
+        common_tasks = [task for task in common_tasks if run.get(task)]
+    if not common_tasks:
         tasks_by_arm = "; ".join(f"{arm.name}: {', '.join(arm.runs[0])}" for arm in arms)
         raise ValueError(
             f"No task is common to all ({tasks_by_arm}). Evaluate all of them on the same tasks, "
             "quantized alike."
         )
-    return tasks
+    return common_tasks
 
 
 def _shared_questions(task: str, arms: Sequence[Arm]) -> list[QuestionKey]:
     """Returns the questions of a task that all runs answered, in order.
 
-    Raises ValueError if the runs were asked different questions under the same number. If they
-    used other versions of the data, some true answers are nevertheless the same by chance.
+    Raises ValueError if the runs were asked different questions, as with different versions of the
+    data. Some true answers are then the same by chance, so each shared number must have the same.
     """
     key_sets = []
     number_sets = []
-    for arm in arms:
-        for run in arm.runs:
-            key_sets.append(set(run[task]))
-            number_sets.append({(part, number) for part, number, _ in run[task]})
+    for run in _runs(arms):
+        key_sets.append(set(run[task]))
+        number_sets.append({question[:2] for question in run[task]})
     shared_keys = set.intersection(*key_sets)
     shared_numbers = set.intersection(*number_sets)
     if not shared_keys or len(shared_keys) < len(shared_numbers):
@@ -242,10 +241,10 @@ def _shared_questions(task: str, arms: Sequence[Arm]) -> list[QuestionKey]:
 
 def _score_array(arm: Arm, task: str, questions: Sequence[QuestionKey]) -> Array:
     """Returns an arm's scores, `(runs, questions)`."""
-    rows = []
+    scores_by_run = []
     for run in arm.runs:
-        rows.append([run[task][question] for question in questions])
-    return np.array(rows)
+        scores_by_run.append([run[task][question] for question in questions])
+    return np.array(scores_by_run)
 
 
 def _mcnemar_of_runs(scores: Array, reference: Array) -> float | None:
@@ -313,12 +312,12 @@ def over_seeds(scores: Array, reference: Array, confidence: float = CONFIDENCE) 
     if len(scores) == len(reference):
         if without_spread(scores - reference, scores, reference):
             return None
-        test = stats.ttest_rel(scores, reference)
+        t_test = stats.ttest_rel(scores, reference)
     else:
         if without_spread(scores, scores) and without_spread(reference, reference):
             return None
-        test = stats.ttest_ind(scores, reference, equal_var=False)
-    low, high = test.confidence_interval(confidence)
+        t_test = stats.ttest_ind(scores, reference, equal_var=False)
+    low, high = t_test.confidence_interval(confidence)
     return float(low), float(high)
 
 
@@ -342,8 +341,8 @@ def _scores_by_task(folder: Path) -> dict[str, Scores]:
     """
     scores_by_task = {}
     for result in read_evaluations(folder):
-        metric, scores = _scores(folder / EVALUATION / result.task, result)
-        label = f"{result.task} {metric}"
+        metric_name, scores = _scores(folder / EVALUATION / result.task, result)
+        label = f"{result.task} {metric_name}"
         quantization = result.settings.get("quantization")
         if quantization:
             label += f" ({quantization_name(quantization, products=False)})"
@@ -358,40 +357,42 @@ def _scores(folder: Path, result: Evaluation) -> tuple[str, Scores]:
 
     The mean of the scores is the benchmark's own result. They are empty if there is no such metric.
     """
-    stored = _stored_scores(folder, result.versions.get(result.task))
-    question_count = max(map(len, stored.values()), default=0)
-    names = [metric.name for metric in result.metrics]
-    for name in names:
-        by_question = stored.get(name)
+    stored_scores = _stored_scores(folder, result.versions.get(result.task))
+    question_count = max(map(len, stored_scores.values()), default=0)
+    metric_names = [metric.name for metric in result.metrics]
+    for metric_name in metric_names:
+        by_question = stored_scores.get(metric_name)
         if by_question and len(by_question) == question_count:
-            scores = _comparable_scores(name, by_question)
+            scores = _comparable_scores(metric_name, by_question)
             if scores is not None:
-                return name, scores
-    return next(iter(names), ""), {}
+                return metric_name, scores
+    return next(iter(metric_names), ""), {}
 
 
 def _stored_scores(folder: Path, version: str | None) -> dict[str, dict[QuestionKey, Any]]:
     """Returns what the harness stored for each metric and question: a number, or (group, score)."""
-    stored: dict[str, dict[QuestionKey, Any]] = defaultdict(dict)
+    scores_by_metric: dict[str, dict[QuestionKey, Any]] = defaultdict(dict)
     for task, sample in stored_samples(folder):
         question = (task, sample["doc_id"], f"{sample['target_hash']} {version}")
-        rule = sample["filter"]
+        filter_name = sample["filter"]
         for metric in sample["metrics"]:
-            name = metric if rule == "none" else f"{metric}, {rule}"
+            metric_name = metric if filter_name == "none" else f"{metric}, {filter_name}"
             if isinstance(sample.get(metric), int | float | list):
-                stored[name][question] = sample[metric]
-    return stored
+                scores_by_metric[metric_name][question] = sample[metric]
+    return scores_by_metric
 
 
-def _comparable_scores(name: str, by_question: dict[QuestionKey, Any]) -> Scores | None:
+def _comparable_scores(metric_name: str, by_question: dict[QuestionKey, Any]) -> Scores | None:
     """Returns a number for each question; None if a metric has lists with another meaning."""
-    stored = list(by_question.values())
-    if name == "acc_circular":
+    stored_scores = list(by_question.values())
+    if metric_name == "acc_circular":
         # Several rotations of a question count as one question, under the first one's key.
-        keys = {index: question for question, (index, _) in by_question.items()}
-        return {keys[index]: right for index, right in whole_questions(stored).items()}
-    if name == "acc_by_category":
-        return dict(zip(by_question, by_category(stored), strict=True))
-    if any(isinstance(score, list) for score in stored):
+        first_rotations = {index: question for question, (index, _) in by_question.items()}
+        return {
+            first_rotations[index]: right for index, right in whole_questions(stored_scores).items()
+        }
+    if metric_name == "acc_by_category":
+        return dict(zip(by_question, by_category(stored_scores), strict=True))
+    if any(isinstance(score, list) for score in stored_scores):
         return None
     return {question: float(score) for question, score in by_question.items()}

@@ -85,22 +85,22 @@ def chosen_tasks(
 
     Raises ValueError if a suite or task does not exist, or `limit` would cut questions of MMBench.
     """
-    names = []
+    task_names: list[str] = []
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
-        names.extend(SUITES[suite])
-    names.extend(tasks)
-    unique_names = list(dict.fromkeys(names))
+        task_names.extend(SUITES[suite])
+    task_names.extend(tasks)
+    unique_names = list(dict.fromkeys(task_names))
     folders = [str(files(__package__) / "tasks")]
     if include_path:
         folders.append(str(include_path))  # it takes precedence over those before it
     manager = TaskManager(include_path=folders, include_defaults=False)
     if not set(unique_names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=folders)  # reads the harness's 10,000 files
-    for name in unique_names:
-        if name not in manager.all_tasks:
-            raise ValueError(f"There is no task {name!r}. `lm-eval ls tasks` lists all.")
+    for task_name in unique_names:
+        if task_name not in manager.all_tasks:
+            raise ValueError(f"There is no task {task_name!r}. `lm-eval ls tasks` lists all.")
     if limit and "mmbench_en_dev" in unique_names:
         raise ValueError(
             "mmbench_en_dev asks each question several times, and a limit would cut that. Leave "
@@ -203,24 +203,24 @@ def _uses_chat_template(lm: LM, task: str | Task, manager: TaskManager) -> bool:
 def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
     """Returns the metrics of a whole task, then of its subsets if it is a group."""
     metrics = []
-    for name in sorted(raw["results"], key=lambda name: name != task):
-        scores = raw["results"][name]
-        samples = raw["samples"].get(name)  # a group has none
+    for task_name in sorted(raw["results"], key=lambda task_name: task_name != task):
+        scores = raw["results"][task_name]
+        samples = raw["samples"].get(task_name)  # a group has none
         subset = None
-        if name != task:
-            subset = scores.get("alias", name).strip(" -")
-        for key in scores:
-            if _is_metric(key, scores[key]):
-                metrics.append(_metric(key, scores, samples, subset))
+        if task_name != task:
+            subset = scores.get("alias", task_name).strip(" -")
+        for score_key in scores:
+            if _is_metric(score_key, scores[score_key]):
+                metrics.append(_metric(score_key, scores, samples, subset))
     return metrics
 
 
 def _is_metric(key: str, score: Any) -> bool:
     """Returns whether a score of the harness is a result of its own, not an error or reference."""
-    name, _, rule = key.partition(",")
-    if not rule or name.endswith("_stderr"):
+    metric_name, _, filter_name = key.partition(",")
+    if not filter_name or metric_name.endswith("_stderr"):
         return False
-    return isinstance(score, int | float) and name.partition("_")[0] not in REFERENCES
+    return isinstance(score, int | float) and metric_name.partition("_")[0] not in REFERENCES
 
 
 def _metric(
@@ -231,26 +231,27 @@ def _metric(
     The references of `acc` and `exact_match` are `blank` and `commonest`, those of `acc_colour`
     are `blank_colour` and `commonest_colour`. The reference of `contains` is `blank_contains`.
     """
-    name, _, rule = key.partition(",")
-    stderr = scores.get(f"{name}_stderr,{rule}")
-    if not isinstance(stderr, int | float):
-        stderr = None
-    suffix = name.removeprefix("exact_match").removeprefix("acc")
-    if name == "contains":
+    metric_name, _, filter_name = key.partition(",")
+    standard_error = None
+    stored_error = scores.get(f"{metric_name}_stderr,{filter_name}")
+    if isinstance(stored_error, int | float):
+        standard_error = float(stored_error)
+    suffix = metric_name.removeprefix("exact_match").removeprefix("acc")
+    if metric_name == "contains":
         suffix = "_contains"
     references = {}
     for prefix, title in REFERENCES.items():
-        reference_key = f"{prefix}{suffix},{rule}"
+        reference_key = f"{prefix}{suffix},{filter_name}"
         if reference_key in scores:
             references[title] = float(scores[reference_key])
     sample_count = None
     if samples is not None:
-        filtered = [sample for sample in samples if sample["filter"] == rule]
-        sample_count = sum(name in sample["metrics"] for sample in filtered)
+        filtered = [sample for sample in samples if sample["filter"] == filter_name]
+        sample_count = sum(metric_name in sample["metrics"] for sample in filtered)
     return Metric(
-        name=name if rule == "none" else f"{name}, {rule}",
+        name=metric_name if filter_name == "none" else f"{metric_name}, {filter_name}",
         value=float(scores[key]),
-        stderr=None if stderr is None else float(stderr),
+        stderr=standard_error,
         references=references,
         subset=subset,
         samples=sample_count,
@@ -271,22 +272,22 @@ def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) ->
     """
     output_type = config["output_type"]
     generates = output_type == "generate_until"
-    answering = f"chosen by {output_type}"
+    answering_form = f"chosen by {output_type}"
     if generates:
-        answering = f"generated with {json.dumps(config.get('generation_kwargs'))}"
-    template = "through the chat template" if chat else "as plain text"
+        answering_form = f"generated with {json.dumps(config.get('generation_kwargs'))}"
+    prompt_form = "through the chat template" if chat else "as plain text"
     metadata = config.get("metadata") or {}
     own_data_rule = metadata.get("rule")
     sentences = [
         f"lm-evaluation-harness runs its task {config['task']} on {_data_name(config)}.",
-        f"Answers are {answering}.",
+        f"Answers are {answering_form}.",
     ]
     if generates:
         sentences.append(
             "Of the model's own generation_config only the tokens are used, and no penalty."
         )
     example_count = config.get("num_fewshot") or 0
-    sentences.append(f"Prompts are written {template}, after {example_count} examples.")
+    sentences.append(f"Prompts are written {prompt_form}, after {example_count} examples.")
     if own_data_rule:
         sentences.append(own_data_rule)
     if config.get("description"):
@@ -308,9 +309,9 @@ def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) ->
 
 def _data_name(config: dict) -> str:
     """Returns the data set's name and configuration. Of a local path it has only the last part."""
-    names = []
+    name_parts = []
     for name in (config.get("dataset_path"), config.get("dataset_name")):
         if name:
             path = Path(name)
-            names.append(path.name if path.exists() else name)
-    return " ".join(names)
+            name_parts.append(path.name if path.exists() else name)
+    return " ".join(name_parts)

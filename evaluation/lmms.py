@@ -67,18 +67,20 @@ class NormAlignLlava(lmms):
         ).to(self.model.device, self.model.dtype)
         prompt_length = inputs["input_ids"].shape[1]
         options = batch[0].args[2]
-        ids = self.model.generate(
+        token_ids = self.model.generate(
             **inputs,
             max_new_tokens=options.get("max_new_tokens", 1024),
             num_beams=options.get("num_beams", 1),
             **_sampling_options(options),
         )
-        answers = self.processor.batch_decode(ids[:, prompt_length:], skip_special_tokens=True)
-        stops = options.get("until", [])
-        if isinstance(stops, str):
-            stops = [stops]
-        for stop in stops:
-            answers = [answer.split(stop)[0] for answer in answers]
+        answers = self.processor.batch_decode(
+            token_ids[:, prompt_length:], skip_special_tokens=True
+        )
+        stop_texts = options.get("until", [])
+        if isinstance(stop_texts, str):
+            stop_texts = [stop_texts]
+        for stop_text in stop_texts:
+            answers = [answer.split(stop_text)[0] for answer in answers]
         return answers
 
     def loglikelihood(self, requests: list[Instance]) -> Any:

@@ -32,11 +32,24 @@ from .tasks.offline import OfflineTask, blank, commonest
 
 logger = logging.getLogger(__name__)
 
+Document = dict[str, Any]
+"""A question as the harness gets it.
+
+- `row`: Number of the row that it comes from.
+- `system`: The system turn, or "".
+- `prompt`: The question with a marker for each image.
+- `answer`: The true answer that training would learn.
+- `answers`: All true answers.
+- `options`: Texts of the options; empty without choices.
+- `blank`: See [`_with_answers_for_blank`].
+"""
+
 OWN_TASK = "own_"  # how the name of a task of own data begins
 SEPARATE_QUESTIONS = "texts"  # FineVision's column of turns, which are independent of each other
-# A letter or digit of a script that has spaces between words. 猫 has none beside it.
+# A letter or digit of a script that has spaces between words. In others, as in 猫, no sign shows
+# where a word ends.
 _LETTER = r"[^\W\u2e80-\uffff]"
-# An answer may always have as many tokens: chatty models name the answer within a sentence.
+# An answer may have at least so many tokens: chatty models name the answer within a sentence.
 LEAST_TOKENS = 64
 
 
@@ -58,25 +71,25 @@ def own_task(
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
     opened = open_source(source, streaming=False)
     rows = parse_rows(opened, opened.rules, None)
-    documents: list[dict[str, Any]] = []
-    bad_rows = []
+    documents: list[Document] = []
+    refused_rows = []
     with_several_questions = 0
     for number, row in enumerate(rows):
-        first = documents[0] if documents else None
+        first_document = documents[0] if documents else None
         try:
             problem = image_problem(row["images"], opened.rules)
             if problem:
                 raise ValueError(problem[1])
-            row_documents = _documents(row, first)
+            row_documents = _documents(row, first_document)
         except ValueError as error:
-            bad_rows.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
+            refused_rows.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
             continue
         if len(row_documents) > 1:
             with_several_questions += 1
         for document in row_documents:
             documents.append({"row": number, **document})
-    if bad_rows:
-        raise ValueError(bad_rows_message(opened, bad_rows, len(rows), use="evaluated"))
+    if refused_rows:
+        raise ValueError(bad_rows_message(opened, refused_rows, len(rows), use="evaluated"))
     if not rows:
         raise ValueError(f"{data} has no rows.")
     if with_several_questions:
@@ -99,7 +112,7 @@ def _label(source: DataSource, data: str) -> str:
     return f"{path.name}:{source.split}"
 
 
-def _documents(row: dict[str, Any], first: Mapping | None) -> list[dict[str, Any]]:
+def _documents(row: dict, first: Document | None) -> list[Document]:
     """Returns what a row asks, a document for each question.
 
     In FineVision's form the turns of a row are separate questions about its images. In other forms
@@ -114,30 +127,28 @@ def _documents(row: dict[str, Any], first: Mapping | None) -> list[dict[str, Any
         system = turns.pop(0)
     questions = turns[::2]
     answers = turns[1::2]
-    images = MARKER * row["image_count"]
-    are_separate = row["form"] == SEPARATE_QUESTIONS and questions[0].startswith(images)
+    image_markers = MARKER * row["image_count"]
+    are_separate = row["form"] == SEPARATE_QUESTIONS and questions[0].startswith(image_markers)
     if len(questions) != 1 and not are_separate:
         fault = f"it has {len(questions)} questions; save each with its answer as a row"
         raise ValueError(fault)
-    documents: list[dict[str, Any]] = []
+    documents: list[Document] = []
     for question, answer in zip(questions, answers, strict=True):
-        prompt = images + question if documents else question
+        prompt = image_markers + question if documents else question
         documents.append(_document(row, system, prompt, answer, first))
     return documents
 
 
 def _turn_text(content: Sequence[Mapping[str, Any]]) -> str:
     """Returns the text of a turn, with a marker for each image: a part whose text is None."""
-    text = ""
+    turn_text = ""
     for part in content:
-        text += MARKER if part["text"] is None else part["text"]
-    return text
+        turn_text += MARKER if part["text"] is None else part["text"]
+    return turn_text
 
 
-def _document(
-    row: dict[str, Any], system: str, prompt: str, answer: str, first: Mapping | None
-) -> dict[str, Any]:
-    """Returns a question of a row, as the harness gets it.
+def _document(row: dict, system: str, prompt: str, answer: str, first: Document | None) -> Document:
+    """Returns a question of a row.
 
     Raises ValueError if it differs in kind from the `first` document of the data.
     """
@@ -170,28 +181,28 @@ def _report_what_is_not_read(name: str, rows: list[dict]) -> None:
 
     Raises ValueError if no image is read where most rows seem to have one.
     """
-    left_out: Counter[str] = Counter()
-    changed: Counter[str] = Counter()
-    unread: Counter[str] = Counter()
+    unused_columns: Counter[str] = Counter()
+    changes: Counter[str] = Counter()
+    unread_images: Counter[str] = Counter()
     image_count = 0
     for row in rows:
-        left_out.update(row["left_out"])
-        changed.update(row["changed"])
+        unused_columns.update(row["left_out"])
+        changes.update(row["changed"])
         image_count += row["image_count"]
         if row["unread"]:
-            unread[row["unread"]] += 1
+            unread_images[row["unread"]] += 1
     for note in (ONE_OF_ANSWERS, ONE_OF_CAPTIONS):  # here each of them is right
-        changed.pop(note, None)
-    log_not_read(logger, name, left_out, changed)
-    check_images_are_read(name, len(rows), image_count, unread)
+        changes.pop(note, None)
+    log_not_read(logger, name, unused_columns, changes)
+    check_images_are_read(name, len(rows), image_count, unread_images)
 
 
-def _task(label: str, documents: list[dict], images: list[list[dict]]) -> OfflineTask:
+def _task(label: str, documents: list[Document], images: list[list[dict]]) -> OfflineTask:
     """Returns the task that asks the documents.
 
     Args:
         label: Name of the data.
-        documents: A question each, see [`_document`]; `row` is its index into `images`.
+        documents: The questions. Their `row` is an index into `images`.
         images: For each row its images, with `path` or `bytes`.
     """
     rule = (
@@ -209,19 +220,19 @@ def _task(label: str, documents: list[dict], images: list[list[dict]]) -> Offlin
         rule = "An answer is right if it chooses the true option, by its letter or its text."
         metrics = [("acc", "mean"), ("blank", blank), ("commonest", commonest)]
     metric_list = []
-    for name, aggregation in metrics:
+    for metric_name, aggregation in metrics:
         is_score = aggregation == "mean"
         metric_list.append(
-            {"metric": name, "aggregation": aggregation, "higher_is_better": is_score}
+            {"metric": metric_name, "aggregation": aggregation, "higher_is_better": is_score}
         )
     version = _version(documents, images)
     questions = _with_answers_for_blank(documents)
-    size = f"{len(images):,} rows"
+    data_size = f"{len(images):,} rows"
     if len(questions) != len(images):
-        size += f", {len(questions):,} questions"
+        data_size += f", {len(questions):,} questions"
     config: dict[str, Any] = {
         "task": OWN_TASK + re.sub(r"[^\w.-]+", "-", label),
-        "dataset_path": f"{label}, own data of {size} (SHA-256 {version}...)",
+        "dataset_path": f"{label}, own data of {data_size} (SHA-256 {version}...)",
         "custom_dataset": lambda **_: {"test": Dataset.from_list(questions)},
         "test_split": "test",
         "description": documents[0]["system"],
@@ -243,16 +254,16 @@ def _task(label: str, documents: list[dict], images: list[list[dict]]) -> Offlin
     return OfflineTask(config)
 
 
-def _version(documents: list[dict], images: list[list[dict]]) -> str:
+def _version(documents: list[Document], images: list[list[dict]]) -> str:
     """Returns the first 16 hexadecimal digits of a SHA-256 over the documents and image files."""
-    hashes = []
+    image_hashes = []
     for row_images in images:
-        hashes.append([sha256(stored_bytes(image)).hexdigest() for image in row_images])
-    content = json.dumps([documents, hashes])
+        image_hashes.append([sha256(stored_bytes(image)).hexdigest() for image in row_images])
+    content = json.dumps([documents, image_hashes])
     return sha256(content.encode()).hexdigest()[:16]
 
 
-def _with_answers_for_blank(documents: list[dict]) -> list[dict]:
+def _with_answers_for_blank(documents: list[Document]) -> list[Document]:
     """Returns the documents with `blank`, the true answers to all questions of the same wording.
 
     Only the first document of a wording has them: it is asked with a white image for all.
@@ -260,44 +271,50 @@ def _with_answers_for_blank(documents: list[dict]) -> list[dict]:
     answers_by_prompt = defaultdict(list)
     for document in documents:
         answers_by_prompt[document["prompt"]].append(document["answers"])
-    completed = []
+    completed_documents = []
     for document in documents:
-        completed.append(document | {"blank": answers_by_prompt.pop(document["prompt"], [])})
-    return completed
+        completed_documents.append(
+            document | {"blank": answers_by_prompt.pop(document["prompt"], [])}
+        )
+    return completed_documents
 
 
-def _most_tokens(documents: list[dict]) -> int:
+def _most_tokens(documents: list[Document]) -> int:
     """Returns how many tokens an answer may have: two more than the longest text has bytes."""
-    most = LEAST_TOKENS
+    token_count = LEAST_TOKENS
     for document in documents:
         for text in (*document["answers"], *document["options"]):
-            most = max(most, len(text.encode()) + 2)
-    return most
+            token_count = max(token_count, len(text.encode()) + 2)
+    return token_count
 
 
-def _results(document: dict, answers: list[str]) -> dict[str, Any]:
+def _results(document: Document, answers: list[str]) -> dict:
     """Returns the scores of an answer, and what the metrics of the white image need.
 
     Args:
-        document: A question, see [`_document`]. If `blank` is not empty, a white image was asked
-            about too.
+        document: A question. If `blank` is not empty, it was also asked with a white image.
         answers: The answer with the image, then the one with the white image.
     """
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
-    texts: list[str | None] = []
-    rules: list[tuple[str, str, Callable]]
+    normalized_answers: list[str | None] = []
+    scoring_rules: list[tuple[str, str, Callable]]
     if options:
-        texts += [chosen_option(answer, options) for answer in answers]
-        rules = [("acc", "blank", _is_one_of)]
+        normalized_answers += [chosen_option(answer, options) for answer in answers]
+        scoring_rules = [("acc", "blank", _is_one_of)]
     else:
-        texts += [plain(answer) or answer.strip() for answer in answers]
-        rules = [("exact_match", "blank", _is_one_of), ("contains", "blank_contains", contains_any)]
+        normalized_answers += [plain(answer) or answer.strip() for answer in answers]
+        scoring_rules = [
+            ("exact_match", "blank", _is_one_of),
+            ("contains", "blank_contains", contains_any),
+        ]
     scores: dict[str, Any] = {"commonest": document["answer"]}
-    for name, blank_name, is_right in rules:
-        scores[name] = float(is_right(texts[0], document["answers"]))
+    for metric_name, blank_name, is_right in scoring_rules:
+        scores[metric_name] = float(is_right(normalized_answers[0], document["answers"]))
         true_answers = document["blank"]
         if true_answers:
-            right_count = sum(is_right(texts[1], accepted) for accepted in true_answers)
+            right_count = sum(
+                is_right(normalized_answers[1], accepted) for accepted in true_answers
+            )
             scores[blank_name] = [right_count, len(true_answers)]
     return scores
 

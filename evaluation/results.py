@@ -87,9 +87,9 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
         return []
     try:
         content = json_object(file.read_bytes(), str(file))
-        version = content["schema_version"]
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
+        schema_version = content["schema_version"]
+        if schema_version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {schema_version!r}, not {SCHEMA_VERSION}")
         evaluations = []
         for entry in content["evaluations"]:
             entry["metrics"] = [Metric(**metric) for metric in entry["metrics"]]
@@ -101,10 +101,10 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
 
 def stored_samples(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the task and the content of each sample that the harness stored in a folder."""
-    for file in sorted(folder.glob("samples_*.jsonl")):
-        task = file.name.removeprefix("samples_").rpartition("_")[0]
-        for line in file.read_text(encoding="utf-8").splitlines():
-            yield task, json_object(line.encode(), str(file))
+    for samples_file in sorted(folder.glob("samples_*.jsonl")):
+        task = samples_file.name.removeprefix("samples_").rpartition("_")[0]
+        for line in samples_file.read_text(encoding="utf-8").splitlines():
+            yield task, json_object(line.encode(), str(samples_file))
 
 
 @dataclass(frozen=True)
@@ -124,18 +124,18 @@ def read_answers(folder: Path) -> list[Answer]:
     answers = []
     for _, sample in stored_samples(folder):
         document = sample["doc"]
-        text = str(sample["filtered_resps"][0])
-        answers.append(Answer(document["prompt"], text, list(document["answers"])))
+        answer_text = str(sample["filtered_resps"][0])
+        answers.append(Answer(document["prompt"], answer_text, list(document["answers"])))
     return answers
 
 
 def files_hash(folder: Path, *patterns: str) -> str:
     """Returns a SHA-256 over names and contents of the files in a folder that match a pattern."""
-    matching: set[Path] = set()
+    matching_files: set[Path] = set()
     for pattern in patterns:
-        matching.update(folder.glob(pattern))
+        matching_files.update(folder.glob(pattern))
     digest = hashlib.sha256()
-    for file in sorted(matching):
+    for file in sorted(matching_files):
         if file.is_file():
             with file.open("rb") as content:
                 content_hash = hashlib.file_digest(content, "sha256")

@@ -183,8 +183,7 @@ def evaluate(
         base=options.base,
         base_quantization=options.base_quantization,
     )
-    precision = _precision_settings(handle, options)
-    key = _result_key(handle, precision, include_path, limit, options.batch_size)
+    key = _result_key(handle, options, include_path, limit)
     if output is None:
         output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
     with only_writer(output):
@@ -199,7 +198,7 @@ def evaluate(
         language_model = as_lm(
             handle,
             batch_size=options.batch_size,
-            dtype=precision.get("dtype", options.dtype),
+            dtype=key.settings.get("dtype", options.dtype),
             load_in_4bit=options.load_in_4bit,
         )
     failed = {}
@@ -251,11 +250,7 @@ def _precision_settings(handle: ModelHandle, options: ModelOptions) -> dict[str,
 
 
 def _result_key(
-    handle: ModelHandle,
-    precision: dict[str, Any],
-    include_path: Path | None,
-    limit: int | None,
-    batch_size: int,
+    handle: ModelHandle, options: EvaluateOptions, include_path: Path | None, limit: int | None
 ) -> ResultKey:
     folder = _model_folder(handle)
     if folder is None:
@@ -268,11 +263,11 @@ def _result_key(
     if include_path is not None:
         task_files = files_hash(include_path, *TASK_FILES)
     settings = {
-        "batch_size": batch_size,
+        "batch_size": options.batch_size,
         "limit": limit,
         "files": model_files,
         "tasks": task_files,
-        **precision,
+        **_precision_settings(handle, options),
     }
     return ResultKey(weights, settings)
 

@@ -50,8 +50,10 @@ def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dat
                 if value.strip().lower() not in values[column]:
                     changes.add(f"{column}={value}")
         if changes:
-            named = ", ".join(sorted(changes))
-            raise ValueError(f"The data set changed: missing columns or new values: {named}.")
+            listed_changes = ", ".join(sorted(changes))
+            raise ValueError(
+                f"The data set changed: missing columns or new values: {listed_changes}."
+            )
         # `datasets` would let Pillow open any format.
         undecoded = split.cast_column("image", datasets.Image(decode=False))
         return undecoded.with_transform(_decoded, columns=["image"], output_all_columns=True)
@@ -82,19 +84,21 @@ def image(document: dict) -> list[Image.Image]:
 
 def text(document: dict) -> str:
     """Returns the prompt of SEED-Bench-2-Plus, AI2D and ScienceQA; image and hint may be absent."""
-    marker = "<image>" if document["image"] else ""
-    hint = ""
+    image_marker = "<image>" if document["image"] else ""
+    context_line = ""
     if document.get("hint"):
-        hint = f"Context: {document['hint']}\n"
-    return f"{marker}{hint}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
+        context_line = f"Context: {document['hint']}\n"
+    return (
+        f"{image_marker}{context_line}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
+    )
 
 
 def mmbench_text(document: dict) -> str:
     """Returns the prompt of MMBench. Its questions without a hint have "nan" there, or nothing."""
-    hint = ""
+    hint_before = ""
     if document["hint"] not in (None, "", "nan"):
-        hint = f"{document['hint']} "
-    question = f"{hint}{document['question']} There are several options:"
+        hint_before = f"{document['hint']} "
+    question = f"{hint_before}{document['question']} There are several options:"
     return f"<image>{question}\n{_listed(document)}\n\n{ASK_FOR_LETTER}"
 
 
@@ -147,8 +151,11 @@ def by_category(rows: Sequence[tuple[str, float]]) -> list[float]:
 
     Their mean is the mean over the categories.
     """
-    sizes = Counter(category for category, _ in rows)
-    return [right * len(rows) / (len(sizes) * sizes[category]) for category, right in rows]
+    category_sizes = Counter(category for category, _ in rows)
+    return [
+        right * len(rows) / (len(category_sizes) * category_sizes[category])
+        for category, right in rows
+    ]
 
 
 def mean_of_categories(rows: list[tuple[str, float]]) -> float:
@@ -157,29 +164,31 @@ def mean_of_categories(rows: list[tuple[str, float]]) -> float:
 
 
 def _listed(document: dict) -> str:
-    return "\n".join(f"{letter}. {text}" for letter, text in _options(document).items())
+    return "\n".join(
+        f"{letter}. {option_text}" for letter, option_text in _options(document).items()
+    )
 
 
 def _options(document: dict) -> dict[str, str]:
     """Returns the texts of the options, by letter."""
-    texts = document.get("options") or document.get("choices")
-    if texts:
-        return dict(zip(ascii_uppercase, texts, strict=False))
+    listed_options = document.get("options") or document.get("choices")
+    if listed_options:
+        return dict(zip(ascii_uppercase, listed_options, strict=False))
     options = {}
     for letter in "ABCD":
-        option = document.get(f"choice_{letter}", document.get(letter))
+        option_text = document.get(f"choice_{letter}", document.get(letter))
         # Questions of MMBench with fewer options have "nan" or nothing there.
-        if option not in (None, "", "nan"):
-            options[letter] = option
+        if option_text not in (None, "", "nan"):
+            options[letter] = option_text
     return options or _options_in_question(document["question"])
 
 
 def _options_in_question(question: str) -> dict[str, str]:
     """Returns the options that a question of MMStar lists at its end; "" for a missing one."""
     options = dict.fromkeys("ABCD", "")
-    end = re.split(r"\b(?:Options|Choices):", question)[-1]
-    for letter, option in OPTION.findall(end.strip()):
-        options[letter] = option.strip()
+    after_title = re.split(r"\b(?:Options|Choices):", question)[-1]
+    for letter, option_text in OPTION.findall(after_title.strip()):
+        options[letter] = option_text.strip()
     return options
 
 
@@ -189,16 +198,16 @@ def pope_results(document: dict, answers: list[str]) -> dict:
     An answer with neither yes nor no counts as no object.
     """
     answer = yes_or_no(answers[0])
-    truth = document["answer"].strip().lower()
+    true_answer = document["answer"].strip().lower()
     says_yes = answer == "yes"
-    is_there = truth == "yes"
-    scores = {"acc": float(answer == truth), "precision": (says_yes, is_there)}
+    is_there = true_answer == "yes"
+    scores = {"acc": float(answer == true_answer), "precision": (says_yes, is_there)}
     if is_there:
         scores["recall"] = float(says_yes)
     scores["f1"] = (says_yes, is_there)
     scores["yes_ratio"] = float(says_yes)
     setting = document["category"].strip().lower()
-    return scores | {f"{name}_{setting}": score for name, score in scores.items()}
+    return scores | {f"{metric_name}_{setting}": score for metric_name, score in scores.items()}
 
 
 def precision(pairs: list[tuple[bool, bool]]) -> float:
@@ -229,7 +238,9 @@ def ocrbench_results(document: dict, answers: list[str]) -> dict:
         accepted = [accepted]
     is_latex = document["dataset"] == "HME100k"
     answer = _normalized(answers[0], is_latex)
-    right = float(any(_normalized(text, is_latex) in answer for text in accepted))
+    right = float(
+        any(_normalized(accepted_answer, is_latex) in answer for accepted_answer in accepted)
+    )
     part = PART_OF_TYPE[document["question_type"].strip().lower()]
     return {"total": right, part: right, "acc": right}
 

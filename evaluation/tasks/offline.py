@@ -7,7 +7,7 @@ to all so worded: `blank` is the accuracy of the answers to the white image over
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from datasets import Dataset, Image as ImageFeature
@@ -50,12 +50,12 @@ def easy_vqa(**_: object) -> dict[str, Dataset]:
     questions_by_kind = []
     for kind in data.QUESTION_KINDS:
         questions_by_kind.append([question for question in questions if question.kind == kind])
-    rows = []
+    asked_in_turns = []
     for questions_of_kinds in zip(*questions_by_kind, strict=True):
         for question in questions_of_kinds:
             category = question.kind.replace("/", "_")
-            rows.append((question, data.CHOICES[question.kind], category))
-    return _test_split(rows)
+            asked_in_turns.append((question, data.CHOICES[question.kind], category))
+    return _test_split(asked_in_turns)
 
 
 def emoji(**_: object) -> dict[str, Dataset]:
@@ -67,7 +67,7 @@ def emoji(**_: object) -> dict[str, Dataset]:
 
 
 def _test_split(
-    questions: list[tuple[data.Question, Collection[str], str]],
+    questions: Sequence[tuple[data.Question, Collection[str], str]],
 ) -> dict[str, Dataset]:
     """Returns questions, their choices and category as split `test`.
 
@@ -77,9 +77,9 @@ def _test_split(
     for question, _, category in questions:
         truth = {"category": category, "answer": question.answer}
         answers_by_wording[question.text].append(truth)
-    rows = []
+    documents = []
     for question, choices, category in questions:
-        row = {
+        document = {
             "image": {"bytes": data.png(question.shown()), "path": None},
             "question": question.text,
             "answer": question.answer,
@@ -87,8 +87,8 @@ def _test_split(
             "choices": choices,
             "blank": answers_by_wording.pop(question.text, []),
         }
-        rows.append(row)
-    return {"test": Dataset.from_list(rows).cast_column("image", ImageFeature())}
+        documents.append(document)
+    return {"test": Dataset.from_list(documents).cast_column("image", ImageFeature())}
 
 
 def passages(**_: object) -> dict[str, Dataset]:
@@ -108,14 +108,14 @@ def results(document: dict, answers: list[str]) -> dict:
         "acc": float(chosen[0] == document["answer"]),
         "commonest": document["answer"],
     }
-    truths = document["blank"]
-    if truths:
-        right_count = sum(chosen[1] == truth["answer"] for truth in truths)
-        scores["blank"] = [right_count, len(truths)]
+    true_answers = document["blank"]
+    if true_answers:
+        right_count = sum(chosen[1] == true_answer["answer"] for true_answer in true_answers)
+        scores["blank"] = [right_count, len(true_answers)]
     category = document["category"]
     if not category:
         return scores
-    return scores | {f"{name}_{category}": score for name, score in scores.items()}
+    return scores | {f"{metric_name}_{category}": score for metric_name, score in scores.items()}
 
 
 def passage_results(document: dict, likelihoods: list[float]) -> dict:
