@@ -60,7 +60,7 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
             return None
         letters = {match[1].upper() for match in matches}
         return letters.pop() if len(letters) == 1 else None
-    # 4. The one capital letter alone, at the start or among the last four words, or "b)".
+    # 4. The only capital letter by itself, at the start or among the last four words, or "b)".
     matches = [*patterns.capital.finditer(answer), *patterns.lower_case.finditer(answer)]
     letters = {match[1].upper() for match in matches}
     if len(letters) > 1:

@@ -197,7 +197,7 @@ def answer_all(
 
 def answer_rows(
     model_name: str, questions: Iterable[Question], texts: Iterable[str]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict]:
     """Yields what the file of answers says of each question."""
     for question, answer_text in zip(questions, texts, strict=True):
         row = _identity(model_name, question)
@@ -207,7 +207,7 @@ def answer_rows(
         yield row
 
 
-def append_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+def append_rows(file: Path, rows: Iterable[dict]) -> None:
     """Appends a line of JSON for each row, complete on disk when this returns."""
     lines = []
     for row in rows:
@@ -253,7 +253,7 @@ def _is_answer(line: bytes, question: Question, model_name: str) -> bool:
     return isinstance(row, dict) and "answer" in row and identity.items() <= row.items()
 
 
-def _identity(model_name: str, question: Question) -> dict[str, Any]:
+def _identity(model_name: str, question: Question) -> dict:
     return {
         "model": model_name,
         "name": question.name,

@@ -355,7 +355,7 @@ def _scores_by_task(folder: Path) -> dict[str, Scores]:
 def _scores(folder: Path, result: Evaluation) -> tuple[str, Scores]:
     """Returns the first metric that all questions have, and its score of each question.
 
-    The mean of the scores is the benchmark's own result. They are empty if there is no such metric.
+    The mean of the scores is the benchmark's own result. There are none without such a metric.
     """
     stored_scores = _stored_scores(folder, result.versions.get(result.task))
     question_count = max(map(len, stored_scores.values()), default=0)

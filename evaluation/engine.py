@@ -200,7 +200,7 @@ def _uses_chat_template(lm: LM, task: str | Task, manager: TaskManager) -> bool:
     return isinstance(lm, MultimodalLM) or bool(lm.tokenizer.chat_template)
 
 
-def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
+def _metrics(raw: dict, task: str) -> list[Metric]:
     """Returns the metrics of a whole task, then of its subsets if it is a group."""
     metrics = []
     for task_name in sorted(raw["results"], key=lambda task_name: task_name != task):
@@ -223,13 +223,11 @@ def _is_metric(key: str, score: Any) -> bool:
     return isinstance(score, int | float) and metric_name.partition("_")[0] not in REFERENCES
 
 
-def _metric(
-    key: str, scores: dict[str, Any], samples: list[dict] | None, subset: str | None
-) -> Metric:
+def _metric(key: str, scores: dict, samples: list[dict] | None, subset: str | None) -> Metric:
     """Returns the metric of a key such as `acc,none`: its name, then how answers were filtered.
 
-    The references of `acc` and `exact_match` are `blank` and `commonest`, those of `acc_colour`
-    are `blank_colour` and `commonest_colour`. The reference of `contains` is `blank_contains`.
+    The references of `acc` and `exact_match` are `blank` and `commonest`, and `acc_colour` has
+    `blank_colour` and `commonest_colour`. The reference of `contains` is `blank_contains`.
     """
     metric_name, _, filter_name = key.partition(",")
     standard_error = None

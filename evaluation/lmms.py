@@ -89,9 +89,9 @@ class NormAlignLlava(lmms):
     generate_until_multi_round = loglikelihood
 
 
-def _sampling_options(options: dict[str, Any]) -> dict[str, Any]:
+def _sampling_options(options: dict) -> dict:
     """Returns the options of `generate` for how tokens are drawn; greedy at temperature 0."""
-    sampling: dict[str, Any] = {"do_sample": False}
+    sampling: dict = {"do_sample": False}
     if options.get("temperature"):
         sampling = {"do_sample": True, "temperature": options["temperature"]}
         if options.get("top_p") is not None:

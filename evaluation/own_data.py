@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from string import ascii_uppercase
@@ -45,7 +45,7 @@ Document = dict[str, Any]
 """
 
 OWN_TASK = "own_"  # how the name of a task of own data begins
-SEPARATE_QUESTIONS = "texts"  # FineVision's column of turns, which are independent of each other
+SEPARATE_QUESTIONS = "texts"  # FineVision's column of turns. They do not depend on each other.
 # A letter or digit of a script that has spaces between words. In others, as in 猫, no sign shows
 # where a word ends.
 _LETTER = r"[^\W\u2e80-\uffff]"
@@ -139,7 +139,7 @@ def _documents(row: dict, first: Document | None) -> list[Document]:
     return documents
 
 
-def _turn_text(content: Sequence[Mapping[str, Any]]) -> str:
+def _turn_text(content: list[dict]) -> str:
     """Returns the text of a turn, with a marker for each image: a part whose text is None."""
     turn_text = ""
     for part in content:

@@ -2,7 +2,7 @@
 """The questions that `normalign ask` asks: of the command line, of a folder of images, of data."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Question:
 
     name: str
     turns: list[Message]
-    images: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict] = field(default_factory=list)
     truth: str | None = None
     further_turns: int = 0
 
@@ -49,7 +49,7 @@ def text_of(message: Message) -> str:
     return "".join(part.get("text") or "" for part in message["content"]).strip()
 
 
-def with_images(turns: Sequence[Message], images: Sequence[dict[str, Any]]) -> list[Message]:
+def with_images(turns: Sequence[Message], images: Sequence[dict]) -> list[Message]:
     """Returns a copy of the turns whose image parts have the stored images, decoded, in order."""
     filled = copy.deepcopy(list(turns))
     stored_images = iter(images)
@@ -216,7 +216,7 @@ def _question_of_row(name: str, stored_row: Any, opened: Source, system: str | N
     )
 
 
-def _with_types(message: Mapping[str, Any]) -> Message:
+def _with_types(message: dict) -> Message:
     """Returns a turn with the type of each part, and the text of texts."""
     content = []
     for part in message["content"]:

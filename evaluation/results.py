@@ -20,30 +20,52 @@ SCHEMA_VERSION = 2  # grows when a field of the summary is renamed, removed or c
 
 @dataclass(frozen=True)
 class Metric:
-    """One result of a task."""
+    """One result of a task.
+
+    Attributes:
+        name: What the harness calls it, and how answers were filtered, if they were.
+        value: A share as 0.98, not 98.
+        stderr: Standard error over samples.
+        references: Values to compare with, as `{"blank image": 0.24}`.
+        subset: Name of a part of the task; None for the whole.
+        samples: How many samples it is computed from.
+    """
 
     name: str
-    value: float  # a share as 0.98, not 98
-    stderr: float | None = None  # over samples
-    references: dict[str, float] = field(default_factory=dict)  # {"blank image": 0.24, ...}
-    subset: str | None = None  # part of the task; None for the whole
-    samples: int | None = None  # how many it is computed from
+    value: float
+    stderr: float | None = None
+    references: dict[str, float] = field(default_factory=dict)
+    subset: str | None = None
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of one task, and how they were obtained."""
+    """The results of one task, and how they were obtained.
+
+    Attributes:
+        task: Name of the task.
+        title: What the model card calls it.
+        metrics: The whole task's first, then its parts'.
+        samples: How many samples were evaluated.
+        total: How many the task has.
+        protocol: Prompt, decoding and scoring, a sentence each.
+        date: Day of the evaluation, in UTC, as `2026-01-31`.
+        versions: Versions of the packages and of the task, by name.
+        weights: Hash of the weight files, or Hub id and commit.
+        settings: What else the results depend on.
+    """
 
     task: str
     title: str
     metrics: list[Metric]
-    samples: int  # evaluated, of `total`
+    samples: int
     total: int
-    protocol: list[str]  # prompt, decoding and scoring, a sentence each
+    protocol: list[str]
     date: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)  # of packages and of the task
-    weights: str | None = None  # a hash of their files, or Hub id and commit
-    settings: dict[str, Any] = field(default_factory=dict)  # what else the results depend on
+    versions: dict[str, str] = field(default_factory=dict)
+    weights: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         self._check_finite("samples", [self.samples, self.total])
@@ -99,7 +121,7 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
         raise ValueError(f"{file} is not valid: {error}. Evaluate again, or remove it.") from error
 
 
-def stored_samples(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def stored_samples(folder: Path) -> Iterator[tuple[str, dict]]:
     """Yields the task and the content of each sample that the harness stored in a folder."""
     for samples_file in sorted(folder.glob("samples_*.jsonl")):
         task = samples_file.name.removeprefix("samples_").rpartition("_")[0]

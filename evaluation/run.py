@@ -226,7 +226,7 @@ def _model_folder(handle: ModelHandle) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _precision_settings(handle: ModelHandle, options: ModelOptions) -> dict[str, Any]:
+def _precision_settings(handle: ModelHandle, options: ModelOptions) -> dict:
     """Returns the settings that say in what precision the weights are used.
 
     An adapter is put on its base as in training, so its settings name the base and its
@@ -239,7 +239,7 @@ def _precision_settings(handle: ModelHandle, options: ModelOptions) -> dict[str,
             base_version = files_hash(Path(adapter.base.name), WEIGHT_FILES)
         return {"quantization": adapter.quantization, "base": base_version}
     dtype, quantization = handle.precision(options.dtype, options.load_in_4bit)
-    settings: dict[str, Any] = {
+    settings: dict = {
         "dtype": str(dtype).removeprefix("torch."),
         "load_in_4bit": options.load_in_4bit,
     }

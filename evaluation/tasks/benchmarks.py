@@ -36,7 +36,7 @@ PART_OF_TYPE = {
 
 
 def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dataset]:
-    """Returns a function that checks a split, and opens its images as those of training data.
+    """Returns a function that checks a split, and opens its images as training does.
 
     Args:
         columns: Columns that a split must have.
@@ -193,7 +193,7 @@ def _options_in_question(question: str) -> dict[str, str]:
 
 
 def pope_results(document: dict, answers: list[str]) -> dict:
-    """Returns scores for all questions, and for those of the row's setting.
+    """Returns scores for the metrics of all questions and of the row's setting.
 
     An answer with neither yes nor no counts as no object.
     """

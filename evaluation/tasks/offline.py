@@ -97,7 +97,7 @@ def passages(**_: object) -> dict[str, Dataset]:
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """Returns the scores of the answers, for all questions and for those of the category.
+    """Returns the scores of the answers, for the metrics of all questions and of the category.
 
     Args:
         document: A question, see [`easy_vqa`].
