@@ -74,7 +74,8 @@ def read_words(words: Sequence[str]) -> tuple[list[Path], str | None]:
     """
     images = [Path(word).expanduser() for word in words]
     question = None
-    if words and not _exists(images[-1]) and not _names_an_image(words[-1]):
+    is_path = words and words[-1].strip() and _exists(images[-1])  # "" would be this folder
+    if words and not is_path and not _names_an_image(words[-1]):
         question = words[-1]
         images.pop()
     for image in images:
