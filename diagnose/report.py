@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 SCHEMA_VERSION = 2  # grows when a field is renamed, removed or changes its meaning: docs/report.md
-REPORT, PAGE = "report.json", "report.html"
+REPORT = "report.json"
+PAGE = "report.html"
 KINDS = ("visual", "text", "special", "newline", "indicator")  # of token: see docs/report.md
 
 
@@ -160,9 +161,14 @@ class Report:
 
 
 def report_json(content: dict[str, Any]) -> str:
-    """The text of `report.json`: a line per key, null for NaN and infinity, which JSON lacks."""
+    """Returns the text of `report.json`, a line per key.
+
+    NaN and infinity, which JSON lacks, become null.
+    """
     finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
-    lines = (f"{json.dumps(key)}: {json.dumps(finite[key], ensure_ascii=False)}" for key in finite)
+    lines = []
+    for key, value in finite.items():
+        lines.append(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -177,7 +183,10 @@ class Drawing:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """`value` to `digits` significant digits, whole numbers in full; – without a finite value."""
+    """Writes `value` with `digits` significant digits, but whole numbers in full.
+
+    Returns – without a finite value.
+    """
     if value is None or not math.isfinite(value):
         return "–"
     text = f"{value:.{digits - 1}e}"
@@ -188,12 +197,14 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def spread(moments: "Moments | EmbeddingStatistics | None") -> str:
-    """Mean and standard deviation, as [`number`] writes them."""
-    return f"{number(moments.mean)} ± {number(moments.std)}" if moments else "–"
+    """Writes mean and standard deviation as [`number`] does."""
+    if moments is None:
+        return "–"
+    return f"{number(moments.mean)} ± {number(moments.std)}"
 
 
 def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
-    """`value` and one digit of its standard error; without one, `value` with `digits` digits."""
+    """Writes `value` with one digit of its standard error; without one, with `digits` digits."""
     if value is None or not error:
         return number(value, digits)
     places = max(0, -math.floor(math.log10(error)))
@@ -201,13 +212,16 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
 
 
 def paper_tables() -> dict[str, Any]:
-    """The paper's tables 1 to 8 by name, and `source`, where they were published."""
+    """Returns the paper's tables 1 to 8 by name, and `source`, where they were published."""
     return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
 
 
 def paper_ratios() -> dict[str, float]:
     """Mean norm of visual tokens, out of the projector, over that of text embeddings, by model."""
     tables = paper_tables()
-    ratios = {row["model"]: row["after_mean"] / row["text_mean"] for row in tables["table_2"]}
+    ratios: dict[str, float] = {}
+    for row in tables["table_2"]:
+        ratios[row["model"]] = row["after_mean"] / row["text_mean"]
     ovis = tables["table_3_ovis2_5"]
-    return {**ratios, "Ovis2.5": ovis["visual_mean"] / ovis["text_mean"]}
+    ratios["Ovis2.5"] = ovis["visual_mean"] / ovis["text_mean"]
+    return ratios
