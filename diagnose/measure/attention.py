@@ -37,15 +37,18 @@ def attention_maps(
     parts = find_parts(model)
     config = parts.model.config
     inputs = model_inputs(parts, batch)
-    sequences = len(inputs["input_ids"])
-    if sequences != 1:
-        raise ValueError(f"The batch has {sequences} sequences. Give one question at a time.")
-    kinds = token_kinds(inputs, config, boundary_ids(config) | set(special_ids)).cpu()
-    visual = kinds[KINDS.index("visual")].nonzero().flatten()
-    text = kinds[KINDS.index("text")].nonzero().flatten()
-    if not len(visual) or not (text > visual.max()).any():
+    sequence_count = len(inputs["input_ids"])
+    if sequence_count != 1:
+        raise ValueError(f"The batch has {sequence_count} sequences. Give one question at a time.")
+    kind_masks = token_kinds(inputs, config, boundary_ids(config) | set(special_ids)).cpu()
+    visual_positions = kind_masks[KINDS.index("visual")].nonzero().flatten()
+    text_positions = kind_masks[KINDS.index("text")].nonzero().flatten()
+    asking_positions = text_positions[:0]
+    if len(visual_positions):
+        asking_positions = text_positions[text_positions > visual_positions.max()]
+    if not len(asking_positions):
         raise ValueError("No text comes after an image. Put the question after it.")
-    received = _attention_to_image(parts, inputs, text[text > visual.max()], visual)
+    received = _attention_to_image(parts, inputs, asking_positions, visual_positions)
     if not received:
         raise ValueError(
             f"None of the {len(parts.decoder.layers)} layers of {type(parts.decoder).__name__} has "
@@ -53,14 +56,20 @@ def attention_maps(
         )
     grid = None
     if config.model_type not in RESAMPLED:  # even if the number of learned queries is a square
-        grid = image_grid(inputs, len(visual))
-    maps = [(row / row.sum()).reshape(grid or (1, -1)) for row in received.values()]
+        grid = image_grid(inputs, len(visual_positions))
+    maps = []
+    image_shares = []
+    for image_attention in received.values():
+        image_share = image_attention.sum()
+        image_shares.append(image_share.item())
+        shares = image_attention / image_share
+        maps.append(shares.reshape(grid or (1, -1)))
     return Attention(
         question=question,
         image=None,
         grid=grid,
         maps=[shares.tolist() for shares in maps],
-        image_share=[row.sum().item() for row in received.values()],
+        image_share=image_shares,
         entropy=[relative_entropy(shares) for shares in maps],
         bottom_bias=None if grid is None else [bottom_bias(shares) for shares in maps],
         layers=list(received),
@@ -76,15 +85,17 @@ def _attention_to_image(
     """
     received: dict[int, Tensor] = {}
 
-    def reduce(number: int, module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> Any:
+    def reduce(
+        layer_number: int, module: nn.Module, args: tuple, kwargs: dict, output: tuple
+    ) -> Any:
         states, attention, *rest = output
         if attention is None:
             return None
         if sees_all(kwargs.get("attention_mask"), text, image):
-            means = attention[0][:, text].mean((0, 1), dtype=torch.float32)
-            row = means[image].cpu().double()
-            if row.sum() > 0:  # not NaN
-                received[number] = row
+            mean_attention = attention[0][:, text].mean((0, 1), dtype=torch.float32)
+            image_attention = mean_attention[image].cpu().double()
+            if image_attention.sum() > 0:  # not NaN
+                received[layer_number] = image_attention
         return states, None, *rest  # without the map, which the layer would keep in memory
 
     # Through the decoder: families name its configuration within the model's differently.
@@ -93,11 +104,12 @@ def _attention_to_image(
     with in_evaluation_mode(parts.inner), ExitStack() as hooks:
         hooks.callback(setattr, decoder.config, "_attn_implementation", implementation)
         decoder.set_attn_implementation("eager")
-        for number, layer in enumerate(decoder.layers, start=1):
+        for layer_number, layer in enumerate(decoder.layers, start=1):
             attention_module = dict(layer.named_children()).get("self_attn")
             if attention_module is not None:
-                hook = partial(reduce, number)
-                hooks.enter_context(attention_module.register_forward_hook(hook, with_kwargs=True))
+                forward_hook = partial(reduce, layer_number)
+                handle = attention_module.register_forward_hook(forward_hook, with_kwargs=True)
+                hooks.enter_context(handle)
         parts.inner(**inputs, use_cache=False)
     return received
 
@@ -118,10 +130,10 @@ def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None
     patches = inputs.get("image_grid_thw")
     pixels = inputs.get("pixel_values")
     if patches is not None:
-        images = patches[:, 0].sum().item()
+        image_count = patches[:, 0].sum().item()
         height, width = patches[0, 1:].tolist()
     elif pixels is not None and pixels.dim() > 3:
-        images = math.prod(pixels.shape[:-3])
+        image_count = math.prod(pixels.shape[:-3])
         height, width = pixels.shape[-2:]
     else:
         return None
@@ -129,7 +141,9 @@ def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None
     columns = tokens // rows
     is_filled = rows * columns == tokens
     is_proportional = rows * width == columns * height
-    return (rows, columns) if images == 1 and is_filled and is_proportional else None
+    if image_count == 1 and is_filled and is_proportional:
+        return rows, columns
+    return None
 
 
 def relative_entropy(shares: Tensor) -> float:
@@ -145,7 +159,8 @@ def relative_entropy(shares: Tensor) -> float:
 
 def bottom_bias(shares: Tensor) -> float:
     """Sum of the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: even is 1."""
-    rows = len(shares)
-    rows_above = torch.arange(1, rows + 1, dtype=shares.dtype) - 2 * rows / 3
-    weights = rows_above.clamp(0, 1)  # the row at the third's edge counts in part
+    row_count = len(shares)
+    bottom_edges = torch.arange(1, row_count + 1, dtype=shares.dtype)
+    rows_within = bottom_edges - 2 * row_count / 3
+    weights = rows_within.clamp(0, 1)  # the row at the third's edge counts in part
     return 3 * (weights @ shares.sum(1)).item()

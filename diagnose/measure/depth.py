@@ -50,7 +50,8 @@ class RunningMoments:
             masks = torch.ones_like(values, dtype=torch.bool)
         masks = masks.to(values.device)
         count = masks.sum(-1).to(values.dtype)
-        mean = torch.where(masks, values, 0.0).sum(-1) / count.clamp(min=1)
+        total = torch.where(masks, values, 0.0).sum(-1)
+        mean = total / count.clamp(min=1)
         deviations = torch.where(masks, values - mean.unsqueeze(-1), 0.0)
         self._combine(count, mean, deviations.square().sum(-1))
         return torch.where(count > 0, mean, math.nan)
@@ -58,21 +59,29 @@ class RunningMoments:
     def _combine(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
         """Combines the state with count, mean and squared deviations of new values."""
         if self._state is not None:
-            old_count, old_mean, old_squares = (part.to(count.device) for part in self._state)
-            total = (old_count + count).clamp(min=1)
-            distance = mean - old_mean
-            squares = old_squares + squares + distance.square() * old_count * count / total
-            mean = old_mean + distance * count / total
-            count = old_count + count
+            state = (moments.to(count.device) for moments in self._state)
+            previous_count, previous_mean, previous_squares = state
+            total_count = (previous_count + count).clamp(min=1)
+            distance = mean - previous_mean
+            squares_between = distance.square() * previous_count * count / total_count
+            squares = previous_squares + squares + squares_between
+            mean = previous_mean + distance * count / total_count
+            count = previous_count + count
         self._state = (count, mean, squares)
 
     def results(self) -> Tensor:
         """Mean, standard deviation (NaN without values) and count by group, `(3, groups, ...)`."""
         assert self._state is not None
-        count, mean, squares = (part.cpu().double() for part in self._state)
+        count, mean, squares = (moments.cpu().double() for moments in self._state)
         std = (squares / count.clamp(min=1)).sqrt()
-        moments = torch.where(count > 0, torch.stack([mean, std]), math.nan)
-        return torch.cat([moments, count[None]])
+        has_values = count > 0
+        return torch.stack(
+            [
+                torch.where(has_values, mean, math.nan),
+                torch.where(has_values, std, math.nan),
+                count,
+            ]
+        )
 
     def result(self) -> Moments | None:
         """Moments of the only group; None without values."""
@@ -92,21 +101,35 @@ def quantities(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         The quantities, and whether each is defined, both `(6, n)`.
     """
     update = after - before
-    norm = before.norm(dim=-1)
+    input_norm = before.norm(dim=-1)
     update_norm = update.norm(dim=-1)
-    along = torch.linalg.vecdot(update, before) / norm
-    across = (update_norm.square() - along.square()).clamp(min=0).sqrt()
-    norm_along = norm + along  # the output's component in the direction of the input
-    rotation = torch.atan2(across, norm_along)  # eq. 8, also if the update is longer than the state
-    update_angle = torch.atan2(across, along)
-    values = [norm, rotation, update_norm, update_angle, norm.log(), update_norm.log()]
+    update_along = torch.linalg.vecdot(update, before) / input_norm
+    update_across = (update_norm.square() - update_along.square()).clamp(min=0).sqrt()
+    output_along = input_norm + update_along
+    rotation = torch.atan2(update_across, output_along)  # eq. 8; updates may exceed the state
+    update_angle = torch.atan2(update_across, update_along)
 
-    always = torch.ones_like(norm, dtype=torch.bool)
-    has_state = norm > 0
+    always = torch.ones_like(input_norm, dtype=torch.bool)
+    has_state = input_norm > 0
     has_update = update_norm > 0
-    has_rotation = has_state & (torch.hypot(across, norm_along) > 0)
-    defined = [always, has_rotation, always, has_state & has_update, has_state, has_update]
-    return torch.stack(values), torch.stack(defined)
+    has_output = torch.hypot(update_across, output_along) > 0
+    measured = [
+        input_norm,
+        rotation,
+        update_norm,
+        update_angle,
+        input_norm.log(),
+        update_norm.log(),
+    ]
+    defined = [
+        always,
+        has_state & has_output,
+        always,
+        has_state & has_update,
+        has_state,
+        has_update,
+    ]
+    return torch.stack(measured), torch.stack(defined)
 
 
 @dataclass
@@ -144,11 +167,13 @@ class DepthProbe:
 
         with ExitStack() as hooks:
             hooks.enter_context(self._layers[0].register_forward_pre_hook(begin))
-            for number, layer in enumerate(self._layers):
-                hook = partial(self._after_layer, number)
-                hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
+            for layer_index, layer in enumerate(self._layers):
+                after_layer = partial(self._after_layer, layer_index)
+                handle = layer.register_forward_hook(after_layer, with_kwargs=True)
+                hooks.enter_context(handle)
             if self._final_norm is not None:
-                hooks.enter_context(self._final_norm.register_forward_hook(self._after_final_norm))
+                handle = self._final_norm.register_forward_hook(self._after_final_norm)
+                hooks.enter_context(handle)
             yield
 
     def result(self) -> Depth:
@@ -159,21 +184,21 @@ class DepthProbe:
         """
         measured = self._results()
         curves: dict[str, dict[str, Curve]] = {name: {} for name in measured}
-        for place, kind in enumerate(KINDS):
-            norm = measured["norm"][..., place]
-            log_norm = measured["log_norm"][..., place]
+        for kind_index, kind in enumerate(KINDS):
+            norm = measured["norm"][..., kind_index]
+            log_norm = measured["log_norm"][..., kind_index]
             if not _has_directions(kind, norm, log_norm):
                 continue
-            for name, moments in measured.items():
-                mean, std, _ = moments[..., place].T.tolist()
-                curves[name][kind] = Curve(mean, std)
+            for quantity, moments in measured.items():
+                mean, std, _ = moments[..., kind_index].T.tolist()
+                curves[quantity][kind] = Curve(mean, std)
         final_norm: dict[str, Moments] = {}
         if self._final_norm is not None:
             final_norm = _by_kind(self._normalized.results())
-        ratios = self._rotation_ratios.result()
+        ratio_moments = self._rotation_ratios.result()
         asymmetry_error = None
-        if ratios is not None and ratios.count > 1:
-            asymmetry_error = ratios.std / math.sqrt(ratios.count - 1)
+        if ratio_moments is not None and ratio_moments.count > 1:
+            asymmetry_error = ratio_moments.std / math.sqrt(ratio_moments.count - 1)
         return Depth(
             final_norm=final_norm,
             asymmetry=_asymmetry(curves["rotation"]),
@@ -187,68 +212,78 @@ class DepthProbe:
 
     def _results(self) -> dict[str, Tensor]:
         """Moments of each quantity, `(layers or states, 3, kinds)`."""
-        steps = torch.stack([moments.results() for moments in self._steps])
-        measured = dict(zip(QUANTITIES, steps.unbind(-1), strict=True))
-        last_norm, last_log_norm = self._last_state.results().unbind(-1)
-        measured["norm"] = torch.cat([measured["norm"], last_norm[None]])
-        measured["log_norm"] = torch.cat([measured["log_norm"], last_log_norm[None]])
+        by_layer = torch.stack([moments.results() for moments in self._steps])
+        measured = dict(zip(QUANTITIES, by_layer.unbind(-1), strict=True))
+        last_norms = self._last_state.results().unbind(-1)
+        for quantity, last_norm in zip(("norm", "log_norm"), last_norms, strict=True):
+            measured[quantity] = torch.cat([measured[quantity], last_norm[None]])
         measured["cosine"] = torch.stack([moments.results() for moments in self._cosines])
         return measured
 
-    def _after_layer(self, number: int, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
+    def _after_layer(
+        self, layer_index: int, layer: Any, args: tuple, kwargs: dict, output: Any
+    ) -> None:
         assert self._pass is not None
         layer_input = args[0] if args else kwargs["hidden_states"]
         layer_output = output[0] if isinstance(output, tuple) else output
         before = _rows(layer_input, layer_output.device)
         after = _rows(layer_output, layer_output.device)
         masks = self._pass.masks.to(after.device)
-        values, defined = quantities(before, after)
-        means = self._steps[number].add(values, masks.unsqueeze(1) & defined)
-        self._pass.rotations.append(means[:, ROTATION])
-        self._add_cosine(number - 1, masks, before, values[NORM])
-        if number == len(self._layers) - 1:
-            norm = after.norm(dim=-1)
-            self._add_cosine(number, masks, after, norm)
-            self._add_last_norm(norm, masks)
+        measured, defined = quantities(before, after)
+        masks_of_defined = masks.unsqueeze(1) & defined
+        means_by_kind = self._steps[layer_index].add(measured, masks_of_defined)
+        self._pass.rotations.append(means_by_kind[:, ROTATION])
+        self._add_cosine(layer_index - 1, masks, before, measured[NORM])
+        if layer_index == len(self._layers) - 1:
+            output_norm = after.norm(dim=-1)
+            self._add_cosine(layer_index, masks, after, output_norm)
+            self._add_last_norm(output_norm, masks)
             self._add_rotation_ratio(after.device)
 
-    def _add_cosine(self, number: int, masks: Tensor, state: Tensor, norm: Tensor) -> None:
-        """Adds the cosine of layer `number`, between its input and `state`, the next layer's.
+    def _add_cosine(self, layer_index: int, masks: Tensor, state: Tensor, norm: Tensor) -> None:
+        """Adds the cosine between a layer's input and `state`, the next layer's input.
 
         `norm` are the norms of `state`. Nothing is added before the first layer.
         """
         assert self._pass is not None
         if self._pass.last_state is not None:
-            old_state, old_norm = (tensor.to(state.device) for tensor in self._pass.last_state)
-            cosine = torch.linalg.vecdot(old_state, state) / (old_norm * norm)
-            self._cosines[number].add(cosine, masks & (old_norm > 0) & (norm > 0))
+            previous_state, previous_norm = self._pass.last_state
+            previous_state = previous_state.to(state.device)
+            previous_norm = previous_norm.to(state.device)
+            cosine = torch.linalg.vecdot(previous_state, state) / (previous_norm * norm)
+            is_defined = (previous_norm > 0) & (norm > 0)
+            self._cosines[layer_index].add(cosine, masks & is_defined)
         self._pass.last_state = (state, norm)
 
     def _add_last_norm(self, norm: Tensor, masks: Tensor) -> None:
         """Adds the norms of the last layer's output, and their logarithms."""
         is_positive = norm > 0
+        measured = torch.stack([norm, norm.log()])
         defined = torch.stack([torch.ones_like(is_positive), is_positive])
-        self._last_state.add(torch.stack([norm, norm.log()]), masks.unsqueeze(1) & defined)
+        self._last_state.add(measured, masks.unsqueeze(1) & defined)
 
     def _add_rotation_ratio(self, device: torch.device) -> None:
         """Adds the pass' rotation of visual tokens over text's, without the last layer."""
         assert self._pass is not None
         rotations = [rotation.to(device) for rotation in self._pass.rotations[:-1]]
         if rotations:
-            rotation = torch.stack(rotations).sum(0)
-            ratio = rotation[KINDS.index("visual")] / rotation[KINDS.index("text")]
-            self._rotation_ratios.add(ratio.view(1), ratio.isfinite().view(1))
+            total_rotation = torch.stack(rotations).sum(0)
+            visual_rotation = total_rotation[KINDS.index("visual")]
+            text_rotation = total_rotation[KINDS.index("text")]
+            ratio = (visual_rotation / text_rotation).view(1)
+            self._rotation_ratios.add(ratio, ratio.isfinite())
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
         if self._pass is not None:  # NanoChat applies it before the first layer too
-            norms = _rows(output, output.device).norm(dim=-1)
-            self._normalized.add(norms, self._pass.masks)
+            states = _rows(output, output.device)
+            self._normalized.add(states.norm(dim=-1), self._pass.masks)
             self._pass = None
 
 
 def _rows(states: Tensor, device: torch.device) -> Tensor:
     """Returns states `(..., d)` as `(n, d)` on `device`, in its widest float."""
-    return states.detach().reshape(-1, states.shape[-1]).to(device, widest(device))
+    flat_states = states.detach().flatten(0, -2)
+    return flat_states.to(device, widest(device))
 
 
 def _has_directions(kind: str, norm: Tensor, log_norm: Tensor) -> bool:

@@ -80,25 +80,27 @@ def find_parts(model: nn.Module) -> Parts:
             "none with cross-attention. It needs config.image_token_id, get_image_features, and "
             "get_decoder() with layers and norm."
         )
-    name = PROJECTORS.get(family, "multi_modal_projector")
-    projector = dict(inner.named_modules()).get(name)
-    path = None
+    projector_name = PROJECTORS.get(family, "multi_modal_projector")
+    projector = dict(inner.named_modules()).get(projector_name)
+    projector_path = None
     if projector is not None:
-        path = name if inner is model else f"{model.base_model_prefix}.{name}"
-    norm = None
+        projector_path = projector_name
+        if inner is not model:
+            projector_path = f"{model.base_model_prefix}.{projector_name}"
+    projector_norm = None
     if family == "normalign_llava" and model.config.projector_norm != "none":
-        norm = inner.multi_modal_projector.norm
-    return Parts(model, inner, decoder, path, projector, norm)
+        projector_norm = inner.multi_modal_projector.norm
+    return Parts(model, inner, decoder, projector_path, projector, projector_norm)
 
 
 def boundary_ids(config: PreTrainedConfig) -> set[int]:
     """Ids in a configuration of starts and ends of vision and of a sequence, and of padding."""
-    values: list[Any] = []
-    for part in (config, config.get_text_config()):
-        for name, value in part.to_dict().items():
-            if name.endswith(("_token_id", "_token_ids", "_token_index")):
-                values.extend(value if isinstance(value, list) else [value])
-    token_ids = {value for value in values if type(value) is int}
+    candidates: list[Any] = []
+    for part_config in (config, config.get_text_config()):
+        for setting, value in part_config.to_dict().items():
+            if setting.endswith(("_token_id", "_token_ids", "_token_index")):
+                candidates += value if isinstance(value, list) else [value]
+    token_ids = {candidate for candidate in candidates if type(candidate) is int}
     return token_ids - {config.image_token_id}
 
 
@@ -115,11 +117,11 @@ def tokenizer_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
 
 def token_positions(ids: Tensor, attention_mask: Tensor | None, image_id: int) -> dict[str, Tensor]:
     """Masks `(batch, tokens)` of `"visual"` tokens, and of `"text"`: all others except padding."""
-    image = ids == image_id
-    attended = torch.ones_like(image)
+    is_image = ids == image_id
+    is_attended = torch.ones_like(is_image)
     if attention_mask is not None and attention_mask.dim() == 2:
-        attended = attention_mask.to(ids.device).bool()
-    return {"visual": image & attended, "text": ~image & attended}
+        is_attended = attention_mask.to(ids.device).bool()
+    return {"visual": is_image & is_attended, "text": ~is_image & is_attended}
 
 
 def token_kinds(
@@ -137,22 +139,23 @@ def token_kinds(
     """
     ids = inputs["input_ids"]
     positions = token_positions(ids, inputs.get("attention_mask"), config.image_token_id)
-    image = positions["visual"]
-    text = positions["text"]
-    newlines = torch.zeros_like(image)
+    is_image = positions["visual"]
+    is_text = positions["text"]
+    is_newline = torch.zeros_like(is_image)
     if newline is not None:
-        newlines[ids == config.image_token_id] = newline.to(ids.device)
-    indicators = _is_among(ids, getattr(config, "visual_indicator_token_ids", None) or ())
-    specials = _is_among(ids, special) & ~indicators
-    kinds = {
-        "visual": image & ~newlines,
-        "text": text & ~indicators & ~specials,
-        "special": text & specials,
-        "newline": image & newlines,
-        "indicator": text & indicators,
+        is_newline[ids == config.image_token_id] = newline.to(ids.device)
+    is_indicator = _is_among(ids, getattr(config, "visual_indicator_token_ids", None) or ())
+    is_special = _is_among(ids, special) & ~is_indicator
+    kind_masks = {
+        "visual": is_image & ~is_newline,
+        "text": is_text & ~is_indicator & ~is_special,
+        "special": is_text & is_special,
+        "newline": is_image & is_newline,
+        "indicator": is_text & is_indicator,
     }
-    return torch.stack([kinds[kind].flatten() for kind in KINDS])
+    return torch.stack([kind_masks[kind].flatten() for kind in KINDS])
 
 
 def _is_among(ids: Tensor, token_ids: Iterable[int]) -> Tensor:
-    return torch.isin(ids, torch.tensor(sorted(token_ids), dtype=ids.dtype, device=ids.device))
+    wanted_ids = torch.tensor(sorted(token_ids), dtype=ids.dtype, device=ids.device)
+    return torch.isin(ids, wanted_ids)

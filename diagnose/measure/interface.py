@@ -40,24 +40,25 @@ class InterfaceProbe:
         """Measures a forward pass within."""
         self.newline = None
         inner = self._parts.inner
-        original = inner.get_image_features  # a method, so hooks do not see its output
+        get_image_features = inner.get_image_features  # a method, so hooks do not see its output
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
+        def get_and_measure(*args: Any, **kwargs: Any) -> Any:
+            output = get_image_features(*args, **kwargs)
             self._at_features(output)
             return output
 
         with ExitStack() as hooks:
             if self._parts.projector is not None:
-                hook = self._parts.projector.register_forward_hook(
-                    self._at_projector, with_kwargs=True
+                hook_handle = self._parts.projector.register_forward_hook(
+                    self._at_projector,
+                    with_kwargs=True,
                 )
-                hooks.enter_context(hook)
+                hooks.enter_context(hook_handle)
             if self._parts.norm is not None:
-                hook = self._parts.norm.register_forward_pre_hook(self._at_norm)
-                hooks.enter_context(hook)
+                hook_handle = self._parts.norm.register_forward_pre_hook(self._at_norm)
+                hooks.enter_context(hook_handle)
             hooks.callback(delattr, inner, "get_image_features")
-            inner.get_image_features = measured
+            inner.get_image_features = get_and_measure
             yield
 
     def add_text(self, ids: Tensor) -> None:
@@ -67,21 +68,21 @@ class InterfaceProbe:
     def result(self, received: dict[str, Moments]) -> Interface:
         """Returns the norms at all stages, given the norms that the decoder received, by kind."""
         config = self._parts.model.config
-        stages = {name: moments.result() for name, moments in self._moments.items()}
+        stages = {stage: moments.result() for stage, moments in self._moments.items()}
         visual = received.get("visual")
         text = received.get("text")
         scale = _scale(text, stages.get("text_raw"), config)
-        stored = self._row_norms[counted_rows(self._row_norms, config.image_token_id)]
-        vocabulary = None if scale is None else _moments(scale * stored)
+        stored_norms = self._row_norms[counted_rows(self._row_norms, config.image_token_id)]
+        vocabulary = None if scale is None else _moments(scale * stored_norms)
         if self._visual_table is not None:
-            norms = row_norms(self._visual_table)
-            visual_rows = len(norms) - len(config.visual_indicator_token_ids)
-            stages["visual_table"] = _moments(norms[:visual_rows])
-            stages["indicator_table"] = _moments(norms[visual_rows:])
+            table_norms = row_norms(self._visual_table)
+            visual_rows = len(table_norms) - len(config.visual_indicator_token_ids)
+            stages["visual_table"] = _moments(table_norms[:visual_rows])
+            stages["indicator_table"] = _moments(table_norms[visual_rows:])
         return Interface(
             **stages,
             **received,
-            vocabulary_raw=_moments(stored),
+            vocabulary_raw=_moments(stored_norms),
             vocabulary=vocabulary,
             scale=scale,
             ratio=_ratio(visual, vocabulary),
@@ -102,15 +103,14 @@ class InterfaceProbe:
         `image_features` are the features of each image, `(..., d)`. Newlines are among them, and
         are parameters of the base model.
         """
-        learned = [row for row in self._parts.inner.parameters(recurse=False) if row.dim() == 1]
-        if not learned:
-            return None
-        tokens = torch.cat([features.flatten(0, -2) for features in image_features])
-        matches = []
-        for row in learned:
-            if len(row) == tokens.shape[-1]:
-                matches.append((tokens == row.to(tokens)).all(-1))
-        return torch.stack(matches).any(0) if matches else None
+        is_newline = None
+        for parameter in self._parts.inner.parameters(recurse=False):
+            if parameter.dim() == 1:
+                tokens = torch.cat([features.flatten(0, -2) for features in image_features])
+                if len(parameter) == tokens.shape[-1]:
+                    is_equal = (tokens == parameter.to(tokens)).all(-1)
+                    is_newline = is_equal if is_newline is None else is_newline | is_equal
+        return is_newline
 
     def _at_projector(self, projector: Any, args: tuple, kwargs: dict, output: Tensor) -> None:
         features = args[0] if args else next(iter(kwargs.values()))
@@ -125,7 +125,8 @@ class InterfaceProbe:
 
     def add(self, name: str, rows: Tensor) -> None:
         """Adds the norms of rows `(..., d)` at a stage."""
-        norms = rows.to(widest(rows.device)).norm(dim=-1)
+        wide_rows = rows.to(widest(rows.device))
+        norms = wide_rows.norm(dim=-1)
         self._moments[name].add(norms.flatten())
 
 
@@ -150,7 +151,9 @@ def _ratio(norms: Moments | None, reference: Moments | None) -> float | None:
 
 
 def _moments(norms: Tensor) -> Moments:
-    return Moments(norms.mean().item(), norms.std(correction=0).item(), len(norms))
+    mean = norms.mean().item()
+    std = norms.std(correction=0).item()
+    return Moments(mean, std, len(norms))
 
 
 def row_norms(embeddings: nn.Module) -> Tensor:
@@ -167,8 +170,9 @@ def embedding_table_of(
     The matrix may be offloaded.
     """
     config = model.config
+    width = config.get_text_config().hidden_size
     norms = row_norms(model.get_input_embeddings())
-    return statistics_of(name, "", norms, config.get_text_config().hidden_size, config, tokenizer)
+    return statistics_of(name, "", norms, width, config, tokenizer)
 
 
 @torch.no_grad()
@@ -177,23 +181,24 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
     config = model.config
     if config.model_type != NormAlignLlavaConfig.model_type or config.projector_norm == "none":
         return None
-    norm = model.base_model.multi_modal_projector.norm
-    start = initial_gain(config, config.text_embedding_norm or math.nan)  # of initial embeddings
+    projector_norm = model.base_model.multi_modal_projector.norm
+    initial_norm = config.text_embedding_norm or math.nan  # of the embeddings before training
+    initial_value = initial_gain(config, initial_norm)
     # Rounded as the gain is, so that a gain that never moved has distance 0.
-    rounded_start = torch.tensor(start, dtype=norm.weight.dtype).double()
+    rounded_start = torch.tensor(initial_value, dtype=projector_norm.weight.dtype).double()
     bias_mean_abs = None
     bias_distance = None
-    with align_module_device(norm):
-        gain = norm.weight.cpu().double()
-        if hasattr(norm, "bias"):  # an RMSNorm has none
-            bias = norm.bias.cpu().double()
+    with align_module_device(projector_norm):
+        gain = projector_norm.weight.cpu().double()
+        if hasattr(projector_norm, "bias"):  # an RMSNorm has none
+            bias = projector_norm.bias.cpu().double()
             bias_mean_abs = bias.abs().mean().item()
             bias_distance = bias.norm().item()
     return Gain(
         l2=gain.norm().item(),
         mean_abs=gain.abs().mean().item(),
         bias_mean_abs=bias_mean_abs,
-        start=start,
+        start=initial_value,
         distance=(gain - rounded_start).norm().item(),
         bias_distance=bias_distance,
     )

@@ -49,22 +49,22 @@ def probe(
     config = parts.model.config
     interface = InterfaceProbe(parts)
     depth = DepthProbe(parts.decoder.layers, parts.decoder.norm)
-    special = boundary_ids(config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
+    special_ids = boundary_ids(config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
     token_counts = torch.zeros(len(KINDS), dtype=torch.long)
-    samples = 0
+    sample_count = 0
     for batch in batches:
         inputs = model_inputs(parts, batch)
-        kinds = _measure_pass(parts, inputs, special, interface, depth)
-        interface.add_text(inputs["input_ids"].flatten()[kinds[KINDS.index("text")]])
-        token_counts += kinds.sum(-1).cpu()
-        samples += len(inputs["input_ids"])
-    tokens = dict(zip(KINDS, token_counts.tolist(), strict=True))
-    if not tokens["visual"]:
+        kind_masks = _measure_pass(parts, inputs, special_ids, interface, depth)
+        interface.add_text(inputs["input_ids"].flatten()[kind_masks[KINDS.index("text")]])
+        token_counts += kind_masks.sum(-1).cpu()
+        sample_count += len(inputs["input_ids"])
+    count_by_kind = dict(zip(KINDS, token_counts.tolist(), strict=True))
+    if not count_by_kind["visual"]:
         raise ValueError(
-            f"None of the {samples} sequences has a visual token (config.image_token_id, "
+            f"None of the {sample_count} sequences has a visual token (config.image_token_id, "
             f"{config.image_token_id}). Put it into the prompts, as the processor does."
         )
-    norms = interface.result(depth.norm_received())
+    interface_norms = interface.result(depth.norm_received())
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
         model_type=config.model_type,
@@ -72,11 +72,11 @@ def probe(
         hidden_size=config.get_text_config().hidden_size,
         projector=parts.projector_name,
         data=data,
-        samples=samples,
-        tokens={kind: count for kind, count in tokens.items() if count},
-        interface=norms,
+        samples=sample_count,
+        tokens={kind: count for kind, count in count_by_kind.items() if count},
+        interface=interface_norms,
         depth=depth.result(),
-        left_out=_left_out(parts, norms),
+        left_out=_left_out(parts, interface_norms),
         norm=config.projector_norm if config.model_type == "normalign_llava" else None,
     )
 
