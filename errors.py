@@ -58,9 +58,9 @@ class Printed(JupyterMixin):
         Fields that are None, lists and mappings are left out.
         """
         table = Table(show_header=False)
-        for name, value in vars(self).items():
-            if value is not None and not isinstance(value, dict | list):
-                table.add_row(self.labels.get(name, name), _cell(value))
+        for field_name, field_value in vars(self).items():
+            if field_value is not None and not isinstance(field_value, dict | list):
+                table.add_row(self.labels.get(field_name, field_name), _cell(field_value))
         return table
 
     def __rich_console__(
@@ -80,12 +80,15 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
+# Control, format (direction, no width), half a surrogate pair, line or paragraph separator.
+_INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
 def escaped(text: str) -> str:
     """Escapes invisible characters as in `\\x1b`, except line breaks, tabs and joiners."""
-    # Control, format (direction, no width), half a surrogate pair, line or paragraph separator.
-    hidden = {letter for letter in text if category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
-    for letter in hidden - {"\n", "\t", "\u200c", "\u200d"}:
-        text = text.replace(letter, ascii(letter)[1:-1])
+    invisible = {character for character in text if category(character) in _INVISIBLE}
+    for character in invisible - {"\n", "\t", "\u200c", "\u200d"}:
+        text = text.replace(character, ascii(character)[1:-1])
     return text
 
 
@@ -108,6 +111,7 @@ TRACEBACK = "NORMALIGN_TRACEBACK"  # 1 in the environment: errors are printed wi
 _FULL = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
 _KERNELS = re.compile(r"[\\/](bitsandbytes|flash_attn|(?<=-packages[\\/])(?:triton|kernels))[\\/]")
 _DISK_FULL = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
+_TORCH_WRITE_FAILED = "PytorchStreamWriter failed writing|inline_container.*unexpected pos"
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
@@ -118,18 +122,18 @@ def device_error(error: BaseException, remedy: str = MORE) -> str | None:
     """
     if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
         return None
-    text, frames = first_cause(error)
+    message, traceback_text = first_cause(error)
     may_be_torch = isinstance(error, RuntimeError | AssertionError)
-    if isinstance(error, MemoryError) or (may_be_torch and _FULL.search(text)):
-        return _memory_error(error, text, remedy)
-    reason = text.partition("\n")[0].rstrip(".")
-    if not reason:
-        reason = type(error).__name__
-    kernels = _KERNELS.findall(frames)
+    if isinstance(error, MemoryError) or (may_be_torch and _FULL.search(message)):
+        return _memory_error(error, message, remedy)
+    first_line = message.partition("\n")[0].rstrip(".")
+    if not first_line:
+        first_line = type(error).__name__
+    kernels = _KERNELS.findall(traceback_text)
     if kernels:
-        return f"{kernels[-1]} failed: {reason}. Does its version fit torch and this machine?"
-    if may_be_torch and re.search(r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b", reason):
-        return f"The GPU failed: {reason}. Does this build of torch fit the GPU and its driver?"
+        return f"{kernels[-1]} failed: {first_line}. Does its version fit torch and this machine?"
+    if may_be_torch and re.search(r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b", first_line):
+        return f"The GPU failed: {first_line}. Does this build of torch fit the GPU and its driver?"
     return None
 
 
@@ -188,8 +192,8 @@ def errors_for_people(extra: str = "", stopped: str = "", full: str = MORE) -> I
             _print_error(error, message)
         raise typer.Exit(1) from error
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
 
 
 def _stop_on_signals() -> dict[int, Any]:
@@ -197,13 +201,13 @@ def _stop_on_signals() -> dict[int, Any]:
 
     Returns their handlers before.
     """
-    handlers: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(number)
+    previous_handlers: dict[int, Any] = {}
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(signal_number)
         if handler not in (signal.SIG_IGN, None):
-            handlers[number] = handler
-            signal.signal(number, _stop)
-    return handlers
+            previous_handlers[signal_number] = handler
+            signal.signal(signal_number, _stop)
+    return previous_handlers
 
 
 def _message(error: BaseException, extra: str, full: str) -> str | None:
@@ -223,12 +227,13 @@ def _message(error: BaseException, extra: str, full: str) -> str | None:
 def _print_error(error: BaseException, message: str) -> None:
     """Prints an error's message, with the process if there are several."""
     if os.environ.get(TRACEBACK) == "1":
-        Console(stderr=True).print("".join(traceback.format_exception(error)).rstrip())
-    process = ""
+        traceback_text = "".join(traceback.format_exception(error))
+        Console(stderr=True).print(traceback_text.rstrip())
+    process_suffix = ""
     if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
-        process = f" in process {os.environ['RANK']}"
-    line = Text.assemble((f"Error{process}:", "bold red"), " ", escaped(message))
-    Console(stderr=True).print(line, soft_wrap=True)  # paths stay whole
+        process_suffix = f" in process {os.environ['RANK']}"
+    error_line = Text.assemble((f"Error{process_suffix}:", "bold red"), " ", escaped(message))
+    Console(stderr=True).print(error_line, soft_wrap=True)  # paths stay whole
 
 
 def _is_first() -> bool:
@@ -263,13 +268,13 @@ def writing_to(folder: Path) -> Iterator[None]:
     except NotWritable:
         raise
     except Exception as error:
-        cause = write_failure(error)
+        reason = write_failure(error)
         if isinstance(error, OSError) and _is_denied(error, folder):
-            cause = error.strerror
-        if cause is None:
+            reason = error.strerror
+        if reason is None:
             raise
         remedy = "Make room, or write to another folder."
-        raise NotWritable(f"{folder} cannot be written to: {cause}. {remedy}") from error
+        raise NotWritable(f"{folder} cannot be written to: {reason}. {remedy}") from error
 
 
 def _is_denied(error: OSError, folder: Path) -> bool:
@@ -282,11 +287,12 @@ def _is_denied(error: OSError, folder: Path) -> bool:
 
 def write_failure(error: BaseException | None) -> str | None:
     """Returns why a file was not written, if the reason or its cause is a full disk or quota."""
-    text = "".join(traceback.format_exception(error))  # safetensors and torch raise no OSErrors
-    full_disk = re.search(rf"(?:\[Errno |\(os error )({_DISK_FULL})\b", text)
+    # Searched in the text, since safetensors and torch raise no OSErrors.
+    traceback_text = "".join(traceback.format_exception(error))
+    full_disk = re.search(rf"(?:\[Errno |\(os error )({_DISK_FULL})\b", traceback_text)
     if full_disk:
         return os.strerror(int(full_disk[1]))
-    if re.search("PytorchStreamWriter failed writing|inline_container.*unexpected pos", text):
+    if re.search(_TORCH_WRITE_FAILED, traceback_text):
         return "a file could not be written to its end"  # torch.save gives no reason
     return None
 
@@ -299,8 +305,8 @@ def check_installed(module: str, extra: str, what: str) -> None:
 
 def install(extra: str) -> str:
     """Says how to install an extra of this package, which is not on PyPI."""
-    name = f"'normalign-llava[{extra}] @ git+URL'"
-    return f"Install it: pip install '.[{extra}]' in a checkout, or pip install {name}"
+    requirement = f"'normalign-llava[{extra}] @ git+URL'"
+    return f"Install it: pip install '.[{extra}]' in a checkout, or pip install {requirement}"
 
 
 NOTICES = {
@@ -319,8 +325,8 @@ def hide_notices() -> None:
     """Hides `NOTICES`, and deprecation warnings of later imports, unless `python -W` is given."""
     if sys.warnoptions:
         return
-    for name in NOTICES:
-        logging.getLogger(name).addFilter(_is_no_notice)
+    for logger_name in NOTICES:
+        logging.getLogger(logger_name).addFilter(_is_no_notice)
     warnings.filterwarnings("ignore", "", FutureWarning, r"(torch|transformers|trl|peft)\.")
     warnings.filterwarnings("ignore", "", UserWarning, "_distutils_hack")  # of DeepSpeed's imports
 

@@ -50,7 +50,8 @@ class Updates:
         angles = []
         for size, angle in zip(self.sizes, self.angles, strict=True):
             angles.append(rotation_angle(norm, size, angle))
-            norm = math.sqrt(max(norm**2 + size**2 + 2 * norm * size * math.cos(angle), 0.0))
+            squared_norm = norm**2 + size**2 + 2 * norm * size * math.cos(angle)
+            norm = math.sqrt(max(squared_norm, 0.0))  # below 0 only by rounding
         return angles
 
     def relative_rotation(self, norm: float) -> float:
@@ -65,17 +66,17 @@ class Updates:
 
     def critical_norm(self, share: float) -> float | None:
         """The norm at which rotation falls to `share` of text's; None above `LARGEST` N_text."""
-        low = self.n_text
-        high = LARGEST * self.n_text
-        if self.relative_rotation(high) > share:
+        lower_bound = self.n_text
+        upper_bound = LARGEST * self.n_text
+        if self.relative_rotation(upper_bound) > share:
             return None
-        while high / low > 1 + 1e-6:
-            middle = math.sqrt(low * high)
-            if self.relative_rotation(middle) > share:
-                low = middle
+        while upper_bound / lower_bound > 1 + 1e-6:
+            middle_norm = math.sqrt(lower_bound * upper_bound)
+            if self.relative_rotation(middle_norm) > share:
+                lower_bound = middle_norm
             else:
-                high = middle
-        return high
+                upper_bound = middle_norm
+        return upper_bound
 
     def table(self, model: str) -> Table:
         """The table for the terminal."""
@@ -100,11 +101,11 @@ def measure_updates(
     """
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:
-        ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
-        masks = torch.zeros(len(KINDS), ids.numel(), dtype=torch.bool)
-        masks[KINDS.index("text"), 1:] = True  # the first may be a sink, of huge norm
-        with torch.no_grad(), probe.watching(masks.clone):
-            decoder(input_ids=ids, use_cache=False)
+        token_ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
+        kind_masks = torch.zeros(len(KINDS), token_ids.numel(), dtype=torch.bool)
+        kind_masks[KINDS.index("text"), 1:] = True  # the first may be a sink, of huge norm
+        with torch.no_grad(), probe.watching(kind_masks.clone):
+            decoder(input_ids=token_ids, use_cache=False)
     depth = probe.result()
     sizes = []
     angles = []

@@ -74,30 +74,34 @@ def load_samples(
     Raises:
         ValueError: The data cannot be read, a row cannot be used, or no row has an image.
     """
-    rng = random.Random(seed)
+    generator = random.Random(seed)
     candidates: Iterable[Sample]
     if data is None:
-        name = "easy-VQA and emoji"
-        candidates = _held_out_samples(rng)
+        data_name = "easy-VQA and emoji"
+        candidates = _held_out_samples(generator)
     else:
         source = DataSource.named(data, image_folder=image_folder, columns=columns)
-        path = Path(source.path)
-        label = path.resolve().name if path.exists() else source.path
-        name = label
+        data_path = Path(source.path)
+        data_label = data_path.resolve().name if data_path.exists() else source.path
+        data_name = data_label
         if not Path(data).expanduser().exists():  # a split or a configuration follows the path
-            name = ":".join([label, *data.split(":")[1:]])
-        opened = open_source(source, streaming=not path.exists())
-        rows = _shuffled(opened, max(1_000, count), rng)
-        candidates = _samples_of_rows(rows, opened, label)
+            data_name = ":".join([data_label, *data.split(":")[1:]])
+        opened_source = open_source(source, streaming=not data_path.exists())
+        shuffled_rows = _shuffled(opened_source, max(1_000, count), generator)
+        candidates = _samples_of_rows(shuffled_rows, opened_source, data_label)
     samples = []
-    for sample in track(islice(candidates, count), f"images of {name}", total=count):
+    for sample in track(islice(candidates, count), f"images of {data_name}", total=count):
         sample.image  # noqa: B018  (decoded for its errors)
         samples.append(sample)
     if not samples:
-        raise ValueError(f"{name} has no row with an image. docs/data.md lists the forms of rows.")
+        raise ValueError(
+            f"{data_name} has no row with an image. docs/data.md lists the forms of rows."
+        )
     if len(samples) < count:
-        logger.warning(f"{name} has only {len(samples):,} samples, not {count:,}. All are used.")
-    return Samples(name, samples)
+        logger.warning(
+            f"{data_name} has only {len(samples):,} samples, not {count:,}. All are used."
+        )
+    return Samples(data_name, samples)
 
 
 def batches(
@@ -150,17 +154,19 @@ def _held_out_samples(rng: random.Random) -> list[Sample]:
     samples = []
     for question in questions:
         stored = {"path": str(question.image), "bytes": None}
-        name = f"{question.kind} ({question.image.name})"
-        samples.append(Sample(name, question.text, stored))
+        sample_name = f"{question.kind} ({question.image.name})"
+        samples.append(Sample(sample_name, question.text, stored))
     return samples
 
 
 def _shuffled(source: Source, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:
     """The rows in random order; of a stream, its first `limit` rows."""
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
-        order = rng.sample(range(len(source.data)), len(source.data))
+        row_count = len(source.data)
+        order = rng.sample(range(row_count), row_count)
         return chain.from_iterable(source.rows(row, 1) for row in order)
-    rows = list(track(islice(source, limit), f"reading {source.name}", total=limit))
+    first_rows = islice(source, limit)
+    rows = list(track(first_rows, f"reading {source.name}", total=limit))
     rng.shuffle(rows)
     return rows
 
@@ -178,13 +184,13 @@ def _samples_of_rows(
 
 def _name_of_row(raw: Any, number: int, label: str) -> str:
     """Names a row, and its image's file without the folders above the data."""
-    name = f"{label}, row {number}"
-    file = image_name(raw)
-    if not file:
-        return name
-    if "://" in file or os.path.isabs(file):
-        file = file.rpartition("/")[2]
-    return f"{name} ({file})"
+    row_name = f"{label}, row {number}"
+    image_file = image_name(raw)
+    if not image_file:
+        return row_name
+    if "://" in image_file or os.path.isabs(image_file):
+        image_file = image_file.rpartition("/")[2]
+    return f"{row_name} ({image_file})"
 
 
 def _sample_of_row(name: str, raw: Any, source: Source) -> Sample | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a report, as PNG."""
 
+from collections.abc import Sequence
 from math import degrees, isfinite
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +23,9 @@ from .style import COLORS, MARKERS, MUTED, Shown, Sketch
 Answers = list[tuple[Shown, Attention]]  # of the models that were asked a question
 
 MODALITIES = ("visual", "text")
+# Wide under narrow, so that curves that coincide can all be seen.
+LINE_WIDTHS = {"visual": 2.4, "text": 1.5}
+MARKER_SIZES = {"visual": 5.5, "text": 4.0}
 STAGES = {
     "encoder_output": ("visual", "encoder output"),
     "projector_input": ("visual", "projector input"),
@@ -65,22 +69,17 @@ def interface(models: list[Shown]) -> Sketch:
     axes = figure.subplots()
     for model in models:
         axes.plot([], "o", color=MUTED, markerfacecolor=model.face(MUTED), label=model.label)
-    drawn: list[Moments] = []
-    for row, stage in enumerate(stages):
-        for place, moments in enumerate(_positive_moments(models, stage)):
-            if moments is not None:
-                drawn.append(moments)
-                height = row + 0.34 * (place - (len(models) - 1) / 2)
-                kind, _ = STAGES[stage]
-                _draw_norm(axes, height, moments, kind, models[place])
-    lowest = min(max(moments.mean - moments.std, moments.mean / 2) for moments in drawn)
-    highest = max(moments.mean + moments.std for moments in drawn)
-    room_for_numbers = (1.15 * highest / lowest) ** 0.1
-    axes.set_xlim(lowest / 1.15, highest * room_for_numbers)
+    _draw_stages(axes, models, stages)
     style.log_scale(axes, "x")
     text_norm = _positive_moments(models, "vocabulary")[-1]
     if text_norm is not None:
-        axes.axvline(text_norm.mean, color=COLORS["text"], linewidth=1, linestyle=":", zorder=1)
+        axes.axvline(
+            text_norm.mean,
+            color=COLORS["text"],
+            linewidth=1,
+            linestyle=":",
+            zorder=1,
+        )
     axes.set_yticks(range(len(stages)), [STAGES[stage][1] for stage in stages])
     axes.set_ylim(len(stages) - 0.5, -0.5)
     style.tidy(axes, "L2 norm (logarithmic)", "")
@@ -95,10 +94,31 @@ def _positive_moments(models: list[Shown], stage: str) -> list[Moments | None]:
     moments_by_model: list[Moments | None] = []
     for model in models:
         moments: Moments | None = getattr(model.report.interface, stage)
-        if moments and not (isfinite(moments.mean + moments.std) and moments.mean > 0):
-            moments = None
+        if moments is not None:
+            is_finite = isfinite(moments.mean + moments.std)
+            if not is_finite or moments.mean <= 0:
+                moments = None
         moments_by_model.append(moments)
     return moments_by_model
+
+
+def _draw_stages(axes: Axes, models: list[Shown], stages: list[str]) -> None:
+    """Draws a row for each stage, in which each model has its height, and limits the norms."""
+    lower_ends = []
+    upper_ends = []
+    middle = (len(models) - 1) / 2
+    for stage_index, stage in enumerate(stages):
+        kind, _ = STAGES[stage]
+        for model_index, moments in enumerate(_positive_moments(models, stage)):
+            if moments is not None:
+                lower_ends.append(max(moments.mean - moments.std, moments.mean / 2))
+                upper_ends.append(moments.mean + moments.std)
+                height = stage_index + 0.34 * (model_index - middle)
+                _draw_norm(axes, height, moments, kind, models[model_index])
+    lowest = min(lower_ends)
+    highest = max(upper_ends)
+    room_for_numbers = (1.15 * highest / lowest) ** 0.1
+    axes.set_xlim(lowest / 1.15, highest * room_for_numbers)
 
 
 def _draw_norm(axes: Axes, height: float, moments: Moments, kind: str, model: Shown) -> None:
@@ -157,80 +177,126 @@ def rotation(models: list[Shown]) -> Sketch:
 
 def dynamics(models: list[Shown]) -> Sketch:
     """Cosine similarity between layers over training (figure 5)."""
-    recorded = [model for model in models if model.report.dynamics]
-    figure = style.new_figure(0.9 + 2.5 * len(recorded), "Cosine between layers during training")
-    colors = _colors_of_steps(recorded)
-    grid = figure.subplots(len(recorded), 2, squeeze=False, sharex=True, sharey=True)
-    for row, model in zip(grid, recorded, strict=True):
-        for axes, kind in zip(row, MODALITIES, strict=True):
-            for entry in model.report.dynamics:
-                cosines: list[float] = getattr(entry, kind)
-                layers = range(1, len(cosines) + 1)
-                axes.plot(layers, cosines, color=colors.to_rgba(entry.step), linewidth=1.3)
-            style.tidy(axes, "layer", "cosine similarity", f"{kind}, {model.label}")
-            axes.label_outer()
-    figure.colorbar(colors, ax=grid, label="optimizer step", aspect=30, pad=0.02)
+    recording_models = [model for model in models if model.report.dynamics]
+    height = 0.9 + 2.5 * len(recording_models)
+    figure = style.new_figure(height, "Cosine between layers during training")
+    step_colors = _colors_of_steps(recording_models)
+    panels = figure.subplots(len(recording_models), 2, squeeze=False, sharex=True, sharey=True)
+    for model_panels, model in zip(panels, recording_models, strict=True):
+        for axes, modality in zip(model_panels, MODALITIES, strict=True):
+            _draw_dynamics(axes, model, modality, step_colors)
+    figure.colorbar(
+        step_colors,
+        ax=panels,
+        label="optimizer step",
+        aspect=30,
+        pad=0.02,
+    )
     caption = "Mean cosine of a token's states before and after each layer, by step (figure 5)."
     return figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics")
+
+
+def _draw_dynamics(axes: Axes, model: Shown, modality: str, step_colors: ScalarMappable) -> None:
+    """Draws a curve over layers for each step that a model recorded."""
+    for dynamics_step in model.report.dynamics:
+        cosines: list[float] = getattr(dynamics_step, modality)
+        layers = range(1, len(cosines) + 1)
+        color = step_colors.to_rgba(dynamics_step.step)
+        axes.plot(layers, cosines, color=color, linewidth=1.3)
+    title = f"{modality}, {model.label}"
+    style.tidy(axes, "layer", "cosine similarity", title)
+    axes.label_outer()
 
 
 def _colors_of_steps(models: list[Shown]) -> ScalarMappable:
     """Returns a scale of colours over the optimizer steps that were recorded."""
     steps = [entry.step for model in models for entry in model.report.dynamics]
-    first = min(steps)
-    last = max(*steps, first + 1)
+    first_step = min(steps)
+    last_step = max(steps)
+    if last_step == first_step:
+        last_step += 1
     # The brightest yellow of viridis cannot be seen on white.
-    colors = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)))
-    return ScalarMappable(Normalize(first, last), colors)
+    shades = colormaps["viridis"](np.linspace(0, 0.92, 256))
+    return ScalarMappable(Normalize(first_step, last_step), ListedColormap(shades))
 
 
 def attention(models: list[Shown], images: Path) -> list[Sketch]:
     """The image of every question with maps, and where models look in it, averaged over layers."""
     sketches = []
-    for place, asked in enumerate(models[-1].report.attention):
-        if not asked.maps:
-            continue
-        answers: Answers = []
-        for model in models:
-            if place < len(model.report.attention):
-                answers.append((model, model.report.attention[place]))
-        image = Image.open(images / str(asked.image), formats=("PNG",)).convert("RGB")
-        figure = _draw_attention(image, asked.question, answers)
-        order = "" if asked.grid else ", visual tokens in order, since they form no single grid"
-        caption = (
-            f"Attention from the text after the image to its tokens: average over layers{order} "
-            f"(appendix G). A map sums to 100 %. Question: {style.elide(asked.question, 300)}"
-        )
-        file = f"attention_{place + 1}.png"
-        title = f"Attention, question {place + 1}"
-        sketches.append((figure, Drawing(file, title, caption, "attention")))
+    for question_index, main_answer in enumerate(models[-1].report.attention):
+        if main_answer.maps:
+            answers: Answers = []
+            for model in models:
+                if question_index < len(model.report.attention):
+                    answers.append((model, model.report.attention[question_index]))
+            image_file = images / str(main_answer.image)
+            image = Image.open(image_file, formats=("PNG",)).convert("RGB")
+            figure = _draw_attention(image, main_answer.question, answers)
+            drawing = _attention_drawing(question_index + 1, main_answer)
+            sketches.append((figure, drawing))
     return sketches
+
+
+def _attention_drawing(question_number: int, answer: Attention) -> Drawing:
+    """Returns file name, title and caption of a question's maps."""
+    order = ""
+    if not answer.grid:
+        order = ", visual tokens in order, since they form no single grid"
+    caption = (
+        f"Attention from the text after the image to its tokens: average over layers{order} "
+        f"(appendix G). A map sums to 100 %. Question: {style.elide(answer.question, 300)}"
+    )
+    file_name = f"attention_{question_number}.png"
+    title = f"Attention, question {question_number}"
+    return Drawing(file_name, title, caption, "attention")
 
 
 def _draw_attention(image: Image.Image, question: str, answers: Answers) -> Figure:
     """Draws an image, and beside it the mean map of each model on one scale."""
     words = fill(style.drawable(question), 76, max_lines=3, placeholder=" …")
-    width = (style.WIDTH - 0.8) / (1 + len(answers))
-    shape = min(2.0, max(0.3, image.height / image.width))
-    height = 0.35 + shape * width + 0.25 * (words.count("\n") + 3)
+    panel_width = (style.WIDTH - 0.8) / (1 + len(answers))
+    aspect_ratio = min(2.0, max(0.3, image.height / image.width))
+    lines_of_text = words.count("\n") + 3
+    height = 0.35 + aspect_ratio * panel_width + 0.25 * lines_of_text
     figure = style.new_figure(height, f"Where text looks when asked:\n{words}")
     panels = figure.subplots(1, 1 + len(answers))
     for axes in panels:
         axes.set_axis_off()
     panels[0].imshow(image)
     panels[0].set_title("the image", fontsize=8.5)
-    maps = [100 * np.mean(answer.maps, axis=0) for _, answer in answers]
-    # Up to a high quantile: a few cells with nearly everything would leave all others black.
-    brightest = np.quantile(np.concatenate([np.ravel(shares) for shares in maps]), 0.995)
-    scale = Normalize(0, max(brightest, 1e-9))
-    for axes, (model, answer), shares in zip(panels[1:], answers, maps, strict=True):
-        aspect = "equal" if answer.grid else "auto"
-        shades = axes.imshow(shares, cmap="magma", norm=scale, aspect=aspect)
-        axes.set_title(fill(model.label, 26), fontsize=8.5)
-    bar = figure.colorbar(shades, ax=panels, extend="max", aspect=40, extendfrac=0.02, pad=0.02)
-    bar.set_label("share of the attention\nto the image (%)", fontsize=8)
-    bar.ax.tick_params(labelsize=8)
+    shaded_map = _draw_maps(panels[1:], answers)
+    color_bar = figure.colorbar(
+        shaded_map,
+        ax=panels,
+        extend="max",
+        aspect=40,
+        extendfrac=0.02,
+        pad=0.02,
+    )
+    color_bar.set_label("share of the attention\nto the image (%)", fontsize=8)
+    color_bar.ax.tick_params(labelsize=8)
     return figure
+
+
+def _draw_maps(panels: Sequence[Axes], answers: Answers) -> ScalarMappable:
+    """Draws each model's map in its panel, all with the scale of colours that it returns."""
+    maps = []
+    for _, answer in answers:
+        mean_map = np.mean(answer.maps, axis=0)
+        maps.append(100 * mean_map)
+    # Up to a high quantile: a few cells with nearly everything would leave all others black.
+    shares_of_all = np.concatenate([np.ravel(shares) for shares in maps])
+    brightest = np.quantile(shares_of_all, 0.995)
+    color_scale = Normalize(0, max(brightest, 1e-9))
+    for axes, (model, answer), shares in zip(panels, answers, maps, strict=True):
+        shaded_map = axes.imshow(
+            shares,
+            cmap="magma",
+            norm=color_scale,
+            aspect="equal" if answer.grid else "auto",
+        )
+        axes.set_title(fill(model.label, 26), fontsize=8.5)
+    return shaded_map
 
 
 def kinds_of(model: Shown) -> list[str]:
@@ -260,34 +326,39 @@ def _draw_curve(axes: Axes, model: Shown, kind: str, quantity: str, factor: floa
     """Draws the curve of a kind of token and, unless it is the baseline's, its band."""
     depth = model.report.depth
     means = factor * np.asarray(getattr(depth, quantity)[kind].mean)
-    first = 0 if quantity == "norm" else 1
-    places = range(first, first + len(means))
-    # Wide under narrow, so that curves that coincide can all be seen.
-    line_width, marker_size = (2.4, 5.5) if kind == "visual" else (1.5, 4.0)
+    first_position = 0 if quantity == "norm" else 1
+    positions = range(first_position, first_position + len(means))
+    line_style = {"linestyle": "-", "linewidth": LINE_WIDTHS[kind], "zorder": 3}
+    if model.baseline:
+        line_style = {"linestyle": "--", "linewidth": 1.2, "zorder": 4}
     axes.plot(
-        places,
+        positions,
         means,
         label=f"{kind}, {model.label}",
         color=COLORS[kind],
         marker=MARKERS[kind],
         markerfacecolor=model.face(COLORS[kind]),
-        markersize=marker_size,
-        linestyle="--" if model.baseline else "-",
-        linewidth=1.2 if model.baseline else line_width,
-        zorder=4 if model.baseline else 3,
+        markersize=MARKER_SIZES[kind],
+        **line_style,
     )
     if not model.baseline:  # twice as many bands would hide each other
-        low, high = _band(depth, kind, quantity)
+        lower_end, upper_end = _band(depth, kind, quantity)
         axes.fill_between(
-            places, factor * low, factor * high, color=COLORS[kind], alpha=0.15, linewidth=0
+            positions,
+            factor * lower_end,
+            factor * upper_end,
+            color=COLORS[kind],
+            alpha=0.15,
+            linewidth=0,
         )
 
 
 def _band(depth: Depth, kind: str, quantity: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ends of one standard deviation, for norms that of their logarithm."""
-    curve = depth.log_norm[kind] if quantity == "norm" else getattr(depth, quantity)[kind]
-    mean = np.asarray(curve.mean)
-    std = np.asarray(curve.std)
     if quantity == "norm":
-        return np.exp(mean - std), np.exp(mean + std)
-    return mean - std, mean + std
+        lower_end, upper_end = _band(depth, kind, "log_norm")
+        return np.exp(lower_end), np.exp(upper_end)
+    curve = getattr(depth, quantity)[kind]
+    means = np.asarray(curve.mean)
+    deviations = np.asarray(curve.std)
+    return means - deviations, means + deviations

@@ -294,7 +294,11 @@ def _rotation_outcome(report: Report, rotation: Effect) -> str:
     share = Effect(math.nan, None)
     if layers:
         share = Effect(less / layers, 0.5 / math.sqrt(layers))  # the error of a fair coin
-    return combined([CRITERIA["rotation"].outcome(rotation), CRITERIA["layers"].outcome(share)])
+    outcomes = [
+        CRITERIA["rotation"].outcome(rotation),
+        CRITERIA["layers"].outcome(share),
+    ]
+    return combined(outcomes)
 
 
 def _layers_rotating_less(report: Report) -> tuple[int, int]:
@@ -302,9 +306,13 @@ def _layers_rotating_less(report: Report) -> tuple[int, int]:
     rotation = report.depth.rotation
     if "visual" not in rotation or "text" not in rotation:
         return 0, 0
-    pairs = list(zip(rotation["visual"].mean, rotation["text"].mean, strict=True))[:-1]
-    less = sum(visual < text for visual, text in pairs)
-    return less, len(pairs)
+    visual_angles = rotation["visual"].mean[:-1]
+    text_angles = rotation["text"].mean[:-1]
+    layers_rotating_less = 0
+    for visual_angle, text_angle in zip(visual_angles, text_angles, strict=True):
+        if visual_angle < text_angle:
+            layers_rotating_less += 1
+    return layers_rotating_less, len(visual_angles)
 
 
 def _distance(report: Report, quantity: str) -> Effect | None:
@@ -343,7 +351,8 @@ def _fall(before: Effect, now: Effect) -> Effect:
     """Returns the factor by which two quantities come nearer, from the logarithmic distances."""
     if before.error is None or now.error is None:
         return Effect(math.nan, None)
-    return _exponential(Effect(before.value - now.value, math.hypot(before.error, now.error)))
+    error = math.hypot(before.error, now.error)
+    return _exponential(Effect(before.value - now.value, error))
 
 
 def _exponential(logarithm: Effect) -> Effect:

@@ -71,15 +71,18 @@ def tables_of(models: Sequence[Report]) -> dict[str, list[Table]]:
 
     If there are two models, the first is the baseline.
     """
-    names = [model.model for model in models]
-    for place in range(len(models) - 1):
-        names[place] += " (baseline)"
-    gains = {name: model.gain for name, model in zip(names, models, strict=True) if model.gain}
+    *baselines, last_model = models
+    column_names = [f"{baseline.model} (baseline)" for baseline in baselines]
+    column_names.append(last_model.model)
+    gains: dict[str, Gain] = {}
+    for column_name, model in zip(column_names, models, strict=True):
+        if model.gain is not None:
+            gains[column_name] = model.gain
     return {
-        "interface": [_interface_table(models, names)],
+        "interface": [_interface_table(models, column_names)],
         "embeddings": [_embedding_table(model.embeddings) for model in models if model.embeddings],
         "gain": [_gain_table(gains)] if gains else [],
-        "data": [_data_table(models, names)],
+        "data": [_data_table(models, column_names)],
     }
 
 
@@ -87,50 +90,62 @@ def _table(caption: str, columns: list[str], rows: list[list[str]]) -> Table:
     """Returns a table as the template draws it. Columns with only numbers are aligned right."""
     numeric = []
     for column in zip(*rows, strict=True):
-        numeric.append(all(cell[:1] in "0123456789−–" for cell in column))
-    return {"caption": caption, "columns": columns, "rows": rows, "numeric": numeric}
+        is_numeric = all(cell[:1] in "0123456789−–" for cell in column)
+        numeric.append(is_numeric)
+    return {
+        "caption": caption,
+        "columns": columns,
+        "rows": rows,
+        "numeric": numeric,
+    }
 
 
 def _interface_table(models: Sequence[Report], names: list[str]) -> Table:
     """Norms and ratios at the interface, without those that no model has."""
-    rows = []
-    for stage, (_, label) in STAGES.items():
-        rows.append([label, *(spread(getattr(model.interface, stage)) for model in models)])
-    for ratio, label in RATIOS.items():
-        rows.append([label, *(number(getattr(model.interface, ratio)) for model in models)])
-    rows = [row for row in rows if set(row[1:]) != {"–"}]
-    ratios = paper_ratios().values()
-    lowest = number(min(ratios), 2)
-    highest = number(max(ratios), 2)
+    table_rows = []
+    for stage, (_, row_label) in STAGES.items():
+        norms = [spread(getattr(model.interface, stage)) for model in models]
+        table_rows.append([row_label, *norms])
+    for ratio_name, row_label in RATIOS.items():
+        ratios = [number(getattr(model.interface, ratio_name)) for model in models]
+        table_rows.append([row_label, *ratios])
+    table_rows = [table_row for table_row in table_rows if set(table_row[1:]) != {"–"}]
+    published_ratios = paper_ratios().values()
+    lowest = number(min(published_ratios), 2)
+    highest = number(max(published_ratios), 2)
     caption = (
         f"L2 norms, and ratios of their means: aligned is 1, the paper's are {lowest} to {highest}."
     )
-    return _table(caption, ["Tokens", *names], rows)
+    return _table(caption, ["Tokens", *names], table_rows)
 
 
 def _embedding_table(embeddings: EmbeddingStatistics) -> Table:
     """The tokens of largest norm in an embedding matrix."""
-    rows = []
+    table_rows = []
     for token in embeddings.top:
-        text = "–" if token.text is None else repr(token.text)
-        rows.append([str(token.id), text, number(token.norm)])
+        token_text = "–" if token.text is None else repr(token.text)
+        table_rows.append([str(token.id), token_text, number(token.norm)])
     caption = f"{embeddings.model}: {spread(embeddings)}, and the tokens of largest norm."
-    return _table(caption, ["Token", "Text", "Norm"], rows)
+    return _table(caption, ["Token", "Text", "Norm"], table_rows)
 
 
 def _gain_table(gains: dict[str, Gain]) -> Table:
     """Gain and bias by the model's name."""
-    rows = [[name, *map(number, vars(gain).values())] for name, gain in gains.items()]
-    return _table("The norm after the projector.", ["Model", *GAIN], rows)
+    table_rows = []
+    for model_name, gain in gains.items():
+        table_rows.append([model_name, *map(number, vars(gain).values())])
+    return _table("The norm after the projector.", ["Model", *GAIN], table_rows)
 
 
 def _data_table(models: Sequence[Report], names: list[str]) -> Table:
     """What the models are, and the number of their tokens by kind."""
-    rows = []
-    for name, label in PROPERTIES.items():
-        rows.append([label, *(str(getattr(model, name) or "–") for model in models)])
-    for kind in KINDS:
-        counts = [model.tokens.get(kind, 0) for model in models]
+    table_rows = []
+    for property_name, row_label in PROPERTIES.items():
+        properties = [getattr(model, property_name) or "–" for model in models]
+        table_rows.append([row_label, *map(str, properties)])
+    for token_kind in KINDS:
+        counts = [model.tokens.get(token_kind, 0) for model in models]
         if any(counts):
-            rows.append([f"{kind.capitalize()} tokens", *(f"{count:,}" for count in counts)])
-    return _table("What was measured.", ["", *names], rows)
+            row_label = f"{token_kind.capitalize()} tokens"
+            table_rows.append([row_label, *(f"{count:,}" for count in counts)])
+    return _table("What was measured.", ["", *names], table_rows)

@@ -340,7 +340,8 @@ def shown_image(
     std = torch.tensor(settings["image_std"]).view(3, 1, 1)
     colors = pixels[0].float() * std + mean
     levels = (colors * 255).round().clamp(0, 255).byte()
-    return Image.fromarray(levels.permute(1, 2, 0).numpy())
+    rows = levels.permute(1, 2, 0)
+    return Image.fromarray(rows.numpy())
 
 
 def _written(folder: Path) -> set[str]:

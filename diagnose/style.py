@@ -51,15 +51,15 @@ def shown(report: Report, against: Report | None) -> list[Shown]:
 def drawable(text: str) -> str:
     """Escapes what matplotlib's font lacks, and dollar signs, which begin formulas."""
     font = get_font(findfont(FontProperties()))
-    drawn = ""
+    escaped_text = ""
     for character in text:
         if character == "$":
-            drawn += r"\$"
+            escaped_text += r"\$"
         elif character.isprintable() and font.get_char_index(ord(character)):
-            drawn += character
+            escaped_text += character
         else:
-            drawn += ascii(character)[1:-1]
-    return drawn
+            escaped_text += ascii(character)[1:-1]
+    return escaped_text
 
 
 def elide(text: str, length: int) -> str:
