@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm on entry above which layers hardly turn a token: `normalign gain MODEL --critical`.
 
-A prediction before training, from a language model alone. Section 3.1 takes a layer's update to
-have the same size and angle to the state whatever the state's norm; so both are measured on text.
+This is a prediction before training. It needs only a language model: section 3.1 assumes that the
+size of a layer's update and its angle to the state do not depend on the state's norm, so both are
+measured on text.
 """
 
 import math
@@ -39,7 +40,7 @@ def rotation_angle(norm: float, update: float, angle: float) -> float:
 
 @dataclass(frozen=True)
 class Updates:
-    """Updates of a decoder's layers on text, which enters with the mean norm N_text."""
+    """Updates of a decoder's layers on text that enters with the mean norm N_text."""
 
     n_text: float
     sizes: list[float]  # by layer, the geometric mean over tokens of the update's norm
@@ -55,7 +56,7 @@ class Updates:
         return angles
 
     def relative_rotation(self, norm: float) -> float:
-        """Rotation by all layers but the last, over that of a token that enters with N_text."""
+        """Rotation by all layers but the last, relative to a token that enters with N_text."""
         return self._total_rotation(norm) / self._total_rotation(self.n_text)
 
     def _total_rotation(self, norm: float) -> float:
@@ -65,7 +66,10 @@ class Updates:
         return sum(angles)
 
     def critical_norm(self, share: float) -> float | None:
-        """The norm at which rotation falls to `share` of text's; None above `LARGEST` N_text."""
+        """Returns the norm at which rotation falls to `share` of the rotation of text.
+
+        Returns None if this norm is above `LARGEST` N_text.
+        """
         lower_bound = self.n_text
         upper_bound = LARGEST * self.n_text
         if self.relative_rotation(upper_bound) > share:

@@ -38,7 +38,7 @@ class Sample:
 
     @property
     def image(self) -> Image.Image:
-        """The image, upright and in RGB; decoded at each access."""
+        """The image, upright and in RGB. It is decoded at each access."""
         try:
             return decode_image(dict(self.stored))
         except ValueError as error:
@@ -67,7 +67,7 @@ def load_samples(
 
     Args:
         data: Data that can be trained on, with or without answers; by default the built-in images.
-        count: Number of samples; all are used, with a warning, if there are fewer.
+        count: Number of samples. If there are fewer, all are used, with a warning.
         seed: Seed by which the samples are drawn.
         image_folder, columns: See [`DataSource`].
 
@@ -131,7 +131,12 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> Mapping[str, 
     if not processor.chat_template:
         texts = [f"{processor.image_token}\n{sample.question}" for sample in batch]
         images = [[sample.image] for sample in batch]
-        return processor(text=texts, images=images, return_tensors="pt", **padding)
+        return processor(
+            text=texts,
+            images=images,
+            return_tensors="pt",
+            **padding,
+        )
     chats = []
     for sample in batch:
         image = {"type": "image", "image": sample.image}
@@ -160,7 +165,7 @@ def _held_out_samples(rng: random.Random) -> list[Sample]:
 
 
 def _shuffled(source: Source, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:
-    """The rows in random order; of a stream, its first `limit` rows."""
+    """Returns the rows in random order. If they are a stream, these are its first `limit` rows."""
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
         row_count = len(source.data)
         order = rng.sample(range(row_count), row_count)
@@ -194,7 +199,7 @@ def _name_of_row(raw: Any, number: int, label: str) -> str:
 
 
 def _sample_of_row(name: str, raw: Any, source: Source) -> Sample | None:
-    """Returns a row's first image and the question about it; None without an image.
+    """Returns a row's first image and the question about it, or None without an image.
 
     Raises ValueError if the row has an image, but cannot be used.
     """
@@ -217,7 +222,7 @@ def _sample_of_row(name: str, raw: Any, source: Source) -> Sample | None:
 
 
 def _first_question(row: Row) -> str:
-    """Returns the text of the first user turn; empty without one."""
+    """Returns the text of the first user turn, or an empty text if there is none."""
     for turn in row.messages:
         if turn["role"] == "user":
             text = "".join(part.get("text", "") for part in turn["content"])

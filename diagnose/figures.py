@@ -46,9 +46,17 @@ STAGES = {
 
 
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
-    """Draws the reports, in reading order; `output` has the images that attention is drawn on."""
+    """Draws the reports into `output`, and returns the drawings in reading order.
+
+    `output` has the images that attention is drawn on.
+    """
     models = style.shown(report, against)
-    sketches = [interface(models), norms(models), cosine(models), rotation(models)]
+    sketches = [
+        interface(models),
+        norms(models),
+        cosine(models),
+        rotation(models),
+    ]
     if any(model.report.dynamics for model in models):
         sketches.append(dynamics(models))
     sketches += attention(models, output)
@@ -59,16 +67,25 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
 
 def interface(models: list[Shown]) -> Sketch:
     """Norms on the way into the language model, a row for each stage (tables 1 to 3)."""
-    stages = [stage for stage in STAGES if not stage.endswith("_raw")]
-    stages = [stage for stage in stages if any(_positive_moments(models, stage))]
+    stages = []
+    for stage in STAGES:
+        is_received = not stage.endswith("_raw")
+        if is_received and any(_positive_moments(models, stage)):
+            stages.append(stage)
     ratios = [model.report.interface.ratio for model in models]
     sentence = "Visual tokens enter with {} the norm of text embeddings"
     title = style.ratio_title(ratios, sentence, "L2 norms at the interface")
     row_height = 0.25 + 0.17 * (len(models) - 1)
     figure = style.new_figure(1.3 + row_height * len(stages), title)
     axes = figure.subplots()
-    for model in models:
-        axes.plot([], "o", color=MUTED, markerfacecolor=model.face(MUTED), label=model.label)
+    for model in models:  # the legend has a grey marker for each
+        axes.plot(
+            [],
+            "o",
+            color=MUTED,
+            markerfacecolor=model.face(MUTED),
+            label=model.label,
+        )
     _draw_stages(axes, models, stages)
     style.log_scale(axes, "x")
     text_norm = _positive_moments(models, "vocabulary")[-1]
@@ -80,7 +97,8 @@ def interface(models: list[Shown]) -> Sketch:
             linestyle=":",
             zorder=1,
         )
-    axes.set_yticks(range(len(stages)), [STAGES[stage][1] for stage in stages])
+    stage_labels = [STAGES[stage][1] for stage in stages]
+    axes.set_yticks(range(len(stages)), stage_labels)
     axes.set_ylim(len(stages) - 0.5, -0.5)
     style.tidy(axes, "L2 norm (logarithmic)", "")
     axes.grid(False, axis="y")
@@ -90,7 +108,7 @@ def interface(models: list[Shown]) -> Sketch:
 
 
 def _positive_moments(models: list[Shown], stage: str) -> list[Moments | None]:
-    """Returns a stage's moments by model; None without any that a logarithmic axis can show."""
+    """Returns a stage's moments by model, or None if a logarithmic axis cannot show them."""
     moments_by_model: list[Moments | None] = []
     for model in models:
         moments: Moments | None = getattr(model.report.interface, stage)
@@ -181,7 +199,13 @@ def dynamics(models: list[Shown]) -> Sketch:
     height = 0.9 + 2.5 * len(recording_models)
     figure = style.new_figure(height, "Cosine between layers during training")
     step_colors = _colors_of_steps(recording_models)
-    panels = figure.subplots(len(recording_models), 2, squeeze=False, sharex=True, sharey=True)
+    panels = figure.subplots(
+        len(recording_models),
+        len(MODALITIES),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
     for model_panels, model in zip(panels, recording_models, strict=True):
         for axes, modality in zip(model_panels, MODALITIES, strict=True):
             _draw_dynamics(axes, model, modality, step_colors)
@@ -354,7 +378,7 @@ def _draw_curve(axes: Axes, model: Shown, kind: str, quantity: str, factor: floa
 
 
 def _band(depth: Depth, kind: str, quantity: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ends of one standard deviation, for norms that of their logarithm."""
+    """Returns the ends of one standard deviation. For norms, it is taken of their logarithm."""
     if quantity == "norm":
         lower_end, upper_end = _band(depth, kind, "log_norm")
         return np.exp(lower_end), np.exp(upper_end)

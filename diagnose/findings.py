@@ -119,7 +119,7 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
 
 
 def _effects_of_norm(report: Report, baseline: Report | None) -> list[Finding]:
-    """Returns the claims about the norm, which need a baseline without it."""
+    """Returns the claims about the norm. They need a baseline without it."""
     if baseline is not None:
         return [_nearness(report, baseline), _focus(report, baseline)]
     if report.has_norm:
@@ -302,7 +302,10 @@ def _rotation_outcome(report: Report, rotation: Effect) -> str:
 
 
 def _layers_rotating_less(report: Report) -> tuple[int, int]:
-    """Counts layers in which visual tokens rotate less than text, and layers; without the last."""
+    """Returns in how many layers visual tokens rotate less than text, and the number of layers.
+
+    The last layer is left out.
+    """
     rotation = report.depth.rotation
     if "visual" not in rotation or "text" not in rotation:
         return 0, 0

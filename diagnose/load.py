@@ -49,7 +49,7 @@ class ModelHandle:
     config: PreTrainedConfig
     processor: ProcessorMixin | None  # of a vision-language model
     model_class: Any = None  # the class that loads the weights; None for an adapter
-    adapter: Adapter | None = None  # put on its base as in training, whatever `load` is told
+    adapter: Adapter | None = None  # `load` puts it on its base as in training
 
     def load(
         self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False

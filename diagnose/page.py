@@ -2,6 +2,7 @@
 """`report.html`: the results of a diagnosis in one file, for a person."""
 
 from base64 import b64encode
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,21 @@ def write_page(
 ) -> None:
     """Writes `report.html` into `folder`. It includes the figures, whose files are there."""
     models = [report] if against is None else [against, report]
-    images: dict[str, list[tuple[Drawing, str]]] = {}
+    images: defaultdict[str, list[tuple[Drawing, str]]] = defaultdict(list)
     for drawing in drawings:
         content = (folder / drawing.file).read_bytes()
-        images.setdefault(drawing.section, []).append((drawing, b64encode(content).decode()))
+        encoded = b64encode(content).decode()
+        images[drawing.section].append((drawing, encoded))
     left_out = list(report.left_out)
     if against is not None:
         left_out += [reason for reason in against.left_out if reason not in left_out]
     loader = FileSystemLoader(Path(__file__).parent / "templates")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     page = environment.get_template("report.html.jinja").render(
         report=report,
         against=against,

@@ -33,7 +33,16 @@ from .measure.families import tokenizer_ids
 from .measure.interface import embedding_table_of, gain_of
 from .measure.probe import probe
 from .page import write_page
-from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, DynamicsStep, Report, report_json
+from .report import (
+    PAGE,
+    REPORT,
+    SCHEMA_VERSION,
+    Attention,
+    Drawing,
+    DynamicsStep,
+    Report,
+    report_json,
+)
 
 
 DIAGNOSTICS = "diagnostics"  # within a checkpoint
@@ -146,7 +155,8 @@ def diagnose(model: str, **keywords: Unpack[DiagnosisKeywords]) -> Diagnosis:
     torch_dtype(options.dtype)  # raises an error if no dtype has this name
     handles = _open_models(options)
     names = _names_in_report(options, handles)
-    with finished_folder(options.folder, _written) as staging:
+    folder = options.folder
+    with finished_folder(folder, _written) as staging:
         drawn = load_samples(
             options.data,
             options.samples,
@@ -168,13 +178,13 @@ def diagnose(model: str, **keywords: Unpack[DiagnosisKeywords]) -> Diagnosis:
         drawings = draw(report, against, staging)
         provenance = _provenance(options, handles, drawn.samples[0].question)
         diagnosis = Diagnosis(
-            verdict(report, against), findings(report, against), report, against, options.folder
+            verdict=verdict(report, against),
+            findings=findings(report, against),
+            report=report,
+            against=against,
+            folder=folder,
         )
-        content: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **asdict(diagnosis)}
-        del content["folder"]
-        content["figures"] = [asdict(drawing) for drawing in drawings]
-        content["provenance"] = provenance
-        (staging / REPORT).write_text(report_json(content), encoding="utf-8")
+        _write_report(diagnosis, drawings, provenance, staging / REPORT)
         write_page(report, against, drawings, staging, provenance=provenance)
     return diagnosis
 
@@ -204,7 +214,7 @@ def _open_models(options: DiagnosisOptions) -> list[ModelHandle]:
 
 
 def _names_in_report(options: DiagnosisOptions, handles: list[ModelHandle]) -> list[str]:
-    """Returns a name for each model; two models never have the same."""
+    """Returns a name for each model. Two models never have the same name."""
     names = [options.name or handles[0].name]
     if len(handles) == 2:
         baseline_name = options.against_name or handles[1].name
@@ -239,6 +249,17 @@ def _provenance(
             provenance[f"revision of {handle.name}"] = handle.checkpoint.revision
     provenance["first question"] = first_question
     return provenance
+
+
+def _write_report(
+    diagnosis: Diagnosis, drawings: list[Drawing], provenance: dict[str, str], file: Path
+) -> None:
+    """Writes `report.json`; docs/report.md explains its keys."""
+    content: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **asdict(diagnosis)}
+    del content["folder"]
+    content["figures"] = [asdict(drawing) for drawing in drawings]
+    content["provenance"] = provenance
+    file.write_text(report_json(content), encoding="utf-8")
 
 
 def _measure(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The style of the figures: colours, markers, labels and legends.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart. In grey print, kinds of
+Colours are Okabe and Ito's: colour-blind readers can tell them apart. In grey print, kinds of
 token differ by marker and lightness, and a baseline by dashes and hollow markers.
 """
 
@@ -14,13 +14,25 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from .report import KINDS, Drawing, Report, number
+from .report import Drawing, Report, number
 
 
 WIDTH = 7.5  # of a figure, in inches
 DPI = 150
-COLORS = dict(zip(KINDS, ("#E69F00", "#0072B2", "#CC79A7", "#009E73", "#D55E00"), strict=True))
-MARKERS = dict(zip(KINDS, ("o", "s", "D", "^", "v"), strict=True))
+COLORS = {
+    "visual": "#E69F00",
+    "text": "#0072B2",
+    "special": "#CC79A7",
+    "newline": "#009E73",
+    "indicator": "#D55E00",
+}
+MARKERS = {
+    "visual": "o",
+    "text": "s",
+    "special": "D",
+    "newline": "^",
+    "indicator": "v",
+}
 MUTED = "#808080"
 
 Sketch = tuple[Figure, Drawing]  # not yet written, with file name, title and caption
@@ -49,7 +61,7 @@ def shown(report: Report, against: Report | None) -> list[Shown]:
 
 
 def drawable(text: str) -> str:
-    """Escapes what matplotlib's font lacks, and dollar signs, which begin formulas."""
+    """Escapes what matplotlib's font lacks, and dollar signs, since they begin formulas."""
     font = get_font(findfont(FontProperties()))
     escaped_text = ""
     for character in text:
@@ -73,8 +85,14 @@ def elide(text: str, length: int) -> str:
 def new_figure(height: float, title: str) -> Figure:
     """Returns an empty figure, `height` inches high, under a title that wraps."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    wrapped_title = "\n".join(fill(line, 80) for line in title.split("\n"))
-    figure.suptitle(wrapped_title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    wrapped_lines = [fill(line, 80) for line in title.split("\n")]
+    figure.suptitle(
+        "\n".join(wrapped_lines),
+        x=0.01,
+        ha="left",
+        fontsize=11,
+        fontweight="bold",
+    )
     return figure
 
 
@@ -122,5 +140,10 @@ def legend(figure: Figure, axes: Axes, columns: int) -> None:
     """Adds a legend of what `axes` shows, below the figure."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
-        handles, labels, ncols=columns, loc="outside lower left", fontsize=9, frameon=False
+        handles,
+        labels,
+        ncols=columns,
+        loc="outside lower left",
+        fontsize=9,
+        frameon=False,
     )

@@ -20,6 +20,8 @@ QUANTITIES = ("norm", "rotation", "update_norm", "update_angle", "log_norm", "lo
 NORM = QUANTITIES.index("norm")
 ROTATION = QUANTITIES.index("rotation")
 
+State = tuple[Tensor, Tensor]  # vectors (batch * tokens, d), and their norms
+
 
 def widest(device: torch.device) -> torch.dtype:
     """Returns the widest float that `device` has: float64, except on Apple's GPUs."""
@@ -137,7 +139,7 @@ class _ForwardPass:
     """A forward pass, as far as the decoder has run."""
 
     masks: Tensor  # of each kind, (kinds, batch * tokens)
-    last_state: tuple[Tensor, Tensor] | None = None  # (batch * tokens, d), and its norms
+    last_state: State | None = None  # the input of the last layer that has run
     rotations: list[Tensor] = field(default_factory=list)  # by layer, the mean of each kind
 
 
@@ -187,11 +189,10 @@ class DepthProbe:
         for kind_index, kind in enumerate(KINDS):
             norm = measured["norm"][..., kind_index]
             log_norm = measured["log_norm"][..., kind_index]
-            if not _has_directions(kind, norm, log_norm):
-                continue
-            for quantity, moments in measured.items():
-                mean, std, _ = moments[..., kind_index].T.tolist()
-                curves[quantity][kind] = Curve(mean, std)
+            if _has_directions(kind, norm, log_norm):
+                for quantity, moments in measured.items():
+                    mean, std, _ = moments[..., kind_index].T.tolist()
+                    curves[quantity][kind] = Curve(mean, std)
         final_norm: dict[str, Moments] = {}
         if self._final_norm is not None:
             final_norm = _by_kind(self._normalized.results())
@@ -233,27 +234,23 @@ class DepthProbe:
         masks_of_defined = masks.unsqueeze(1) & defined
         means_by_kind = self._steps[layer_index].add(measured, masks_of_defined)
         self._pass.rotations.append(means_by_kind[:, ROTATION])
-        self._add_cosine(layer_index - 1, masks, before, measured[NORM])
+        state = (before, measured[NORM])
+        if self._pass.last_state is not None:
+            self._add_cosine(layer_index - 1, masks, self._pass.last_state, state)
+        self._pass.last_state = state
         if layer_index == len(self._layers) - 1:
             output_norm = after.norm(dim=-1)
-            self._add_cosine(layer_index, masks, after, output_norm)
+            self._add_cosine(layer_index, masks, state, (after, output_norm))
             self._add_last_norm(output_norm, masks)
-            self._add_rotation_ratio(after.device)
+            self._add_rotation_ratio(self._pass.rotations, after.device)
 
-    def _add_cosine(self, layer_index: int, masks: Tensor, state: Tensor, norm: Tensor) -> None:
-        """Adds the cosine between a layer's input and `state`, the next layer's input.
-
-        `norm` are the norms of `state`. Nothing is added before the first layer.
-        """
-        assert self._pass is not None
-        if self._pass.last_state is not None:
-            previous_state, previous_norm = self._pass.last_state
-            previous_state = previous_state.to(state.device)
-            previous_norm = previous_norm.to(state.device)
-            cosine = torch.linalg.vecdot(previous_state, state) / (previous_norm * norm)
-            is_defined = (previous_norm > 0) & (norm > 0)
-            self._cosines[layer_index].add(cosine, masks & is_defined)
-        self._pass.last_state = (state, norm)
+    def _add_cosine(self, layer_index: int, masks: Tensor, state: State, next_state: State) -> None:
+        """Adds the cosine between the input of a layer and the input of the next one."""
+        vectors, norm = (tensor.to(masks.device) for tensor in state)
+        next_vectors, next_norm = next_state
+        cosine = torch.linalg.vecdot(vectors, next_vectors) / (norm * next_norm)
+        is_defined = (norm > 0) & (next_norm > 0)
+        self._cosines[layer_index].add(cosine, masks & is_defined)
 
     def _add_last_norm(self, norm: Tensor, masks: Tensor) -> None:
         """Adds the norms of the last layer's output, and their logarithms."""
@@ -262,12 +259,11 @@ class DepthProbe:
         defined = torch.stack([torch.ones_like(is_positive), is_positive])
         self._last_state.add(measured, masks.unsqueeze(1) & defined)
 
-    def _add_rotation_ratio(self, device: torch.device) -> None:
+    def _add_rotation_ratio(self, rotations: list[Tensor], device: torch.device) -> None:
         """Adds the pass' rotation of visual tokens over text's, without the last layer."""
-        assert self._pass is not None
-        rotations = [rotation.to(device) for rotation in self._pass.rotations[:-1]]
-        if rotations:
-            total_rotation = torch.stack(rotations).sum(0)
+        earlier_rotations = [rotation.to(device) for rotation in rotations[:-1]]
+        if earlier_rotations:
+            total_rotation = torch.stack(earlier_rotations).sum(0)
             visual_rotation = total_rotation[KINDS.index("visual")]
             text_rotation = total_rotation[KINDS.index("text")]
             ratio = (visual_rotation / text_rotation).view(1)
@@ -309,7 +305,7 @@ def _has_directions(kind: str, norm: Tensor, log_norm: Tensor) -> bool:
 
 
 def _asymmetry(rotation: dict[str, Curve]) -> float | None:
-    """Returns the rotation of visual tokens over that of text; None without both."""
+    """Returns the rotation of visual tokens over the rotation of text, or None without both."""
     if "visual" not in rotation or "text" not in rotation:
         return None
     # Without the last layer, which prepares the prediction rather than the next layer's input.

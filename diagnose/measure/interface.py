@@ -72,7 +72,8 @@ class InterfaceProbe:
         visual = received.get("visual")
         text = received.get("text")
         scale = _scale(text, stages.get("text_raw"), config)
-        stored_norms = self._row_norms[counted_rows(self._row_norms, config.image_token_id)]
+        is_counted = counted_rows(self._row_norms, config.image_token_id)
+        stored_norms = self._row_norms[is_counted]
         vocabulary = None if scale is None else _moments(scale * stored_norms)
         if self._visual_table is not None:
             table_norms = row_norms(self._visual_table)
