@@ -102,7 +102,7 @@ CASES = {
         },
     ),
     f"diagnose m --against n --data d --samples 5 --output o --seed 9 {LOADING} {BASE} {ROWS}": (
-        "diagnose.run.diagnose",
+        "diagnose.run.DiagnosisOptions",
         {
             **{"model": "m", "against": "n", "data": "d", "samples": 5, "output": Path("o")},
             **{"seed": 9, "batch_size": 3, **LOADED, **BASED, **READ},
