@@ -8,7 +8,7 @@ judge (`can_infer`, `YOrN_Extraction`). lmms-eval 0.7 has a rule per benchmark, 
 import re
 from collections.abc import Collection, Mapping
 
-from ..data.rows.turns import plain
+from ..data.rows.values import plain
 
 
 _UNABLE = r"sorry|unable to|I can(?: ?not|['’]t)|cannot determine"

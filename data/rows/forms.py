@@ -13,19 +13,9 @@ from PIL import Image
 
 from ...errors import printable
 from .images import MAX_PATH, SUFFIXES, short
-from .turns import (
-    LETTERS,
-    Row,
-    Turn,
-    accepted_answers,
-    alternating,
-    is_empty,
-    leave_out,
-    parsed,
-    place_images,
-    read_question,
-    read_turns,
-)
+from .questions import LETTERS, Question, accepted_answers, read_question
+from .turns import Row, Turn, alternating, image_parts, place_images, read_turns, text_part
+from .values import is_empty, parsed, unread_keys
 
 
 MARKER = "<image>"  # of an image in LLaVA's texts, whatever the tokenizer's image token is
@@ -59,9 +49,11 @@ ALIASES = {
     "options": "choices",
     "correct_choice_idx": "answer_index",
     "direct_answers": "answers",
-    **{f"{word}_{letter.lower()}": letter for word in ("choice", "option") for letter in LETTERS},
 }
 """Other names of some columns in public data sets."""
+for _letter in LETTERS:
+    ALIASES[f"choice_{_letter.lower()}"] = _letter
+    ALIASES[f"option_{_letter.lower()}"] = _letter
 
 # Ms-swift's objects, LLaMA-Factory's videos and sounds. A tag of HTML is in a sentence, or closed.
 _OTHER_MARKERS = re.compile(r"<ref-object>|<bbox>|(?:^|\n)[ \t]*<(video|audio)>(?!.*</\1>)", re.S)
@@ -117,81 +109,166 @@ def known_row(raw: Any) -> Row:
 
 
 def read_row(raw: Any) -> Row:
-    """Reads a row of any known form; ValueError, perhaps an [`UnknownForm`], if it cannot be read.
+    """Reads a row of any known form.
 
     In a user's string, `<image>` and `<img>path</img>` become image parts, those at its beginning
     and end without the line break beside them. If there are none, the images start the first user
-    turn, as in TRL.
+    turn, as in TRL. Raises ValueError, perhaps an [`UnknownForm`], if the row cannot be read.
     """
     if isinstance(raw, bytes):
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
     if not isinstance(raw, Mapping):
         raise ValueError(f"a row must be a mapping from column to value, got {short(raw)}")
-    aliases = [name for name in raw if name in ALIASES and is_empty(raw.get(ALIASES[name]))]
-    names = {ALIASES[name]: name for name in aliases}
-    named = {**raw, **{known: raw[name] for known, name in names.items()}}
+    aliases = _aliases(raw)
+    named = dict(raw)
+    for column, alias in aliases.items():
+        named[column] = raw[alias]
     images = _images(named)
-    asks, answers = _form(named, bool(images))
-    row, read = Row(asks or answers or "image"), {asks, answers, "image", "images", "system"}
-    asked, answer = (named[asks] if asks else PROMPT), named.get(answers)
-    if answers == "caption" and "caption" in names:
+    has_images = bool(images)
+    question_column, answer_column = _form(named, has_images)
+    question = _read_question(named, question_column, answer_column, aliases)
+    learned_answer, accepted, notes = _learned_answer(question, question_column)
+    turns = _read_turns(question.prompt, question_column, learned_answer, answer_column)
+    left_out = []
+    for turn in turns:
+        left_out += turn.left_out
+    left_out += _unread_columns(raw, question, aliases)
+    _check_medium(named, turns, has_images)
+    if question_column is None and answer_column is not None:
+        _check_caption(named, answer_column)
+    _check_is_wanted(named)
+    turns, changes = alternating(_with_system(turns, named.get("system")))
+    turns = place_images(turns, images)
+    return Row(
+        form=question_column or answer_column or "image",
+        messages=[{"role": turn.role, "content": turn.content} for turn in turns],
+        images=[part["image"] for part in image_parts(turns)],
+        learned=[turn.learned for turn in turns if turn.role == "assistant"],
+        options=question.options,
+        accepted=accepted,
+        left_out=list(dict.fromkeys(left_out)),
+        changed=notes + changes,
+    )
+
+
+def _aliases(raw: Mapping) -> dict[str, str]:
+    """Returns the names of columns with other names in a row, by their known names."""
+    aliases = {}
+    for name in raw:
+        column = ALIASES.get(name)
+        if column is not None and is_empty(raw.get(column)):
+            aliases[column] = name
+    return aliases
+
+
+def _read_question(
+    raw: Mapping, question_column: str | None, answer_column: str | None, aliases: Mapping[str, str]
+) -> Question:
+    """Returns what a row of any form asks, with the columns that are read."""
+    columns = {question_column, answer_column, "image", "images", "system"}
+    if question_column == "question":
+        question = read_question(raw)
+        return replace(question, columns=question.columns | columns)
+    prompt = raw[question_column] if question_column else PROMPT
+    answer = raw.get(answer_column)
+    if answer_column == "caption" and "caption" in aliases:
         answer = parsed(answer)  # several, as the name says
-    if asks == "question":
-        asked, answer = read_question(named, row, read)
-    turns = read_turns(asked, asks or "", "user" if answers or not asks else None, row.left_out)
-    if answers:
-        turns = [replace(turn, learned=False) for turn in turns]  # a prompt is not learned
-    if accepted := accepted_answers(answer):
-        row.accepted = accepted
-        answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
-        if len({*accepted}) > 1:
-            row.changed.append(ONE_OF_ANSWERS if asks else ONE_OF_CAPTIONS)
-    elif _is_text_of_list(answer):
-        row.changed.append(_LIST_OF_ANSWERS if asks else _LIST_OF_CAPTIONS)
+    return Question(prompt, answer, columns=frozenset(columns))
+
+
+def _learned_answer(question: Question, question_column: str | None) -> tuple[Any, list, list]:
+    """Returns the answer that is learned, the right answers if there are several, and notes."""
+    accepted = accepted_answers(question.answer)
+    if accepted:
+        commonest = Counter(accepted).most_common(1)[0][0]  # the first of equals
+        notes = []
+        if len(set(accepted)) > 1:
+            notes.append(ONE_OF_ANSWERS if question_column else ONE_OF_CAPTIONS)
+        return commonest, accepted, notes
+    notes = []
+    if _is_text_of_list(question.answer):
+        notes.append(_LIST_OF_ANSWERS if question_column else _LIST_OF_CAPTIONS)
+    return question.answer, question.accepted, notes
+
+
+def _read_turns(
+    prompt: Any, prompt_column: str | None, answer: Any, answer_column: str | None
+) -> list[Turn]:
+    """Returns the turns of a prompt and its answer, or of a list of turns without an answer."""
+    if prompt_column is not None and answer_column is None:
+        return read_turns(prompt, prompt_column, None)
+    prompt_turns = read_turns(prompt, prompt_column or "", "user")
+    turns = [replace(turn, learned=False) for turn in prompt_turns]
     if answer is not None:
-        turns += read_turns(answer, str(answers), "assistant", row.left_out)
-    leave_out(row.left_out, raw, read | {name for known, name in names.items() if known in read})
-    _check_meaning(named, turns, bool(images), None if asks else answers)
-    turns = alternating(_with_system(turns, named.get("system")), row.changed)
-    row.images = place_images(turns, images)
-    row.messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    row.learned = [turn.learned for turn in turns if turn.role == "assistant"]
-    return row
+        turns += read_turns(answer, str(answer_column), "assistant")
+    return turns
+
+
+def _unread_columns(raw: Mapping, question: Question, aliases: Mapping[str, str]) -> list[str]:
+    read_columns = set(question.columns)
+    for column, alias in aliases.items():
+        if column in question.columns:
+            read_columns.add(alias)
+    return unread_keys(raw, read_columns)
 
 
 def image_name(raw: Any) -> str | None:
-    """The name of the first image of a raw or parsed row, or None."""
+    """Returns the name of the first image of a raw or parsed row, or None."""
     if not isinstance(raw, Mapping):
         return None
-    images = raw.get("images") or raw.get("image")
-    first = images[0] if isinstance(images, (list, tuple)) and images else images
-    name = first.get("path") if isinstance(first, Mapping) else first
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_PATH or name.startswith("data:"):
+    image = _first(raw.get("images") or raw.get("image"))
+    if isinstance(image, Mapping):
+        image = image.get("path")
+    if not isinstance(image, str) or image.startswith("data:"):
         return None
-    return printable(name)
+    if not 0 < len(image) <= MAX_PATH:
+        return None
+    return printable(image)
+
+
+def _first(value: Any) -> Any:
+    """Returns the first element of a list that has one; else the value."""
+    if isinstance(value, (list, tuple)) and value:
+        return value[0]
+    return value
 
 
 def columns(raw: Mapping) -> str:
-    """The columns of a row that are not empty, for errors."""
-    names = (str(column)[:80] for column, value in raw.items() if value is not None)
+    """Returns the columns of a row that are not empty, for errors."""
+    names = [str(column)[:80] for column, value in raw.items() if value is not None]
     return ", ".join(sorted(names)) or "none"
 
 
 def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
-    present = {column for column, value in raw.items() if not (is_empty(value) and value != "")}
-    present |= {"answer"} if "answers" in present or "answer_index" in present else set()
-    for asks, answers in FORMS:  # a question with its answer comes before another question
-        if asks in present and (answers is None or answers in present):
-            return asks, answers
-    is_alone = has_images and present <= {"image", "images", "label"}  # no unread question
-    for asks, answers in FORMS:
-        has_answer = has_images and answers in present if answers else is_alone
-        if asks in present if asks else has_answer:
-            return asks, answers
+    """Returns the columns of question and answer of the form that a row has, as in [`FORMS`]."""
+    present = _present_columns(raw)
+    for question_column, answer_column in FORMS:  # a question with its answer comes first
+        if question_column in present and (answer_column is None or answer_column in present):
+            return question_column, answer_column
+    for question_column, answer_column in FORMS:
+        if question_column:
+            has_form = question_column in present
+        elif answer_column:
+            has_form = has_images and answer_column in present
+        else:  # images alone, without a column that may be an unread question
+            has_form = has_images and present <= {"image", "images", "label"}
+        if has_form:
+            return question_column, answer_column
     raise UnknownForm(
         f"its form is not known. It has the columns: {columns(raw)}; known are conversations, "
         "messages, texts, prompt with completion, question with answer, caption or text with image"
     )
+
+
+def _present_columns(raw: Mapping) -> set[Any]:
+    """Returns the columns that hold something or an empty text; `answer` if its text is apart."""
+    present = set()
+    for column, value in raw.items():
+        if value == "" or not is_empty(value):
+            present.add(column)
+    if "answers" in present or "answer_index" in present:
+        present.add("answer")
+    return present
 
 
 def _images(raw: Mapping) -> list[Any]:
@@ -200,11 +277,14 @@ def _images(raw: Mapping) -> list[Any]:
         raise ValueError("it has images in both image and images; use one of them")
     if not present:
         return []
-    images = parsed(raw[present[0]])
-    images = list(images) if isinstance(images, (list, tuple)) else [images]
-    if empty := [number for number, image in enumerate(images) if is_empty(image)]:
-        raise ValueError(f"{present[0]} has nothing in place of image {empty[0]}; leave it out")
-    return images
+    column = present[0]
+    images = parsed(raw[column])
+    if not isinstance(images, (list, tuple)):
+        images = [images]
+    for number, image in enumerate(images):
+        if is_empty(image):
+            raise ValueError(f"{column} has nothing in place of image {number}; leave it out")
+    return list(images)
 
 
 def _is_text_of_list(answer: Any) -> bool:
@@ -215,28 +295,50 @@ def _is_text_of_list(answer: Any) -> bool:
 
 
 def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
+    """Returns the turns after the text of the column `system`, unless they begin with it.
+
+    Raises ValueError if the column holds no text, or if the turns have another system turn.
+    """
     if is_empty(system):
         return turns
-    first = Turn("system", [{"type": "text", "text": system}])
+    system_turn = Turn("system", [text_part(system)])
     has_system = bool(turns) and turns[0].role == "system"
-    if not isinstance(system, str) or has_system and turns[0].content != first.content:
+    differs = has_system and turns[0].content != system_turn.content
+    if differs or not isinstance(system, str):
         raise ValueError("its column system is no text, or differs from its system turn; use one")
-    return turns if has_system else [first, *turns]
+    return turns if has_system else [system_turn, *turns]
 
 
-def _check_meaning(raw: Mapping, turns: list[Turn], has_images: bool, caption: str | None) -> None:
-    """Raises ValueError if a row has more than images and text, or what is learned is no answer."""
-    for column in ("videos", "audios", *(() if has_images else ("video", "audio"))):
+def _check_medium(raw: Mapping, turns: list[Turn], has_images: bool) -> None:
+    """Raises ValueError if a row has more than images and text, or marks of such in its texts."""
+    unread_media = ["videos", "audios"]
+    if not has_images:
+        unread_media += ["video", "audio"]
+    for column in unread_media:
         if not is_empty(raw.get(column)):
             raise ValueError(f"it has {column}, and only images are read; leave such rows out")
-    for text in (part.get("text") for turn in turns for part in turn.content):
-        if isinstance(text, str) and "<" in text and (marker := _OTHER_MARKERS.search(text)):
-            raise ValueError(f"it has {marker[0].strip()} in a text; such marks are not filled in")
-    if caption and isinstance(content := parsed(raw[caption]), Mapping):
-        raise ValueError(f"its {caption} is no caption but JSON: {', '.join(map(str, content))}")
-    if caption == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
+    for turn in turns:
+        for part in turn.content:
+            text = part.get("text")
+            marker = _OTHER_MARKERS.search(text) if isinstance(text, str) else None
+            if marker:
+                shown = marker[0].strip()
+                raise ValueError(f"it has {shown} in a text; such marks are not filled in")
+
+
+def _check_caption(raw: Mapping, column: str) -> None:
+    """Raises ValueError if a caption is JSON, or may be a question."""
+    content = parsed(raw[column])
+    if isinstance(content, Mapping):
+        keys = ", ".join(map(str, content))
+        raise ValueError(f"its {column} is no caption but JSON: {keys}")
+    if column == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
         remedy = "use --columns question=text, or else --columns caption=text"
         raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
+
+
+def _check_is_wanted(raw: Mapping) -> None:
+    """Raises ValueError if a row says that its answer is a bad example."""
     for column in ("label", "kto_tag"):
         if raw.get(column) is False:
             raise ValueError(f"its answer is unwanted ({column} false), for KTO: see docs/trl.md")
@@ -248,12 +350,15 @@ def is_about(name: str) -> bool:
 
 
 def looks_like(name: str) -> str | None:
-    """What a column, or a key as `messages.content`, is by its name: "an image" and so on; or None.
+    """Returns what a column is by its name: "an image", "an answer", "a question", or None.
 
-    Texts as `text <image_1>`, which [`markers`] finds, are like images.
+    Args:
+        name: A column; a key, as `messages.content`; or a text that [`markers`] finds, as
+            `text <image_1>`, which is like an image.
     """
     key = name.rpartition(".")[2].strip()
-    known = ALIASES.get(key.lower(), key.lower())
+    lower = key.lower()
+    known = ALIASES.get(lower, lower)
     if name.startswith("text "):
         return "an image"
     if is_about(name):
@@ -268,74 +373,119 @@ def looks_like(name: str) -> str | None:
 
 
 def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
-    """What looks like an image in a row without any, `column img` or `text <image_1>`; or None."""
+    """Returns what looks like an image in a row without images, or None.
+
+    It is named as `column img` or `text <image_1>`.
+    """
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
     for column, value in raw.items():
-        named = _IMAGE_COLUMN.search(str(column)) and value and not is_empty(value)
-        if named or (column != "id" and _looks_like_an_image(value)):
+        if _is_image_column(column, value):
             return f"column {str(column)[:80]}"
-    marker = next(markers(messages), None)
-    return f"text {marker}" if marker else None
+    for marker in markers(messages):
+        return f"text {marker}"
+    return None
+
+
+def _is_image_column(column: Any, value: Any) -> bool:
+    """Whether a column looks like an image, by its name or by what it holds."""
+    if column != "id" and _looks_like_an_image(value):
+        return True
+    return bool(value) and not is_empty(value) and bool(_IMAGE_COLUMN.search(str(column)))
 
 
 def markers(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Texts such as `<image_1>`, which are learned as text."""
-    texts = (part.get("text") or "" for message in messages for part in message["content"])
-    matches = (_LIKE_A_MARKER.search(text) for text in texts if "<" in text or "[" in text)
-    return (match[0] for match in matches if match)
+    """Yields texts such as `<image_1>`, which are learned as text."""
+    for message in messages:
+        for part in message["content"]:
+            match = _LIKE_A_MARKER.search(part.get("text") or "")
+            if match:
+                yield match[0]
 
 
 def proposal(raw: Any) -> str:
-    """The end of an error: `columns` with which a row has question and answer, if there are any."""
+    """Returns the end of an error: `columns` with which a row has question and answer, if any."""
     if not isinstance(raw, Mapping):
         return ""
-    names = (column for column in raw if isinstance(column, str) and not is_empty(raw[column]))
-    present = {column.strip().lower(): column for column in names}
-    names_of_images = () if {"image", "images"} & {*present.values()} else ("image", *_IMAGES)
-    image = [("image", present[name]) for name in names_of_images if name in present][:1]
-    tried: list[list[tuple[str, str]]] = []
-    for asks, answers in product(_QUESTIONS, _ANSWERS):
-        if asks in present and answers in present:
-            name = present[answers]
-            known = "answers" if _is_text_of_list(raw[name]) else "answer"
-            tried.append([("question", present[asks]), (known, name)])
-    for name in (present[name] for name in _CAPTIONS if name in present):
-        known = "captions" if _is_text_of_list(raw[name]) else "caption"
-        tried.append([(known, name)])
-    for name in ("chosen", "preferred_output", *present):
-        if name in present and name not in ("rejected", "non_preferred_output", "history"):
-            is_list = isinstance(parsed(raw[present[name]]), (list, Mapping))
-            tried += [[("messages", present[name])]] if is_list else []
-    options = ([pair for pair in image + pairs if pair[0] != pair[1]] for pairs in tried)
-    read = (pairs for pairs in options if pairs and _is_read(renamed(raw, dict(pairs))))
-    named = ",".join(f"{known}={name}" for known, name in next(read, ()))
-    option = f"--columns {shlex.quote(named)}" if named else ""
+    present = {}
+    for column, value in raw.items():
+        if isinstance(column, str) and not is_empty(value):
+            present[column.strip().lower()] = column
+    option = ""
+    names = _readable_names(raw, present)
+    if names:
+        named = ",".join(f"{column}={name}" for column, name in names.items())
+        option = f"--columns {shlex.quote(named)}"
     if any(preference <= present.keys() for preference in _PREFERENCES):
         alone = f"; the chosen answers alone are read with {option}" if option else ""
         return f". It has preferences, as DPO learns them: see docs/trl.md{alone}"
     return f". It is read with {option}" if option else ""
 
 
-def renamed(raw: Mapping, own: Mapping[str, str]) -> dict[str, Any]:
-    """A row with columns of one's own names: `own` has the data's name of a known column."""
-    others = raw.keys() - own.keys() - {*own.values()}
-    values = {column: raw[name] for column, name in own.items() if name in raw}
-    return {column: value for column, value in raw.items() if column in others} | values
+def _readable_names(raw: Mapping, present: Mapping[str, str]) -> dict[str, str]:
+    """Returns the first names of columns with which a row is read, by known column; or none.
+
+    `present` has the names of columns in the row by what they are in lower case.
+    """
+    image_names = {}
+    if {"image", "images"}.isdisjoint(present.values()):
+        for name in ("image", *_IMAGES):
+            if name in present:
+                image_names = {"image": present[name]}
+                break
+    for text_names in _text_names(raw, present):
+        names = {}
+        for column, name in (image_names | text_names).items():
+            if column != name:
+                names[column] = name
+        if names and _is_read(renamed(raw, names)):
+            return names
+    return {}
+
+
+def _text_names(raw: Mapping, present: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yields names that columns of question and answer, caption or turns may have in a row."""
+    for question, answer in product(_QUESTIONS, _ANSWERS):
+        if question in present and answer in present:
+            name = present[answer]
+            column = "answers" if _is_text_of_list(raw[name]) else "answer"
+            yield {"question": present[question], column: name}
+    for caption in _CAPTIONS:
+        if caption in present:
+            name = present[caption]
+            column = "captions" if _is_text_of_list(raw[name]) else "caption"
+            yield {column: name}
+    for turns in ("chosen", "preferred_output", *present):
+        if turns in present and turns not in ("rejected", "non_preferred_output", "history"):
+            name = present[turns]
+            if isinstance(parsed(raw[name]), (list, Mapping)):
+                yield {"messages": name}
+
+
+def renamed(raw: Mapping, names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a row with known columns: `names` has the row's name of each known column."""
+    replaced = {*names.keys(), *names.values()}
+    row = {column: value for column, value in raw.items() if column not in replaced}
+    for column, name in names.items():
+        if name in raw:
+            row[column] = raw[name]
+    return row
 
 
 def _is_read(raw: Mapping) -> bool:
     try:
-        roles = [message["role"] for message in read_row(raw).messages]
+        row = read_row(raw)
     except ValueError:
         return False
-    return roles[-1:] == ["assistant"] and "user" in roles
+    roles = [message["role"] for message in row.messages]
+    return "user" in roles and roles[-1] == "assistant"
 
 
 def _looks_like_an_image(value: Any) -> bool:
-    value = value[0] if isinstance(value, (list, tuple)) and value else value
+    value = _first(value)
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("url")
-    if isinstance(value, str):
-        return value.startswith("data:image/") or value.partition("?")[0].lower().endswith(SUFFIXES)
-    return isinstance(value, (bytes, Image.Image))
+    if not isinstance(value, str):
+        return isinstance(value, (bytes, Image.Image))
+    path = value.partition("?")[0].lower()
+    return value.startswith("data:image/") or path.endswith(SUFFIXES)

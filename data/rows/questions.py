@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions with options, hints and several right answers."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from string import ascii_uppercase
+from typing import Any
+
+from .images import SUFFIXES, short
+from .turns import are_parts
+from .values import as_text, is_empty, parsed, plain, transposed
+
+
+LETTERS = "ABCDEFGHIJ"  # columns of options, if they are not in `choices`
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a row asks, and its answer, both as they are stored or as texts."""
+
+    prompt: Any
+    answer: Any
+    options: dict[str, str] = field(default_factory=dict)  # by letter
+    accepted: list[str] = field(default_factory=list)  # right answers that are apart from `answer`
+    columns: frozenset[str] = frozenset()  # that were read
+
+
+def read_question(raw: Mapping) -> Question:
+    """Reads a row with the column `question`: hint, question, input and options, and the answer."""
+    options = options_of(raw)
+    option_columns = frozenset(options)
+    if not is_empty(raw.get("choices")):
+        option_columns = frozenset(["choices"])
+    prompt, prompt_columns = _read_prompt(raw, options)
+    index = raw.get("answer_index")
+    if not is_empty(index):
+        columns = option_columns | prompt_columns | {"answer_index"}
+        return Question(prompt, _letter_by_index(index, options), options, columns=columns)
+    answer, accepted, answer_columns = _read_answer(raw)
+    if options and not is_empty(answer):
+        answer = _answer_among_options(answer, options)
+    columns = option_columns | prompt_columns | answer_columns
+    return Question(prompt, answer, options, accepted, columns)
+
+
+def _read_prompt(raw: Mapping, options: Mapping[str, str]) -> tuple[Any, set[str]]:
+    """Returns the text of a question with hint, input and options, and the columns that it is from.
+
+    A question that is a list of turns is returned as it is.
+    """
+    question = as_text(raw["question"])
+    if not isinstance(question, str):
+        if options:
+            problem = "it has options, but its question is a list of turns. Write it as text"
+            raise ValueError(problem)
+        return question, set()
+    columns = ["question", "input"]
+    if options and raw.get("hint") != "nan":  # as in MMBench
+        columns.insert(0, "hint")
+    read_columns = set()
+    lines = []
+    for column in columns:
+        text = as_text(raw.get(column))
+        if isinstance(text, str):
+            read_columns.add(column)
+            lines.append(text)
+    if not _shows_options(question, options):
+        for letter, option in options.items():
+            lines.append(f"{letter}. {option}")
+    prompt = "\n".join(filter(None, lines))
+    if not prompt.strip():
+        raise ValueError("its question is empty; read a caption with --columns caption=answer")
+    return prompt, read_columns
+
+
+def _shows_options(question: str, options: Mapping[str, str]) -> bool:
+    """Whether the text of a question has all options after their letters."""
+    for letter, option in options.items():
+        if not re.search(rf"\b{letter}\W{{1,3}}{re.escape(option)}", question):
+            return False
+    return True
+
+
+def _letter_by_index(index: Any, options: Mapping[str, str]) -> str:
+    number = str(as_text(index)).removesuffix(".0")
+    if not number.isdecimal() or int(number) >= len(options):
+        raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
+    letters = list(options)
+    return letters[int(number)]
+
+
+def _read_answer(raw: Mapping) -> tuple[Any, list[str], set[str]]:
+    """Reads the columns `answer` and `answers`.
+
+    Returns:
+        The answer, perhaps a list of several; the right answers, if the answer is one of several;
+        and the columns that were read.
+    """
+    answer = raw.get("answer")
+    several = parsed(raw.get("answers"))
+    if is_empty(answer):
+        if is_empty(several):
+            several = None
+        return several, [], {"answer", "answers"}
+    accepted = accepted_answers(several)
+    if answer in accepted:
+        return answer, accepted, {"answer", "answers"}
+    return answer, [], {"answer"}
+
+
+def _answer_among_options(answer: Any, options: Mapping[str, str]) -> Any:
+    """Returns the text of an answer to a question with options, or a letter in place of a number.
+
+    What is none of the options is returned as it is stored.
+    """
+    distinct = set(accepted_answers(answer))
+    if len(distinct) > 1:
+        texts = ", ".join(sorted(distinct))
+        raise ValueError(f"it has options and several answers, {texts}; one can be learned")
+    if distinct:
+        answer = distinct.pop()
+    text = as_text(answer)
+    if not isinstance(text, str):
+        return answer
+    letter = chosen_letter(text, options)
+    if letter is None:
+        return answer
+    is_number = plain(text).isdigit() and plain(options[letter]) != plain(text)
+    return letter if is_number else text
+
+
+def accepted_answers(value: Any) -> list[str]:
+    """Returns the texts of a list of answers, or of what they have in `answer` or `text`.
+
+    The list is empty if the value is anything else.
+    """
+    value = transposed(value)
+    if not isinstance(value, (list, tuple)) or are_parts(value):
+        return []
+    texts = []
+    for answer in value:
+        if isinstance(answer, Mapping):
+            answer = answer.get("answer", answer.get("text"))
+        text = as_text(answer)
+        if not isinstance(text, str):
+            return []
+        if text.strip():
+            texts.append(text)
+    return texts
+
+
+def options_of(raw: Mapping) -> dict[str, str]:
+    """Returns the options of a row by letter: those in `choices`, or in columns `A`, `B` and so on.
+
+    Raises ValueError if they are no options, such as images or equal texts.
+    """
+    choices = transposed(parsed(raw.get("choices")))
+    if is_empty(choices):
+        columns = {letter: as_text(raw.get(letter)) for letter in LETTERS}
+        options = _filled(columns, filling="nan")  # as in MMBench
+        if len(options) < 2:
+            return {}
+    else:
+        options = _filled(_by_letter(choices))
+    if not _are_valid(options):
+        shown = short(options or choices)
+        raise ValueError(f"its options must be 2 to 26 different texts, and no images, got {shown}")
+    return _without_letters(options)
+
+
+def _by_letter(choices: Any) -> dict[str, Any]:
+    """Returns the options in a list of texts or in a mapping by letter; else an empty mapping."""
+    if isinstance(choices, Mapping):
+        return {str(letter).upper(): as_text(text) for letter, text in choices.items()}
+    options = {}
+    if isinstance(choices, (list, tuple)) and len(choices) <= len(ascii_uppercase):
+        for letter, choice in zip(ascii_uppercase, choices, strict=False):
+            if isinstance(choice, Mapping):
+                choice = choice.get("text")
+            options[letter] = as_text(choice)
+    return options
+
+
+def _filled(options: Mapping[str, Any], filling: str | None = None) -> dict[str, Any]:
+    """Returns the options that are not empty. Those of short questions are filled up in tables."""
+    filled = {}
+    for letter, option in options.items():
+        if not is_empty(option) and option != filling:
+            filled[letter] = option
+    return filled
+
+
+def _are_valid(options: Mapping[str, Any]) -> bool:
+    """Whether options are at least two different texts with letters from A, and no images."""
+    expected_letters = ascii_uppercase[: len(options)]
+    if len(options) < 2 or list(options) != list(expected_letters):
+        return False
+    distinct = set()
+    for option in options.values():
+        if not isinstance(option, str) or not option.strip():
+            return False
+        if option.lower().endswith(SUFFIXES):
+            return False
+        distinct.add(plain(option))
+    return len(distinct) == len(options)
+
+
+def _without_letters(options: dict[str, str]) -> dict[str, str]:
+    """Returns the options without letters before their texts, if all of them have their own."""
+    bare_options = {}
+    for letter, option in options.items():
+        bare_options[letter] = _without_letter(letter, option)
+        if bare_options[letter] == option:
+            return options
+    return bare_options
+
+
+def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
+    """Returns the letter of the option that an answer is, by text, letter or number from 0.
+
+    None means that the answer may be a sentence. Raises ValueError if it is two of the options, or
+    a letter or number of no option.
+    """
+    text = as_text(answer)
+    bare = plain(text)
+    for letter, option in options.items():  # "B. dog"
+        if plain(_without_letter(letter, text)) == plain(option) != bare:
+            return letter
+    letters = {letter for letter, option in options.items() if plain(option) == bare}
+    if bare.upper() in options:
+        letters.add(bare.upper())
+    if bare.isascii() and bare.isdigit() and int(bare) < len(options):
+        letters.add(list(options)[int(bare)])
+    if len(letters) > 1:
+        problem = "is one option's text and another's letter or number"
+        if bare.isdigit():
+            problem += "; if it is a number from 0, use --columns answer_index=answer"
+        raise ValueError(f"the answer {text!r} {problem}")
+    if not letters and re.fullmatch(r"[A-Za-z]|-?\d+", bare):
+        choices = short([*options.values()])
+        raise ValueError(f"the answer {short(answer)} is not just one of the choices {choices}")
+    return letters.pop() if letters else None
+
+
+def _without_letter(letter: str, text: Any) -> str:
+    """Returns a text without its letter before it: "(B) dog" or "B. dog" is "dog"."""
+    return re.sub(rf"^\(?{letter}[.):]\s*(?=\S)", "", text)
