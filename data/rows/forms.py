@@ -165,7 +165,7 @@ def _read_question(
     raw: Mapping, question_column: str | None, answer_column: str | None, aliases: Mapping[str, str]
 ) -> Question:
     """Returns what a row of any form asks, with the columns that are read."""
-    columns = {question_column, answer_column, "image", "images", "system"}
+    columns = frozenset((question_column, answer_column, "image", "images", "system"))
     if question_column == "question":
         question = read_question(raw)
         return replace(question, columns=question.columns | columns)
@@ -173,7 +173,7 @@ def _read_question(
     answer = raw.get(answer_column)
     if answer_column == "caption" and "caption" in aliases:
         answer = parsed(answer)  # several, as the name says
-    return Question(prompt, answer, columns=frozenset(columns))
+    return Question(prompt, answer, columns=columns)
 
 
 def _learned_answer(question: Question, question_column: str | None) -> tuple[Any, list, list]:

@@ -13,8 +13,9 @@ After an optional system turn, user and assistant take turns, the user first and
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ...errors import printable
 from .forms import MARKER, columns as columns_of, known_row, markers, proposal
 from .images import ImageRules
-from .turns import Row
+from .turns import Row, text_part
 
 
 _TEXT = Value("string")
@@ -51,9 +52,16 @@ class DroppedRow:
     reason: str
     tokens: int | None = None  # the row's length, if that is the reason
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What is recorded once."""
+        return self.source, self.row
+
     def __str__(self) -> str:
-        file = f" ({self.file})" if self.file and self.file not in self.reason else ""
-        return f"{self.source}, row {self.row}{file}: {self.reason}"
+        place = f"{self.source}, row {self.row}"
+        if self.file and self.file not in self.reason:
+            place += f" ({self.file})"
+        return f"{place}: {self.reason}"
 
 
 class BadRow(ValueError):
@@ -73,23 +81,27 @@ class DroppedRows:
 
     def add(self, dropped: DroppedRow) -> None:
         """Appends a line in one write, so that lines of several processes do not mix."""
-        self._written = self._written or {(row.source, row.row) for row in self.read()}
-        if (dropped.source, dropped.row) in self._written:
+        if not self._written:
+            self._written = {row.key for row in self.read()}
+        if dropped.key in self._written:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(asdict(dropped)) + "\n"
         with open(self.path, "ab", buffering=0) as file:
-            file.write(json.dumps(asdict(dropped)).encode() + b"\n")
-        self._written.add((dropped.source, dropped.row))
+            file.write(line.encode())
+        self._written.add(dropped.key)
 
     def read(self) -> list[DroppedRow]:
-        """The dropped rows, once each, sorted by source and number; empty without a file."""
+        """Returns the dropped rows, once each, sorted by source and number."""
+        if not self.path.exists():
+            return []
         rows: dict[tuple[str, int], DroppedRow] = {}
-        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
+        for line in self.path.read_bytes().splitlines():
             try:
                 dropped = DroppedRow(**json.loads(line))
             except ValueError:  # the line that was being written when the process was killed
                 continue
-            rows.setdefault((dropped.source, dropped.row), dropped)
+            rows.setdefault(dropped.key, dropped)
         return [rows[key] for key in sorted(rows)]
 
 
@@ -100,39 +112,67 @@ def parse_row(
     image_token: str = MARKER,
     control_tokens: re.Pattern[str] | None = None,
 ) -> dict[str, Any]:
-    """The row in parsed form, with the other attributes of [`Row`]; its files are not checked.
+    """Returns the row in parsed form, with the other attributes of [`Row`].
 
-    White space around an answer is removed, since it would be learned. Raises ValueError with the
-    reason if it cannot be trained on, as where a text has the image token or a control token.
+    White space around an answer is removed, since it would be learned. Files of images are not
+    checked.
+
+    Args:
+        raw: A row in any known form.
+        rules: Which files images may be; by default any local file.
+        image_token: The tokenizer's image token, which no text may have.
+        control_tokens: Matches what else no text may have: see [`control_tokens`].
+
+    Raises:
+        ValueError: If the row cannot be trained on, with the reason.
     """
     row = known_row(raw)
-    if row.form == "text" and isinstance(raw.get("label"), str) and (remedy := proposal(raw)):
-        raise ValueError(f"label may be the answer{remedy}; a caption with --columns caption=text")
-    images = [(rules or ImageRules()).image(image) for image in row.images]
+    if row.form == "text" and isinstance(raw.get("label"), str):
+        remedy = proposal(raw)
+        if remedy:
+            caption = "a caption with --columns caption=text"
+            raise ValueError(f"label may be the answer{remedy}; {caption}")
+    if rules is None:
+        rules = ImageRules()
+    images = [rules.image(image) for image in row.images]
     _check_turns(row, raw)
-    _check_texts(row, image_token, control_tokens)
+    _check_texts(row, {MARKER, image_token}, control_tokens)
+    messages = _stored_messages(row.messages)
+    left_out = list(row.left_out)
     if images:  # without any, they may be what should show them: see `unread_image`
-        row.left_out += dict.fromkeys(f"text {marker}" for marker in markers(row.messages))
-    return {**vars(row), "images": images}
+        left_out += dict.fromkeys(f"text {marker}" for marker in markers(messages))
+    return {**vars(row), "messages": messages, "images": images, "left_out": left_out}
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches the special tokens, which the tokenizer reads as such anywhere in a text."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special.update(tokenizer.all_special_tokens)
-    longest_first = sorted(special, key=lambda token: (-len(token), token))
+    special = set(tokenizer.all_special_tokens)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            special.add(token.content)
+    return any_of(special)
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the texts, the longest first; nothing if there are none."""
+    longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _check_turns(row: Row, raw: Mapping) -> None:
+    """Raises ValueError if no answer is learned, or user and assistant do not take turns."""
     roles = [message["role"] for message in row.messages]
-    start = int(roles[:1] == ["system"])
     if "assistant" not in roles:
         columns = columns_of(raw)
-        add = "; add a metadata.csv with file_name, question and answer" * (columns == "image")
-        raise ValueError(f"it has no assistant turn{add}; its columns are {columns}{proposal(raw)}")
-    for number, role in enumerate(roles[start:], start):
-        if role != ("user", "assistant")[(number - start) % 2]:
+        problem = "it has no assistant turn"
+        if columns == "image":
+            problem += "; add a metadata.csv with file_name, question and answer"
+        raise ValueError(f"{problem}; its columns are {columns}{proposal(raw)}")
+    first = 1 if roles[0] == "system" else 0
+    expected_roles = cycle(("user", "assistant"))
+    for number in range(first, len(roles)):
+        role = roles[number]
+        if role != next(expected_roles):
             raise ValueError(f"turn {number} is the {role}'s; turns must alternate, the user first")
     if roles[-1] != "assistant":
         raise ValueError("the last turn is the user's; the conversation must end with an answer")
@@ -140,24 +180,38 @@ def _check_turns(row: Row, raw: Mapping) -> None:
         raise ValueError("no answer is learned: each is in the prompt, or has weight or loss 0")
 
 
-def _check_texts(row: Row, image_token: str, control_tokens: re.Pattern[str] | None) -> None:
+def _text_of(message: Mapping) -> str:
+    return "".join(part["text"] for part in message["content"] if part["type"] == "text")
+
+
+def _check_texts(row: Row, image_tokens: set[str], control_tokens: re.Pattern[str] | None) -> None:
+    """Raises ValueError if a turn has an image or a text that it may not have."""
     learned = iter(row.learned)
     for number, message in enumerate(row.messages):
-        role, parts = message["role"], message["content"]
+        role = message["role"]
         turn = f"turn {number}, the {role}'s,"
-        if role != "user" and any(part["type"] == "image" for part in parts):
+        if role != "user" and any(part["type"] == "image" for part in message["content"]):
             raise ValueError(f"{turn} has an image; only the user shows images")
-        text = "".join(part["text"] for part in parts if part["type"] == "text")
+        text = _text_of(message)
         if printable(text) != text:
             raise ValueError(f"{turn} is not valid Unicode: half of a surrogate pair")
-        for token in {MARKER, image_token}:
+        for token in image_tokens:
             if token in text:
                 raise ValueError(f"{turn} has {token} where no image is")
-        if control_tokens and (control := control_tokens.search(text)):
-            raise ValueError(f"{turn} has {control[0]}, a control token of the tokenizer")
-        if role == "assistant":
-            if next(learned) and not text.strip():
-                raise ValueError(f"the answer in turn {number} is empty")
-            parts = [{"type": "text", "text": text.strip()}]
-        parts = parts or [{"type": "text", "text": ""}]
-        message["content"] = [{"type": part["type"], "text": part.get("text")} for part in parts]
+        control_token = control_tokens.search(text) if control_tokens else None
+        if control_token:
+            raise ValueError(f"{turn} has {control_token[0]}, a control token of the tokenizer")
+        if role == "assistant" and next(learned) and not text.strip():
+            raise ValueError(f"the answer in turn {number} is empty")
+
+
+def _stored_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages whose parts have the columns of `MESSAGES`, an answer a single part."""
+    stored = []
+    for message in messages:
+        parts = message["content"] or [text_part("")]
+        if message["role"] == "assistant":
+            parts = [text_part(_text_of(message).strip())]
+        content = [{"type": part["type"], "text": part.get("text")} for part in parts]
+        stored.append({"role": message["role"], "content": content})
+    return stored

@@ -23,24 +23,24 @@ class Question:
     answer: Any
     options: dict[str, str] = field(default_factory=dict)  # by letter
     accepted: list[str] = field(default_factory=list)  # right answers that are apart from `answer`
-    columns: frozenset[str] = frozenset()  # that were read
+    columns: frozenset[str | None] = frozenset()  # that were read
 
 
 def read_question(raw: Mapping) -> Question:
     """Reads a row with the column `question`: hint, question, input and options, and the answer."""
     options = options_of(raw)
-    option_columns = frozenset(options)
+    option_columns = set(options)
     if not is_empty(raw.get("choices")):
-        option_columns = frozenset(["choices"])
+        option_columns = {"choices"}
     prompt, prompt_columns = _read_prompt(raw, options)
     index = raw.get("answer_index")
     if not is_empty(index):
-        columns = option_columns | prompt_columns | {"answer_index"}
+        columns = frozenset(option_columns | prompt_columns | {"answer_index"})
         return Question(prompt, _letter_by_index(index, options), options, columns=columns)
     answer, accepted, answer_columns = _read_answer(raw)
     if options and not is_empty(answer):
         answer = _answer_among_options(answer, options)
-    columns = option_columns | prompt_columns | answer_columns
+    columns = frozenset(option_columns | prompt_columns | answer_columns)
     return Question(prompt, answer, options, accepted, columns)
 
 

@@ -177,7 +177,7 @@ def _with_other_keys(
     last_turn = turns[-1]
     is_learned = _is_learned(fields, number)
     for learned_key in LEARNED:
-        # Other turns are never learned. A key that says so of them has no effect.
+        # Other turns are never learned. A key that asks for it is not followed.
         if last_turn.role == "assistant" or not fields.get(learned_key):
             read_keys.add(learned_key)
     left_out = last_turn.left_out + unread_keys(fields, read_keys, f"{column}.")

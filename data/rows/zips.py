@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images in a zip file, read in place by any number of threads and forked processes.
 
-`zipfile` reads the directory, of which 37 bytes an entry are kept: its own objects take 570. As it
-has one position in the file, entries are read at their places here.
+`zipfile` reads the directory. 37 bytes are kept of each entry, since its own objects take 570. They
+share one position in the file, so entries are read at their places here.
 """
 
 import os
@@ -25,40 +25,51 @@ _REFUSED = 255  # as a method: a link, encrypted, or packed by another method th
 
 
 def read_entry(address: str) -> bytes:
-    """The bytes of an image, `MAX_IMAGE_BYTES + 1` at most; ValueError as of [`find_entry`]."""
-    file, (place, packed, _, checksum, method) = find_entry(address)
-    mark, *lengths = _LOCAL.unpack(os.pread(file.fileno(), _LOCAL.size, place))
-    content = os.pread(file.fileno(), packed, place + _LOCAL.size + sum(lengths))
-    if method:
-        content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, MAX_IMAGE_BYTES + 1)
-    if mark != b"PK\3\4" or len(content) <= MAX_IMAGE_BYTES and zlib.crc32(content) != checksum:
+    """Returns the bytes of an image `zip://name::file`, `MAX_IMAGE_BYTES + 1` at most.
+
+    Raises ValueError if the entry is broken, and as [`find_entry`] does.
+    """
+    file, numbers = find_entry(address)
+    place, packed_size, _, checksum, method = numbers
+    header = os.pread(file.fileno(), _LOCAL.size, place)
+    mark, name_length, extra_length = _LOCAL.unpack(header)
+    start = place + _LOCAL.size + name_length + extra_length
+    content = os.pread(file.fileno(), packed_size, start)
+    if method != zipfile.ZIP_STORED:
+        decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
+        content = decompressor.decompress(content, MAX_IMAGE_BYTES + 1)
+    is_whole = len(content) <= MAX_IMAGE_BYTES
+    if mark != b"PK\3\4" or (is_whole and zlib.crc32(content) != checksum):
         raise ValueError("it is broken in the zip file: its checksum differs")
     return content
 
 
 def find_entry(address: str) -> tuple[BinaryIO, list[int]]:
-    """The open file of an image `zip://name::file`, and its entry's numbers as in `_ENTRY`.
+    """Returns the open file of an image `zip://name::file`, and its entry's numbers as in `_ENTRY`.
 
     Raises ValueError if there is no such image, or it may not be read.
     """
     name, _, file = address.removeprefix("zip://").rpartition("::")
     archive = opened(file)
-    for written in (name, name.encode().decode("cp437")):  # so zipfile reads names without a mark
-        number = int(archive.names.searchsorted(hashed := hash(written), side="right")) - 1
-        if number >= 0 and archive.names[number] == hashed:  # of entries with one name, the last
-            break
-    else:
+    numbers = archive.numbers_of(name)
+    if numbers is None:
+        # Without a mark that names are in UTF-8, zipfile reads them so.
+        numbers = archive.numbers_of(name.encode().decode("cp437"))
+    if numbers is None:
         raise ValueError(f"there is no such image in {file}, which begins with {archive.first}")
-    numbers = archive.entries[number].tolist()
-    if numbers[-1] == _REFUSED:
+    _, packed_size, size, _, method = numbers
+    if method == _REFUSED:
         raise ValueError("it is a link, encrypted, or not stored or deflated. Zip the images again")
-    if max(numbers[1:3]) > MAX_IMAGE_BYTES:
+    if max(packed_size, size) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return archive.file, numbers
 
 
 def opened(file: str) -> "ZipImages":
-    """A zip file, opened once as long as it does not change; ValueError if it cannot be read."""
+    """Opens a zip file, once as long as it does not change.
+
+    Raises ValueError if it cannot be read.
+    """
     try:
         state = os.stat(file)
         return _opened(file, state.st_size, state.st_mtime_ns)
@@ -76,16 +87,30 @@ class ZipImages:
 
     def __init__(self, file: str):
         self.file = open(file, "rb")  # noqa: SIM115
-        listed = zipfile.ZipFile(self.file).infolist()
-        self.first = ", ".join(entry.filename for entry in listed[:3]) or "none"
-        names = np.fromiter((hash(entry.filename) for entry in listed), np.int64, len(listed))
+        entries = zipfile.ZipFile(self.file).infolist()
+        first_names = [entry.filename for entry in entries[:3]]
+        self.first = ", ".join(first_names) or "none"
+        hashes = (hash(entry.filename) for entry in entries)
+        names = np.fromiter(hashes, np.int64, len(entries))
+        numbers = np.fromiter(map(_numbers, entries), _ENTRY, len(entries))
         order = names.argsort(kind="stable")
         self.names = names[order]
-        self.entries = np.fromiter(map(_numbers, listed), _ENTRY, len(listed))[order]
+        self.entries = numbers[order]
+
+    def numbers_of(self, name: str) -> list[int] | None:
+        """Returns the numbers of the last entry of a name, or None."""
+        hashed = hash(name)
+        place = int(self.names.searchsorted(hashed, side="right")) - 1
+        if place < 0 or self.names[place] != hashed:
+            return None
+        return self.entries[place].tolist()
 
 
 def _numbers(entry: zipfile.ZipInfo) -> tuple[int, int, int, int, int]:
+    """Returns the numbers of an entry as in `_ENTRY`."""
     method = entry.compress_type
-    if stat.S_ISLNK(entry.external_attr >> 16) or entry.flag_bits & 1 or method not in (0, 8):
+    is_link = stat.S_ISLNK(entry.external_attr >> 16)
+    is_encrypted = bool(entry.flag_bits & 1)
+    if is_link or is_encrypted or method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         method = _REFUSED
     return entry.header_offset, entry.compress_size, entry.file_size, entry.CRC, method
