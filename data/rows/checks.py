@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of rows before training: their form, length and images; and counts of what was seen."""
+"""Checks the form, the length and the images of rows before training, and counts them."""
 
 import logging
 import re
@@ -20,15 +20,18 @@ from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped, printable
 from ..sources.source import Source, warn_once
 from .forms import PROMPT, image_name, is_about, looks_like, unread_image
-from .images import ImageRules, PlainFiles, image_problem
+from .images import ImageRules, PlainFiles, Problem, image_problem
 from .parse import BadRow, DroppedRow, DroppedRows, any_of, control_tokens, parse_row
 from .turns import Row
 
 
 DEFAULT_SHARE = 0.01
-"""Share of bad rows that is skipped by default, of Hub data or of more than `MANY_ROWS` rows."""
+"""The share of bad rows that is skipped by default, in Hub data or more than `MANY_ROWS` rows."""
 MANY_ROWS = 10_000
-"""The share of a stream is taken of so many rows at least. In memory, their images are opened."""
+"""The least number of rows that the share of a stream is computed from.
+
+In memory, the images of so many rows are opened.
+"""
 
 NOT_USED = "columns not used"  # title of the columns, and keys of turns, that are not read
 _CHUNK = 16  # rows whose images are read and opened together
@@ -39,7 +42,7 @@ _VALUES = re.compile(r"\d+|, got .*")  # which differ between reasons of one kin
 
 @dataclass
 class Checks:
-    """Options of the checks; those that are not described here are options of the data."""
+    """Options of the checks. Fields without a comment are options of the data."""
 
     processor: LlavaProcessor | None  # None to count no tokens
     max_length: int | None = None  # tokens, image tokens included, above which a row is dropped
@@ -59,9 +62,10 @@ class Checks:
 
 @dataclass
 class SourceReport:
-    """Counts of the rows of one data set; None for a stream, whose dropped rows are in a file.
+    """Counts of the rows of one data set.
 
-    The mappings have numbers of rows: of valid ones, but for `files`.
+    The counts of a stream are None, and its dropped rows are in a file. Values of the mappings are
+    numbers of valid rows, except for `files`.
     """
 
     source: str
@@ -114,16 +118,35 @@ def share_of_bad_rows(option: str | float | None, source: Source, rows: int | No
 def check_share(
     source: Source, bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0
 ) -> None:
-    """Raises ValueError if all of so many rows are bad, or [`too_many`]."""
+    """Raises ValueError if all rows of a source are bad, or [`too_many`] of them.
+
+    Args:
+        source: A data set.
+        bad: Its bad rows.
+        rows: The number of all its rows.
+        share: The share of them that may be bad.
+        deviations: See [`too_many`].
+    """
     all_are_bad = rows > 0 and len(bad) == rows
     if all_are_bad or too_many(len(bad), rows, share, deviations):
         raise BadRow(bad_rows_message(source, bad, rows, share=share))
 
 
 def too_many(bad: int, rows: int, share: float, deviations: float = 0.0) -> bool:
-    """Whether bad rows and so many standard deviations of them are more than a share of `rows`."""
-    # The root of a count has a standard deviation of 1/2: of m the mean may be (m**0.5 + 3/2) ** 2.
-    margin = deviations * bad**0.5 + max(0, deviations) ** 2 / 4
+    """Whether more than a share of rows is bad.
+
+    Args:
+        bad: The number of bad rows.
+        rows: The number of all rows.
+        share: The share that may be bad.
+        deviations: Standard deviations of the number of bad rows that are added to it. A negative
+            number makes the check milder, for a sample of rows.
+    """
+    # The square root of a count has a standard deviation of 1/2. If m rows are bad and `deviations`
+    # is 3, the mean may be (m**0.5 + 3/2) ** 2.
+    margin = deviations * bad**0.5
+    if deviations > 0:
+        margin += deviations**2 / 4
     return bad + margin > share * rows
 
 
@@ -138,27 +161,30 @@ def parse_rows(
         processor: Counts tokens, and refuses texts with control tokens. None for neither.
 
     Returns:
-        The rows with the columns of [`parse_row`] and those of [`_parse`]. Those that cannot be
-        trained on have a `reason`.
+        The rows with the columns of [`parse_row`] and of [`_parse`]. A row that cannot be trained
+        on has a `reason`.
     """
-    tokens: dict[str, Any] = {}
+    token_options: dict[str, Any] = {}
     if processor:
-        tokens["image_token"] = processor.image_token
-        tokens["control_tokens"] = control_tokens(processor.tokenizer)
-    rows = [_parse(source, number, raw, rules, tokens) for source, number, raw in stored]
+        token_options["image_token"] = processor.image_token
+        token_options["control_tokens"] = control_tokens(processor.tokenizer)
+    rows = [_parse(source, number, raw, rules, token_options) for source, number, raw in stored]
     if processor:
-        parsed_rows = [row for row in rows if row["reason"] is None]
+        parsed_rows = [parsed_row for parsed_row in rows if parsed_row["reason"] is None]
         lengths = token_lengths(processor, parsed_rows)
-        for row, length in zip(parsed_rows, lengths, strict=True):
-            column = "reason" if isinstance(length, str) else "length"
-            row[column] = length
+        for parsed_row, length in zip(parsed_rows, lengths, strict=True):
+            result_column = "reason" if isinstance(length, str) else "length"
+            parsed_row[result_column] = length
     return rows
 
 
 def _parse(
-    source: str, number: int, raw: Any, rules: ImageRules, tokens: Mapping[str, Any]
+    source: str, number: int, raw: Any, rules: ImageRules, token_options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Parses a row, and adds what its source, its number and its images are."""
+    """Returns a parsed row with its source, its number, and facts about its images.
+
+    If the row cannot be parsed, the columns of [`parse_row`] are empty, and `reason` says why.
+    """
     row: dict[str, Any] = {
         **vars(Row("")),
         "source": source,
@@ -168,7 +194,7 @@ def _parse(
         "length": 0,
     }
     try:
-        row.update(parse_row(raw, rules, **tokens))
+        row.update(parse_row(raw, rules, **token_options))
     except ValueError as error:
         row["reason"] = printable(str(error))
     images = row["images"]
@@ -188,58 +214,64 @@ def token_lengths(processor: LlavaProcessor, rows: list[dict[str, Any]]) -> list
     It is the number that the collator makes. No image is opened.
     """
     added_by_image = tokens_per_image(processor) - 1
-    texts = rendered(processor, [row["messages"] for row in rows])
-    printed = [text for text in texts if isinstance(text, str)]
-    token_ids = iter(encoded(processor.tokenizer, printed))
+    row_texts = rendered(processor, [row["messages"] for row in rows])
+    printed_texts = [row_text for row_text in row_texts if isinstance(row_text, str)]
+    token_ids = iter(encoded(processor.tokenizer, printed_texts))
     results: list[int | str] = []
-    for row, text in zip(rows, texts, strict=True):
-        if isinstance(text, Exception):
-            results.append(f"the chat template refuses it: {text}")
+    for row, row_text in zip(rows, row_texts, strict=True):
+        if isinstance(row_text, Exception):
+            results.append(f"the chat template refuses it: {row_text}")
             continue
         tokens = next(token_ids)
-        images = len(row["images"])
-        places = tokens.count(processor.image_token_id)
-        if places == images:
-            results.append(len(tokens) + images * added_by_image)
+        image_count = len(row["images"])
+        place_count = tokens.count(processor.image_token_id)
+        if place_count == image_count:
+            results.append(len(tokens) + image_count * added_by_image)
         else:
-            problem = f"{places} image tokens for {images} images"
-            results.append(f"the chat template prints {problem}")
+            found_tokens = f"{place_count} image tokens for {image_count} images"
+            results.append(f"the chat template prints {found_tokens}")
     return results
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Returns the token ids of each text.
 
-    A piece that several texts have, such as a question, is encoded once. Pieces begin with special
-    tokens. What a tokenizer makes of a piece depends on nothing before it, unless an option of its
-    special token says so: such tokens divide no text.
+    Texts are divided before special tokens. A piece that several texts have, such as a question, is
+    encoded only once. This gives the same tokens, because a special token ends the text before it.
+    Texts are not divided at special tokens whose options change that.
     """
-    dividing = []
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special and not (token.normalized or token.lstrip or token.single_word):
-            dividing.append(token.content)
-    pattern = any_of(dividing)
-    pieces_by_text = [_pieces(text, pattern) for text in texts]
-    distinct = list(dict.fromkeys(chain.from_iterable(pieces_by_text)))
+    dividing_tokens = _dividing_tokens(tokenizer)
+    pieces_by_text = [_pieces(text, dividing_tokens) for text in texts]
+    distinct_pieces = list(dict.fromkeys(chain.from_iterable(pieces_by_text)))
     backend = tokenizer.backend_tokenizer
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
-    encodings = backend.encode_batch_fast(distinct, add_special_tokens=False)
+    encodings = backend.encode_batch_fast(distinct_pieces, add_special_tokens=False)
     ids_by_piece = {}
-    for piece, encoding in zip(distinct, encodings, strict=True):
+    for piece, encoding in zip(distinct_pieces, encodings, strict=True):
         ids_by_piece[piece] = encoding.ids
-    token_ids = []
+    ids_by_text = []
     for pieces in pieces_by_text:
         ids_of_pieces = [ids_by_piece[piece] for piece in pieces]
-        token_ids.append(list(chain.from_iterable(ids_of_pieces)))
-    return token_ids
+        ids_by_text.append(list(chain.from_iterable(ids_of_pieces)))
+    return ids_by_text
 
 
-def _pieces(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """Divides a text before each match of a pattern."""
-    starts = [match.start() for match in pattern.finditer(text)]
-    places = [0, *starts, len(text)]
-    return [text[start:end] for start, end in pairwise(places)]
+def _dividing_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the special tokens that do not depend on what is before them."""
+    contents = []
+    for token in tokenizer.added_tokens_decoder.values():
+        depends = token.normalized or token.lstrip or token.single_word
+        if token.special and not depends:
+            contents.append(token.content)
+    return any_of(contents)
+
+
+def _pieces(text: str, dividing_tokens: re.Pattern[str]) -> list[str]:
+    """Divides a text before each of the tokens."""
+    token_starts = [match.start() for match in dividing_tokens.finditer(text)]
+    boundaries = [0, *token_starts, len(text)]
+    return [text[start:end] for start, end in pairwise(boundaries)]
 
 
 def rendered(
@@ -250,13 +282,13 @@ def rendered(
         return []
     joined_messages = []
     for messages in conversations:
-        template, joined = without_preamble(
+        template, joined_parts = without_preamble(
             processor.chat_template, messages, processor.image_token
         )
-        joined_messages.append(joined)
-    options: Any = {"chat_template": template, "tokenize": False}
+        joined_messages.append(joined_parts)
+    template_options: Any = {"chat_template": template, "tokenize": False}
     try:
-        return processor.tokenizer.apply_chat_template(joined_messages, **options)
+        return processor.tokenizer.apply_chat_template(joined_messages, **template_options)
     except Exception as error:  # a template may raise any
         if len(conversations) == 1:
             return [error]
@@ -267,13 +299,13 @@ def rendered(
 
 
 def tokens_per_image(processor: LlavaProcessor) -> int:
-    """Number of image tokens of an image, whatever its size."""
+    """Returns the number of image tokens of an image. It does not depend on the image's size."""
     return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
 
 
 def image_problems(
     images: Callable[[range], list[list[dict]]], count: int, name: str, rules: ImageRules
-) -> dict[int, tuple[str | None, str]]:
+) -> dict[int, Problem]:
     """Opens the images of rows. The processes share the work.
 
     Args:
@@ -286,13 +318,13 @@ def image_problems(
         The file and the reason, by number of the rows with bad images.
     """
 
-    def find_problems(numbers: range) -> list[tuple[int, tuple[str | None, str]]]:
-        problems = []
-        for number, row_images in zip(numbers, images(numbers), strict=True):
-            problem = image_problem(row_images, rules)
-            if problem:
-                problems.append((number, problem))
-        return problems
+    def find_problems(numbers: range) -> list[tuple[int, Problem]]:
+        row_problems = []
+        for row_number, row_images in zip(numbers, images(numbers), strict=True):
+            row_problem = image_problem(row_images, rules)
+            if row_problem:
+                row_problems.append((row_number, row_problem))
+        return row_problems
 
     chunks = _chunks(_own_rows(count), _CHUNK)
     with ThreadPoolExecutor() as threads:
@@ -309,7 +341,7 @@ def image_problems(
 
 def file_problems(
     paths: Callable[[range], list[list[str]]], count: int, rules: ImageRules
-) -> dict[int, tuple[str | None, str]]:
+) -> dict[int, Problem]:
     """Finds images that do not exist or are not allowed. No image is opened.
 
     Folders are listed, and what is not a plain file in an allowed folder is looked at by itself.
@@ -324,35 +356,42 @@ def file_problems(
         The file and the reason, by number of the rows with such images.
     """
     chunks = _chunks(_own_rows(count), _LISTED)
-    folders = Counter[str]()
+    images_by_folder = Counter[str]()
     for numbers in chunks:
         for path in chain.from_iterable(paths(numbers)):
-            folders[path.rpartition("/")[0]] += 1
-    plain_files = PlainFiles(folders, rules)
-    problems = {}
+            folder = path.rpartition("/")[0]
+            images_by_folder[folder] += 1
+    plain_files = PlainFiles(images_by_folder, rules)
+    problems: list[tuple[int, Problem]] = []
     for numbers in chunks:
-        rows = paths(numbers)
-        are_plain = iter(plain_files.include(list(chain.from_iterable(rows))).tolist())
-        for number, row_paths in zip(numbers, rows, strict=True):
-            unknown = [path for path in row_paths if not next(are_plain)]
-            images = [{"path": path, "bytes": None} for path in unknown]
-            problem = image_problem(images, rules, decode=False)
-            if problem:
-                problems[number] = problem
-    return dict(gather_object(list(problems.items())))
+        paths_by_row = paths(numbers)
+        all_paths = list(chain.from_iterable(paths_by_row))
+        are_plain = iter(plain_files.include(all_paths).tolist())
+        for row_number, row_paths in zip(numbers, paths_by_row, strict=True):
+            images = []
+            for path in row_paths:
+                if not next(are_plain):
+                    images.append({"path": path, "bytes": None})
+            row_problem = image_problem(images, rules, decode=False)
+            if row_problem:
+                problems.append((row_number, row_problem))
+    return dict(gather_object(problems))
 
 
 def _chunks(rows: range, size: int) -> list[range]:
     """Divides rows into ranges of at most `size` rows."""
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+    chunks = []
+    for start in range(0, len(rows), size):
+        chunks.append(rows[start : start + size])
+    return chunks
 
 
 def _own_rows(count: int) -> range:
-    """Returns which of so many rows this process checks. They follow each other."""
+    """Returns the range of rows that this process checks; `count` is the number of all rows."""
     state = PartialState()
-    start = count * state.process_index // state.num_processes
-    stop = count * (state.process_index + 1) // state.num_processes
-    return range(start, stop)
+    first_row = count * state.process_index // state.num_processes
+    end_row = count * (state.process_index + 1) // state.num_processes
+    return range(first_row, end_row)
 
 
 def bad_rows_message(
@@ -388,28 +427,38 @@ def bad_rows_message(
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
-    """Warns of images that are not read; ValueError if most rows have one and none is read."""
+    """Warns of images that are not read.
+
+    Args:
+        name: The name of a data set.
+        rows: The number of its rows.
+        images: The number of images that are read.
+        unread: The number of rows for each column or text that looks like an image.
+
+    Raises:
+        ValueError: If no image is read, and most rows have something that looks like one.
+    """
     if not unread:
         return
-    most = counted(dict(Counter(unread).most_common(_SHOWN)))
-    message = f"{name}: what looks like an image is not read: {most}."
+    most_common = counted(dict(Counter(unread).most_common(_SHOWN)))
+    message = f"{name}: what looks like an image is not read: {most_common}."
     if not images and 2 * sum(unread.values()) > rows:
         raise ValueError(f"{message} No other image was found. docs/data.md shows what is read.")
     warn_once(message)
 
 
 def warn_of_captions(name: str, forms: Iterable[str]) -> None:
-    """Warns once with which question captions are trained, if a data set has captions."""
+    """Warns once that captions are trained as answers to a fixed question, if there are any."""
     if not {"caption", "text"}.isdisjoint(forms):
-        other = "For other questions, give question and answer."
-        warn_once(f"{name}: captions are trained as answers to {PROMPT!r}. {other}")
+        other_questions = "For other questions, give question and answer."
+        warn_once(f"{name}: captions are trained as answers to {PROMPT!r}. {other_questions}")
 
 
 def not_read(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
     """Returns texts by title: the columns that are not used, and what was changed.
 
-    Columns that look like an image, a question or an answer come first, and those that tell about a
-    row, such as ids, last.
+    Columns that look like an image, a question or an answer come first. Columns with information
+    about a row, such as ids, come last.
 
     Args:
         left_out: The number of rows for each column that is not read.
@@ -418,14 +467,14 @@ def not_read(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[st
     loud_columns = {}
     quiet_columns = {}
     about_columns = []
-    for name, count in left_out.items():
-        likeness = looks_like(name)
+    for column_name, row_count in left_out.items():
+        likeness = looks_like(column_name)
         if likeness:
-            loud_columns[f"{name}, like {likeness}"] = count
-        elif is_about(name):
-            about_columns.append(name)
+            loud_columns[f"{column_name}, like {likeness}"] = row_count
+        elif is_about(column_name):
+            about_columns.append(column_name)
         else:
-            quiet_columns[name] = count
+            quiet_columns[column_name] = row_count
     columns = [counted(loud_columns), counted(quiet_columns), ", ".join(about_columns)]
     texts = {NOT_USED: ", ".join(filter(None, columns)), "note": counted(changed)}
     return {title: text for title, text in texts.items() if text}
@@ -437,18 +486,19 @@ def log_not_read(
     """Logs [`not_read`]: unused columns as a warning only if one looks as if it should be used."""
     for title, text in not_read(left_out, changed).items():
         level = logging.WARNING
-        if title == NOT_USED and not any(map(looks_like, left_out)):
+        is_quiet = not any(map(looks_like, left_out))
+        if title == NOT_USED and is_quiet:
             level = logging.INFO
         logger.log(level, f"{name}: {title}: {text}")
 
 
 def counted(rows: Mapping[str, int]) -> str:
     """Returns numbers of rows, most first: "tools (12 rows), history (1 row)"."""
-    texts = []
-    for name, count in sorted(rows.items(), key=lambda item: -item[1]):
-        unit = "row" if count == 1 else "rows"
-        texts.append(f"{name} ({count:,} {unit})")
-    return ", ".join(texts)
+    descriptions = []
+    for name, row_count in sorted(rows.items(), key=lambda item: -item[1]):
+        row_unit = "row" if row_count == 1 else "rows"
+        descriptions.append(f"{name} ({row_count:,} {row_unit})")
+    return ", ".join(descriptions)
 
 
 def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None = None) -> list[str]:
@@ -457,22 +507,22 @@ def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None =
     Args:
         rows: Rows that cannot be trained on.
         most: How many kinds are listed at most; None for all.
-        total: The number of all rows, so that a reason of all of them is named as such.
+        total: The number of all rows. If all of them have one reason, the line says so.
     """
     kinds: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in rows:
-        reason = row.reason.replace(row.file or "", "")
-        kind = (row.source, _VALUES.sub("", reason))
-        kinds.setdefault(kind, []).append(row)
-    lines = []
+        bare_reason = row.reason.replace(row.file or "", "")
+        reason_kind = (row.source, _VALUES.sub("", bare_reason))
+        kinds.setdefault(reason_kind, []).append(row)
+    kind_lines = []
     unlisted = len(rows)
     for similar in list(kinds.values())[:most]:
-        line = f"  {similar[0]}"
+        kind_line = f"  {similar[0]}"
         if len(similar) > 1:
             prefix = "all " if len(similar) == total else ""
-            line += f" ({prefix}{len(similar):,} rows)"
-        lines.append(line)
+            kind_line += f" ({prefix}{len(similar):,} rows)"
+        kind_lines.append(kind_line)
         unlisted -= len(similar)
     if unlisted:
-        lines.append(f"  and {unlisted:,} more")
-    return lines
+        kind_lines.append(f"  and {unlisted:,} more")
+    return kind_lines

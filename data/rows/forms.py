@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The known forms of rows, with examples in docs/data.md; how they are read; what is not read."""
+"""The known forms of rows, reading them, and naming what is not read.
+
+docs/data.md has examples of the forms.
+"""
 
 import re
 import shlex
@@ -7,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -21,27 +24,46 @@ from .values import is_empty, parsed, unread_keys
 MARKER = "<image>"  # of an image in LLaVA's texts, whatever the tokenizer's image token is
 PROMPT = "Describe the image."  # the question to an image with a caption, or with nothing
 
-FORMS: tuple[tuple[str | None, str | None], ...] = (
-    ("conversations", None),
-    ("messages", None),
-    ("texts", None),
-    ("prompt", "completion"),
-    ("question", "answer"),
-    (None, "caption"),
-    (None, "text"),
-    (None, None),
-)
-"""Columns of question and answer: a row has the first form of which it has all columns.
 
-Otherwise it has the first whose question it has. The first three are lists of turns; the others may
-be texts. Without a question column, the row has an image, and the question is [`PROMPT`]. Without
-an answer, it is measured but not trained on.
+class Form(NamedTuple):
+    """The columns of question and answer in a form of rows."""
+
+    question: str | None
+    answer: str | None
+
+
+FORMS = (
+    Form("conversations", None),
+    Form("messages", None),
+    Form("texts", None),
+    Form("prompt", "completion"),
+    Form("question", "answer"),
+    Form(None, "caption"),
+    Form(None, "text"),
+    Form(None, None),
+)
+"""The forms in order of precedence.
+
+A row has the first form whose columns it has. If there is none, it has the first form whose
+question it has. The first three are lists of turns; the others may be texts. In a form without a
+question column, a row has an image, and its question is [`PROMPT`]. A row without an answer is
+measured but not trained on.
 """
 
-# Columns that are read, those of a question with options among them.
-COLUMNS = {"image", "images", "system", *LETTERS}
-COLUMNS |= {"hint", "input", "choices", "answers", "answer_index"}
-COLUMNS |= {column for form in FORMS for column in form if column}
+# Columns that are read, including the columns of a question with options.
+COLUMNS = {
+    "image",
+    "images",
+    "system",
+    "hint",
+    "input",
+    "choices",
+    "answers",
+    "answer_index",
+    *LETTERS,
+}
+for _form_of_rows in FORMS:
+    COLUMNS.update(filter(None, _form_of_rows))
 
 ALIASES = {
     "conversation": "conversations",
@@ -57,17 +79,64 @@ for _letter in LETTERS:
 
 # Ms-swift's objects, LLaMA-Factory's videos and sounds. A tag of HTML is in a sentence, or closed.
 _OTHER_MARKERS = re.compile(r"<ref-object>|<bbox>|(?:^|\n)[ \t]*<(video|audio)>(?!.*</\1>)", re.S)
-_QUESTIONS = ["question", "query", "instruction", "problem", "prefix", "human", "user", "prompt"]
-_QUESTIONS += ["input", "inputs", "text"]
-_ANSWERS = ["answer", "response", "output", "outputs", "solution", "suffix", "assistant", "gpt"]
-_ANSWERS += ["completion", "label", "target", "ground_truth", "chosen"]
-_CAPTIONS = ["captions", "description", "caption_str", "sentences", "re_caption", "raw"]
-_CAPTIONS += ["ground_truth", "summary"]
+_QUESTIONS = [
+    "question",
+    "query",
+    "instruction",
+    "problem",
+    "prefix",
+    "human",
+    "user",
+    "prompt",
+    "input",
+    "inputs",
+    "text",
+]
+_ANSWERS = [
+    "answer",
+    "response",
+    "output",
+    "outputs",
+    "solution",
+    "suffix",
+    "assistant",
+    "gpt",
+    "completion",
+    "label",
+    "target",
+    "ground_truth",
+    "chosen",
+]
+_CAPTIONS = [
+    "captions",
+    "description",
+    "caption_str",
+    "sentences",
+    "re_caption",
+    "raw",
+    "ground_truth",
+    "summary",
+]
 _ANSWERS_BY_NAME = {*_ANSWERS, *_CAPTIONS, "content", "value", "texts", "conversations", "messages"}
 _QUESTIONS_BY_NAME = {*_QUESTIONS, "system", "choices", "hint", "history"}
-_IMAGES = ["image_path", "img_path", "image_file", "image_file_name", "image_filename"]
-_IMAGES += ["file_name", "filename", "filepath", "image_name", "img_name", "image_base64_str"]
-_IMAGES += ["img", "picture", "photo", "path"]
+_IMAGES = [
+    "image_path",
+    "img_path",
+    "image_file",
+    "image_file_name",
+    "image_filename",
+    "file_name",
+    "filename",
+    "filepath",
+    "image_name",
+    "img_name",
+    "image_base64_str",
+    "img",
+    "picture",
+    "photo",
+    "path",
+]
+_UNWANTED_TURNS = {"rejected", "non_preferred_output", "history"}
 _PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
 _ABOUT = re.compile(
     r"(.*[_.-])?(ids?|uu?id|idx|index|key|hash|md5|sha256|ur[li]s?|links?|sources?|origin|dataset|"
@@ -85,7 +154,7 @@ _LIKE_A_MARKER = re.compile(
 _IMAGE_COLUMN = re.compile(r"(^|[ _-])(?i:image|img|picture|pic|photo|frame)s?($|[ _\-A-Z\d])")
 
 
-# What is told of rows, with their number.
+# Notes on rows. They are reported with the number of such rows.
 ONE_OF_ANSWERS = "of several answers, the commonest is learned, or the first of equals"
 ONE_OF_CAPTIONS = "of several captions, the commonest is learned, or the first of equals"
 _LIST_OF_ANSWERS = (
@@ -101,7 +170,10 @@ class UnknownForm(ValueError):
 
 
 def known_row(raw: Any) -> Row:
-    """[`read_row`], whose error for an unknown form says with which `columns` it would be read."""
+    """Reads a row of any known form, as [`read_row`] does.
+
+    If the form is unknown, the error names the `columns` with which the row would be read.
+    """
     try:
         return read_row(raw)
     except UnknownForm as error:
@@ -121,93 +193,89 @@ def read_row(raw: Any) -> Row:
         raise ValueError(f"a row must be a mapping from column to value, got {short(raw)}")
     aliases = _aliases(raw)
     named = dict(raw)
-    for column, alias in aliases.items():
-        named[column] = raw[alias]
+    for known_column, alias in aliases.items():
+        named[known_column] = raw[alias]
     images = _images(named)
-    has_images = bool(images)
-    question_column, answer_column = _form(named, has_images)
-    question = _read_question(named, question_column, answer_column, aliases)
-    learned_answer, accepted, notes = _learned_answer(question, question_column)
-    turns = _read_turns(question.prompt, question_column, learned_answer, answer_column)
+    form = _form(named, has_images=bool(images))
+    question = _read_question(named, form, aliases)
+    answer, accepted, notes = _learned_answer(question, form)
+    turns = _read_turns(question.prompt, answer, form)
     left_out = []
     for turn in turns:
         left_out += turn.left_out
     left_out += _unread_columns(raw, question, aliases)
-    _check_medium(named, turns, has_images)
-    if question_column is None and answer_column is not None:
-        _check_caption(named, answer_column)
+    _check_media(named, has_images=bool(images))
+    _check_marks(turns)
+    _check_caption(named, form)
     _check_is_wanted(named)
-    turns, changes = alternating(_with_system(turns, named.get("system")))
+    turns, turn_changes = alternating(_with_system(turns, named.get("system")))
     turns = place_images(turns, images)
     return Row(
-        form=question_column or answer_column or "image",
+        form=form.question or form.answer or "image",
         messages=[{"role": turn.role, "content": turn.content} for turn in turns],
         images=[part["image"] for part in image_parts(turns)],
         learned=[turn.learned for turn in turns if turn.role == "assistant"],
         options=question.options,
         accepted=accepted,
         left_out=list(dict.fromkeys(left_out)),
-        changed=notes + changes,
+        changed=notes + turn_changes,
     )
 
 
 def _aliases(raw: Mapping) -> dict[str, str]:
-    """Returns the names of columns with other names in a row, by their known names."""
+    """Returns the names in a row of columns that have other names there, by known name."""
     aliases = {}
-    for name in raw:
-        column = ALIASES.get(name)
-        if column is not None and is_empty(raw.get(column)):
-            aliases[column] = name
+    for alias in raw:
+        known_column = ALIASES.get(alias)
+        if known_column is not None and is_empty(raw.get(known_column)):
+            aliases[known_column] = alias
     return aliases
 
 
-def _read_question(
-    raw: Mapping, question_column: str | None, answer_column: str | None, aliases: Mapping[str, str]
-) -> Question:
+def _read_question(raw: Mapping, form: Form, aliases: Mapping[str, str]) -> Question:
     """Returns what a row of any form asks, with the columns that are read."""
-    columns = frozenset((question_column, answer_column, "image", "images", "system"))
-    if question_column == "question":
+    columns = frozenset((*form, "image", "images", "system"))
+    if form.question == "question":
         question = read_question(raw)
         return replace(question, columns=question.columns | columns)
-    prompt = raw[question_column] if question_column else PROMPT
-    answer = raw.get(answer_column)
-    if answer_column == "caption" and "caption" in aliases:
+    prompt = raw[form.question] if form.question else PROMPT
+    answer = raw.get(form.answer)
+    if form.answer == "caption" and "caption" in aliases:
         answer = parsed(answer)  # several, as the name says
     return Question(prompt, answer, columns=columns)
 
 
-def _learned_answer(question: Question, question_column: str | None) -> tuple[Any, list, list]:
+def _learned_answer(question: Question, form: Form) -> tuple[Any, list[str], list[str]]:
     """Returns the answer that is learned, the right answers if there are several, and notes."""
-    accepted = accepted_answers(question.answer)
-    if accepted:
-        commonest = Counter(accepted).most_common(1)[0][0]  # the first of equals
-        notes = []
-        if len(set(accepted)) > 1:
-            notes.append(ONE_OF_ANSWERS if question_column else ONE_OF_CAPTIONS)
-        return commonest, accepted, notes
+    answer = question.answer
+    accepted = question.accepted
     notes = []
-    if _is_text_of_list(question.answer):
-        notes.append(_LIST_OF_ANSWERS if question_column else _LIST_OF_CAPTIONS)
-    return question.answer, question.accepted, notes
+    several_answers = accepted_answers(answer)
+    if several_answers:
+        accepted = several_answers
+        answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
+        if len(set(accepted)) > 1:
+            notes.append(ONE_OF_ANSWERS if form.question else ONE_OF_CAPTIONS)
+    elif _is_text_of_list(answer):
+        notes.append(_LIST_OF_ANSWERS if form.question else _LIST_OF_CAPTIONS)
+    return answer, accepted, notes
 
 
-def _read_turns(
-    prompt: Any, prompt_column: str | None, answer: Any, answer_column: str | None
-) -> list[Turn]:
+def _read_turns(prompt: Any, answer: Any, form: Form) -> list[Turn]:
     """Returns the turns of a prompt and its answer, or of a list of turns without an answer."""
-    if prompt_column is not None and answer_column is None:
-        return read_turns(prompt, prompt_column, None)
-    prompt_turns = read_turns(prompt, prompt_column or "", "user")
+    if form.question and not form.answer:
+        return read_turns(prompt, form.question, None)
+    prompt_turns = read_turns(prompt, form.question or "", "user")
     turns = [replace(turn, learned=False) for turn in prompt_turns]
     if answer is not None:
-        turns += read_turns(answer, str(answer_column), "assistant")
+        turns += read_turns(answer, str(form.answer), "assistant")
     return turns
 
 
 def _unread_columns(raw: Mapping, question: Question, aliases: Mapping[str, str]) -> list[str]:
     read_columns = set(question.columns)
-    for column, alias in aliases.items():
-        if column in question.columns:
+    for known_column, alias in aliases.items():
+        if known_column in question.columns:
             read_columns.add(alias)
     return unread_keys(raw, read_columns)
 
@@ -235,25 +303,29 @@ def _first(value: Any) -> Any:
 
 def columns(raw: Mapping) -> str:
     """Returns the columns of a row that are not empty, for errors."""
-    names = [str(column)[:80] for column, value in raw.items() if value is not None]
-    return ", ".join(sorted(names)) or "none"
+    column_names = []
+    for column, value in raw.items():
+        if value is not None:
+            column_names.append(str(column)[:80])
+    return ", ".join(sorted(column_names)) or "none"
 
 
-def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
-    """Returns the columns of question and answer of the form that a row has, as in [`FORMS`]."""
-    present = _present_columns(raw)
-    for question_column, answer_column in FORMS:  # a question with its answer comes first
-        if question_column in present and (answer_column is None or answer_column in present):
-            return question_column, answer_column
-    for question_column, answer_column in FORMS:
-        if question_column:
-            has_form = question_column in present
-        elif answer_column:
-            has_form = has_images and answer_column in present
-        else:  # images alone, without a column that may be an unread question
-            has_form = has_images and present <= {"image", "images", "label"}
+def _form(raw: Mapping, has_images: bool) -> Form:
+    """Returns the form that a row has: see [`FORMS`]."""
+    present_columns = _present_columns(raw)
+    for form in FORMS:  # a question with its answer comes before another question
+        has_answer = form.answer is None or form.answer in present_columns
+        if form.question in present_columns and has_answer:
+            return form
+    for form in FORMS:
+        if form.question:
+            has_form = form.question in present_columns
+        elif form.answer:
+            has_form = has_images and form.answer in present_columns
+        else:  # only images, without a column that may be an unread question
+            has_form = has_images and present_columns <= {"image", "images", "label"}
         if has_form:
-            return question_column, answer_column
+            return form
     raise UnknownForm(
         f"its form is not known. It has the columns: {columns(raw)}; known are conversations, "
         "messages, texts, prompt with completion, question with answer, caption or text with image"
@@ -261,23 +333,26 @@ def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
 
 
 def _present_columns(raw: Mapping) -> set[Any]:
-    """Returns the columns that hold something or an empty text; `answer` if its text is apart."""
-    present = set()
+    """Returns the columns that hold something or an empty text.
+
+    `answer` is one of them if the answer is in `answers` or `answer_index`.
+    """
+    present_columns = set()
     for column, value in raw.items():
         if value == "" or not is_empty(value):
-            present.add(column)
-    if "answers" in present or "answer_index" in present:
-        present.add("answer")
-    return present
+            present_columns.add(column)
+    if "answers" in present_columns or "answer_index" in present_columns:
+        present_columns.add("answer")
+    return present_columns
 
 
 def _images(raw: Mapping) -> list[Any]:
-    present = [column for column in ("image", "images") if not is_empty(raw.get(column))]
-    if len(present) > 1:
+    image_columns = [column for column in ("image", "images") if not is_empty(raw.get(column))]
+    if len(image_columns) > 1:
         raise ValueError("it has images in both image and images; use one of them")
-    if not present:
+    if not image_columns:
         return []
-    column = present[0]
+    column = image_columns[0]
     images = parsed(raw[column])
     if not isinstance(images, (list, tuple)):
         images = [images]
@@ -288,14 +363,14 @@ def _images(raw: Mapping) -> list[Any]:
 
 
 def _is_text_of_list(answer: Any) -> bool:
-    """Whether an answer is a text that holds a list of texts, as tables store several answers."""
+    """Whether an answer is a text that holds a list of texts. Tables store several answers so."""
     if not isinstance(answer, str) or not answer.startswith("["):
         return False
     return len(accepted_answers(parsed(answer))) > 0
 
 
 def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
-    """Returns the turns after the text of the column `system`, unless they begin with it.
+    """Returns the turns with a system turn of the text of the column `system`, if it holds any.
 
     Raises ValueError if the column holds no text, or if the turns have another system turn.
     """
@@ -303,36 +378,44 @@ def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
         return turns
     system_turn = Turn("system", [text_part(system)])
     has_system = bool(turns) and turns[0].role == "system"
-    differs = has_system and turns[0].content != system_turn.content
-    if differs or not isinstance(system, str):
+    has_other_system = has_system and turns[0].content != system_turn.content
+    if has_other_system or not isinstance(system, str):
         raise ValueError("its column system is no text, or differs from its system turn; use one")
     return turns if has_system else [system_turn, *turns]
 
 
-def _check_medium(raw: Mapping, turns: list[Turn], has_images: bool) -> None:
-    """Raises ValueError if a row has more than images and text, or marks of such in its texts."""
-    unread_media = ["videos", "audios"]
+def _check_media(raw: Mapping, has_images: bool) -> None:
+    """Raises ValueError if a row has videos or sounds."""
+    media_columns = ["videos", "audios"]
     if not has_images:
-        unread_media += ["video", "audio"]
-    for column in unread_media:
+        media_columns += ["video", "audio"]
+    for column in media_columns:
         if not is_empty(raw.get(column)):
             raise ValueError(f"it has {column}, and only images are read; leave such rows out")
+
+
+def _check_marks(turns: list[Turn]) -> None:
+    """Raises ValueError if a text has marks of videos, sounds or objects."""
     for turn in turns:
         for part in turn.content:
-            text = part.get("text")
-            marker = _OTHER_MARKERS.search(text) if isinstance(text, str) else None
-            if marker:
-                shown = marker[0].strip()
+            mark = None
+            part_text = part.get("text") or ""
+            if "<" in part_text:  # the expression is slow in texts without any mark
+                mark = _OTHER_MARKERS.search(part_text)
+            if mark:
+                shown = mark[0].strip()
                 raise ValueError(f"it has {shown} in a text; such marks are not filled in")
 
 
-def _check_caption(raw: Mapping, column: str) -> None:
-    """Raises ValueError if a caption is JSON, or may be a question."""
-    content = parsed(raw[column])
-    if isinstance(content, Mapping):
-        keys = ", ".join(map(str, content))
-        raise ValueError(f"its {column} is no caption but JSON: {keys}")
-    if column == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
+def _check_caption(raw: Mapping, form: Form) -> None:
+    """Raises ValueError if a row has a caption that is JSON, or that may be a question."""
+    if form.question or not form.answer:
+        return
+    caption = parsed(raw[form.answer])
+    if isinstance(caption, Mapping):
+        caption_keys = ", ".join(map(str, caption))
+        raise ValueError(f"its {form.answer} is no caption but JSON: {caption_keys}")
+    if form.answer == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
         remedy = "use --columns question=text, or else --columns caption=text"
         raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
 
@@ -345,7 +428,7 @@ def _check_is_wanted(raw: Mapping) -> None:
 
 
 def is_about(name: str) -> bool:
-    """Whether a column, by its name, tells about the row, as ids, addresses and scores do."""
+    """Whether the name of a column is one of information about a row, such as an id or a score."""
     return _ABOUT.fullmatch(name) is not None
 
 
@@ -353,21 +436,21 @@ def looks_like(name: str) -> str | None:
     """Returns what a column is by its name: "an image", "an answer", "a question", or None.
 
     Args:
-        name: A column; a key, as `messages.content`; or a text that [`markers`] finds, as
-            `text <image_1>`, which is like an image.
+        name: A column, a key such as `messages.content`, or a text that [`markers`] finds, such as
+            `text <image_1>`. These texts look like images.
     """
-    key = name.rpartition(".")[2].strip()
-    lower = key.lower()
-    known = ALIASES.get(lower, lower)
+    bare_name = name.rpartition(".")[2].strip()
+    lower_name = bare_name.lower()
+    known_name = ALIASES.get(lower_name, lower_name)
     if name.startswith("text "):
         return "an image"
     if is_about(name):
         return None
-    if known in {"image", "images", *_IMAGES} or _IMAGE_COLUMN.search(key):
+    if known_name in {"image", "images", *_IMAGES} or _IMAGE_COLUMN.search(bare_name):
         return "an image"
-    if known in _ANSWERS_BY_NAME or "answer" in known or "caption" in known:
+    if known_name in _ANSWERS_BY_NAME or "answer" in known_name or "caption" in known_name:
         return "an answer"
-    if known in _QUESTIONS_BY_NAME or "question" in known or "prompt" in known:
+    if known_name in _QUESTIONS_BY_NAME or "question" in known_name or "prompt" in known_name:
         return "a question"
     return None
 
@@ -391,101 +474,120 @@ def _is_image_column(column: Any, value: Any) -> bool:
     """Whether a column looks like an image, by its name or by what it holds."""
     if column != "id" and _looks_like_an_image(value):
         return True
-    return bool(value) and not is_empty(value) and bool(_IMAGE_COLUMN.search(str(column)))
+    if not value or is_empty(value):
+        return False
+    return _IMAGE_COLUMN.search(str(column)) is not None
 
 
 def markers(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields texts such as `<image_1>`, which are learned as text."""
+    """Yields texts such as `<image_1>`. They are learned as text."""
     for message in messages:
         for part in message["content"]:
-            match = _LIKE_A_MARKER.search(part.get("text") or "")
-            if match:
-                yield match[0]
+            part_text = part.get("text") or ""
+            # The expression is slow in texts without any marker.
+            if "<" in part_text or "[" in part_text:
+                match = _LIKE_A_MARKER.search(part_text)
+                if match:
+                    yield match[0]
 
 
 def proposal(raw: Any) -> str:
     """Returns the end of an error: `columns` with which a row has question and answer, if any."""
     if not isinstance(raw, Mapping):
         return ""
-    present = {}
+    present_columns = {}
     for column, value in raw.items():
         if isinstance(column, str) and not is_empty(value):
-            present[column.strip().lower()] = column
-    option = ""
-    names = _readable_names(raw, present)
-    if names:
-        named = ",".join(f"{column}={name}" for column, name in names.items())
-        option = f"--columns {shlex.quote(named)}"
-    if any(preference <= present.keys() for preference in _PREFERENCES):
-        alone = f"; the chosen answers alone are read with {option}" if option else ""
-        return f". It has preferences, as DPO learns them: see docs/trl.md{alone}"
-    return f". It is read with {option}" if option else ""
+            present_columns[column.strip().lower()] = column
+    columns_option = ""
+    stored_names = _readable_names(raw, present_columns)
+    if stored_names:
+        named_columns = ",".join(f"{column}={name}" for column, name in stored_names.items())
+        columns_option = f"--columns {shlex.quote(named_columns)}"
+    if any(preference <= present_columns.keys() for preference in _PREFERENCES):
+        ending = ". It has preferences, as DPO learns them: see docs/trl.md"
+        if columns_option:
+            ending += f"; the chosen answers alone are read with {columns_option}"
+        return ending
+    return f". It is read with {columns_option}" if columns_option else ""
 
 
-def _readable_names(raw: Mapping, present: Mapping[str, str]) -> dict[str, str]:
+def _readable_names(raw: Mapping, present_columns: Mapping[str, str]) -> dict[str, str]:
     """Returns the first names of columns with which a row is read, by known column; or none.
 
-    `present` has the names of columns in the row by what they are in lower case.
+    `present_columns` maps the names of the row's columns in lower case to the names themselves.
     """
-    image_names = {}
-    if {"image", "images"}.isdisjoint(present.values()):
-        for name in ("image", *_IMAGES):
-            if name in present:
-                image_names = {"image": present[name]}
-                break
-    for text_names in _text_names(raw, present):
-        names = {}
-        for column, name in (image_names | text_names).items():
-            if column != name:
-                names[column] = name
-        if names and _is_read(renamed(raw, names)):
-            return names
+    image_names = _image_names(present_columns)
+    for text_names in _text_names(raw, present_columns):
+        stored_names = {}
+        for known_column, stored_name in (image_names | text_names).items():
+            if known_column != stored_name:
+                stored_names[known_column] = stored_name
+        if stored_names and _is_read(renamed(raw, stored_names)):
+            return stored_names
     return {}
 
 
-def _text_names(raw: Mapping, present: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yields names that columns of question and answer, caption or turns may have in a row."""
-    for question, answer in product(_QUESTIONS, _ANSWERS):
-        if question in present and answer in present:
-            name = present[answer]
-            column = "answers" if _is_text_of_list(raw[name]) else "answer"
-            yield {"question": present[question], column: name}
-    for caption in _CAPTIONS:
-        if caption in present:
-            name = present[caption]
-            column = "captions" if _is_text_of_list(raw[name]) else "caption"
-            yield {column: name}
-    for turns in ("chosen", "preferred_output", *present):
-        if turns in present and turns not in ("rejected", "non_preferred_output", "history"):
-            name = present[turns]
-            if isinstance(parsed(raw[name]), (list, Mapping)):
-                yield {"messages": name}
+def _image_names(present_columns: Mapping[str, str]) -> dict[str, str]:
+    """Returns the possible name of the column `image`, if a row has no images by a known name."""
+    if {"image", "images"}.isdisjoint(present_columns.values()):
+        for column in ("image", *_IMAGES):
+            if column in present_columns:
+                return {"image": present_columns[column]}
+    return {}
+
+
+def _text_names(raw: Mapping, present_columns: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yields possible names of the columns of question and answer, of a caption, or of turns."""
+    for question_name, answer_name in product(_QUESTIONS, _ANSWERS):
+        if question_name in present_columns and answer_name in present_columns:
+            stored_name = present_columns[answer_name]
+            answer_column = "answers" if _is_text_of_list(raw[stored_name]) else "answer"
+            yield {"question": present_columns[question_name], answer_column: stored_name}
+    for caption_name in _CAPTIONS:
+        if caption_name in present_columns:
+            stored_name = present_columns[caption_name]
+            answer_column = "captions" if _is_text_of_list(raw[stored_name]) else "caption"
+            yield {answer_column: stored_name}
+    for turns_name in ("chosen", "preferred_output", *present_columns):
+        if turns_name in present_columns and turns_name not in _UNWANTED_TURNS:
+            stored_name = present_columns[turns_name]
+            if isinstance(parsed(raw[stored_name]), (list, Mapping)):
+                yield {"messages": stored_name}
 
 
 def renamed(raw: Mapping, names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a row with known columns: `names` has the row's name of each known column."""
-    replaced = {*names.keys(), *names.values()}
-    row = {column: value for column, value in raw.items() if column not in replaced}
-    for column, name in names.items():
-        if name in raw:
-            row[column] = raw[name]
-    return row
+    """Returns a row with known columns.
+
+    Args:
+        raw: A row.
+        names: The row's name of each known column. Other columns of these names are left out.
+    """
+    replaced_columns = {*names.keys(), *names.values()}
+    renamed_row = {}
+    for column, value in raw.items():
+        if column not in replaced_columns:
+            renamed_row[column] = value
+    for column, stored_name in names.items():
+        if stored_name in raw:
+            renamed_row[column] = raw[stored_name]
+    return renamed_row
 
 
 def _is_read(raw: Mapping) -> bool:
     try:
-        row = read_row(raw)
+        parsed_row = read_row(raw)
     except ValueError:
         return False
-    roles = [message["role"] for message in row.messages]
+    roles = [message["role"] for message in parsed_row.messages]
     return "user" in roles and roles[-1] == "assistant"
 
 
-def _looks_like_an_image(value: Any) -> bool:
-    value = _first(value)
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path") or value.get("url")
-    if not isinstance(value, str):
-        return isinstance(value, (bytes, Image.Image))
-    path = value.partition("?")[0].lower()
-    return value.startswith("data:image/") or path.endswith(SUFFIXES)
+def _looks_like_an_image(image: Any) -> bool:
+    image = _first(image)
+    if isinstance(image, Mapping):
+        image = image.get("bytes") or image.get("path") or image.get("url")
+    if not isinstance(image, str):
+        return isinstance(image, (bytes, Image.Image))
+    image_path = image.partition("?")[0].lower()
+    return image.startswith("data:image/") or image_path.endswith(SUFFIXES)

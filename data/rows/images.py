@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of any file format and colour mode as upright RGB, and which files they may be."""
+"""Reads images of any file format and colour mode as upright RGB, from files that are allowed."""
 
 import base64
 import functools
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import fsspec
@@ -25,8 +25,19 @@ from .zips import MAX_IMAGE_BYTES, TOO_LARGE, find_entry, read_entry
 
 # What images may be, whatever their names say. Of Pillow's others, EPS would start Ghostscript.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
-SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".ppm")
-SUFFIXES += (".tif", ".tiff", ".avif")
+SUFFIXES = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".jfif",
+    ".webp",
+    ".gif",
+    ".bmp",
+    ".ppm",
+    ".tif",
+    ".tiff",
+    ".avif",
+)
 KEPT_SIDE = 2048  # pixels, at least, of a reduced image: twice what large image processors take
 MAX_PIXELS = 89_478_485  # of an image: Pillow's own limit
 MAX_RATIO = 200  # of the longer side to the shorter one
@@ -38,10 +49,12 @@ _IN_ARCHIVE = re.compile(r"(?s)(zip://((?!::).)*)?")  # before the path of the a
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*|....ftypavi", re.S)
 
+Problem: TypeAlias = tuple[str | None, str]  # file of a bad image, and the reason
+
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Which files images may be; with neither field any local file, for rows made in Python."""
+    """Which files images may be. Without both fields any local file, for rows made in Python."""
 
     folder: str | None = None  # or zip file that paths start from and must stay in
     hub: str | None = None  # id of a Hub data set; what `datasets` has of it is allowed
@@ -83,8 +96,13 @@ class ImageRules:
         return {"path": self._address(path, by_datasets=is_mapping), "bytes": None}
 
     def _address(self, path: str, by_datasets: bool) -> str:
-        """Returns the address of an image by its path, which `datasets` may have written itself."""
-        # It writes zip://a.png::b.zip, in which b.zip is a path or an address of the Hub.
+        """Returns the address of an image.
+
+        Args:
+            path: A path, or an address.
+            by_datasets: Whether `datasets` may have written it. Only its addresses are allowed. It
+                writes zip://a.png::b.zip, where b.zip is a path or an address of the Hub.
+        """
         archive, separator, file = path.rpartition("::")
         is_streamed = "://" in file
         if is_streamed or separator:
@@ -117,7 +135,10 @@ class ImageRules:
         return f"zip://{name}::{self.archive}"
 
     def check_file(self, path: str) -> None:
-        """Raises ValueError if a local path of [`image`] does not exist, or links to elsewhere."""
+        """Raises ValueError if a file does not exist, or is a link to where images may not be.
+
+        `path` is one that [`image`] returns. Addresses of the Hub are not checked.
+        """
         file = path.rpartition("::")[2]
         if "://" in file:
             return
@@ -143,14 +164,26 @@ class ImageRules:
         return f"image_folder {self.folder}" if self.folder else "the cache of the Hub"
 
     def _allow(self, path: str, resolve: Callable[[str], str]) -> bool:
-        """Whether a file or folder is in a place of images, which `resolve` makes a whole path."""
-        roots = []
+        """Whether a file or folder is where images may be.
+
+        Args:
+            path: Its whole path.
+            resolve: Makes a whole path of a folder that images may be in.
+        """
+        folders = []
         if self.folder is not None:
-            roots.append(self.folder)
+            folders.append(self.folder)
         if self.hub:
-            roots += [constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)]
-        prefixes = [os.path.join(resolve(root), "") for root in roots]
-        return not prefixes or os.path.join(path, "").startswith(tuple(prefixes))
+            folders.append(constants.HF_HUB_CACHE)
+            folders.append(str(datasets.config.HF_DATASETS_CACHE))
+        if not folders:
+            return True
+        path_with_separator = os.path.join(path, "")
+        for folder in folders:
+            prefix = os.path.join(resolve(folder), "")
+            if path_with_separator.startswith(prefix):
+                return True
+        return False
 
 
 @functools.cache  # many images are in one folder
@@ -164,18 +197,18 @@ def decode_image(image: dict[str, Any], kept_side: int = KEPT_SIDE) -> Image.Ima
 
     Args:
         image: An image as [`ImageRules.image`] returns it.
-        kept_side: If both sides are at least twice so many pixels, the image is reduced by a whole
-            number. 1 is fastest, where only errors matter.
+        kept_side: Pixels. If both sides are at least twice as long, the image is reduced by a whole
+            number. 1 is fastest, if only errors matter.
 
     Raises:
-        ValueError: If it cannot be decoded, or is too large or too narrow; with the file and the
-            reason.
+        ValueError: If it cannot be decoded, or is too large or too narrow. The message has the file
+            and the reason.
     """
     try:
         content = io.BytesIO(stored_bytes(image))
         with Image.open(content, formats=FORMATS) as opened:
             _check_size(*opened.size)
-            opened.draft(None, (kept_side, kept_side))  # which does something to JPEG alone
+            opened.draft(None, (kept_side, kept_side))  # has an effect only on JPEG
             rgb = _upright_rgb(opened)
             factor = min(rgb.size) // kept_side
             return rgb.reduce(factor) if factor > 1 else rgb
@@ -233,8 +266,8 @@ def _grey(image: Image.Image) -> Image.Image:
 
 def image_problem(
     images: list[dict[str, Any]], rules: ImageRules, decode: bool = True
-) -> tuple[str | None, str] | None:
-    """Returns the file of the first bad image, and the reason; or None.
+) -> Problem | None:
+    """Returns the problem of the first bad image, or None.
 
     Args:
         images: Images as [`ImageRules.image`] returns them.
@@ -253,14 +286,15 @@ def image_problem(
 
 
 class PlainFiles:
-    """The files of some folders that may be images, and need no look at each of them.
+    """Files of some folders that are known to exist and to be allowed as images.
 
-    They are regular files, no links, in folders where images may be. A folder is listed once, and
-    not to its end if it has many more files than images that are asked about. Of each file 8 bytes
-    are kept, a hash that differs between runs of Python.
+    They are regular files, not links, in folders where images may be. Each folder is listed once,
+    which is faster than a look at each file. The list ends early if a folder has many more files
+    than images that are asked about. 8 bytes are kept of each file, a hash that differs between
+    runs of Python.
 
     Args:
-        folders: Numbers of images that are asked about, by the folders that they are in.
+        folders: The number of images that are asked about, by folder.
         rules: Where images may be.
     """
 
@@ -274,7 +308,10 @@ class PlainFiles:
         self._hashes.sort()
 
     def include(self, paths: Sequence[str]) -> np.ndarray:
-        """Returns which paths, as [`ImageRules.image`] gives them, are of such files: `(n,)`."""
+        """Returns which of n paths are such files, as booleans of the shape `(n,)`.
+
+        The paths are those of images that [`ImageRules.image`] returns.
+        """
         hashes = _hashes(paths)
         starts = self._hashes.searchsorted(hashes, side="left")
         ends = self._hashes.searchsorted(hashes, side="right")
@@ -286,7 +323,7 @@ def _hashes(paths: Iterable[str]) -> np.ndarray:
 
 
 def _regular_files(folder: str, most: int) -> Iterator[str]:
-    """Yields paths of the files in a folder that are no links, among its first `most` entries."""
+    """Yields paths of files, not of links, among the first `most` entries of a folder."""
     with suppress(OSError), os.scandir(folder) as entries:  # it may be absent, or not readable
         for entry in itertools.islice(entries, most):
             if entry.is_file(follow_symlinks=False):

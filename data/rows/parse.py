@@ -3,7 +3,7 @@
 
 A parsed row has explicit content parts, with each image in the turn it belongs to:
 
-    images       list of {"path": str | None, "bytes": bytes | None}, one of which is None
+    images       list of {"path": str | None, "bytes": bytes | None}; one of the two is None
     messages     list of {"role": str, "content": [{"type": "image" | "text", "text": str | None}]}
     learned      for each assistant turn, whether it has labels; in a prompt it has none
 
@@ -54,21 +54,21 @@ class DroppedRow:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What is recorded once."""
+        """Identifies the row: each is recorded only once."""
         return self.source, self.row
 
     def __str__(self) -> str:
-        place = f"{self.source}, row {self.row}"
+        description = f"{self.source}, row {self.row}"
         if self.file and self.file not in self.reason:
-            place += f" ({self.file})"
-        return f"{place}: {self.reason}"
+            description += f" ({self.file})"
+        return f"{description}: {self.reason}"
 
 
 class BadRow(ValueError):
     """A row that training stops at."""
 
     def __init__(self, text: str):
-        # Of a data loader's worker, torch puts the traceback before the text.
+        # If a data loader's worker raised the error, torch puts the traceback before the text.
         super().__init__(text.rpartition(f"{type(self).__name__}: ")[2].rstrip())
 
 
@@ -86,23 +86,23 @@ class DroppedRows:
         if dropped.key in self._written:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(asdict(dropped)) + "\n"
+        json_line = json.dumps(asdict(dropped)) + "\n"
         with open(self.path, "ab", buffering=0) as file:
-            file.write(line.encode())
+            file.write(json_line.encode())
         self._written.add(dropped.key)
 
     def read(self) -> list[DroppedRow]:
         """Returns the dropped rows, once each, sorted by source and number."""
         if not self.path.exists():
             return []
-        rows: dict[tuple[str, int], DroppedRow] = {}
+        dropped_rows: dict[tuple[str, int], DroppedRow] = {}
         for line in self.path.read_bytes().splitlines():
             try:
                 dropped = DroppedRow(**json.loads(line))
             except ValueError:  # the line that was being written when the process was killed
                 continue
-            rows.setdefault(dropped.key, dropped)
-        return [rows[key] for key in sorted(rows)]
+            dropped_rows.setdefault(dropped.key, dropped)
+        return [dropped_rows[key] for key in sorted(dropped_rows)]
 
 
 def parse_row(
@@ -120,8 +120,8 @@ def parse_row(
     Args:
         raw: A row in any known form.
         rules: Which files images may be; by default any local file.
-        image_token: The tokenizer's image token, which no text may have.
-        control_tokens: Matches what else no text may have: see [`control_tokens`].
+        image_token: The tokenizer's image token. No text may have it.
+        control_tokens: Matches other tokens that no text may have: see [`control_tokens`].
 
     Raises:
         ValueError: If the row cannot be trained on, with the reason.
@@ -130,8 +130,8 @@ def parse_row(
     if row.form == "text" and isinstance(raw.get("label"), str):
         remedy = proposal(raw)
         if remedy:
-            caption = "a caption with --columns caption=text"
-            raise ValueError(f"label may be the answer{remedy}; {caption}")
+            as_caption = "a caption with --columns caption=text"
+            raise ValueError(f"label may be the answer{remedy}; {as_caption}")
     if rules is None:
         rules = ImageRules()
     images = [rules.image(image) for image in row.images]
@@ -145,73 +145,85 @@ def parse_row(
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches the special tokens, which the tokenizer reads as such anywhere in a text."""
-    special = set(tokenizer.all_special_tokens)
+    """Returns a pattern of the special tokens. The tokenizer finds them anywhere in a text."""
+    special_tokens = set(tokenizer.all_special_tokens)
     for token in tokenizer.added_tokens_decoder.values():
         if token.special:
-            special.add(token.content)
-    return any_of(special)
+            special_tokens.add(token.content)
+    return any_of(special_tokens)
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the texts, the longest first; nothing if there are none."""
+    """Returns a pattern of any of the texts, the longest first. Without texts it never matches."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    expression = "|".join(map(re.escape, longest_first))
+    return re.compile(expression or "(?!)")
 
 
 def _check_turns(row: Row, raw: Mapping) -> None:
     """Raises ValueError if no answer is learned, or user and assistant do not take turns."""
     roles = [message["role"] for message in row.messages]
     if "assistant" not in roles:
-        columns = columns_of(raw)
+        filled_columns = columns_of(raw)
         problem = "it has no assistant turn"
-        if columns == "image":
+        if filled_columns == "image":
             problem += "; add a metadata.csv with file_name, question and answer"
-        raise ValueError(f"{problem}; its columns are {columns}{proposal(raw)}")
-    first = 1 if roles[0] == "system" else 0
+        raise ValueError(f"{problem}; its columns are {filled_columns}{proposal(raw)}")
+    first_turn = 1 if roles[0] == "system" else 0
     expected_roles = cycle(("user", "assistant"))
-    for number in range(first, len(roles)):
-        role = roles[number]
+    for turn_number in range(first_turn, len(roles)):
+        role = roles[turn_number]
         if role != next(expected_roles):
-            raise ValueError(f"turn {number} is the {role}'s; turns must alternate, the user first")
+            problem = f"turn {turn_number} is the {role}'s"
+            raise ValueError(f"{problem}; turns must alternate, the user first")
     if roles[-1] != "assistant":
         raise ValueError("the last turn is the user's; the conversation must end with an answer")
     if not any(row.learned):
         raise ValueError("no answer is learned: each is in the prompt, or has weight or loss 0")
 
 
-def _text_of(message: Mapping) -> str:
-    return "".join(part["text"] for part in message["content"] if part["type"] == "text")
-
-
 def _check_texts(row: Row, image_tokens: set[str], control_tokens: re.Pattern[str] | None) -> None:
     """Raises ValueError if a turn has an image or a text that it may not have."""
     learned = iter(row.learned)
-    for number, message in enumerate(row.messages):
+    for turn_number, message in enumerate(row.messages):
         role = message["role"]
-        turn = f"turn {number}, the {role}'s,"
+        turn_name = f"turn {turn_number}, the {role}'s,"
         if role != "user" and any(part["type"] == "image" for part in message["content"]):
-            raise ValueError(f"{turn} has an image; only the user shows images")
-        text = _text_of(message)
-        if printable(text) != text:
-            raise ValueError(f"{turn} is not valid Unicode: half of a surrogate pair")
-        for token in image_tokens:
-            if token in text:
-                raise ValueError(f"{turn} has {token} where no image is")
-        control_token = control_tokens.search(text) if control_tokens else None
-        if control_token:
-            raise ValueError(f"{turn} has {control_token[0]}, a control token of the tokenizer")
-        if role == "assistant" and next(learned) and not text.strip():
-            raise ValueError(f"the answer in turn {number} is empty")
+            raise ValueError(f"{turn_name} has an image; only the user shows images")
+        turn_text = _text_of(message)
+        _check_text(turn_text, turn_name, image_tokens, control_tokens)
+        if role == "assistant":
+            is_learned = next(learned)
+            if is_learned and not turn_text.strip():
+                raise ValueError(f"the answer in turn {turn_number} is empty")
+
+
+def _check_text(
+    text: str, turn_name: str, image_tokens: set[str], control_tokens: re.Pattern[str] | None
+) -> None:
+    if printable(text) != text:
+        raise ValueError(f"{turn_name} is not valid Unicode: half of a surrogate pair")
+    for token in image_tokens:
+        if token in text:
+            raise ValueError(f"{turn_name} has {token} where no image is")
+    if control_tokens:
+        found = control_tokens.search(text)
+        if found:
+            raise ValueError(f"{turn_name} has {found[0]}, a control token of the tokenizer")
+
+
+def _text_of(message: Mapping) -> str:
+    """Returns the text of all parts of a message."""
+    return "".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
 def _stored_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages whose parts have the columns of `MESSAGES`, an answer a single part."""
-    stored = []
+    """Returns messages as `MESSAGES` describes them. Parts of an answer become one part."""
+    stored_messages = []
     for message in messages:
-        parts = message["content"] or [text_part("")]
+        stored_parts = message["content"] or [text_part("")]
         if message["role"] == "assistant":
-            parts = [text_part(_text_of(message).strip())]
-        content = [{"type": part["type"], "text": part.get("text")} for part in parts]
-        stored.append({"role": message["role"], "content": content})
-    return stored
+            stored_parts = [text_part(_text_of(message).strip())]
+        stored_content = [{"type": part["type"], "text": part.get("text")} for part in stored_parts]
+        stored_messages.append({"role": message["role"], "content": stored_content})
+    return stored_messages

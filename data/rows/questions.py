@@ -29,25 +29,21 @@ class Question:
 def read_question(raw: Mapping) -> Question:
     """Reads a row with the column `question`: hint, question, input and options, and the answer."""
     options = options_of(raw)
+    prompt, prompt_columns = _read_prompt(raw, options)
+    answer, accepted, answer_columns = _read_answer(raw, options)
     option_columns = set(options)
     if not is_empty(raw.get("choices")):
         option_columns = {"choices"}
-    prompt, prompt_columns = _read_prompt(raw, options)
-    index = raw.get("answer_index")
-    if not is_empty(index):
-        columns = frozenset(option_columns | prompt_columns | {"answer_index"})
-        return Question(prompt, _letter_by_index(index, options), options, columns=columns)
-    answer, accepted, answer_columns = _read_answer(raw)
-    if options and not is_empty(answer):
-        answer = _answer_among_options(answer, options)
-    columns = frozenset(option_columns | prompt_columns | answer_columns)
+    columns = frozenset(prompt_columns | answer_columns | option_columns)
     return Question(prompt, answer, options, accepted, columns)
 
 
 def _read_prompt(raw: Mapping, options: Mapping[str, str]) -> tuple[Any, set[str]]:
-    """Returns the text of a question with hint, input and options, and the columns that it is from.
+    """Joins a question with its hint, its input and its options.
 
-    A question that is a list of turns is returned as it is.
+    Returns:
+        The text, and the columns that were read. A question that is a list of turns is returned
+        unchanged.
     """
     question = as_text(raw["question"])
     if not isinstance(question, str):
@@ -55,16 +51,16 @@ def _read_prompt(raw: Mapping, options: Mapping[str, str]) -> tuple[Any, set[str
             problem = "it has options, but its question is a list of turns. Write it as text"
             raise ValueError(problem)
         return question, set()
-    columns = ["question", "input"]
+    text_columns = ["question", "input"]
     if options and raw.get("hint") != "nan":  # as in MMBench
-        columns.insert(0, "hint")
+        text_columns.insert(0, "hint")
     read_columns = set()
     lines = []
-    for column in columns:
-        text = as_text(raw.get(column))
-        if isinstance(text, str):
+    for column in text_columns:
+        column_text = as_text(raw.get(column))
+        if isinstance(column_text, str):
             read_columns.add(column)
-            lines.append(text)
+            lines.append(column_text)
     if not _shows_options(question, options):
         for letter, option in options.items():
             lines.append(f"{letter}. {option}")
@@ -83,51 +79,57 @@ def _shows_options(question: str, options: Mapping[str, str]) -> bool:
 
 
 def _letter_by_index(index: Any, options: Mapping[str, str]) -> str:
-    number = str(as_text(index)).removesuffix(".0")
-    if not number.isdecimal() or int(number) >= len(options):
-        raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
     letters = list(options)
-    return letters[int(number)]
+    index_text = str(as_text(index)).removesuffix(".0")
+    if not index_text.isdecimal() or int(index_text) >= len(letters):
+        raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
+    return letters[int(index_text)]
 
 
-def _read_answer(raw: Mapping) -> tuple[Any, list[str], set[str]]:
-    """Reads the columns `answer` and `answers`.
+def _read_answer(raw: Mapping, options: Mapping[str, str]) -> tuple[Any, list[str], set[str]]:
+    """Reads the columns `answer_index`, `answer` and `answers`.
 
     Returns:
         The answer, perhaps a list of several; the right answers, if the answer is one of several;
         and the columns that were read.
     """
+    index = raw.get("answer_index")
+    if not is_empty(index):
+        return _letter_by_index(index, options), [], {"answer_index"}
     answer = raw.get("answer")
-    several = parsed(raw.get("answers"))
+    several_answers = parsed(raw.get("answers"))
+    accepted: list[str] = []
+    columns = {"answer"}
     if is_empty(answer):
-        if is_empty(several):
-            several = None
-        return several, [], {"answer", "answers"}
-    accepted = accepted_answers(several)
-    if answer in accepted:
-        return answer, accepted, {"answer", "answers"}
-    return answer, [], {"answer"}
+        columns.add("answers")
+        answer = None if is_empty(several_answers) else several_answers
+    elif answer in accepted_answers(several_answers):
+        columns.add("answers")
+        accepted = accepted_answers(several_answers)
+    if options and not is_empty(answer):
+        answer = _answer_among_options(answer, options)
+    return answer, accepted, columns
 
 
 def _answer_among_options(answer: Any, options: Mapping[str, str]) -> Any:
     """Returns the text of an answer to a question with options, or a letter in place of a number.
 
-    What is none of the options is returned as it is stored.
+    An answer that is none of the options is returned unchanged.
     """
-    distinct = set(accepted_answers(answer))
-    if len(distinct) > 1:
-        texts = ", ".join(sorted(distinct))
-        raise ValueError(f"it has options and several answers, {texts}; one can be learned")
-    if distinct:
-        answer = distinct.pop()
-    text = as_text(answer)
-    if not isinstance(text, str):
+    distinct_answers = set(accepted_answers(answer))
+    if len(distinct_answers) > 1:
+        shown_answers = ", ".join(sorted(distinct_answers))
+        raise ValueError(f"it has options and several answers, {shown_answers}; one can be learned")
+    if distinct_answers:
+        answer = distinct_answers.pop()
+    answer_text = as_text(answer)
+    if not isinstance(answer_text, str):
         return answer
-    letter = chosen_letter(text, options)
+    letter = chosen_letter(answer_text, options)
     if letter is None:
         return answer
-    is_number = plain(text).isdigit() and plain(options[letter]) != plain(text)
-    return letter if is_number else text
+    is_number = plain(answer_text).isdigit() and plain(options[letter]) != plain(answer_text)
+    return letter if is_number else answer_text
 
 
 def accepted_answers(value: Any) -> list[str]:
@@ -135,30 +137,30 @@ def accepted_answers(value: Any) -> list[str]:
 
     The list is empty if the value is anything else.
     """
-    value = transposed(value)
-    if not isinstance(value, (list, tuple)) or are_parts(value):
+    answers = transposed(value)
+    if not isinstance(answers, (list, tuple)) or are_parts(answers):
         return []
-    texts = []
-    for answer in value:
+    answer_texts = []
+    for answer in answers:
         if isinstance(answer, Mapping):
             answer = answer.get("answer", answer.get("text"))
-        text = as_text(answer)
-        if not isinstance(text, str):
+        answer_text = as_text(answer)
+        if not isinstance(answer_text, str):
             return []
-        if text.strip():
-            texts.append(text)
-    return texts
+        if answer_text.strip():
+            answer_texts.append(answer_text)
+    return answer_texts
 
 
 def options_of(raw: Mapping) -> dict[str, str]:
     """Returns the options of a row by letter: those in `choices`, or in columns `A`, `B` and so on.
 
-    Raises ValueError if they are no options, such as images or equal texts.
+    Raises ValueError if they cannot be options, such as images or equal texts.
     """
     choices = transposed(parsed(raw.get("choices")))
     if is_empty(choices):
-        columns = {letter: as_text(raw.get(letter)) for letter in LETTERS}
-        options = _filled(columns, filling="nan")  # as in MMBench
+        option_columns = {letter: as_text(raw.get(letter)) for letter in LETTERS}
+        options = _filled(option_columns, filling="nan")  # as in MMBench
         if len(options) < 2:
             return {}
     else:
@@ -183,12 +185,15 @@ def _by_letter(choices: Any) -> dict[str, Any]:
 
 
 def _filled(options: Mapping[str, Any], filling: str | None = None) -> dict[str, Any]:
-    """Returns the options that are not empty. Those of short questions are filled up in tables."""
-    filled = {}
+    """Returns the options that are not empty.
+
+    In tables, questions with few options are filled up. `filling` is the text of such an option.
+    """
+    filled_options = {}
     for letter, option in options.items():
         if not is_empty(option) and option != filling:
-            filled[letter] = option
-    return filled
+            filled_options[letter] = option
+    return filled_options
 
 
 def _are_valid(options: Mapping[str, Any]) -> bool:
@@ -196,14 +201,14 @@ def _are_valid(options: Mapping[str, Any]) -> bool:
     expected_letters = ascii_uppercase[: len(options)]
     if len(options) < 2 or list(options) != list(expected_letters):
         return False
-    distinct = set()
+    distinct_texts = set()
     for option in options.values():
         if not isinstance(option, str) or not option.strip():
             return False
         if option.lower().endswith(SUFFIXES):
             return False
-        distinct.add(plain(option))
-    return len(distinct) == len(options)
+        distinct_texts.add(plain(option))
+    return len(distinct_texts) == len(options)
 
 
 def _without_letters(options: dict[str, str]) -> dict[str, str]:
@@ -217,27 +222,34 @@ def _without_letters(options: dict[str, str]) -> dict[str, str]:
 
 
 def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
-    """Returns the letter of the option that an answer is, by text, letter or number from 0.
+    """Returns the letter of the option that an answer is.
 
-    None means that the answer may be a sentence. Raises ValueError if it is two of the options, or
-    a letter or number of no option.
+    Args:
+        answer: The option's text, its letter, both, or its number from 0.
+        options: Texts by letter.
+
+    Returns:
+        The letter. None if the answer is neither of them, such as a sentence.
+
+    Raises:
+        ValueError: If the answer is two of the options, or a letter or number of no option.
     """
-    text = as_text(answer)
-    bare = plain(text)
+    answer_text = as_text(answer)
+    bare_text = plain(answer_text)
     for letter, option in options.items():  # "B. dog"
-        if plain(_without_letter(letter, text)) == plain(option) != bare:
+        if plain(_without_letter(letter, answer_text)) == plain(option) != bare_text:
             return letter
-    letters = {letter for letter, option in options.items() if plain(option) == bare}
-    if bare.upper() in options:
-        letters.add(bare.upper())
-    if bare.isascii() and bare.isdigit() and int(bare) < len(options):
-        letters.add(list(options)[int(bare)])
+    letters = {letter for letter, option in options.items() if plain(option) == bare_text}
+    if bare_text.upper() in options:
+        letters.add(bare_text.upper())
+    if bare_text.isascii() and bare_text.isdigit() and int(bare_text) < len(options):
+        letters.add(list(options)[int(bare_text)])
     if len(letters) > 1:
         problem = "is one option's text and another's letter or number"
-        if bare.isdigit():
+        if bare_text.isdigit():
             problem += "; if it is a number from 0, use --columns answer_index=answer"
-        raise ValueError(f"the answer {text!r} {problem}")
-    if not letters and re.fullmatch(r"[A-Za-z]|-?\d+", bare):
+        raise ValueError(f"the answer {answer_text!r} {problem}")
+    if not letters and re.fullmatch(r"[A-Za-z]|-?\d+", bare_text):
         choices = short([*options.values()])
         raise ValueError(f"the answer {short(answer)} is not just one of the choices {choices}")
     return letters.pop() if letters else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows, and the lists of turns in all known forms that they hold."""
+"""Rows, and reading lists of turns in all known forms."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class Row:
 
     form: str  # the column that identifies its form
     messages: list[dict[str, Any]] = field(default_factory=list)  # role and content
-    images: list[Any] = field(default_factory=list)  # those of the image parts, in order
+    images: list[Any] = field(default_factory=list)  # of the image parts, in order
     learned: list[bool] = field(default_factory=list)  # for each assistant turn
     options: dict[str, str] = field(default_factory=dict)  # of a question, by letter
     accepted: list[str] = field(default_factory=list)  # right answers, if several
@@ -87,26 +87,26 @@ def read_turns(value: Any, column: str, text_role: str | None) -> list[Turn]:
         text_role: The role of the turn if the value is a text or a list of parts. Such a text is
             not parsed, whatever brackets it has. None if only a list of turns is allowed.
     """
-    kinds = "a list of turns"
     if text_role:
-        kinds = "text or a list of turns"
-        value = as_text(value)
-        if isinstance(value, str) or are_parts(value):
-            return [_read_turn(value, text_role, 0, column)]
+        allowed_kinds = "text or a list of turns"
+        elements = as_text(value)
+        if isinstance(elements, str) or are_parts(elements):
+            return [_read_turn(elements, text_role, 0, column)]
     else:
-        value = transposed(parsed(value))
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{column} must be {kinds}, got {short(value)}")
+        allowed_kinds = "a list of turns"
+        elements = transposed(parsed(value))
+    if not isinstance(elements, (list, tuple)):
+        raise ValueError(f"{column} must be {allowed_kinds}, got {short(elements)}")
     if not text_role and column != "texts":
-        value = _with_roles(value)
+        elements = _with_roles(elements)
     turns = []
-    for number, element in enumerate(value):
-        turns += _read_element(element, number, column)
+    for turn_number, element in enumerate(elements):
+        turns += _read_element(element, turn_number, column)
     return turns
 
 
 def _with_roles(elements: Sequence[Any]) -> Sequence[Any]:
-    """Returns the elements of a list of turns; texts without roles, PixMo's, get them in turn."""
+    """Returns the elements of a list of turns. If all are texts, as in PixMo, they get roles."""
     if not all(isinstance(element, str) for element in elements):
         return elements
     turns = []
@@ -115,7 +115,7 @@ def _with_roles(elements: Sequence[Any]) -> Sequence[Any]:
     return turns
 
 
-def _read_element(element: Any, number: int, column: str) -> list[Turn]:
+def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
     """Reads an element of a list of turns: a turn, or a question with its answer as two turns."""
     fields = {}
     if isinstance(element, Mapping):
@@ -125,18 +125,22 @@ def _read_element(element: Any, number: int, column: str) -> list[Turn]:
     if role_key is not None:
         contents = [(fields[role_key], _CONTENT_KEYS[role_key])]
     if not contents:
-        raise ValueError(f"turn {number} of {column} needs role and content, got {short(element)}")
+        raise ValueError(
+            f"turn {turn_number} of {column} needs role and content, got {short(element)}"
+        )
     turns = []
     read_keys = {role_key}
     for role_name, content_key in contents:
         role = ROLES.get(str(role_name).lower())
         if role is None:
             known_roles = ", ".join(ROLES)
-            raise ValueError(f"turn {number} has role {short(role_name)}; known are {known_roles}")
-        turns.append(_read_turn(fields.get(content_key), role, number, column))
+            raise ValueError(
+                f"turn {turn_number} has role {short(role_name)}; known are {known_roles}"
+            )
+        turns.append(_read_turn(fields.get(content_key), role, turn_number, column))
         read_keys.add(content_key)
     if len(fields) > 2:
-        return _with_other_keys(turns, fields, read_keys, number, column)
+        return _with_other_keys(turns, fields, read_keys, turn_number, column)
     return turns
 
 
@@ -157,9 +161,19 @@ def _pair_contents(fields: Mapping) -> list[tuple[str, str]]:
 
 
 def _with_other_keys(
-    turns: list[Turn], fields: Mapping, read_keys: set[Any], number: int, column: str
+    turns: list[Turn], fields: Mapping, read_keys: set[Any], turn_number: int, column: str
 ) -> list[Turn]:
-    """Returns the turns of an element with what its keys beside role and content say of them."""
+    """Returns the turns of an element after its other keys are read.
+
+    These are images, a system turn before a question and its answer, and whether it is learned.
+
+    Args:
+        turns: The turns of the element, without what these keys hold.
+        fields: The element.
+        read_keys: The keys that were read.
+        turn_number: The number of the element in its list.
+        column: The column of the list.
+    """
     is_pair = len(turns) == 2
     read_keys = set(read_keys)
     for images_key in ("images", "image"):
@@ -171,53 +185,58 @@ def _with_other_keys(
             read_keys.add(images_key)
             break
     system = fields.get("system")
-    if is_pair and number == 0 and isinstance(system, str):  # XTuner's
+    if is_pair and turn_number == 0 and isinstance(system, str):  # XTuner's
         turns = [Turn("system", [text_part(system)]), *turns]
         read_keys.add("system")
     last_turn = turns[-1]
-    is_learned = _is_learned(fields, number)
+    is_learned = _is_learned(fields, turn_number)
     for learned_key in LEARNED:
-        # Other turns are never learned. A key that asks for it is not followed.
+        # Other turns are never learned, so a key that asks for it is not read.
         if last_turn.role == "assistant" or not fields.get(learned_key):
             read_keys.add(learned_key)
     left_out = last_turn.left_out + unread_keys(fields, read_keys, f"{column}.")
     return [*turns[:-1], replace(last_turn, learned=is_learned, left_out=left_out)]
 
 
-def _is_learned(fields: Mapping, number: int) -> bool:
-    """Whether a turn is learned by those of its keys that say it. Raises ValueError for others."""
+def _is_learned(fields: Mapping, turn_number: int) -> bool:
+    """Whether a turn is learned. Raises ValueError if a key that says it is neither 0 nor 1."""
     is_learned = True
-    for key in LEARNED.intersection(fields):
-        value = fields[key]
+    for learned_key in LEARNED.intersection(fields):
+        value = fields[learned_key]
         if value not in (0, 1):
-            raise ValueError(f"turn {number} has {key} {short(value)}, neither 0 nor 1")
+            raise ValueError(
+                f"turn {turn_number} has {learned_key} {short(value)}, neither 0 nor 1"
+            )
         is_learned = is_learned and bool(value)
     return is_learned
 
 
-def _read_turn(content: Any, role: str, number: int, column: str) -> Turn:
+def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) -> Turn:
     """Reads the content of a turn: a text, or a list of parts."""
-    content = as_text(content)
+    stored_content = as_text(stored_content)
     if role == "user":
-        content = _parts_in_text(content)
-    if isinstance(content, str):
-        parts = _split_text(content) if role == "user" else [text_part(content)]
-        return Turn(role, parts)
-    if not isinstance(content, (list, tuple)):
-        raise ValueError(f"turn {number} must have text or a list of parts, got {short(content)}")
+        stored_content = _parts_in_text(stored_content)
+    if isinstance(stored_content, str):
+        if role == "user":
+            return Turn(role, _split_text(stored_content))
+        return Turn(role, [text_part(stored_content)])
+    if not isinstance(stored_content, (list, tuple)):
+        raise ValueError(
+            f"turn {turn_number} must have text or a list of parts, got {short(stored_content)}"
+        )
     parts = []
     left_out = []
-    for stored_part in content:
-        part, unread = _read_part(stored_part, number, f"{column}.content.")
+    for stored_part in stored_content:
+        part, part_left_out = _read_part(stored_part, turn_number, f"{column}.content.")
         parts.append(part)
-        left_out += unread
+        left_out += part_left_out
     return Turn(role, parts, left_out=left_out)
 
 
 def _parts_in_text(content: Any) -> Any:
     """Returns the parts that a user's text holds as JSON, if they show an image; else the content.
 
-    This is never done with what the assistant says, which is learned as it is written.
+    The assistant's texts are never parsed, since they are learned as they are written.
     """
     if isinstance(content, str) and content.startswith("[{"):
         parts = parsed(content)
@@ -240,24 +259,29 @@ def are_parts(value: Any) -> bool:
     return all(map(_part_kind, value))
 
 
-def _read_part(part: Any, number: int, place: str) -> tuple[dict[str, Any], list[str]]:
+def _read_part(part: Any, turn_number: int, place: str) -> tuple[dict[str, Any], list[str]]:
     """Reads a part of a turn. Returns it with the names of its keys that are not read."""
-    kind = _part_kind(part)
-    if kind == "text" and isinstance(part.get("text"), str):
+    part_kind = _part_kind(part)
+    if part_kind == "text" and isinstance(part.get("text"), str):
         return text_part(part["text"]), unread_keys(part, {"type", "text", "index"}, place)
-    if kind != "image":
-        raise ValueError(f"turn {number} has {short(part)}, neither a text nor an image part")
+    if part_kind != "image":
+        raise ValueError(f"turn {turn_number} has {short(part)}, neither a text nor an image part")
+    return _read_image_part(part, turn_number, place)
+
+
+def _read_image_part(
+    part: Mapping, turn_number: int, place: str
+) -> tuple[dict[str, Any], list[str]]:
     image_key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     left_out = unread_keys(part, {image_key, *_NO_IMAGES}, place)
-    image = part.get(image_key)
     if image_key is None and left_out:
-        others = ", ".join(unread_keys(part, _NO_IMAGES))
-        known_keys = ", ".join(_IMAGE_KEYS)
-        raise ValueError(f"an image of turn {number} has {others}, but none of {known_keys}")
+        names = ", ".join(unread_keys(part, _NO_IMAGES))
+        keys = ", ".join(_IMAGE_KEYS)
+        raise ValueError(f"an image of turn {turn_number} has {names}, but none of {keys}")
+    image = part.get(image_key)
     if isinstance(image, Mapping):
-        # OpenAI's, or Anthropic's
         content_key = next((key for key in ("url", "data") if image.get(key)), None)
-        if content_key is not None:
+        if content_key is not None:  # OpenAI's, or Anthropic's
             read_keys = {content_key, "type", "media_type", "detail"}
             left_out += unread_keys(image, read_keys, f"{place}{image_key}.")
             image = image[content_key]
@@ -275,28 +299,31 @@ def _split_text(text: str) -> list[dict[str, Any]]:
     pieces = _MARKERS.split(text)
     texts = pieces[0::2]
     paths = pieces[1::2]  # those in the markers, or None
-    for number in range(len(paths)):  # markers at the beginning
-        if texts[number] not in _BREAKS:
+    for marker_number in range(len(paths)):  # markers at the beginning
+        if texts[marker_number] not in _BREAKS:
             break
-        texts[number] = ""
-        texts[number + 1] = _FIRST_BREAK.sub("", texts[number + 1])
-    for number in reversed(range(len(paths))):  # markers at the end
-        if texts[number + 1] not in _BREAKS:
+        texts[marker_number] = ""
+        texts[marker_number + 1] = _FIRST_BREAK.sub("", texts[marker_number + 1])
+    for marker_number in reversed(range(len(paths))):  # markers at the end
+        if texts[marker_number + 1] not in _BREAKS:
             break
-        texts[number + 1] = ""
-        texts[number] = _LAST_BREAK.sub("", texts[number])
+        texts[marker_number + 1] = ""
+        texts[marker_number] = _LAST_BREAK.sub("", texts[marker_number])
     parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(texts):
+    for piece_number, piece in enumerate(texts):
         if piece:
             parts.append(text_part(piece))
-        if number < len(paths):
-            parts.append({"type": "image", "image": paths[number]})
+        if piece_number < len(paths):
+            parts.append({"type": "image", "image": paths[piece_number]})
     return parts or [text_part("")]
 
 
 def image_parts(turns: list[Turn]) -> list[dict[str, Any]]:
     """Returns the image parts of all turns, in order."""
-    return [part for turn in turns for part in turn.content if part["type"] == "image"]
+    parts = []
+    for turn in turns:
+        parts += [part for part in turn.content if part["type"] == "image"]
+    return parts
 
 
 def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
@@ -307,12 +334,14 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
     """
     if not image_parts(turns):
         turns = _with_markers(turns, len(images))
-    places = [part for part in image_parts(turns) if part.get("image") is None]
-    if len(places) != len(images):
-        raise ValueError(f"it has {len(places)} <image> or image parts for {len(images)} images")
-    for number, part in enumerate(places):
-        if part.get("index") not in (None, number):
-            raise ValueError(f"its part for image {number} has the index {part['index']}")
+    empty_parts = [part for part in image_parts(turns) if part.get("image") is None]
+    if len(empty_parts) != len(images):
+        raise ValueError(
+            f"it has {len(empty_parts)} <image> or image parts for {len(images)} images"
+        )
+    for image_number, part in enumerate(empty_parts):
+        if part.get("index") not in (None, image_number):
+            raise ValueError(f"its part for image {image_number} has the index {part['index']}")
     remaining_images = iter(images)
     filled_turns = []
     for turn in turns:
@@ -327,11 +356,11 @@ def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
 
 def _with_markers(turns: list[Turn], count: int) -> list[Turn]:
     """Returns the turns with `count` image parts without images before the first question."""
-    for number, turn in enumerate(turns):
+    for turn_number, turn in enumerate(turns):
         if turn.role == "user":
             markers = [{"type": "image"} for _ in range(count)]
             question = replace(turn, content=markers + turn.content)
-            return [*turns[:number], question, *turns[number + 1 :]]
+            return [*turns[:turn_number], question, *turns[turn_number + 1 :]]
     return turns
 
 
@@ -362,6 +391,8 @@ def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
 
 def _join_contents(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[dict]:
     """Joins the parts of two turns, with a line break between two texts."""
-    if first and second and first[-1]["type"] == second[0]["type"] == "text":
-        return [*first, text_part("\n"), *second]
+    if first and second:
+        part_types = {first[-1]["type"], second[0]["type"]}
+        if part_types == {"text"}:
+            return [*first, text_part("\n"), *second]
     return first + second

@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import printable
 
 
-_LONGEST_LITERAL = 2**16  # characters of a text in Python's form, which is slow to read
+_LONGEST_LITERAL = 2**16  # characters of a text in Python's form. It is slow to read.
 _LONGEST_NAME = 80  # characters of a key in a report
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 # A list of texts as numpy prints it, without commas.
@@ -101,7 +101,7 @@ def unread_keys(values: Mapping, read: Collection[Any], place: str = "") -> list
     Args:
         values: A row, or a mapping in it.
         read: The keys that are read.
-        place: Where the mapping is in the row, as `messages.`. The names begin with it.
+        place: Where the mapping is in the row, such as `messages.`. The names begin with it.
     """
     names = []
     for key, value in values.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in a zip file, read in place by any number of threads and forked processes.
+"""Reads images in a zip file, without unpacking it, in any number of threads and processes.
 
 `zipfile` reads the directory. 37 bytes are kept of each entry, since its own objects take 570. They
 share one position in the file, so entries are read at their places here.
@@ -21,6 +21,7 @@ TOO_LARGE = f"the file has more than {MAX_IMAGE_BYTES >> 20} MiB. Save it smalle
 
 _LOCAL = struct.Struct("<4s22x2H")  # the header before an entry: its mark, and two lengths
 _ENTRY = np.dtype("i8, i8, i8, u4, u1")  # place, packed size, size, checksum, method
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _REFUSED = 255  # as a method: a link, encrypted, or packed by another method than deflate
 
 
@@ -53,7 +54,7 @@ def find_entry(address: str) -> tuple[BinaryIO, list[int]]:
     archive = opened(file)
     numbers = archive.numbers_of(name)
     if numbers is None:
-        # Without a mark that names are in UTF-8, zipfile reads them so.
+        # zipfile decodes a name so, unless the archive marks it as UTF-8.
         numbers = archive.numbers_of(name.encode().decode("cp437"))
     if numbers is None:
         raise ValueError(f"there is no such image in {file}, which begins with {archive.first}")
@@ -108,9 +109,9 @@ class ZipImages:
 
 def _numbers(entry: zipfile.ZipInfo) -> tuple[int, int, int, int, int]:
     """Returns the numbers of an entry as in `_ENTRY`."""
-    method = entry.compress_type
     is_link = stat.S_ISLNK(entry.external_attr >> 16)
     is_encrypted = bool(entry.flag_bits & 1)
-    if is_link or is_encrypted or method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+    method = entry.compress_type
+    if is_link or is_encrypted or method not in _METHODS:
         method = _REFUSED
     return entry.header_offset, entry.compress_size, entry.file_size, entry.CRC, method
