@@ -20,9 +20,9 @@ from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped, printable
 from ..sources.source import Source, warn_once
 from .forms import PROMPT, image_name, is_about, looks_like, unread_image
-from .images import ImageRules, PlainFiles, Problem, image_problem
-from .parse import BadRow, DroppedRow, DroppedRows, any_of, control_tokens, parse_row
-from .turns import Row
+from .images import ImageRules, PlainFiles, Problem, StoredImage, image_problem
+from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
+from .turns import Message, Row
 
 
 DEFAULT_SHARE = 0.01
@@ -51,7 +51,7 @@ class Checks:
     dropped_rows: DroppedRows | None = None  # records dropped rows
     processes: int | None = None  # that check rows in memory; by default one for each core
 
-    def too_long(self, row: dict[str, Any]) -> DroppedRow | None:
+    def too_long(self, row: ParsedRow) -> DroppedRow | None:
         """Returns the row as a dropped one if it has too many tokens, or None."""
         length = row["length"]
         if self.max_length is None or length <= self.max_length:
@@ -152,7 +152,7 @@ def too_many(bad: int, rows: int, share: float, deviations: float = 0.0) -> bool
 
 def parse_rows(
     stored: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
-) -> list[dict]:
+) -> list[ParsedRow]:
     """Parses rows and counts their tokens.
 
     Args:
@@ -180,12 +180,12 @@ def parse_rows(
 
 def _parse(
     source: str, number: int, raw: Any, rules: ImageRules, token_options: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> ParsedRow:
     """Returns a parsed row with its source, its number, and facts about its images.
 
     If the row cannot be parsed, the columns of [`parse_row`] are empty, and `reason` says why.
     """
-    row: dict[str, Any] = {
+    row: ParsedRow = {
         **vars(Row("")),
         "source": source,
         "row": number,
@@ -208,7 +208,7 @@ def _parse(
     return row
 
 
-def token_lengths(processor: LlavaProcessor, rows: list[dict[str, Any]]) -> list[int | str]:
+def token_lengths(processor: LlavaProcessor, rows: list[ParsedRow]) -> list[int | str]:
     """Returns the number of tokens of each parsed row, or the reason why it has none.
 
     It is the number that the collator makes. No image is opened.
@@ -275,7 +275,7 @@ def _pieces(text: str, dividing_tokens: re.Pattern[str]) -> list[str]:
 
 
 def rendered(
-    processor: LlavaProcessor, conversations: list[list[dict[str, Any]]]
+    processor: LlavaProcessor, conversations: list[list[Message]]
 ) -> list[str | Exception]:
     """Returns the text of each conversation, or the error with which the template refuses it."""
     if not conversations:
@@ -304,7 +304,7 @@ def tokens_per_image(processor: LlavaProcessor) -> int:
 
 
 def image_problems(
-    images: Callable[[range], list[list[dict]]], count: int, name: str, rules: ImageRules
+    images: Callable[[range], list[list[StoredImage]]], count: int, name: str, rules: ImageRules
 ) -> dict[int, Problem]:
     """Opens the images of rows. The processes share the work.
 

@@ -17,7 +17,7 @@ from PIL import Image
 from ...errors import printable
 from .images import MAX_PATH, SUFFIXES, short
 from .questions import LETTERS, Question, accepted_answers, read_question
-from .turns import Row, Turn, alternating, image_parts, place_images, read_turns, text_part
+from .turns import Message, Row, Turn, alternating, image_parts, place_images, read_turns, text_part
 from .values import is_empty, parsed, unread_keys
 
 
@@ -455,7 +455,7 @@ def looks_like(name: str) -> str | None:
     return None
 
 
-def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
+def unread_image(raw: Any, messages: list[Message]) -> str | None:
     """Returns what looks like an image in a row without images, or None.
 
     It is named as `column img` or `text <image_1>`.
@@ -479,7 +479,7 @@ def _is_image_column(column: Any, value: Any) -> bool:
     return _IMAGE_COLUMN.search(str(column)) is not None
 
 
-def markers(messages: list[dict[str, Any]]) -> Iterator[str]:
+def markers(messages: list[Message]) -> Iterator[str]:
     """Yields texts such as `<image_1>`. They are learned as text."""
     for message in messages:
         for part in message["content"]:

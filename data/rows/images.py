@@ -49,7 +49,10 @@ _IN_ARCHIVE = re.compile(r"(?s)(zip://((?!::).)*)?")  # before the path of the a
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*|....ftypavi", re.S)
 
-Problem: TypeAlias = tuple[str | None, str]  # file of a bad image, and the reason
+StoredImage: TypeAlias = dict[str, Any]
+"""An image of a row: `{"path": str | None, "bytes": bytes | None}`. One of the two is None."""
+Problem: TypeAlias = tuple[str | None, str]
+"""The file of a bad image, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,8 @@ class ImageRules:
     folder: str | None = None  # or zip file that paths start from and must stay in
     hub: str | None = None  # id of a Hub data set; what `datasets` has of it is allowed
 
-    def image(self, value: Any) -> dict[str, Any]:
-        """Returns an image of a row as `{"path": str | None, "bytes": bytes | None}`.
-
-        One of the two is None.
+    def image(self, value: Any) -> StoredImage:
+        """Returns an image of a row.
 
         Args:
             value: The file's bytes or path, a data URI or only its base64, a mapping with `bytes`
@@ -192,7 +193,7 @@ def _allows_folder(rules: ImageRules, folder: str) -> bool:
     return rules._allow(os.path.realpath(folder), os.path.realpath)
 
 
-def decode_image(image: dict[str, Any], kept_side: int = KEPT_SIDE) -> Image.Image:
+def decode_image(image: StoredImage, kept_side: int = KEPT_SIDE) -> Image.Image:
     """Decodes an image into RGB: the first frame, upright, on white where it is transparent.
 
     Args:
@@ -265,7 +266,7 @@ def _grey(image: Image.Image) -> Image.Image:
 
 
 def image_problem(
-    images: list[dict[str, Any]], rules: ImageRules, decode: bool = True
+    images: list[StoredImage], rules: ImageRules, decode: bool = True
 ) -> Problem | None:
     """Returns the problem of the first bad image, or None.
 
@@ -348,7 +349,7 @@ def _from_base64(text: str) -> bytes | None:
     return None
 
 
-def stored_bytes(image: dict[str, Any]) -> bytes:
+def stored_bytes(image: StoredImage) -> bytes:
     """Returns the image file's content. Raises ValueError if it is too large."""
     content = image["bytes"]
     if content is None:

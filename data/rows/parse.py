@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ...errors import printable
 from .forms import MARKER, columns as columns_of, known_row, markers, proposal
 from .images import ImageRules
-from .turns import Row, text_part
+from .turns import Message, Row, text_part
 
 
 _TEXT = Value("string")
@@ -40,6 +40,9 @@ FEATURES = Features(
     length=Value("int32"),
 )
 """Columns of data to train on: a parsed row, its source, and its numbers of images and tokens."""
+
+ParsedRow: TypeAlias = dict[str, Any]
+"""A row with at least the columns `images`, `messages` and `learned` of [`FEATURES`]."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def parse_row(
     *,
     image_token: str = MARKER,
     control_tokens: re.Pattern[str] | None = None,
-) -> dict[str, Any]:
+) -> ParsedRow:
     """Returns the row in parsed form, with the other attributes of [`Row`].
 
     White space around an answer is removed, since it would be learned. Files of images are not
@@ -212,12 +215,12 @@ def _check_text(
             raise ValueError(f"{turn_name} has {found[0]}, a control token of the tokenizer")
 
 
-def _text_of(message: Mapping) -> str:
+def _text_of(message: Message) -> str:
     """Returns the text of all parts of a message."""
     return "".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
-def _stored_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _stored_messages(messages: list[Message]) -> list[Message]:
     """Returns messages as `MESSAGES` describes them. Parts of an answer become one part."""
     stored_messages = []
     for message in messages:

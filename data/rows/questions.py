@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, TypeAlias
 
 from .images import SUFFIXES, short
 from .turns import are_parts
@@ -13,6 +13,9 @@ from .values import as_text, is_empty, parsed, plain, transposed
 
 
 LETTERS = "ABCDEFGHIJ"  # columns of options, if they are not in `choices`
+
+Options: TypeAlias = Mapping[str, str]
+"""Texts of the options of a question, by letter."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def read_question(raw: Mapping) -> Question:
     return Question(prompt, answer, options, accepted, columns)
 
 
-def _read_prompt(raw: Mapping, options: Mapping[str, str]) -> tuple[Any, set[str]]:
+def _read_prompt(raw: Mapping, options: Options) -> tuple[Any, set[str]]:
     """Joins a question with its hint, its input and its options.
 
     Returns:
@@ -70,7 +73,7 @@ def _read_prompt(raw: Mapping, options: Mapping[str, str]) -> tuple[Any, set[str
     return prompt, read_columns
 
 
-def _shows_options(question: str, options: Mapping[str, str]) -> bool:
+def _shows_options(question: str, options: Options) -> bool:
     """Whether the text of a question has all options after their letters."""
     for letter, option in options.items():
         if not re.search(rf"\b{letter}\W{{1,3}}{re.escape(option)}", question):
@@ -78,7 +81,7 @@ def _shows_options(question: str, options: Mapping[str, str]) -> bool:
     return True
 
 
-def _letter_by_index(index: Any, options: Mapping[str, str]) -> str:
+def _letter_by_index(index: Any, options: Options) -> str:
     letters = list(options)
     index_text = str(as_text(index)).removesuffix(".0")
     if not index_text.isdecimal() or int(index_text) >= len(letters):
@@ -86,7 +89,7 @@ def _letter_by_index(index: Any, options: Mapping[str, str]) -> str:
     return letters[int(index_text)]
 
 
-def _read_answer(raw: Mapping, options: Mapping[str, str]) -> tuple[Any, list[str], set[str]]:
+def _read_answer(raw: Mapping, options: Options) -> tuple[Any, list[str], set[str]]:
     """Reads the columns `answer_index`, `answer` and `answers`.
 
     Returns:
@@ -111,7 +114,7 @@ def _read_answer(raw: Mapping, options: Mapping[str, str]) -> tuple[Any, list[st
     return answer, accepted, columns
 
 
-def _answer_among_options(answer: Any, options: Mapping[str, str]) -> Any:
+def _answer_among_options(answer: Any, options: Options) -> Any:
     """Returns the text of an answer to a question with options, or a letter in place of a number.
 
     An answer that is none of the options is returned unchanged.
@@ -196,7 +199,7 @@ def _filled(options: Mapping[str, Any], filling: str | None = None) -> dict[str,
     return filled_options
 
 
-def _are_valid(options: Mapping[str, Any]) -> bool:
+def _are_valid(options: Options) -> bool:
     """Whether options are at least two different texts with letters from A, and no images."""
     expected_letters = ascii_uppercase[: len(options)]
     if len(options) < 2 or list(options) != list(expected_letters):
@@ -221,7 +224,7 @@ def _without_letters(options: dict[str, str]) -> dict[str, str]:
     return bare_options
 
 
-def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
+def chosen_letter(answer: Any, options: Options) -> str | None:
     """Returns the letter of the option that an answer is.
 
     Args:

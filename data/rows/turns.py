@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeAlias
 
 from .images import short
 from .values import as_text, is_empty, parsed, transposed, unread_keys
@@ -49,12 +49,18 @@ _PART_KINDS = {
 }
 
 
+Part: TypeAlias = dict[str, Any]
+"""A part of a turn: its `type` is "text", with `text`, or "image", perhaps with `image`."""
+Message: TypeAlias = dict[str, Any]
+"""A turn as chat templates read it: `role`, and parts as `content`."""
+
+
 @dataclass
 class Row:
     """A row read by its form, unchecked."""
 
     form: str  # the column that identifies its form
-    messages: list[dict[str, Any]] = field(default_factory=list)  # role and content
+    messages: list[Message] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)  # of the image parts, in order
     learned: list[bool] = field(default_factory=list)  # for each assistant turn
     options: dict[str, str] = field(default_factory=dict)  # of a question, by letter
@@ -65,15 +71,15 @@ class Row:
 
 @dataclass
 class Turn:
-    """A turn; the `type` of a part is "image", perhaps with `image`, or "text", with `text`."""
+    """A turn of a row's conversation."""
 
     role: str
-    content: list[dict[str, Any]]
+    content: list[Part]
     learned: bool = True  # otherwise an assistant's turn has no labels
     left_out: list[str] = field(default_factory=list)  # its keys that are not read
 
 
-def text_part(text: Any) -> dict[str, Any]:
+def text_part(text: Any) -> Part:
     """Returns the part of a turn that holds a text."""
     return {"type": "text", "text": text}
 
@@ -259,7 +265,7 @@ def are_parts(value: Any) -> bool:
     return all(map(_part_kind, value))
 
 
-def _read_part(part: Any, turn_number: int, place: str) -> tuple[dict[str, Any], list[str]]:
+def _read_part(part: Any, turn_number: int, place: str) -> tuple[Part, list[str]]:
     """Reads a part of a turn. Returns it with the names of its keys that are not read."""
     part_kind = _part_kind(part)
     if part_kind == "text" and isinstance(part.get("text"), str):
@@ -269,9 +275,7 @@ def _read_part(part: Any, turn_number: int, place: str) -> tuple[dict[str, Any],
     return _read_image_part(part, turn_number, place)
 
 
-def _read_image_part(
-    part: Mapping, turn_number: int, place: str
-) -> tuple[dict[str, Any], list[str]]:
+def _read_image_part(part: Mapping, turn_number: int, place: str) -> tuple[Part, list[str]]:
     image_key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
     left_out = unread_keys(part, {image_key, *_NO_IMAGES}, place)
     if image_key is None and left_out:
@@ -288,7 +292,7 @@ def _read_image_part(
     return {"type": "image", "image": image, "index": part.get("index")}, left_out
 
 
-def _split_text(text: str) -> list[dict[str, Any]]:
+def _split_text(text: str) -> list[Part]:
     """Splits a user's text at its markers into parts.
 
     In LLaVA's data, images have lines of their own at the beginning or the end of a turn. The chat
@@ -309,7 +313,7 @@ def _split_text(text: str) -> list[dict[str, Any]]:
             break
         texts[marker_number + 1] = ""
         texts[marker_number] = _LAST_BREAK.sub("", texts[marker_number])
-    parts: list[dict[str, Any]] = []
+    parts: list[Part] = []
     for piece_number, piece in enumerate(texts):
         if piece:
             parts.append(text_part(piece))
@@ -318,7 +322,7 @@ def _split_text(text: str) -> list[dict[str, Any]]:
     return parts or [text_part("")]
 
 
-def image_parts(turns: list[Turn]) -> list[dict[str, Any]]:
+def image_parts(turns: list[Turn]) -> list[Part]:
     """Returns the image parts of all turns, in order."""
     parts = []
     for turn in turns:
@@ -389,7 +393,7 @@ def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
     return joined_turns, changes
 
 
-def _join_contents(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[dict]:
+def _join_contents(first: list[Part], second: list[Part]) -> list[Part]:
     """Joins the parts of two turns, with a line break between two texts."""
     if first and second:
         part_types = {first[-1]["type"], second[0]["type"]}
