@@ -6,7 +6,6 @@ docs/data.md has examples of the forms.
 
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -18,7 +17,7 @@ from ...errors import printable
 from .images import MAX_PATH, SUFFIXES, short
 from .questions import LETTERS, Question, accepted_answers, read_question
 from .turns import Message, Row, Turn, alternating, image_parts, place_images, read_turns, text_part
-from .values import is_empty, parsed, unread_keys
+from .values import as_list, is_empty, parsed, unread_keys
 
 
 MARKER = "<image>"  # of an image in LLaVA's texts, whatever the tokenizer's image token is
@@ -253,7 +252,7 @@ def _learned_answer(question: Question, form: Form) -> tuple[Any, list[str], lis
     several_answers = accepted_answers(answer)
     if several_answers:
         accepted = several_answers
-        answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
+        answer = max(accepted, key=accepted.count)  # the first of equals
         if len(set(accepted)) > 1:
             notes.append(ONE_OF_ANSWERS if form.question else ONE_OF_CAPTIONS)
     elif _is_text_of_list(answer):
@@ -353,12 +352,10 @@ def _images(raw: Mapping) -> list[Any]:
     if not image_columns:
         return []
     column = image_columns[0]
-    images = parsed(raw[column])
-    if not isinstance(images, (list, tuple)):
-        images = [images]
-    for number, image in enumerate(images):
+    images = as_list(parsed(raw[column]))
+    for image_number, image in enumerate(images):
         if is_empty(image):
-            raise ValueError(f"{column} has nothing in place of image {number}; leave it out")
+            raise ValueError(f"{column} has nothing in place of image {image_number}; leave it out")
     return list(images)
 
 

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import Any, TypeAlias
 
 from .images import short
-from .values import as_text, is_empty, parsed, transposed, unread_keys
+from .values import as_list, as_text, is_empty, parsed, transposed, unread_keys
 
 
 ROLES = {
@@ -183,10 +183,8 @@ def _with_other_keys(
     is_pair = len(turns) == 2
     read_keys = set(read_keys)
     for images_key in ("images", "image"):
-        images = fields.get(images_key)
-        if not is_empty(images):
-            if not isinstance(images, (list, tuple)):
-                images = [images]
+        if not is_empty(fields.get(images_key)):
+            images = as_list(fields[images_key])
             turns = place_images(turns[:1], images) + turns[1:]
             read_keys.add(images_key)
             break

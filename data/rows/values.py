@@ -5,7 +5,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ...errors import printable
@@ -50,6 +50,13 @@ def is_empty(value: Any) -> bool:
     if isinstance(value, float):
         return math.isnan(value)
     return value is None or value == b""
+
+
+def as_list(value: Any) -> Sequence[Any]:
+    """Returns a list or tuple unchanged, and any other value in a list."""
+    if isinstance(value, (list, tuple)):
+        return value
+    return [value]
 
 
 def parsed(value: Any) -> Any:
