@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from ..data.rows.turns import plain
+from ..data.rows.values import plain
 
 
 _UNABLE = r"sorry|unable to|I can(?: ?not|['’]t)|cannot determine"

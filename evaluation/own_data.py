@@ -22,7 +22,8 @@ from ..data.rows.checks import (
 from ..data.rows.forms import MARKER, ONE_OF_ANSWERS, ONE_OF_CAPTIONS
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
-from ..data.rows.turns import chosen_letter, plain
+from ..data.rows.questions import chosen_letter
+from ..data.rows.values import plain
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option
