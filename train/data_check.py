@@ -87,10 +87,12 @@ def check_data(
         check_architecture(checkpoint.model_type, checkpoint.name)
         collator = ConversationCollator(checkpoint.processor, bad_rows="skip")
     opened = open_source(source, streaming=False)
-    report, reader = checks.SourceReport(opened.name, "train"), RowReader((opened,))
+    reader = RowReader((opened,))
     options = checks.Checks(collator and collator.processor, check_images=check_images)
     table = all_rows(opened, 0, options)
-    valid = check_rows(table, reader, opened, options, report)
+    checked = check_rows(table, reader, opened, options, "train")
+    valid = checked.table
+    report = checked.report
     faults = list[str]()
     share = checks.share_of_bad_rows(None, opened, len(table))
     stops = len(report.dropped) > share * len(table)

@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ _FIRST = 100  # rows whose images are opened before training
 
 
 def stream(rows: Callable[..., Iterator[dict]], arguments: dict[str, Any]) -> IterableDataset:
-    """The data set of what `rows` gives when it is called with `arguments`."""
+    """Returns the data set of what `rows` gives when it is called with `arguments`."""
     # One generator without lists among its arguments is one shard. Several would be split between
     # workers and processes, which would read other sources, number rows differently and end apart.
     return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=arguments)
@@ -36,15 +36,21 @@ def endless_rows(
     seed: int,
     size: int,
 ) -> Iterator[dict[str, Any]]:
-    """The valid rows without end, drawn by `fractions` or from one source after another in turn.
+    """Yields valid rows without end, in a shuffled order.
 
-    In turn, a pass has each row of a source as often as `repeats` says. `size` rows are shuffled.
+    Args:
+        sources: Streams of rows.
+        repeats: How often each row of a source comes in one pass, if the sources take turns.
+        checks: Options of the checks.
+        fractions: Shares of the sources, by which rows are drawn. If empty, the sources take turns.
+        seed: Decides what is drawn and how rows are shuffled.
+        size: Number of rows in the buffer that shuffles them.
     """
     # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
     if fractions:
         rows = _drawn(sources, checks, fractions, seed)
     else:
-        rows = chain.from_iterable(_in_turn(sources, repeats, checks) for _ in repeat(None))
+        rows = _passes_in_turn(sources, repeats, checks)
     random = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
     for row in rows:
@@ -56,76 +62,126 @@ def endless_rows(
 def _drawn(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Rows drawn one by one, so that a resumed run, which skips rows, continues with the same."""
+    """Draws rows one by one, so that a resumed run, which skips rows, continues with the same."""
     streams = [_passes(source, checks) for source in sources]
     random = np.random.default_rng(seed)
     while True:
-        yield next(streams[random.choice(len(streams), p=fractions)])
+        number = random.choice(len(streams), p=fractions)
+        yield next(streams[number])
 
 
 def _passes(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    """The valid rows of a source again and again."""
+    """Yields the valid rows of a source again and again."""
     while True:
         yield from valid_rows(source, checks)
+
+
+def _passes_in_turn(
+    sources: tuple[Source, ...], repeats: tuple[int, ...], checks: Checks
+) -> Iterator[dict[str, Any]]:
+    while True:
+        yield from _in_turn(sources, repeats, checks)
 
 
 def _in_turn(
     sources: tuple[Source, ...], repeats: tuple[int, ...], checks: Checks
 ) -> Iterator[dict[str, Any]]:
-    """One pass: a row of each source in turn, until every source has ended."""
-    waiting = []
-    for source, count in zip(sources, repeats, strict=True):
-        passes = map(valid_rows, repeat(source, count), repeat(checks))
-        waiting.append(chain.from_iterable(passes))
-    while waiting:
-        for rows in tuple(waiting):
+    """Yields one pass: a row of each source in turn, until every source has ended."""
+    unfinished = []
+    for source, times in zip(sources, repeats, strict=True):
+        passes = [valid_rows(source, checks) for _ in range(times)]  # generators: nothing is read
+        unfinished.append(chain.from_iterable(passes))
+    while unfinished:
+        for rows in tuple(unfinished):
             row = next(rows, None)
             if row is None:
-                waiting.remove(rows)
+                unfinished.remove(rows)
             else:
                 yield row
 
 
 def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    """The rows of a source that pass all checks, in parsed form; the others are recorded."""
-    empty = True
+    """Yields the rows of a source that pass all checks, in parsed form; records the others."""
+    is_empty = True
     for row in _valid(source, checks):
-        empty = False
-        unread = [f"what looks like an image is not read: {row['unread']}"] * bool(row["unread"])
-        looks = {name: looks_like(name) for name in row["left_out"]}
-        not_used = [f"column not used: {name}, like {like}" for name, like in looks.items() if like]
-        for warning in (*unread, *not_used, *row["changed"]):
+        is_empty = False
+        for warning in _warnings(row):
             warn_once(f"{source.name}: {warning}.")
         yield {column: row[column] for column in FEATURES}
-    if empty:  # repeated without end, it would never give a row
+    if is_empty:  # repeated without end, it would never give a row
         raise ValueError(f"{source.name}: no row is left. It is empty, or all are dropped.")
 
 
-def has_images(source: Source, report: SourceReport, checks: Checks) -> bool:
-    """Whether one of the first rows of a stream, whose images are opened, has an image."""
-    report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
+def _warnings(row: dict[str, Any]) -> Iterator[str]:
+    """Says what of a row is not read, and what was changed."""
+    if row["unread"]:
+        yield f"what looks like an image is not read: {row['unread']}"
+    for column in row["left_out"]:
+        known_column = looks_like(column)
+        if known_column:
+            yield f"column not used: {column}, like {known_column}"
+    yield from row["changed"]
+
+
+def stream_report(source: Source, checks: Checks, split: str) -> SourceReport:
+    """Returns the report of a stream: no counts, except of rows that may still turn out bad."""
+    skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
+    return SourceReport(source.name, split, dataset=source.dataset, skippable=skippable)
+
+
+def has_images(source: Source, checks: Checks) -> bool:
+    """Returns whether one of the first rows of a stream has an image. Their images are opened."""
     rows = list(_valid(source, checks, _FIRST))
-    images = sum(row["image_count"] for row in rows)
-    unread = Counter(row["unread"] for row in rows if row["unread"])
-    row_checks.check_images_are_read(source.name, len(rows), images, unread)
-    return images > 0
+    image_count = 0
+    unread = Counter[str]()
+    for row in rows:
+        image_count += row["image_count"]
+        if row["unread"]:
+            unread[row["unread"]] += 1
+    row_checks.check_images_are_read(source.name, len(rows), image_count, unread)
+    return image_count > 0
 
 
 def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[dict[str, Any]]:
-    """The valid rows of a stream; of the `first` alone, the images are opened too."""
-    stored = islice(source, first)
-    chunks = iter(lambda: parse_rows(islice(stored, _CHUNK), source.rules, checks.processor), [])
-    share, bad, number = share_of_bad_rows(checks.bad_rows, source), list[DroppedRow](), 0
-    for number, row in enumerate(chain.from_iterable(chunks), 1):
+    """Yields the valid rows of a stream.
+
+    If `first` is given, only so many rows are read, and their images are opened too.
+    """
+    share = share_of_bad_rows(checks.bad_rows, source)
+    bad: list[DroppedRow] = []
+    number = 0
+    for number, row in enumerate(_parsed(source, checks, first), 1):
         dropped = checks.too_long(row)
-        problem = (row["file"], row["reason"]) if row["reason"] else None
-        if problem := problem or image_problem(row["images"], source.rules, decode=bool(first)):
+        problem = _problem(row, source, open_images=first is not None)
+        if problem:
             dropped = DroppedRow(row["source"], row["row"], *problem)
-            bad += [dropped] if share < 1 or first else []
+            if share < 1 or first:  # else all may be bad, and a list of them would grow for ever
+                bad.append(dropped)
             row_checks.check_share(source, bad, max(number, MANY_ROWS), share)
         if not dropped:
             row_checks.warn_of_captions(source.name, [row["form"]])
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
-    row_checks.check_share(source, bad, number, share, deviations=-3 if number == first else 0)
+    # What was read may be a sample of more rows, in which more are bad by chance.
+    deviations = -3 if number == first else 0
+    row_checks.check_share(source, bad, number, share, deviations)
+
+
+def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a stream, or its `first` rows, parsed some at a time."""
+    stored = islice(source, first)
+    while True:
+        rows = parse_rows(islice(stored, _CHUNK), source.rules, checks.processor)
+        if not rows:
+            return
+        yield from rows
+
+
+def _problem(
+    row: dict[str, Any], source: Source, open_images: bool
+) -> tuple[str | None, str] | None:
+    """Returns the file and the reason for which a row cannot be trained on, or None."""
+    if row["reason"]:
+        return row["file"], row["reason"]
+    return image_problem(row["images"], source.rules, decode=open_images)
