@@ -157,15 +157,24 @@ class DataArguments:
     @property
     def sources(self) -> list[DataSource]:
         """The data sets to train on."""
-        shared = {
+        if self.datasets:
+            return [DataSource(**{**self.shared_options, **source}) for source in self.datasets]
+        source = DataSource.named(
+            str(self.dataset_name),
+            name=self.dataset_config,
+            split=self.dataset_train_split,
+            **self.shared_options,
+        )
+        return [source]
+
+    @property
+    def shared_options(self) -> dict[str, Any]:
+        """Options of all data sets that do not have their own."""
+        return {
             "image_folder": self.image_folder,
             "columns": self.columns,
             "filters": self.filters,
         }
-        if self.datasets:
-            return [DataSource(**{**shared, **source}) for source in self.datasets]
-        plain = {"name": self.dataset_config, "split": self.dataset_train_split}
-        return [DataSource.named(str(self.dataset_name), **shared, **plain)]
 
 
 def _with_home(value: Any) -> Any:

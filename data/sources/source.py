@@ -40,6 +40,7 @@ from .filters import Filter, parse_filters
 
 
 AnyData: TypeAlias = Dataset | IterableDataset
+StoredRow: TypeAlias = tuple[str, int, Any]  # name of a file or data set, number in it, content
 CHUNK = 500  # rows that are read, checked and cached together
 _BLOCK = 512  # bytes, of a tar file
 _SHORT_FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32}
@@ -48,74 +49,94 @@ _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 
 
 @dataclass
 class Source:
-    """An opened data set; iterating gives the name of a file or its own, a number and a row."""
+    """An opened data set. Iterating gives its rows as they are stored, with known column names.
+
+    Attributes:
+        name: What messages call it.
+        rules: Which files its images may be.
+        data: Its rows, with images not decoded.
+        columns: Which columns are read; or, by known name, how the data names them.
+        dataset: Id, commit and licence of a Hub data set: see [`hub_dataset`].
+        filters: Which rows of a stream are read. For rows in memory see [`Source.filtered`].
+        numbers: Numbers of the rows in memory, if some rows are not read.
+    """
 
     name: str
     rules: ImageRules
-    data: AnyData  # with images not decoded
+    data: AnyData
     columns: list[str] | dict[str, str] | None = None
-    dataset: dict[str, Any] | None = None  # id, commit and licence: see [`hub_dataset`]
-    filters: tuple[Filter, ...] = ()  # which rows of a stream are read; for others see `filtered`
-    numbers: list[int] | None = None  # of the rows in memory, if some are not read
+    dataset: dict[str, Any] | None = None
+    filters: tuple[Filter, ...] = ()
+    numbers: list[int] | None = None
 
     def __post_init__(self):
         self._kept_as_text = self.data.features == ROWS
         # The types of columns that hold numbers of classes, perhaps in lists, or short floats.
-        kinds = (self.data.features or {}).items()
-        self._kinds = {column: kind for column, kind in kinds if _is_restored(kind)}
-        if isinstance(self.data, Dataset) and self.data.format["type"] != "custom":
-            # One's own transform is kept, and columns that one has hidden stay so.
-            every = self.data.format["output_all_columns"]
-            shown = self.data.column_names if every else self.data.format["columns"]
-            self.data = self.data.with_format("arrow", columns=shown)
-
-    def __iter__(self) -> Iterator[tuple[str, int, Any]]:
+        self._restored_types = {}
+        for column, kind in (self.data.features or {}).items():
+            if _is_restored(kind):
+                self._restored_types[column] = kind
         if isinstance(self.data, Dataset):
-            starts = range(0, len(self.data), CHUNK)
-            yield from chain.from_iterable(self.rows(start, CHUNK) for start in starts)
-        else:
-            stored = self.data.decode(False) if self.data.features else self.data
-            for number, row in enumerate(stored.with_format(None)):
-                name, number_in_file, raw = self._raw(number, row)
-                if not isinstance(raw, dict) or all(each.keeps(raw) for each in self.filters):
-                    yield name, number_in_file, self._named(raw)
+            self.data = _in_arrow(self.data)
 
-    def rows(self, start: int, count: int) -> list[tuple[str, int, Any]]:
-        """At most `count` rows in memory from a number on, as iterating gives them."""
+    def __iter__(self) -> Iterator[StoredRow]:
+        if isinstance(self.data, IterableDataset):
+            yield from self._stream(self.data)
+            return
+        for start in range(0, len(self.data), CHUNK):
+            yield from self.rows(start, CHUNK)
+
+    def _stream(self, data: IterableDataset) -> Iterator[StoredRow]:
+        if data.features:
+            data = data.decode(False)
+        for number, stored in enumerate(data.with_format(None)):
+            name, number_in_file, raw = self._raw(number, stored)
+            if _meets(raw, self.filters):
+                yield name, number_in_file, self._named(raw)
+
+    def rows(self, start: int, count: int) -> list[StoredRow]:
+        """Returns at most `count` rows in memory from a number on, as iterating gives them."""
         assert isinstance(self.data, Dataset)
-        return self.rows_at(range(start, min(start + count, len(self.data))))
+        end = min(start + count, len(self.data))
+        return self.rows_at(range(start, end))
 
-    def rows_at(self, numbers: Sequence[int]) -> list[tuple[str, int, Any]]:
-        """The rows in memory of these numbers, as iterating gives them; read at once."""
+    def rows_at(self, numbers: Sequence[int]) -> list[StoredRow]:
+        """Returns the rows in memory of these numbers, as iterating gives them; read at once."""
         assert isinstance(self.data, Dataset)
         if self.data.format["type"] != "arrow":  # one's own transform
-            stored = [self.data[number] for number in numbers]
+            stored_rows = [self.data[number] for number in numbers]
         elif isinstance(numbers, range):
-            stored = self.data[numbers.start : numbers.stop].to_pylist()
+            stored_rows = self.data[numbers.start : numbers.stop].to_pylist()
         else:
-            stored = self.data[list(numbers)].to_pylist()
-        rows = [self._raw(number, row) for number, row in zip(numbers, stored, strict=True)]
-        return [(name, number, self._named(raw)) for name, number, raw in rows]
+            stored_rows = self.data[list(numbers)].to_pylist()
+        rows = []
+        for number, stored in zip(numbers, stored_rows, strict=True):
+            name, number_in_file, raw = self._raw(number, stored)
+            rows.append((name, number_in_file, self._named(raw)))
+        return rows
 
-    def _raw(self, number: int, raw: Any) -> tuple[str, int, Any]:
-        """A stored row with its own columns, and the file and the number that name it."""
+    def _raw(self, number: int, stored: Any) -> StoredRow:
+        """Returns a stored row with its own columns, and the file and the number that name it."""
         name = self.name
-        number = self.numbers[number] if self.numbers else number
+        if self.numbers:
+            number = self.numbers[number]
+        raw = stored
         if self._kept_as_text:
-            stored, raw = raw, loaded(raw["json"])
+            raw = loaded(stored["json"])
             if stored["file"]:
-                name, number = stored["file"], stored["number"]
+                name = stored["file"]
+                number = stored["number"]
             if stored["images"] and isinstance(raw, dict):
-                raw = {column: value for column, value in raw.items() if column != "image"}
+                raw.pop("image", None)
                 raw["images"] = stored["images"]
         if isinstance(raw, dict):
-            for column, kind in self._kinds.items():
+            for column, kind in self._restored_types.items():
                 if column in raw:
                     raw = raw | {column: _restored(raw[column], kind)}
         return name, number, raw
 
     def _named(self, raw: Any) -> Any:
-        """A row with known names of columns."""
+        """Returns a row with known names of columns."""
         if not isinstance(raw, dict) or not self.columns:
             return raw
         if isinstance(self.columns, list):
@@ -124,104 +145,159 @@ class Source:
 
     def check_columns(self) -> None:
         """Raises ValueError if `columns` names one that no row has, or of a stream no early row."""
-        columns = self.columns.values() if isinstance(self.columns, dict) else self.columns
-        self._check_named("columns", {*(columns or ())})
+        columns = self.columns or ()
+        if isinstance(columns, dict):
+            columns = columns.values()
+        self._check_named("columns", set(columns))
 
     def _check_named(self, option: str, named: set[str]) -> None:
+        if not named:
+            return
+        limit = None
+        if isinstance(self.data, IterableDataset):
+            limit = 1000
         known = set[str]()
-        limit = 1000 if isinstance(self.data, IterableDataset) else None
-        for _, _, raw in islice(replace(self, columns=None), limit) if named else ():
-            known.update(raw if isinstance(raw, dict) else ())
+        for _, _, raw in islice(replace(self, columns=None), limit):
+            if isinstance(raw, dict):
+                known.update(raw)
             if named <= known:
                 return
-        if absent := ", ".join(map(repr, named - known)):
-            has = ", ".join(sorted(known))
-            raise ValueError(f"{option} names {absent}, which no row has. Its columns are: {has}")
+        absent = ", ".join(map(repr, named - known))
+        has = ", ".join(sorted(known))
+        raise ValueError(f"{option} names {absent}, which no row has. Its columns are: {has}")
 
     def filtered(self, filters: tuple[Filter, ...]) -> "Source":
-        """The source with those of its rows that meet all conditions, which keep their numbers.
+        """Returns the source with only its rows that meet all conditions; they keep their numbers.
 
         Raises ValueError if a column is in no row, or holds no number where it has to.
         """
         if not filters:
             return self
-        self._check_named("filters", {condition.column for condition in filters})
+        compared = {condition.column for condition in filters}
+        self._check_named("filters", compared)
         if isinstance(self.data, IterableDataset):
             return replace(self, filters=filters)
         stored = self.data
         if not self._kept_as_text:  # only what is compared is read
-            stored = stored.select_columns(sorted({condition.column for condition in filters}))
-        kept = []
+            stored = stored.select_columns(sorted(compared))
+        numbers = []
         for number, (_, _, raw) in enumerate(replace(self, columns=None, data=stored)):
-            # What is no row is kept, since checks name it.
-            if not isinstance(raw, dict) or all(condition.keeps(raw) for condition in filters):
-                kept.append(number)
-        listed = " and ".join(map(str, filters))
-        counts = f"{len(kept):,} of {len(stored):,} rows"
-        if not kept:
-            raise ValueError(f"none of its {len(stored):,} rows has {listed}. Change filters.")
-        warn_once(f"{self.name}: {counts} have {listed}. Others are not read.")
-        return replace(self, data=self.data.select(kept), numbers=kept)
+            if _meets(raw, filters):
+                numbers.append(number)
+        conditions = " and ".join(map(str, filters))
+        if not numbers:
+            raise ValueError(f"none of its {len(stored):,} rows has {conditions}. Change filters.")
+        counts = f"{len(numbers):,} of {len(stored):,} rows"
+        warn_once(f"{self.name}: {counts} have {conditions}. Others are not read.")
+        return replace(self, data=self.data.select(numbers), numbers=numbers)
+
+
+def _in_arrow(data: Dataset) -> Dataset:
+    """Returns rows that are read as Arrow tables, unless they have a transform of one's own."""
+    if data.format["type"] == "custom":
+        return data
+    columns = data.format["columns"]  # those that one has hidden stay so
+    if data.format["output_all_columns"]:
+        columns = data.column_names
+    return data.with_format("arrow", columns=columns)
+
+
+def _meets(raw: Any, filters: tuple[Filter, ...]) -> bool:
+    """Returns whether a row meets all conditions, or is no row, since the checks name it then."""
+    return not isinstance(raw, dict) or all(condition.keeps(raw) for condition in filters)
 
 
 def _is_restored(kind: Any) -> bool:
-    """Whether values of a type of `datasets` are not what their numbers are: see [`_restored`]."""
+    """Returns whether [`_restored`] changes values of this type of `datasets`."""
     return getattr(kind, "dtype", None) in _SHORT_FLOATS or "ClassLabel(" in repr(kind)
 
 
 def _restored(value: Any, kind: Any) -> Any:
-    """A value of a type of `datasets`, with the names of classes in place of their numbers.
+    """Returns a value of a type of `datasets` with the names of classes instead of their numbers.
 
-    A number of 16 or 32 bits is the shortest that is stored so: 0.1, not 0.10000000149011612.
+    A number of 16 or 32 bits becomes the shortest one that is stored so: 0.1 instead of
+    0.10000000149011612.
     """
     if isinstance(kind, ClassLabel):
-        is_number = isinstance(value, int) and 0 <= value < len(kind.names)
-        return kind.names[value] if is_number else value
+        if isinstance(value, int) and 0 <= value < len(kind.names):
+            return kind.names[value]
+        return value
     if isinstance(value, list):
         return [_restored(element, kind.feature) for element in value]
     if isinstance(value, dict):
         return {key: _restored(element, kind[key]) for key, element in value.items()}
     if isinstance(value, float) and kind.dtype in _SHORT_FLOATS:
-        return float(str(_SHORT_FLOATS[kind.dtype](value)))
+        short_float = _SHORT_FLOATS[kind.dtype]
+        return float(str(short_float(value)))
     return value
 
 
 def open_source(source: DataSource, streaming: bool, num_proc: int | None = None) -> Source:
-    """Opens a data set; `num_proc` processes, or one a core, write the cache of `datasets`."""
-    path = Path(source.path)
-    is_file = path.suffix.lower() in FILES
+    """Opens a data set.
+
+    Args:
+        source: Where its rows are, and which of them to read.
+        streaming: Whether rows are read only when they are needed.
+        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+
+    Raises:
+        ValueError: The data set does not exist or cannot be read.
+    """
     source.check_paths()
-    if is_file and source.split != "train":
+    path = Path(source.path)
+    if path.suffix.lower() in FILES and source.split != "train":
         raise ValueError(f"{path} is one file, and has no split {source.split!r}.")
-    hub = source.path if not path.exists() and is_hub_id(source.path) else None
+    hub_id = None
+    if not path.exists() and is_hub_id(source.path):
+        hub_id = source.path
     try:
-        data, here = _read(source, streaming, num_proc)
-        beside = str(here) if path.exists() else None if hub else source.data_dir or os.curdir
-        rules = ImageRules(source.image_folder or beside, hub)
-        opened = Source(source.path, rules, data, source.columns, hub_dataset(hub) if hub else None)
-        opened.check_columns()
-        opened = opened.filtered(parse_filters(source.filters))
+        return _opened(source, hub_id, streaming, num_proc)
     except Exception as error:  # `datasets` raises errors of any kind on broken files
-        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
-        name = f"{source.path}{' of the Hub' if hub else ''}, split {source.split!r},"
-        raise ValueError(f"The data set {name} cannot be read: {reason}") from error
-    return opened
+        reason: BaseException | None = error
+        if isinstance(error, DatasetGenerationError):
+            reason = error.__cause__
+        name = source.path
+        if hub_id:
+            name += " of the Hub"
+        raise ValueError(
+            f"The data set {name}, split {source.split!r}, cannot be read: {reason}"
+        ) from error
+
+
+def _opened(
+    source: DataSource, hub_id: str | None, streaming: bool, num_proc: int | None
+) -> Source:
+    """Opens a data set of the Hub, or local files."""
+    data, folder = _read(source, streaming, num_proc)
+    image_folder = source.image_folder or None
+    dataset = None
+    if hub_id:
+        dataset = hub_dataset(hub_id)
+    elif not image_folder and Path(source.path).exists():
+        image_folder = str(folder)
+    elif not image_folder:  # the path is a format that `datasets` knows
+        image_folder = source.data_dir or os.curdir
+    rules = ImageRules(image_folder, hub_id)
+    opened = Source(source.path, rules, data, source.columns, dataset)
+    opened.check_columns()
+    return opened.filtered(parse_filters(source.filters))
 
 
 def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Source:
-    """Opens `eval_dataset_name`, whole if it has no splits, or the test split of `dataset_name`."""
-    own = arguments.eval_dataset_name
-    if (name := own or arguments.dataset_name) is None:
+    """Opens `eval_dataset_name`, whole if it has no splits, or the test split of `dataset_name`.
+
+    Raises ValueError if there is no held-out data.
+    """
+    name = arguments.eval_dataset_name or arguments.dataset_name
+    if name is None:
         raise ValueError(f"A mixture has no test split. {_REMEDY}")
-    shared = {
-        "image_folder": arguments.image_folder,
-        "columns": arguments.columns,
-        "filters": arguments.filters,
-    }
-    source = DataSource.named(name, split="", **shared)
-    if not own or not source.split:
-        whole = Path(source.path).is_file() or (Path(source.path) / "state.json").is_file()
-        source.split = "train" if own and whole else arguments.dataset_test_split
+    source = DataSource.named(name, split="", **arguments.shared_options)
+    if not arguments.eval_dataset_name:
+        source.split = arguments.dataset_test_split
+    elif not source.split:
+        path = Path(source.path)
+        has_splits = not path.is_file() and not (path / "state.json").is_file()
+        source.split = arguments.dataset_test_split if has_splits else "train"
     if name == arguments.dataset_name:
         source.name = source.name or arguments.dataset_config
     try:
@@ -231,56 +307,83 @@ def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Sour
 
 
 def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[AnyData, Path]:
-    """The rows of a data set, and the folder that they are from."""
+    """Returns the rows of a data set, and the folder that they are from."""
     path = Path(source.path)
     if path.suffix.lower() in READERS:
         return open_files((source.path,), streaming), path.parent
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return load_saved(path, source.split), path
     if path.is_dir() and not (source.name or source.data_dir or source.data_files):
-        files, others = files_of_folder(path, source.split)
-        if others:
-            names = ", ".join(Path(file).name for file in others)
-            warn_once(f"{path} has files that are not read: {names}. To read one of them, name it.")
-        folders = sorted({Path(file).parent for file in files})
-        if len(folders) > 1:
-            listed = ", ".join(map(str, folders))
-            raise ValueError(f"it has {METADATA} in several folders. Name one: {listed}.")
-        check_within(path, files)
-        if files and not files[0].lower().endswith(".tar"):
-            return open_files(tuple(files), streaming), folders[0]
-        if files:
-            source = replace(source, path="webdataset", data_files={source.split: files})
-        elif images := images_of_folder(path):
-            if source.split != "train":
+        files = _chosen_files(path, source.split)
+        if not files:
+            images = images_of_folder(path)
+            if images and source.split != "train":
                 raise ValueError("it is a folder of images without splits. Name a folder in it.")
-            return Dataset.from_dict({"image": images}), path
-    return load(source, streaming, num_proc), path.parent if path.is_file() else path
+            if images:
+                return Dataset.from_dict({"image": images}), path
+        elif files[0].lower().endswith(".tar"):
+            source = replace(source, path="webdataset", data_files={source.split: files})
+        else:
+            return open_files(tuple(files), streaming), Path(files[0]).parent
+    folder = path.parent if path.is_file() else path
+    return load(source, streaming, num_proc), folder
+
+
+def _chosen_files(folder: Path, split: str) -> list[str]:
+    """Returns the files of rows of a split in a folder; empty if `datasets` has to read it.
+
+    Warns of files that are not read. Raises ValueError if files are in several folders, or links
+    lead out of the folder.
+    """
+    files, unread_files = files_of_folder(folder, split)
+    if unread_files:
+        names = ", ".join(Path(file).name for file in unread_files)
+        warn_once(f"{folder} has files that are not read: {names}. To read one of them, name it.")
+    folders = sorted({Path(file).parent for file in files})
+    if len(folders) > 1:
+        listed = ", ".join(map(str, folders))
+        raise ValueError(f"it has {METADATA} in several folders. Name one: {listed}.")
+    check_within(folder, files)
+    return files
 
 
 def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
-    """The rows of a file or folder here, or of a Hub data set; errors are of any kind."""
-    is_file = (path := Path(source.path)).is_file()
-    kind = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
-    words = (kind,) if is_file else (source.path, source.name)
-    files = source.path if is_file else source.data_files
-    builder = datasets.load_dataset_builder(*words, data_dir=source.data_dir, data_files=files)
+    """Returns the rows of a file or folder here, or of a Hub data set; errors are of any kind."""
+    builder = _builder(source)
+    if streaming:
+        return builder.as_streaming_dataset(source.split)
+    # Cards are often wrong about the number of rows; they are counted here.
+    files_by_split = builder.config.data_files or {}
+    processes = num_proc or cores()
+    processes = min(processes, max(map(len, files_by_split.values()), default=1))
+    builder.download_and_prepare(
+        verification_mode="no_checks", num_proc=processes if processes > 1 else None
+    )
+    return builder.as_dataset(source.split)
+
+
+def _builder(source: DataSource) -> datasets.DatasetBuilder:
+    """Returns what reads a data set. Tar files are read by [`Shards`]."""
+    path = Path(source.path)
+    if path.is_file():
+        kind = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
+        builder = datasets.load_dataset_builder(
+            kind, data_dir=source.data_dir, data_files=source.path
+        )
+    else:
+        builder = datasets.load_dataset_builder(
+            source.path, source.name, data_dir=source.data_dir, data_files=source.data_files
+        )
     if path.is_dir() and not source.data_files:
-        named = builder.config.data_files or {}
-        check_within(path / (source.data_dir or ""), chain.from_iterable(named.values()))
+        files_by_split = builder.config.data_files or {}
+        files = chain.from_iterable(files_by_split.values())
+        check_within(path / (source.data_dir or ""), files)
     if isinstance(builder, WebDataset):
         version = Hasher.hash(Path(__file__).read_bytes())
         builder = Shards(data_files=builder.config.data_files, hash=version)
     if isinstance(builder, Parquet):
         builder.config.batch_size = 100  # a row group, as by default, may become any size in memory
-    if streaming:
-        return builder.as_streaming_dataset(source.split)
-    # Cards are often wrong about the number of rows; they are counted here.
-    files_of_split = max(map(len, (builder.config.data_files or {}).values()), default=1)
-    processes = min(num_proc or cores(), files_of_split)
-    num_proc = processes if processes > 1 else None
-    builder.download_and_prepare(verification_mode="no_checks", num_proc=num_proc)
-    return builder.as_dataset(source.split)
+    return builder
 
 
 def load_saved(folder: Path, split: str) -> Dataset:
@@ -316,45 +419,73 @@ class Shards(WebDataset):
         cls, tar_path: str, tar_iterator: Iterable[tuple[str, BinaryIO]]
     ) -> Iterator[dict[str, Any]]:
         _check_end(tar_path)
-        read = ((name, io.BytesIO(file.read(_bytes_to_read(name)))) for name, file in tar_iterator)
-        for sample in super()._get_pipeline_from_tar(tar_path, read):
-            key, _ = sample.pop("__key__"), sample.pop("__url__")
-            images, files = [], dict[str, str]()
-            for name in sorted(sample, key=_in_order):
-                column = "caption" if name.lower() == "txt" else name.lower().removesuffix(".txt")
-                if f".{column}".endswith(SUFFIXES):
-                    images.append({"path": f"{key}.{name}", "bytes": sample[name]})
-                elif column == "json":
-                    files[column] = sample[name].decode("utf-8-sig", "backslashreplace")
-                elif column in COLUMNS:  # half a surrogate pair makes a bad row of what is no UTF-8
-                    files[column] = sample[name].decode("utf-8-sig", "surrogateescape")
-                else:  # not read, or makes the row bad; `datasets` 4.7 has dots before extensions
-                    kinds = {"video": cls.VIDEO_EXTENSIONS, "audio": cls.AUDIO_EXTENSIONS}
-                    names = (kind for kind in kinds if {column, f".{column}"} & {*kinds[kind]})
-                    files[next(names, column)] = "a file"
-            text = files.pop("json", "{}")
-            if isinstance(row := loaded(text), dict):
-                text = json.dumps(row | files)
-            yield {"json": text, "images": images}
+        for sample in super()._get_pipeline_from_tar(tar_path, _limited(tar_iterator)):
+            key = sample.pop("__key__")
+            del sample["__url__"]
+            yield cls._row(key, sample)
+
+    @classmethod
+    def _row(cls, key: str, files: dict[str, bytes]) -> dict[str, Any]:
+        """Returns a row in the columns `ROWS`: its .json file, other columns, and images."""
+        images = []
+        columns = dict[str, str]()
+        text = "{}"
+        for name in sorted(files, key=_in_order):
+            content = files[name]
+            column = "caption" if name.lower() == "txt" else name.lower().removesuffix(".txt")
+            if f".{column}".endswith(SUFFIXES):
+                images.append({"path": f"{key}.{name}", "bytes": content})
+            elif column == "json":
+                text = content.decode("utf-8-sig", "backslashreplace")
+            elif column in COLUMNS:  # half a surrogate pair makes a bad row of what is no UTF-8
+                columns[column] = content.decode("utf-8-sig", "surrogateescape")
+            else:
+                columns[cls._kind(column)] = "a file"
+        row = loaded(text)
+        if isinstance(row, dict):
+            text = json.dumps(row | columns)
+        return {"json": text, "images": images}
+
+    @classmethod
+    def _kind(cls, extension: str) -> str:
+        """Returns the column of a file that is not read, or makes the row bad."""
+        spellings = {extension, f".{extension}"}  # `datasets` 4.7 has dots before extensions
+        if not spellings.isdisjoint(cls.VIDEO_EXTENSIONS):
+            return "video"
+        if not spellings.isdisjoint(cls.AUDIO_EXTENSIONS):
+            return "audio"
+        return extension
+
+
+def _limited(files: Iterable[tuple[str, BinaryIO]]) -> Iterator[tuple[str, BinaryIO]]:
+    """Reads the files of a shard, which may be sparse or packed, only as far as they are used."""
+    for name, file in files:
+        yield name, io.BytesIO(file.read(_bytes_to_read(name)))
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """A key that sorts the files of a row, 2 before 10."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    """Returns a key that sorts the files of a row, 2 before 10."""
+    key = []
+    for part in re.split(r"(\d+)", name):
+        key.append((int(part), "") if part.isdigit() else (0, part))
+    return key
 
 
 def _bytes_to_read(name: str) -> int:
-    """Most bytes that are read of a file, which may be sparse or packed."""
+    """Returns how many bytes of a file are read at most."""
     suffix = PurePosixPath(name).suffix.lower()
-    is_read = suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS
-    return MAX_IMAGE_BYTES + 1 if is_read else 0
+    if suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS:
+        return MAX_IMAGE_BYTES + 1
+    return 0
 
 
 def _check_end(path: str) -> None:
     """Raises ValueError if a local shard is cut off, which `tarfile` takes for its end."""
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            start = file.read(_BLOCK)
-            file.seek(max(0, os.path.getsize(path) - _BLOCK))
-            if start[257:262] == b"ustar" and file.read() != bytes(_BLOCK):
-                raise ValueError(f"{path} is cut off. Copy it again")
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        start = file.read(_BLOCK)
+        file.seek(max(0, os.path.getsize(path) - _BLOCK))
+        end = file.read()
+    if start[257:262] == b"ustar" and end != bytes(_BLOCK):
+        raise ValueError(f"{path} is cut off. Copy it again")
