@@ -173,7 +173,7 @@ def _link(file: Path, target: Path) -> None:
 def _write_index(
     folder: Path, layout: Mapping[str, Tensor], shards: Mapping[str, list[str]]
 ) -> None:
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file_name, names in shards.items():
         weight_map |= dict.fromkeys(names, file_name)
     sizes = {

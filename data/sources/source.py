@@ -145,10 +145,10 @@ class Source:
 
     def check_columns(self) -> None:
         """Raises ValueError if `columns` names one that no row has, or of a stream no early row."""
-        columns = self.columns or ()
-        if isinstance(columns, dict):
-            columns = columns.values()
-        self._check_named("columns", set(columns))
+        named = set(self.columns or ())
+        if isinstance(self.columns, dict):
+            named = set(self.columns.values())
+        self._check_named("columns", named)
 
     def _check_named(self, option: str, named: set[str]) -> None:
         if not named:
