@@ -276,9 +276,8 @@ def check_not_in_run(folder: Path) -> None:
         run = checkpoint.parent
         if not re.match(r"checkpoint-\d", checkpoint.name) or not _is_run(run, checkpoint):
             continue
-        place = "is named as"
-        if checkpoint != folder:
-            place = f"lies in {checkpoint.name}, which is"
+        inside = f"lies in {checkpoint.name}, which is"
+        place = "is named as" if checkpoint == folder else inside
         raise ValueError(
             f"{folder} {place} a checkpoint of the run in {run}, which may delete it and would try "
             f"to resume from it. Choose a folder outside {run}, or another name in it."

@@ -82,7 +82,7 @@ def _check_links(folder: Path) -> None:
         folders[:] = [name for name in folders if not name.startswith(".")]  # .git, .venv
 
 
-def _own_code(folder: Path, settings: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _own_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     """Yields the places that name code in the checkpoint."""
     adapter = settings.get(ADAPTER_CONFIG, {})
     if adapter.get("megatron_config"):
@@ -98,7 +98,7 @@ def _own_code(folder: Path, settings: dict[str, dict[str, Any]]) -> Iterator[str
         yield "custom_generate"
 
 
-def _kernels(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _kernels(settings: dict[str, Any]) -> Iterator[str]:
     """Yields the settings that name code which the package `kernels` would fetch from the Hub."""
     for name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
         for key, value in _items(settings.get(name)):

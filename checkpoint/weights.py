@@ -95,25 +95,29 @@ class SafetensorsWriter:
     def __init__(self, file: BinaryIO, layout: Mapping[str, Tensor]):
         self._file = file
         self._layout = layout
-        self._offsets = {}
+        self._starts = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         # Tensors have no gaps. Sorted by the size of their numbers, all of them are aligned.
         for name in sorted(layout, key=lambda name: (-layout[name].itemsize, name)):
-            begin = end
-            end += layout[name].nbytes
-            header[name] = {**_described(layout[name]), "data_offsets": [begin, end]}
-            self._offsets[name] = begin
+            tensor = layout[name]
+            self._starts[name] = end
+            end += tensor.nbytes
+            header[name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [self._starts[name], end],
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
-        self._data_start = file.tell()
+        self._header_end = file.tell()
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes the numbers of a tensor, cast to its dtype in the layout."""
         tensor = tensor.detach().to("cpu", self._layout[name].dtype)
         numbers = tensor.contiguous().reshape(-1)
-        self._file.seek(self._data_start + self._offsets[name])
+        self._file.seek(self._header_end + self._starts[name])
         self._file.write(numbers.view(torch.uint8).numpy())
 
 
@@ -270,10 +274,6 @@ def module_of_file(tensor: str) -> str:
     return "language_model"
 
 
-def _described(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-
-
 def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
     """Returns whether a file has these tensors, by their description and a sample of numbers."""
     with safe_open(path, "pt") as file:
@@ -281,11 +281,9 @@ def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
             return False
         stored = {name: file.get_slice(name) for name in tensors}
         for name, tensor in tensors.items():
-            description = {
-                "dtype": stored[name].get_dtype(),
-                "shape": stored[name].get_shape(),
-            }
-            if description != _described(tensor):
+            if stored[name].get_dtype() != _DTYPES[tensor.dtype]:
+                return False
+            if stored[name].get_shape() != list(tensor.shape):
                 return False
         for name, tensor in tensors.items():
             if not tensor.is_meta and not _same_rows(stored[name], tensor):

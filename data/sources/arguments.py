@@ -53,7 +53,7 @@ class DataSource:
         A local path that exists may have colons. `options` are other fields.
         """
         path = data
-        words: list[str] = []
+        words = []
         if not Path(data).expanduser().exists():
             path, *words = data.split(":")
         if len(words) > 2:

@@ -117,9 +117,9 @@ def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: The names of all files belong to other splits.
     """
-    files: list[Path] = []
-    tables: list[Path] = []
-    shards: list[Path] = []
+    files = []
+    tables = []
+    shards = []
     for path in sorted(folder.glob("*")):
         if not path.is_file() or path.stem.startswith("dataset_info"):
             continue
@@ -194,7 +194,7 @@ def _json(file: str) -> Iterator[str]:
         return
     except (ValueError, RecursionError):
         pass  # no list of rows, or an error whose place `json.loads` names
-    lines = _without_empty(text.split("\n"))
+    lines = [line for line in map(str.strip, text.split("\n")) if line]
     if len(lines) > 1 and isinstance(loaded(lines[0]), dict):
         yield from lines
         return
@@ -208,12 +208,6 @@ def _json(file: str) -> Iterator[str]:
         raise ValueError(f"{file} is not valid JSON: {error}. {remedy}") from error
     if content != []:
         yield from map(json.dumps, _rows_of_object(content, file))
-
-
-def _without_empty(lines: Iterable[str]) -> list[str]:
-    """Returns the lines that are not empty, without white space around them."""
-    stripped = map(str.strip, lines)
-    return [line for line in stripped if line]
 
 
 def _rows_of_object(content: Any, file: str) -> Iterable[Any]:

@@ -19,9 +19,9 @@ from ..rows.checks import MANY_ROWS, Checks, DataReport, SourceReport, log_not_r
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES
 from .arguments import DataArguments, DataSource
-from .source import AnyData, Source, open_held_out, open_source, warn_once
+from .source import AnyData, ParsedRow, Source, open_held_out, open_source, warn_once
 from .streams import endless_rows, has_images, stream, stream_report, valid_rows
-from .table import RowReader, measure, only_valid, rows_on_access, valid_table
+from .table import CheckedTable, RowReader, measure, only_valid, rows_on_access, valid_table
 
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,7 @@ def load_data(
     held_out_source = None
     if with_eval and not split_size:
         held_out_source = open_held_out(arguments, checks.processes)
-    opened = [open_source(named, streaming, checks.processes) for named in arguments.sources]
-    sources = tuple(opened)
+    sources = tuple(open_source(named, streaming, checks.processes) for named in arguments.sources)
     repeats = tuple(named.repeat for named in arguments.sources)
     if streaming:
         buffer_size = arguments.shuffle_buffer_size
@@ -117,11 +116,8 @@ def load_data(
         held_out = _prepare(held_out_source, checks, "eval")
     if need_images and not mixture.has_images:
         raise _no_images(source.name for source in sources)
-    reports = mixture.reports
-    held_out_rows = None
-    if held_out:
-        held_out_rows = held_out.rows
-        reports = [*reports, held_out.report]
+    held_out_rows = held_out.rows if held_out else None
+    reports = [*mixture.reports, held_out.report] if held_out else mixture.reports
     _record_dropped(checks, reports)
     return TrainingData(mixture.train, held_out_rows, DataReport(reports))
 
@@ -174,22 +170,20 @@ def _mix_streams(
     buffer_size: int,
 ) -> _Mixture:
     """Mixes streams to one without end."""
-    with_images = False
-    reports = []
-    for source in sources:
-        if has_images(source, checks):  # also checks the first rows, so it is asked of each source
-            with_images = True
-        reports.append(stream_report(source, checks, "train"))
-    drawn = {
-        "sources": sources,
-        "repeats": repeats,
-        "checks": checks,
-        "fractions": fractions,
-        "seed": seed,
-        "size": buffer_size,
-    }
+    # A list, since looking for images also checks the first rows of each source.
+    with_images = [has_images(source, checks) for source in sources]
+    reports = [stream_report(source, checks, "train") for source in sources]
     # Endless: the Trainer counts batches from the start, and resumes no stream in a later pass.
-    return _Mixture(stream(endless_rows, drawn), reports, with_images)
+    rows = stream(
+        endless_rows,
+        sources=sources,
+        repeats=repeats,
+        checks=checks,
+        fractions=fractions,
+        seed=seed,
+        size=buffer_size,
+    )
+    return _Mixture(rows, reports, any(with_images))
 
 
 def _mix_tables(
@@ -233,20 +227,22 @@ def _prepare_held_out(table: Dataset, reader: RowReader, checks: Checks) -> _Pre
     # With any file allowed: links that leave the image folder were checked with all rows.
     source = Source("held out of training", ImageRules(), table)
     checked = only_valid(table, reader, source, checks, "eval")
-    rows = rows_on_access(checked.table, reader)
-    return _PreparedRows(rows, checked.report, bool(checked.report.images))
+    return _in_memory(checked, reader)
 
 
 def _prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
     """Checks the rows of one source, or the first rows of a stream."""
     if isinstance(source.data, IterableDataset):
-        rows = stream(valid_rows, {"source": source, "checks": checks})
+        rows = stream(valid_rows, source=source, checks=checks)
         report = stream_report(source, checks, split)
         return _PreparedRows(rows, report, has_images(source, checks))
     reader = RowReader((source,))
-    checked = valid_table(reader, 0, checks, split)
-    in_memory = rows_on_access(checked.table, reader)
-    return _PreparedRows(in_memory, checked.report, bool(checked.report.images))
+    return _in_memory(valid_table(reader, 0, checks, split), reader)
+
+
+def _in_memory(checked: CheckedTable, reader: RowReader) -> _PreparedRows:
+    rows = rows_on_access(checked.table, reader)
+    return _PreparedRows(rows, checked.report, bool(checked.report.images))
 
 
 def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> _PreparedRows:
@@ -255,11 +251,10 @@ def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> 
     Raises ValueError if no row is left. Prepared rows count as rows with images, since they were
     checked before.
     """
-    report = SourceReport(name, split)
     if isinstance(data, IterableDataset):
         if checks.max_length is not None:
             data = data.filter(ShortRows(name, checks))
-        return _PreparedRows(data, report, has_images=True)
+        return _PreparedRows(data, SourceReport(name, split), has_images=True)
     facts = data.with_format(None).select_columns(["source", "row", "length"])
     longest = math.inf if checks.max_length is None else checks.max_length
     is_long = np.array(facts["length"][:]) > longest
@@ -270,11 +265,10 @@ def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> 
         too_long = checks.too_long({**long_row, "file": None})
         assert too_long is not None
         dropped.append(too_long)
-    short = data
-    if dropped:
-        short = data.select(np.flatnonzero(~is_long))
-    report = replace(
-        report,
+    short = data.select(np.flatnonzero(~is_long)) if dropped else data
+    report = SourceReport(
+        name,
+        split,
         found=len(data),
         bad=0,
         too_long=len(dropped),
@@ -292,7 +286,7 @@ class ShortRows:
         self._checks = checks
         self._dropped = 0  # since the last row that is not too long
 
-    def __call__(self, row: dict[str, Any]) -> bool:
+    def __call__(self, row: ParsedRow) -> bool:
         too_long = self._checks.too_long({**row, "file": None})
         if too_long is None:
             self._dropped = 0

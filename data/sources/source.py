@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, ClassVar, TypeAlias
+from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeAlias
 
 import datasets
 import numpy as np
@@ -40,11 +40,19 @@ from .filters import Filter, parse_filters
 
 
 AnyData: TypeAlias = Dataset | IterableDataset
-StoredRow: TypeAlias = tuple[str, int, Any]  # name of a file or data set, number in it, content
+ParsedRow: TypeAlias = dict[str, Any]  # as `data.rows.parse` describes it, perhaps with its facts
 CHUNK = 500  # rows that are read, checked and cached together
 _BLOCK = 512  # bytes, of a tar file
 _SHORT_FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32}
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
+
+
+class StoredRow(NamedTuple):
+    """A row as it is stored, with the file or data set that it is from, and its number there."""
+
+    source: str
+    number: int
+    content: Any
 
 
 @dataclass
@@ -72,10 +80,8 @@ class Source:
     def __post_init__(self):
         self._kept_as_text = self.data.features == ROWS
         # The types of columns that hold numbers of classes, perhaps in lists, or short floats.
-        self._restored_types = {}
-        for column, kind in (self.data.features or {}).items():
-            if _is_restored(kind):
-                self._restored_types[column] = kind
+        types = self.data.features or {}
+        self._restored_types = {name: kind for name, kind in types.items() if _is_restored(kind)}
         if isinstance(self.data, Dataset):
             self.data = _in_arrow(self.data)
 
@@ -90,9 +96,9 @@ class Source:
         if data.features:
             data = data.decode(False)
         for number, stored in enumerate(data.with_format(None)):
-            name, number_in_file, raw = self._raw(number, stored)
-            if _meets(raw, self.filters):
-                yield name, number_in_file, self._named(raw)
+            row = self._row(number, stored)
+            if _meets(row.content, self.filters):
+                yield self._named(row)
 
     def rows(self, start: int, count: int) -> list[StoredRow]:
         """Returns at most `count` rows in memory from a number on, as iterating gives them."""
@@ -109,39 +115,39 @@ class Source:
             stored_rows = self.data[numbers.start : numbers.stop].to_pylist()
         else:
             stored_rows = self.data[list(numbers)].to_pylist()
-        rows = []
-        for number, stored in zip(numbers, stored_rows, strict=True):
-            name, number_in_file, raw = self._raw(number, stored)
-            rows.append((name, number_in_file, self._named(raw)))
-        return rows
+        rows = [self._row(*numbered) for numbered in zip(numbers, stored_rows, strict=True)]
+        return [self._named(row) for row in rows]
 
-    def _raw(self, number: int, stored: Any) -> StoredRow:
-        """Returns a stored row with its own columns, and the file and the number that name it."""
-        name = self.name
+    def _row(self, number: int, stored: Any) -> StoredRow:
+        """Returns a stored row with its own names of columns."""
+        source_name = self.name
         if self.numbers:
             number = self.numbers[number]
-        raw = stored
+        content = stored
         if self._kept_as_text:
-            raw = loaded(stored["json"])
+            content = loaded(stored["json"])
             if stored["file"]:
-                name = stored["file"]
+                source_name = stored["file"]
                 number = stored["number"]
-            if stored["images"] and isinstance(raw, dict):
-                raw.pop("image", None)
-                raw["images"] = stored["images"]
-        if isinstance(raw, dict):
+            if stored["images"] and isinstance(content, dict):
+                content.pop("image", None)
+                content["images"] = stored["images"]
+        if isinstance(content, dict):
             for column, kind in self._restored_types.items():
-                if column in raw:
-                    raw = raw | {column: _restored(raw[column], kind)}
-        return name, number, raw
+                if column in content:
+                    content = content | {column: _restored(content[column], kind)}
+        return StoredRow(source_name, number, content)
 
-    def _named(self, raw: Any) -> Any:
+    def _named(self, row: StoredRow) -> StoredRow:
         """Returns a row with known names of columns."""
-        if not isinstance(raw, dict) or not self.columns:
-            return raw
+        content = row.content
+        if not isinstance(content, dict) or not self.columns:
+            return row
         if isinstance(self.columns, list):
-            return {column: raw[column] for column in self.columns if column in raw}
-        return renamed(raw, self.columns)
+            content = {column: content[column] for column in self.columns if column in content}
+        else:
+            content = renamed(content, self.columns)
+        return row._replace(content=content)
 
     def check_columns(self) -> None:
         """Raises ValueError if `columns` names one that no row has, or of a stream no early row."""
@@ -153,13 +159,11 @@ class Source:
     def _check_named(self, option: str, named: set[str]) -> None:
         if not named:
             return
-        limit = None
-        if isinstance(self.data, IterableDataset):
-            limit = 1000
+        limit = 1000 if isinstance(self.data, IterableDataset) else None
         known = set[str]()
-        for _, _, raw in islice(replace(self, columns=None), limit):
-            if isinstance(raw, dict):
-                known.update(raw)
+        for row in islice(replace(self, columns=None), limit):
+            if isinstance(row.content, dict):
+                known.update(row.content)
             if named <= known:
                 return
         absent = ", ".join(map(repr, named - known))
@@ -180,10 +184,8 @@ class Source:
         stored = self.data
         if not self._kept_as_text:  # only what is compared is read
             stored = stored.select_columns(sorted(compared))
-        numbers = []
-        for number, (_, _, raw) in enumerate(replace(self, columns=None, data=stored)):
-            if _meets(raw, filters):
-                numbers.append(number)
+        rows = enumerate(replace(self, columns=None, data=stored))
+        numbers = [number for number, row in rows if _meets(row.content, filters)]
         conditions = " and ".join(map(str, filters))
         if not numbers:
             raise ValueError(f"none of its {len(stored):,} rows has {conditions}. Change filters.")
@@ -196,15 +198,15 @@ def _in_arrow(data: Dataset) -> Dataset:
     """Returns rows that are read as Arrow tables, unless they have a transform of one's own."""
     if data.format["type"] == "custom":
         return data
-    columns = data.format["columns"]  # those that one has hidden stay so
-    if data.format["output_all_columns"]:
-        columns = data.column_names
+    # Columns that one has hidden stay so.
+    all_shown = data.format["output_all_columns"]
+    columns = data.column_names if all_shown else data.format["columns"]
     return data.with_format("arrow", columns=columns)
 
 
-def _meets(raw: Any, filters: tuple[Filter, ...]) -> bool:
-    """Returns whether a row meets all conditions, or is no row, since the checks name it then."""
-    return not isinstance(raw, dict) or all(condition.keeps(raw) for condition in filters)
+def _meets(content: Any, filters: tuple[Filter, ...]) -> bool:
+    """Returns whether a row meets all conditions, or is no row: the checks report it then."""
+    return not isinstance(content, dict) or all(condition.keeps(content) for condition in filters)
 
 
 def _is_restored(kind: Any) -> bool:
@@ -247,18 +249,12 @@ def open_source(source: DataSource, streaming: bool, num_proc: int | None = None
     path = Path(source.path)
     if path.suffix.lower() in FILES and source.split != "train":
         raise ValueError(f"{path} is one file, and has no split {source.split!r}.")
-    hub_id = None
-    if not path.exists() and is_hub_id(source.path):
-        hub_id = source.path
+    hub_id = source.path if is_hub_id(source.path) and not path.exists() else None
     try:
         return _opened(source, hub_id, streaming, num_proc)
     except Exception as error:  # `datasets` raises errors of any kind on broken files
-        reason: BaseException | None = error
-        if isinstance(error, DatasetGenerationError):
-            reason = error.__cause__
-        name = source.path
-        if hub_id:
-            name += " of the Hub"
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        name = f"{source.path} of the Hub" if hub_id else source.path
         raise ValueError(
             f"The data set {name}, split {source.split!r}, cannot be read: {reason}"
         ) from error

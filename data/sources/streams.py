@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,14 @@ from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_
 from ..rows.forms import looks_like
 from ..rows.images import image_problem
 from ..rows.parse import FEATURES, DroppedRow
-from .source import Source, warn_once
+from .source import ParsedRow, Source, warn_once
 
 
 _CHUNK = 64  # rows that are parsed together
 _FIRST = 100  # rows whose images are opened before training
 
 
-def stream(rows: Callable[..., Iterator[dict]], arguments: dict[str, Any]) -> IterableDataset:
+def stream(rows: Callable[..., Iterator[dict]], **arguments: Any) -> IterableDataset:
     """Returns the data set of what `rows` gives when it is called with `arguments`."""
     # One generator without lists among its arguments is one shard. Several would be split between
     # workers and processes, which would read other sources, number rows differently and end apart.
@@ -35,7 +35,7 @@ def endless_rows(
     fractions: tuple[float, ...],
     seed: int,
     size: int,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[ParsedRow]:
     """Yields valid rows without end, in a shuffled order.
 
     Args:
@@ -50,7 +50,8 @@ def endless_rows(
     if fractions:
         rows = _drawn(sources, checks, fractions, seed)
     else:
-        rows = _passes_in_turn(sources, repeats, checks)
+        passes = (_in_turn(sources, repeats, checks) for _ in count())
+        rows = chain.from_iterable(passes)
     random = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
     for row in rows:
@@ -61,7 +62,7 @@ def endless_rows(
 
 def _drawn(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[ParsedRow]:
     """Draws rows one by one, so that a resumed run, which skips rows, continues with the same."""
     streams = [_passes(source, checks) for source in sources]
     random = np.random.default_rng(seed)
@@ -70,22 +71,15 @@ def _drawn(
         yield next(streams[number])
 
 
-def _passes(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+def _passes(source: Source, checks: Checks) -> Iterator[ParsedRow]:
     """Yields the valid rows of a source again and again."""
     while True:
         yield from valid_rows(source, checks)
 
 
-def _passes_in_turn(
-    sources: tuple[Source, ...], repeats: tuple[int, ...], checks: Checks
-) -> Iterator[dict[str, Any]]:
-    while True:
-        yield from _in_turn(sources, repeats, checks)
-
-
 def _in_turn(
     sources: tuple[Source, ...], repeats: tuple[int, ...], checks: Checks
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[ParsedRow]:
     """Yields one pass: a row of each source in turn, until every source has ended."""
     unfinished = []
     for source, times in zip(sources, repeats, strict=True):
@@ -100,7 +94,7 @@ def _in_turn(
                 yield row
 
 
-def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+def valid_rows(source: Source, checks: Checks) -> Iterator[ParsedRow]:
     """Yields the rows of a source that pass all checks, in parsed form; records the others."""
     is_empty = True
     for row in _valid(source, checks):
@@ -112,7 +106,7 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{source.name}: no row is left. It is empty, or all are dropped.")
 
 
-def _warnings(row: dict[str, Any]) -> Iterator[str]:
+def _warnings(row: ParsedRow) -> Iterator[str]:
     """Says what of a row is not read, and what was changed."""
     if row["unread"]:
         yield f"what looks like an image is not read: {row['unread']}"
@@ -142,7 +136,7 @@ def has_images(source: Source, checks: Checks) -> bool:
     return image_count > 0
 
 
-def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[dict[str, Any]]:
+def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[ParsedRow]:
     """Yields the valid rows of a stream.
 
     If `first` is given, only so many rows are read, and their images are opened too.
@@ -168,7 +162,7 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
     row_checks.check_share(source, bad, number, share, deviations)
 
 
-def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[dict[str, Any]]:
+def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[ParsedRow]:
     """Yields the rows of a stream, or its `first` rows, parsed some at a time."""
     stored = islice(source, first)
     while True:
@@ -178,9 +172,7 @@ def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[dict[
         yield from rows
 
 
-def _problem(
-    row: dict[str, Any], source: Source, open_images: bool
-) -> tuple[str | None, str] | None:
+def _problem(row: ParsedRow, source: Source, open_images: bool) -> tuple[str | None, str] | None:
     """Returns the file and the reason for which a row cannot be trained on, or None."""
     if row["reason"]:
         return row["file"], row["reason"]

@@ -26,7 +26,7 @@ from ..rows.forms import image_name
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from . import source as source_module
 from .arguments import cores
-from .source import CHUNK, Source
+from .source import CHUNK, ParsedRow, Source
 
 
 _TEXT = Value("string")
@@ -67,7 +67,7 @@ class RowReader:
         places_by_part = defaultdict[int, list[int]](list)
         for place, part in enumerate(table["part"]):
             places_by_part[part].append(place)
-        rows: list[dict[str, Any]] = [{}] * len(table["part"])
+        rows: list[ParsedRow] = [{}] * len(table["part"])
         for part, places in places_by_part.items():
             numbers = [table["index"][place] for place in places]
             for place, row in zip(places, self._parsed_rows(part, numbers), strict=True):
@@ -77,12 +77,12 @@ class RowReader:
             columns[column] = [row[column] for row in rows]
         return columns
 
-    def _parsed_rows(self, part: int, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+    def _parsed_rows(self, part: int, numbers: Sequence[int]) -> Iterator[ParsedRow]:
         source = self.sources[part]
         if len(numbers) == 1:  # as in training; a slice is faster than a list
             numbers = range(numbers[0], numbers[0] + 1)
-        for _, _, raw in source.rows_at(numbers):
-            yield parse_row(raw, source.rules)
+        for row in source.rows_at(numbers):
+            yield parse_row(row.content, source.rules)
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _problems_of_opened(
     """Opens the images of the rows of these numbers."""
     rows = rows_on_access(table.select(numbers), reader)
 
-    def images_of(places: range) -> list[list[dict[str, Any]]]:
+    def images_of(places: range) -> list[list[dict]]:
         return rows[places.start : places.stop]["images"]
 
     problems = row_checks.image_problems(images_of, len(numbers), source.name, source.rules)
@@ -258,8 +258,7 @@ def _long_rows(
     rows = table.select(numbers)
     too_long = {}
     for number, row, stored in zip(numbers, rows, source.rows_at(rows["index"][:]), strict=True):
-        _, _, raw = stored
-        dropped = checks.too_long({**row, "file": image_name(raw)})
+        dropped = checks.too_long({**row, "file": image_name(stored.content)})
         assert dropped is not None
         too_long[number] = dropped
     return too_long
