@@ -64,15 +64,15 @@ def find_model(
     if path.exists():
         return str(path), None
     name = os.fspath(model)
-    absent = f"{model} is no file or folder here"
+    absence = f"{model} is no file or folder here"
     if not is_hub_id(name):
-        raise ValueError(f"{absent}. {remedy} A model of the Hub is named owner/name.")
+        raise ValueError(f"{absence}. {remedy} A model of the Hub is named owner/name.")
     try:
         resolved = HfApi().resolve_revision(name, revision=revision)
     except (HTTPError, OSError, RevisionResolutionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{absent}. {constants.ENDPOINT} has none that you may see, or cannot be asked "
+            f"{absence}. {constants.ENDPOINT} has none that you may see, or cannot be asked "
             f"({reason}). {remedy} A private model needs `hf auth login`."
         ) from error
     return name, resolved.resolved
@@ -81,12 +81,21 @@ def find_model(
 def find_checkpoint(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
-    """Does what [`find_model`] does, and raises ValueError for a folder without `config.json`."""
+    """Finds a model as [`find_model`] does, and refuses a folder that holds none.
+
+    Args:
+        model: A path or Hub id.
+        revision: A branch, tag or commit of the Hub.
+        remedy: What to do if there is no such model.
+
+    Raises:
+        ValueError: There is no such model, or the folder holds an adapter or no `config.json`.
+    """
     source, commit = find_model(model, revision, remedy=remedy)
     folder = Path(source)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
-        merge = f"normalign merge {model} --output DIR"
-        raise ValueError(f"{model} is an adapter. Merge it first: `{merge}`.")
+        merge_command = f"normalign merge {model} --output DIR"
+        raise ValueError(f"{model} is an adapter. Merge it first: `{merge_command}`.")
     if folder.exists():
         _check_holds(folder, "config.json", f"It is no model of transformers. {remedy}")
     return source, commit
@@ -100,8 +109,9 @@ def check_folder(folder: str | os.PathLike) -> None:
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        _check_holds(adapter, name, "Give an adapter's folder, which training with use_peft wrote.")
+    remedy = "Give an adapter's folder, which training with use_peft wrote."
+    for file_name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        _check_holds(adapter, file_name, remedy)
 
 
 def _check_holds(folder: str | os.PathLike, name: str, remedy: str) -> None:
@@ -111,9 +121,9 @@ def _check_holds(folder: str | os.PathLike, name: str, remedy: str) -> None:
     if (folder / name).is_file():
         return
     message = f"{folder} has no {name}. {remedy}"
-    inside = sorted(file.parent.name for file in folder.glob(f"checkpoint-*/{name}"))
-    if inside:
-        message += f" It has {', '.join(inside)}: name one of them."
+    checkpoints_inside = sorted(file.parent.name for file in folder.glob(f"checkpoint-*/{name}"))
+    if checkpoints_inside:
+        message += f" It has {', '.join(checkpoints_inside)}: name one of them."
     raise ValueError(message)
 
 
@@ -135,11 +145,11 @@ def is_hub_id(name: str) -> bool:
 
 def cache_dir() -> Path:
     """Returns `$NORMALIGN_CACHE`, or `normalign-llava` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    own = os.environ.get("NORMALIGN_CACHE")
-    if own:
-        return Path(own).expanduser()
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "normalign-llava"
+    own_folder = os.environ.get("NORMALIGN_CACHE")
+    if own_folder:
+        return Path(own_folder).expanduser()
+    cache_folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_folder) / "normalign-llava"
 
 
 @contextmanager
@@ -150,9 +160,9 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
     """
     target = Path(target)
     remove_unfinished(target)
-    with _temporary(target) as temporary:
-        yield temporary / target.name
-        os.replace(temporary / target.name, target)
+    with _temporary(target) as temporary_folder:
+        yield temporary_folder / target.name
+        os.replace(temporary_folder / target.name, target)
 
 
 @contextmanager
@@ -177,36 +187,36 @@ def finished_folder(
     target = Path(target).resolve()
     if written:
         check_free(target.parent)
-    locks = remove_unfinished(target)
-    if locks:
-        raise ValueError(busy(target, locks[0]))
+    used_locks = remove_unfinished(target)
+    if used_locks:
+        raise ValueError(busy(target, used_locks[0]))
     problem = _held_by_others(target, written)
     if problem:
         raise ValueError(f"{problem} Choose another folder, or move that away first.")
-    with _temporary(target) as temporary:
-        finished = temporary / target.name
-        finished.mkdir()
-        yield finished
+    with _temporary(target) as temporary_folder:
+        finished_folder_path = temporary_folder / target.name
+        finished_folder_path.mkdir()
+        yield finished_folder_path
         problem = _held_by_others(target, written)
         if problem:
-            kept = temporary.with_name(f"{target.name}-{temporary.name[-8:]}")
-            os.replace(finished, kept)
-            raise FileExistsError(f"{problem} What was made is in {kept}.")
+            kept_folder = temporary_folder.with_name(f"{target.name}-{temporary_folder.name[-8:]}")
+            os.replace(finished_folder_path, kept_folder)
+            raise FileExistsError(f"{problem} What was made is in {kept_folder}.")
         if target.exists():
-            os.replace(target, temporary / OLD)
-        os.replace(finished, target)
+            os.replace(target, temporary_folder / OLD)
+        os.replace(finished_folder_path, target)
 
 
 def _held_by_others(folder: Path, written: Callable[[Path], Collection[str]] | None) -> str | None:
     """Returns what a folder holds that is not to be replaced, as a sentence, or None."""
     if not folder.exists():
         return None
-    foreign = {path.name for path in folder.iterdir()}
+    foreign_names = {path.name for path in folder.iterdir()}
     if written:
-        foreign -= set(written(folder))
-    if not foreign:
+        foreign_names -= set(written(folder))
+    if not foreign_names:
         return None
-    return f"{folder} holds {min(foreign)}, which is not to be replaced."
+    return f"{folder} holds {min(foreign_names)}, which is not to be replaced."
 
 
 @contextmanager
@@ -214,12 +224,12 @@ def _temporary(target: Path) -> Iterator[Path]:
     """Yields a new folder beside `target`, locked by this process, and removes it at the end."""
     with writing_to(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        temporary_folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            with only_writer(temporary):
-                yield temporary
+            with only_writer(temporary_folder):
+                yield temporary_folder
         finally:
-            _clear(temporary, target)
+            _clear(temporary_folder, target)
 
 
 def remove_unfinished(target: Path) -> list[Path]:
@@ -251,11 +261,11 @@ def _is_unfinished(folder: Path, target: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     try:
-        names = {path.name for path in folder.iterdir()}
+        names_inside = {path.name for path in folder.iterdir()}
     except OSError:  # another user's, or removed by now
         return False
-    has_only_lock = names <= {LOCK}  # which the process that made it may soon take
-    return not has_only_lock and names <= {target.name, OLD, LOCK}
+    has_only_lock = names_inside <= {LOCK}  # which the process that made it may soon take
+    return not has_only_lock and names_inside <= {target.name, OLD, LOCK}
 
 
 def _clear(temporary: Path, target: Path) -> None:
@@ -273,14 +283,15 @@ def check_not_in_run(folder: Path) -> None:
     """
     folder = folder.resolve()
     for checkpoint in (folder, *folder.parents):
-        run = checkpoint.parent
-        if not re.match(r"checkpoint-\d", checkpoint.name) or not _is_run(run, checkpoint):
+        run_folder = checkpoint.parent
+        if not re.match(r"checkpoint-\d", checkpoint.name) or not _is_run(run_folder, checkpoint):
             continue
-        inside = f"lies in {checkpoint.name}, which is"
-        place = "is named as" if checkpoint == folder else inside
+        relation_of_parent = f"lies in {checkpoint.name}, which is"
+        relation = "is named as" if checkpoint == folder else relation_of_parent
         raise ValueError(
-            f"{folder} {place} a checkpoint of the run in {run}, which may delete it and would try "
-            f"to resume from it. Choose a folder outside {run}, or another name in it."
+            f"{folder} {relation} a checkpoint of the run in {run_folder}, which may delete it "
+            f"and would try to resume from it. Choose a folder outside {run_folder}, or another "
+            "name in it."
         )
 
 
@@ -289,8 +300,8 @@ def _is_run(folder: Path, candidate: Path) -> bool:
 
     The folder `candidate` counts as a checkpoint whatever its name is.
     """
-    for name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE):
-        if (folder / name).is_file():
+    for file_name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE):
+        if (folder / file_name).is_file():
             return True
     checkpoints = [candidate, *folder.glob("checkpoint-*")]
     return any((path / STATE).is_file() for path in checkpoints)
@@ -307,8 +318,8 @@ def json_or_none(path: Path) -> Any:
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path` atomically."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
-    with atomic_write(path) as partial:
-        partial.write_text(text + "\n", "utf-8")
+    with atomic_write(path) as partial_file:
+        partial_file.write_text(text + "\n", "utf-8")
 
 
 @contextmanager
@@ -331,23 +342,23 @@ def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]
         yield
         return
     is_new = not folder.exists()
-    file = folder / LOCK
-    lock = FileLock(file, thread_local=False)
+    lock_file = folder / LOCK
+    lock = FileLock(lock_file, thread_local=False)
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=wait)
         except Timeout as error:
-            raise ValueError(busy(folder, file)) from error
+            raise ValueError(busy(folder, lock_file)) from error
     _locked_folders.add(folder)
     try:
         program = Path(sys.argv[0]).name or "python"
         command = shorten(shlex.join([program, *sys.argv[1:]]), 120, placeholder=" ...")
-        file.write_text(f"`{command}`, process {os.getpid()}", "utf-8")
+        lock_file.write_text(f"`{command}`, process {os.getpid()}", "utf-8")
         yield
     finally:
         _locked_folders.discard(folder)
-        file.unlink(missing_ok=True)
+        lock_file.unlink(missing_ok=True)
         lock.release()
         if is_new:
             with suppress(OSError):  # it is not empty

@@ -42,26 +42,26 @@ def notices_of_part(name: str, revision: str | None) -> dict[str, bytes]:
     Files of text with such names count, up to [`LARGEST_NOTICE`] bytes. Warns if the Hub cannot be
     asked for them.
     """
-    sizes = {}
+    file_sizes = {}
     folder = Path(name)
     if folder.is_dir():
         for path in folder.iterdir():
             if path.is_file():
-                sizes[path.name] = path.stat().st_size
+                file_sizes[path.name] = path.stat().st_size
     else:
         try:
             for entry in HfApi().list_repo_tree(name, revision=revision):
                 if isinstance(entry, RepoFile):
-                    sizes[entry.path] = entry.size
+                    file_sizes[entry.path] = entry.size
         except FAILURES as error:
             reason = str(error).partition("\n")[0]
             logger.warning(f"The licence and notices of {name} could not be fetched: {reason}")
             return {}
-    chosen = []
-    for place, size in sorted(sizes.items()):
-        if _is_notice(place) and size <= LARGEST_NOTICE:
-            chosen.append(place)
-    return _contents(name, chosen, revision)
+    chosen_paths = []
+    for notice_path, notice_size in sorted(file_sizes.items()):
+        if _is_notice(notice_path) and notice_size <= LARGEST_NOTICE:
+            chosen_paths.append(notice_path)
+    return _contents(name, chosen_paths, revision)
 
 
 def checkpoint_notices(
@@ -76,11 +76,11 @@ def checkpoint_notices(
         name: The checkpoint's folder or Hub id.
         revision: A branch, tag or commit of the Hub.
     """
-    paths = (build or {}).get("notices")
-    if not isinstance(paths, list):
+    named_paths = (build or {}).get("notices")
+    if not isinstance(named_paths, list):
         return {}
-    chosen = [path for path in paths if isinstance(path, str) and _is_carried(path)]
-    return _contents(name, chosen, revision)
+    chosen_paths = [path for path in named_paths if isinstance(path, str) and _is_carried(path)]
+    return _contents(name, chosen_paths, revision)
 
 
 def place_of(part: str, name: str) -> str:
@@ -93,8 +93,8 @@ def write_notices(folder: Path, notices: Mapping[str, bytes]) -> None:
     for path, content in notices.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(target) as partial:
-            partial.write_bytes(content)
+        with atomic_write(target) as partial_file:
+            partial_file.write_bytes(content)
 
 
 def _is_notice(name: str) -> bool:

@@ -46,7 +46,14 @@ _MAY_BE_ABSENT = ("pooler.", "model.multi_modal_projector.norm.")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's folder or Hub id, whose files were checked; `stored` is its `config.json`."""
+    """A model's folder or Hub id, whose files were checked.
+
+    Attributes:
+        name: The folder or Hub id.
+        revision: The commit at which its files are read; None for a folder.
+        stored: The content of its `config.json`.
+        trust_remote_code: Whether code that comes with it may run.
+    """
 
     name: str
     revision: str | None
@@ -82,20 +89,20 @@ class Checkpoint:
 
     def check_image_token(self, processor: LlavaProcessor) -> None:
         """Raises ValueError if a processor has another image token than the configuration."""
-        stored = self.config.image_token_id
-        in_tokenizer = processor.image_token_id
-        if in_tokenizer != stored:
-            tokens = f"{stored} in config.json and {in_tokenizer} in its tokenizer"
-            raise ValueError(f"The image token of {self.name} is {tokens}. {_SAVE}.")
+        config_token = self.config.image_token_id
+        tokenizer_token = processor.image_token_id
+        if tokenizer_token != config_token:
+            both_tokens = f"{config_token} in config.json and {tokenizer_token} in its tokenizer"
+            raise ValueError(f"The image token of {self.name} is {both_tokens}. {_SAVE}.")
 
     def preprocessor(self, cls: Any) -> Any:
         """Loads a tokenizer, an image processor or a processor, as the class `cls` says."""
-        kinds = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}
-        kind = kinds.get(cls.__name__, "processor")
+        kinds_by_class = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}
+        kind = kinds_by_class.get(cls.__name__, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         try:
             with loading(f"The {kind} of {self.name}", remedy=remedy):
-                loaded = cls.from_pretrained(self.name, **self._read_at)
+                preprocessor = cls.from_pretrained(self.name, **self._read_at)
         except (OSError, ImportError, ValueError) as error:
             text = str(error).lower()  # in several wordings
             for package in ("torchvision", "num2words"):
@@ -103,9 +110,9 @@ class Checkpoint:
                     problem = f"The {kind} of {self.name} needs {package}, which is not installed"
                     raise ImportError(f"{problem}. {install('vision')}.") from error
             raise
-        if kind == "processor" and not isinstance(loaded, ProcessorMixin):
+        if kind == "processor" and not isinstance(preprocessor, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
-        return loaded
+        return preprocessor
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -132,29 +139,30 @@ class Checkpoint:
         Raises:
             ValueError: The files are damaged, or tensors are missing.
         """
-        size = self.weight_bytes  # the files are checked, whatever follows
+        stored_bytes = self.weight_bytes  # the files are checked, whatever follows
         # ZeRO-3 would shard the model on meta.
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():
             parameters = self.without_weights(cls, config).num_parameters()
-            if parameters > 4 * size + 2**24:  # those of 2 bits, and those of the norm
-                has = f"has {parameters:,} parameters, its weights {size:,} bytes"
-                raise ValueError(f"config.json of {self.name} {has}. {AGAIN}")
+            if parameters > 4 * stored_bytes + 2**24:  # those of 2 bits, and those of the norm
+                sizes = f"has {parameters:,} parameters, its weights {stored_bytes:,} bytes"
+                raise ValueError(f"config.json of {self.name} {sizes}. {AGAIN}")
         kwargs |= {"config": config, "dtype": dtype, "output_loading_info": True, **self._read_at}
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # a report would list what may be absent, or is not read
         try:
             with loading(f"The model {self.name}"):
-                model, info = cls.from_pretrained(self.name, **kwargs)
+                model, loading_info = cls.from_pretrained(self.name, **kwargs)
         finally:
             logging.set_verbosity(verbosity)
-        unexpected = _unless_optional(info["unexpected_keys"])
-        if unexpected and config is None:
-            listed = f"{cls.__name__}: {', '.join(unexpected[:10])}"
-            logger.warning(f"{self.name} has {len(unexpected)} tensors that are not of {listed}.")
-        missing = _unless_optional(info["missing_keys"])
-        if missing:
-            listed = f"{cls.__name__}: {', '.join(missing[:10])}"
-            raise ValueError(f"{self.name} lacks {len(missing)} tensors of {listed}.")
+        unexpected_names = _unless_optional(loading_info["unexpected_keys"])
+        if unexpected_names and config is None:
+            count = len(unexpected_names)
+            first_names = f"{cls.__name__}: {', '.join(unexpected_names[:10])}"
+            logger.warning(f"{self.name} has {count} tensors that are not of {first_names}.")
+        missing_names = _unless_optional(loading_info["missing_keys"])
+        if missing_names:
+            first_names = f"{cls.__name__}: {', '.join(missing_names[:10])}"
+            raise ValueError(f"{self.name} lacks {len(missing_names)} tensors of {first_names}.")
         if self.model_type == NormAlignLlavaConfig.model_type and model.can_generate():
             # Checkpoints that were made before know only the language model's ends.
             with suppress(OSError, ValueError):  # it has no processor, and whoever loads it has one
@@ -167,11 +175,11 @@ class Checkpoint:
         if self.trust_remote_code:
             options["trust_remote_code"] = True
         with loading(f"The configuration of {self.name}"), torch.device("meta"):
-            expected = copy.deepcopy(config or self.config)
-            if type(expected) is getattr(cls, "config_class", None):
-                return cls._from_config(expected, **options)
+            model_config = copy.deepcopy(config or self.config)
+            if type(model_config) is getattr(cls, "config_class", None):
+                return cls._from_config(model_config, **options)
             from_config = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)
-            return from_config(expected, **options)
+            return from_config(model_config, **options)
 
 
 def _unless_optional(names: Iterable[str]) -> list[str]:
@@ -199,21 +207,21 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
     """
     image = Image.new("RGB", (97, 61), "white")
     inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
-    in_prompt = int((inputs["input_ids"] == processor.image_token_id).sum())
-    by_processor = processor._get_num_multimodal_tokens([(61, 97)])["num_image_tokens"][0]
-    counts = [by_processor]
+    prompt_count = int((inputs["input_ids"] == processor.image_token_id).sum())
+    processor_count = processor._get_num_multimodal_tokens([(61, 97)])["num_image_tokens"][0]
+    counts = [processor_count]
     if model is not None:
         pixels = inputs["pixel_values"].to(model.device, model.dtype)
         with torch.no_grad():
             features = model.get_image_features(pixels).pooler_output
         counts.append(sum(len(image_features) for image_features in features))
-    if any(count != in_prompt for count in counts):
+    if any(count != prompt_count for count in counts):
         raise ValueError(
-            f"An image has {in_prompt} image tokens in the prompt, and "
+            f"An image has {prompt_count} image tokens in the prompt, and "
             f"{' and '.join(map(str, counts))} by processor and model. "
             "The image processor must give all images one size, a multiple of the patch."
         )
-    return in_prompt
+    return prompt_count
 
 
 FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)  # of the Hub client and of cards
@@ -241,8 +249,11 @@ def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] 
             link = None
         else:
             link = f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
-    terms = {"license": licence, "license_name": licence_name, "license_link": link}
-    return {key: str(value) if value else None for key, value in terms.items()}
+    return {
+        "license": str(licence),
+        "license_name": str(licence_name) if licence_name else None,
+        "license_link": str(link) if link else None,
+    }
 
 
 def hub_dataset(name: str) -> dict[str, Any]:

@@ -81,19 +81,19 @@ def four_bits(model: PreTrainedModel, dtype: str | torch.dtype = "auto") -> Bits
     if dtype == "auto":
         dtype = compute_dtype()
     decoder = model.get_decoder()
-    path = next(name for name, module in model.named_modules() if module is decoder)
+    decoder_path = next(path for path, module in model.named_modules() if module is decoder)
     # Modules beside the decoder and what holds it, such as `lm_head` and `model.vision_tower`.
-    outside = []
+    outside_modules = []
     holder = model
     prefix = ""
-    for part in path.split(".") if path else ():
-        for name, _ in holder.named_children():
-            if name != part:
-                outside.append(prefix + name)
-        holder = holder.get_submodule(part)
-        prefix += f"{part}."
+    for child_name in decoder_path.split(".") if decoder_path else ():
+        for module_name, _ in holder.named_children():
+            if module_name != child_name:
+                outside_modules.append(prefix + module_name)
+        holder = holder.get_submodule(child_name)
+        prefix += f"{child_name}."
     settings = {**NF4, "bnb_4bit_compute_dtype": dtype}
-    return BitsAndBytesConfig(**settings, llm_int8_skip_modules=outside or None)
+    return BitsAndBytesConfig(**settings, llm_int8_skip_modules=outside_modules or None)
 
 
 def quantization_name(settings: dict[str, Any] | None, *, products: bool = True) -> str:
@@ -116,9 +116,10 @@ def quantization_name(settings: dict[str, Any] | None, *, products: bool = True)
 
 def warn_if_slow(dtype: str | torch.dtype | None, device: str | None = None) -> None:
     """Warns in one line if a precision that was asked for is slow on this device."""
-    name = _name(dtype)
-    if name in HALVES and not half_precision_pays(HALVES[name], device):
-        logger.warning_once(f"This machine only emulates {name}. float32 is faster, but larger.")
+    dtype_name = _name(dtype)
+    if dtype_name in HALVES and not half_precision_pays(HALVES[dtype_name], device):
+        problem = f"This machine only emulates {dtype_name}"
+        logger.warning_once(f"{problem}. float32 is faster, but larger.")
 
 
 def dtype_to_load(
@@ -136,21 +137,21 @@ def dtype_to_load(
     """
     if torch.cuda.is_available() or config is None:
         return dtype
-    stored = config.dtype or config.get_text_config().dtype
+    stored_dtype = config.dtype or config.get_text_config().dtype
     if dtype != "auto":
         warn_if_slow(dtype, "cpu")
         return dtype
-    if stored not in HALVES.values() or half_precision_pays(stored, "cpu"):
+    if stored_dtype not in HALVES.values() or half_precision_pays(stored_dtype, "cpu"):
         return dtype
-    name = _name(stored)
-    loaded = name
-    room = max(0, free_memory() - 2**30)  # running takes memory besides weights
-    if 2 * size <= room:
-        dtype = loaded = "float32"
-    elif size <= room and half_precision_pays(torch.bfloat16, "cpu"):
-        dtype = loaded = "bfloat16"
-    sizes = f"float32 takes {2 * size / 2**30:,.0f} of {room / 2**30:,.0f} GiB"
-    logger.warning_once(f"Loading in {loaded}: this CPU only emulates {name}. {sizes}.")
+    stored_name = _name(stored_dtype)
+    loaded_name = stored_name
+    free_bytes = max(0, free_memory() - 2**30)  # running takes memory besides weights
+    if 2 * size <= free_bytes:
+        dtype = loaded_name = "float32"
+    elif size <= free_bytes and half_precision_pays(torch.bfloat16, "cpu"):
+        dtype = loaded_name = "bfloat16"
+    sizes = f"float32 takes {2 * size / 2**30:,.0f} of {free_bytes / 2**30:,.0f} GiB"
+    logger.warning_once(f"Loading in {loaded_name}: this CPU only emulates {stored_name}. {sizes}.")
     return dtype
 
 
@@ -191,47 +192,46 @@ def _from_float16(tensor: Tensor) -> Tensor:
 def memory_limit() -> int:
     """Returns the bytes that this process may have, in the machine and in its containers."""
     limits = [psutil.virtual_memory().total]
-    for folder, (name, _) in _containers():
+    for folder, (limit_file, _) in _containers():
         with suppress(OSError, ValueError):  # there is none, or no limit: "max"
-            limits.append(int((folder / name).read_text()))
+            limits.append(int((folder / limit_file).read_text()))
     return min(limits)
 
 
 def free_memory() -> int:
     """Returns the bytes free for this process in machine and containers; pages of files count."""
-    free = [psutil.virtual_memory().available]
-    for folder, (limit, usage) in _containers():
+    free_bytes = [psutil.virtual_memory().available]
+    for folder, (limit_file, usage_file) in _containers():
         with suppress(OSError, ValueError, KeyError):  # there is none, or no limit: "max"
-            unused = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            limit = int((folder / limit_file).read_text())
+            usage = int((folder / usage_file).read_text())
             lines = (folder / "memory.stat").read_text().splitlines()
             statistics = dict(line.split() for line in lines)
             file_pages = int(statistics["active_file"]) + int(statistics["inactive_file"])
-            free.append(unused + file_pages)
-    return max(0, min(free))
+            free_bytes.append(limit - usage + file_pages)
+    return max(0, min(free_bytes))
 
 
 def _containers() -> Iterator[tuple[Path, tuple[str, str]]]:
-    """Yields folders of this process's control groups up to the root, with two names of files.
-
-    These files have the limit and the usage.
+    """Yields folders of this process's control groups up to the root, with their `LIMITS`.
 
     `/proc/self/cgroup` has a line for each hierarchy: `0::PATH` of version 2, and of version 1
     `NUMBER:memory:PATH`. In a container the path may be the host's, which is not there.
     """
-    paths = {"": "/", "memory": "/"}
+    group_paths = {"": "/", "memory": "/"}
     with suppress(OSError):
-        for line in OWN_GROUPS.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
+        for hierarchy in OWN_GROUPS.read_text().splitlines():
+            _, controllers, group_path = hierarchy.split(":", 2)
             if "memory" in controllers.split(","):
-                paths["memory"] = path
+                group_paths["memory"] = group_path
             elif not controllers:
-                paths[""] = path
-    for controller, names in LIMITS.items():
-        root = GROUPS / controller
-        own = root / paths[controller].strip("/")
-        for folder in (own, *own.parents):
-            if folder.is_relative_to(root):
-                yield folder, names
+                group_paths[""] = group_path
+    for controller, limit_files in LIMITS.items():
+        root_folder = GROUPS / controller
+        own_folder = root_folder / group_paths[controller].strip("/")
+        for folder in (own_folder, *own_folder.parents):
+            if folder.is_relative_to(root_folder):
+                yield folder, limit_files
 
 
 @cache
@@ -242,9 +242,9 @@ def _seconds() -> dict[str, float]:
     """
     seconds: dict[str, float] = {}
     for _ in range(5):  # in turn, since what else the machine does may change
-        for name, dtype in {"float32": torch.float32, **HALVES}.items():
+        for dtype_name, dtype in {"float32": torch.float32, **HALVES}.items():
             features = torch.randn(1024, 576, dtype=dtype)
             weight = torch.randn(1536, 576, dtype=dtype)
             duration = timeit.timeit(partial(F.linear, features, weight), number=1)
-            seconds[name] = min(duration, seconds.get(name, duration))
+            seconds[dtype_name] = min(duration, seconds.get(dtype_name, duration))
     return seconds

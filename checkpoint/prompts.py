@@ -62,10 +62,10 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> lis
     ends = []
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
-    for text in end_texts(tokenizer, template):
-        number = _last_added_token(tokenizer, text)
-        if number is not None and number not in ends:
-            ends.append(number)
+    for end_text in end_texts(tokenizer, template):
+        token_id = _last_added_token(tokenizer, end_text)
+        if token_id is not None and token_id not in ends:
+            ends.append(token_id)
     return ends
 
 
@@ -98,18 +98,18 @@ def stopping_at(generation: GenerationConfig, ends: Iterable[int]) -> Generation
     It is the same object if it has all of them. Otherwise it is a copy, without flags that have no
     effect: transformers would refuse to save it.
     """
-    known = generation.eos_token_id
-    if known is None:
-        known = []
-    elif isinstance(known, int):
-        known = [known]
-    added = [number for number in ends if number not in known]
-    if not added:
+    known_ends = generation.eos_token_id
+    if known_ends is None:
+        known_ends = []
+    elif isinstance(known_ends, int):
+        known_ends = [known_ends]
+    added_ends = [token_id for token_id in ends if token_id not in known_ends]
+    if not added_ends:
         return generation
-    changed, _ = without_idle_flags(generation)
-    numbers = [*known, *added]
-    changed.eos_token_id = numbers if len(numbers) > 1 else numbers[0]
-    return changed
+    changed_config, _ = without_idle_flags(generation)
+    all_ends = [*known_ends, *added_ends]
+    changed_config.eos_token_id = all_ends if len(all_ends) > 1 else all_ends[0]
+    return changed_config
 
 
 def stop_as_trained(model: Any, processor: LlavaProcessor) -> None:
@@ -128,22 +128,22 @@ def without_idle_flags(generation: GenerationConfig) -> tuple[GenerationConfig, 
         ValueError: transformers refuses the configuration for another reason.
     """
     defaults = GenerationConfig()
-    cleaned = copy.deepcopy(generation)
-    removed = dict[str, Any]()
+    cleaned_config = copy.deepcopy(generation)
+    removed_flags = dict[str, Any]()
     while True:
         try:
-            cleaned.validate(strict=True)
+            cleaned_config.validate(strict=True)
         except ValueError as error:
             # transformers only names idle flags in a list.
-            names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
-            idle = [name for name in names if name not in removed]
-            if not idle:
+            flag_names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
+            idle_flags = [flag_name for flag_name in flag_names if flag_name not in removed_flags]
+            if not idle_flags:
                 raise
-            for name in idle:
-                removed[name] = getattr(cleaned, name)
-                setattr(cleaned, name, getattr(defaults, name))
+            for flag_name in idle_flags:
+                removed_flags[flag_name] = getattr(cleaned_config, flag_name)
+                setattr(cleaned_config, flag_name, getattr(defaults, flag_name))
         else:
-            return cleaned, removed
+            return cleaned_config, removed_flags
 
 
 def has_generation_marks(template: str) -> bool:
@@ -215,8 +215,8 @@ def _behind_marked_answers(
         [messages], chat_template=template, return_assistant_tokens_mask=True, **special_tokens
     )
     texts = []
-    for start, stop in spans:
-        _, answer, behind = text[start:stop].rpartition(_ANSWER)
+    for span_start, span_end in spans:
+        _, answer, behind = text[span_start:span_end].rpartition(_ANSWER)
         if answer:
             texts.append(behind.strip())
     return texts
@@ -224,7 +224,7 @@ def _behind_marked_answers(
 
 def _last_added_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
     """Returns the id of the special or added token with which a text ends, or None."""
-    numbers = tokenizer.encode(text, add_special_tokens=False)
-    if numbers and numbers[-1] in tokenizer.added_tokens_decoder:
-        return numbers[-1]
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if token_ids and token_ids[-1] in tokenizer.added_tokens_decoder:
+        return token_ids[-1]
     return None

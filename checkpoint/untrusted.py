@@ -39,6 +39,7 @@ _SETTINGS = [
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 ]
+_WEIGHT_FILE = re.compile(r"[^/\\]+\.safetensors")
 _OTHER_FILES = {"configuration_files", "transformers_weights", "fast_tokenizer_files"}
 
 
@@ -57,53 +58,57 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
             file to read, or there is a model and an adapter.
     """
     _check_links(Path(checkpoint))
-    files = files_of(checkpoint, _SETTINGS, revision)
-    settings = {file.name: json_object(file.read_bytes(), str(file)) for file in files}
+    setting_files = files_of(checkpoint, _SETTINGS, revision)
+    settings = {file.name: json_object(file.read_bytes(), str(file)) for file in setting_files}
     if "config.json" in settings and ADAPTER_CONFIG in settings:
-        both = f"{checkpoint} has both config.json and {ADAPTER_CONFIG}"
-        raise ValueError(f"{both}. In a copy, remove the one that you do not want to use.")
-    code = [*_own_code(Path(checkpoint), settings), *_kernels(settings)]
-    if code:
-        named = f"{checkpoint} names code that this package has no use for: {', '.join(code)}"
-        raise ValueError(f"{named}. None of it was run. Remove that, or use another checkpoint.")
-    for file in files:
+        both_files = f"{checkpoint} has both config.json and {ADAPTER_CONFIG}"
+        raise ValueError(f"{both_files}. In a copy, remove the one that you do not want to use.")
+    named_code = [*_own_code(Path(checkpoint), settings), *_kernels(settings)]
+    if named_code:
+        problem = f"{checkpoint} names code that this package has no use for"
+        raise ValueError(
+            f"{problem}: {', '.join(named_code)}. None of it was run. Remove that, or use another "
+            "checkpoint."
+        )
+    for file in setting_files:
         other_files = settings[file.name].keys() & _OTHER_FILES
         if other_files:
-            named = f"{min(other_files)} names files to read in place of others"
-            raise ValueError(f"{file}: {named}. Remove it.")
+            problem = f"{min(other_files)} names files to read in place of others"
+            raise ValueError(f"{file}: {problem}. Remove it.")
     return settings.get("config.json", {})
 
 
 def _check_links(folder: Path) -> None:
     """Checks all files in a folder, since records are copied and results are written."""
-    for parent, folders, names in os.walk(str(folder)):
-        for name in (*folders, *names):
-            check_inside(Path(parent, name), folder)
-        folders[:] = [name for name in folders if not name.startswith(".")]  # .git, .venv
+    for parent, folders, file_names in os.walk(str(folder)):
+        for file_name in (*folders, *file_names):
+            check_inside(Path(parent, file_name), folder)
+        # Not .git and .venv.
+        folders[:] = [name for name in folders if not name.startswith(".")]
 
 
 def _own_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     """Yields the places that name code in the checkpoint."""
-    adapter = settings.get(ADAPTER_CONFIG, {})
-    if adapter.get("megatron_config"):
+    adapter_config = settings.get(ADAPTER_CONFIG, {})
+    if adapter_config.get("megatron_config"):
         yield f"megatron_core in {ADAPTER_CONFIG}"
     model_type = settings.get("config.json", {}).get("model_type")
-    if model_type != NormAlignLlavaConfig.model_type and not adapter:
+    if model_type != NormAlignLlavaConfig.model_type and not adapter_config:
         return  # other models may name their code, but it is not run
     # All but the model is transformers' own and needs no code.
-    for name in sorted(settings.keys() - {"config.json"}):
-        if "auto_map" in dict(_items(settings[name])):
-            yield f"auto_map in {name}"
+    for file_name in sorted(settings.keys() - {"config.json"}):
+        if "auto_map" in dict(_items(settings[file_name])):
+            yield f"auto_map in {file_name}"
     if (folder / "custom_generate").exists():
         yield "custom_generate"
 
 
 def _kernels(settings: dict[str, Any]) -> Iterator[str]:
     """Yields the settings that name code which the package `kernels` would fetch from the Hub."""
-    for name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
-        for key, value in _items(settings.get(name)):
-            if "_implementation" in key and "/" in str(value):
-                yield f"{key} {value} in {name}"
+    for file_name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
+        for setting, setting_value in _items(settings.get(file_name)):
+            if "_implementation" in setting and "/" in str(setting_value):
+                yield f"{setting} {setting_value} in {file_name}"
 
 
 def check_weights(
@@ -128,11 +133,12 @@ def check_weights(
     weights = files_of(checkpoint, [WEIGHTS], revision)
     if not weights:
         for index in files_of(checkpoint, [INDEX], revision):
-            names = _names_in_index(index, holding)
-            weights = files_of(checkpoint, names, revision)
-            missing = sorted(set(names) - {file.name for file in weights})
-            if missing:
-                raise ValueError(f"{index} names {', '.join(missing)}, which is missing. {AGAIN}")
+            file_names = _names_in_index(index, holding)
+            weights = files_of(checkpoint, file_names, revision)
+            missing_names = sorted(set(file_names) - {file.name for file in weights})
+            if missing_names:
+                missing = ", ".join(missing_names)
+                raise ValueError(f"{index} names {missing}, which is missing. {AGAIN}")
     if not weights:
         raise ValueError(
             f"{checkpoint} has no weights in safetensors: neither {WEIGHTS} nor {INDEX}. Pickles "
@@ -148,14 +154,14 @@ def check_weights(
 def _names_in_index(index: Path, holding: Callable[[Iterable[str]], str] | None) -> list[str]:
     """Returns the names of all files in an index, or of the file with the tensor to choose."""
     weight_map: Any = json_object(index.read_bytes(), str(index)).get("weight_map")
-    names = []
+    file_names = []
     if isinstance(weight_map, dict):
-        names = [str(name) for name in weight_map.values()]
-    if not names or not all(re.fullmatch(r"[^/\\]+\.safetensors", name) for name in names):
+        file_names = [str(name) for name in weight_map.values()]
+    if not file_names or not all(map(_WEIGHT_FILE.fullmatch, file_names)):
         raise ValueError(f"{index} is not an index of safetensors files in its folder. {AGAIN}")
     if holding:
         return [weight_map[holding(weight_map)]]
-    return sorted(set(names))
+    return sorted(set(file_names))
 
 
 def check_inside(file: Path, folder: Path | None = None) -> None:
@@ -164,8 +170,8 @@ def check_inside(file: Path, folder: Path | None = None) -> None:
         raise ValueError(f"{file} is a pipe or a device, not a file. Remove it.")
     folder = folder or file.parent
     if not is_inside(file, folder.resolve()):
-        linked = f"{file} is a link out of its folder, to {os.path.realpath(file)}"
-        raise ValueError(f"{linked}. Remove it, or copy the folder without links: `cp -rL`.")
+        problem = f"{file} is a link out of its folder, to {os.path.realpath(file)}"
+        raise ValueError(f"{problem}. Remove it, or copy the folder without links: `cp -rL`.")
 
 
 def is_inside(path: Path, folder: Path) -> bool:
@@ -227,10 +233,10 @@ def json_object(content: bytes, where: str) -> dict[str, Any]:
 
 def files_of(checkpoint: str | os.PathLike, names: list[str], revision: str | None) -> list[Path]:
     """Returns the files of these names that exist. Files on the Hub are fetched."""
-    files = cached_files(
+    cached_paths = cached_files(
         str(checkpoint), names, revision=revision, _raise_exceptions_for_missing_entries=False
     )
-    return [Path(file) for file in files or []]
+    return [Path(cached_path) for cached_path in cached_paths or []]
 
 
 def _items(content: Any) -> Iterator[tuple[str, Any]]:

@@ -77,8 +77,8 @@ def stored_tensors(
     if state_dict is None:
         state_dict = model.state_dict()
     tensors = {}
-    for name, tensor in state_dict.items():
-        tensors[name] = tensor.float() if "projector.norm." in name else tensor
+    for tensor_name, tensor in state_dict.items():
+        tensors[tensor_name] = tensor.float() if "projector.norm." in tensor_name else tensor
     if model.lm_head.weight is model.get_input_embeddings().weight:
         tensors.pop("lm_head.weight", None)
     return tensors
@@ -97,20 +97,20 @@ class SafetensorsWriter:
         self._layout = layout
         self._starts = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
+        data_end = 0
         # Tensors have no gaps. Sorted by the size of their numbers, all of them are aligned.
-        for name in sorted(layout, key=lambda name: (-layout[name].itemsize, name)):
-            tensor = layout[name]
-            self._starts[name] = end
-            end += tensor.nbytes
-            header[name] = {
+        for tensor_name in sorted(layout, key=lambda name: (-layout[name].itemsize, name)):
+            tensor = layout[tensor_name]
+            self._starts[tensor_name] = data_end
+            data_end += tensor.nbytes
+            header[tensor_name] = {
                 "dtype": _DTYPES[tensor.dtype],
                 "shape": list(tensor.shape),
-                "data_offsets": [self._starts[name], end],
+                "data_offsets": [self._starts[tensor_name], data_end],
             }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        file.write(len(text).to_bytes(8, "little") + text)
+        header_text = json.dumps(header, separators=(",", ":")).encode()
+        header_text += b" " * (-len(header_text) % 8)
+        file.write(len(header_text).to_bytes(8, "little") + header_text)
         self._header_end = file.tell()
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -147,23 +147,23 @@ def write_weights(
         values = layout.items()
     writers: dict[str, SafetensorsWriter] = {}
     with ExitStack() as opened:
-        for file_name, names in shards.items():
-            partial = opened.enter_context(atomic_write(folder / file_name))
+        for file_name, tensor_names in shards.items():
+            partial_file = opened.enter_context(atomic_write(folder / file_name))
             if file_name in linked:
-                _link(linked[file_name], partial)
+                _link(linked[file_name], partial_file)
                 continue
-            file = opened.enter_context(partial.open("wb"))
-            writer = SafetensorsWriter(file, {name: layout[name] for name in names})
-            writers |= dict.fromkeys(names, writer)
-        for name, value in values:
-            if name in writers:
-                writers.pop(name).write(name, value)
+            file = opened.enter_context(partial_file.open("wb"))
+            writer = SafetensorsWriter(file, {name: layout[name] for name in tensor_names})
+            writers |= dict.fromkeys(tensor_names, writer)
+        for tensor_name, value in values:
+            if tensor_name in writers:
+                writers.pop(tensor_name).write(tensor_name, value)
         if writers:
             raise ValueError(f"{len(writers)} tensors have no value, among them {min(writers)}.")
     _write_index(folder, layout, shards)
-    for earlier in (folder / WEIGHTS, *folder.glob("model-*.safetensors")):
-        if earlier.name not in shards:
-            earlier.unlink(missing_ok=True)
+    for earlier_file in (folder / WEIGHTS, *folder.glob("model-*.safetensors")):
+        if earlier_file.name not in shards:
+            earlier_file.unlink(missing_ok=True)
 
 
 def _link(file: Path, target: Path) -> None:
@@ -178,13 +178,13 @@ def _write_index(
     folder: Path, layout: Mapping[str, Tensor], shards: Mapping[str, list[str]]
 ) -> None:
     weight_map: dict[str, str] = {}
-    for file_name, names in shards.items():
-        weight_map |= dict.fromkeys(names, file_name)
-    sizes = {
+    for file_name, tensor_names in shards.items():
+        weight_map |= dict.fromkeys(tensor_names, file_name)
+    total_sizes = {
         "total_parameters": sum(tensor.numel() for tensor in layout.values()),
         "total_size": size_of(layout),
     }
-    index = {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))}
+    index = {"metadata": total_sizes, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / INDEX, index)
 
 
@@ -203,10 +203,10 @@ def unchanged_files(
         folders: The checkpoints that may have the files, the preferred one first.
     """
     unchanged = dict[str, Path]()
-    for file_name, names in shards_of(layout).items():
-        if module_of_file(names[0]) not in frozen:
+    for file_name, tensor_names in shards_of(layout).items():
+        if module_of_file(tensor_names[0]) not in frozen:
             continue
-        tensors = {name: layout[name] for name in names}
+        tensors = {name: layout[name] for name in tensor_names}
         for folder in folders:
             file = folder / file_name
             if file.is_file() and _holds(file, tensors):
@@ -226,20 +226,20 @@ def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
     A file has tensors of one module, in order, up to `SHARD_BYTES`.
     """
     shards_by_module: dict[str, list[list[str]]] = {}
-    for name, tensor in layout.items():
-        shards = shards_by_module.setdefault(module_of_file(name), [[]])
+    for tensor_name, tensor in layout.items():
+        shards = shards_by_module.setdefault(module_of_file(tensor_name), [[]])
         shard = shards[-1]
-        size = sum(layout[earlier].nbytes for earlier in shard)
-        if shard and size + tensor.nbytes > SHARD_BYTES:
+        shard_bytes = sum(layout[earlier_name].nbytes for earlier_name in shard)
+        if shard and shard_bytes + tensor.nbytes > SHARD_BYTES:
             shard = []
             shards.append(shard)
-        shard.append(name)
+        shard.append(tensor_name)
     names_by_file = {}
     for module, shards in shards_by_module.items():
-        for number, names in enumerate(shards, 1):
+        for number, tensor_names in enumerate(shards, 1):
             # Names by which transformers knows files that a later save replaces.
             file_name = f"model-{module}-{number:05}-of-{len(shards):05}.safetensors"
-            names_by_file[file_name] = names
+            names_by_file[file_name] = tensor_names
     return names_by_file
 
 
@@ -258,11 +258,11 @@ def free_space(folder: Path) -> int:
 
 def check_space(folder: Path, size: int, remedy: str) -> None:
     """Raises ValueError if there is less space for a folder than `size` bytes."""
-    free = free_space(folder)
-    if free < size:
+    free_bytes = free_space(folder)
+    if free_bytes < size:
         raise ValueError(
-            f"{size / 1e9:,.1f} GB are to be written to {folder}, where {free / 1e9:,.1f} GB are "
-            f"free. {remedy}"
+            f"{size / 1e9:,.1f} GB are to be written to {folder}, where "
+            f"{free_bytes / 1e9:,.1f} GB are free. {remedy}"
         )
 
 
@@ -279,14 +279,14 @@ def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
     with safe_open(path, "pt") as file:
         if set(file.keys()) != set(tensors):
             return False
-        stored = {name: file.get_slice(name) for name in tensors}
-        for name, tensor in tensors.items():
-            if stored[name].get_dtype() != _DTYPES[tensor.dtype]:
+        slices = {name: file.get_slice(name) for name in tensors}
+        for tensor_name, tensor in tensors.items():
+            if slices[tensor_name].get_dtype() != _DTYPES[tensor.dtype]:
                 return False
-            if stored[name].get_shape() != list(tensor.shape):
+            if slices[tensor_name].get_shape() != list(tensor.shape):
                 return False
-        for name, tensor in tensors.items():
-            if not tensor.is_meta and not _same_rows(stored[name], tensor):
+        for tensor_name, tensor in tensors.items():
+            if not tensor.is_meta and not _same_rows(slices[tensor_name], tensor):
                 return False
     return True
 

@@ -35,8 +35,8 @@ class DataSource:
     filters: str | list[str] | None = None  # conditions on columns of the data's own names
 
     def __post_init__(self):
-        for name in ("path", "data_dir", "data_files", "image_folder"):
-            setattr(self, name, _with_home(getattr(self, name)))
+        for path_field in ("path", "data_dir", "data_files", "image_folder"):
+            setattr(self, path_field, _with_home(getattr(self, path_field)))
         if isinstance(self.fraction, str):
             with suppress(ValueError):  # refused with the fractions of the other data sets
                 self.fraction = float(self.fraction)
@@ -62,9 +62,9 @@ class DataSource:
             options["name"] = words[0]
         if words:
             options["split"] = words[-1]
-        local = Path(path).expanduser()
-        if local.exists():
-            path = str(local)
+        local_path = Path(path).expanduser()
+        if local_path.exists():
+            path = str(local_path)
         return cls(path, **options)
 
     def check_paths(self) -> None:
@@ -105,9 +105,10 @@ def _parsed_columns(columns: Any) -> Any:
     if not all(isinstance(name, str) and name for name in own_names):
         raise ValueError(f"columns must be pairs like image=path,answer=text, got {columns!r}.")
     if unknown:
-        names = ", ".join(map(repr, sorted(unknown)))
-        known = ", ".join(sorted(COLUMNS))
-        raise ValueError(f"columns names {names}, which no form has. Known are {known}.")
+        unknown_names = ", ".join(map(repr, sorted(unknown)))
+        known_names = ", ".join(sorted(COLUMNS))
+        problem = f"columns names {unknown_names}, which no form has"
+        raise ValueError(f"{problem}. Known are {known_names}.")
     return columns
 
 
@@ -159,9 +160,9 @@ class DataArguments:
         if bool(self.dataset_name) == bool(self.datasets):
             both = "not both" if self.dataset_name else "to say what to train on"
             raise ValueError(f"Give dataset_name (one data set) or datasets (a mixture), {both}.")
-        share = self.test_split_size
-        if share is not None and not 0 < share < 1:
-            raise ValueError(f"test_split_size must be between 0 and 1, got {share}.")
+        held_out_share = self.test_split_size
+        if held_out_share is not None and not 0 < held_out_share < 1:
+            raise ValueError(f"test_split_size must be between 0 and 1, got {held_out_share}.")
         parse_filters(self.filters)
         keys = set(DataSource.__dataclass_fields__)
         for source in self.datasets:
@@ -198,12 +199,12 @@ def _check_bad_rows(bad_rows: str | None) -> None:
     """Raises ValueError if the option is neither a word that it knows nor a share."""
     if bad_rows in (None, "stop", "skip"):
         return
-    share = 0.0
+    allowed_share = 0.0
     with suppress(ValueError):
-        share = float(bad_rows)
-    if not 0 < share < 1:
-        known = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
-        raise ValueError(f"bad_rows must be {known}; got {bad_rows!r}.")
+        allowed_share = float(bad_rows)
+    if not 0 < allowed_share < 1:
+        known_values = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
+        raise ValueError(f"bad_rows must be {known_values}; got {bad_rows!r}.")
 
 
 def _with_home(value: Any) -> Any:
@@ -219,17 +220,17 @@ def _with_home(value: Any) -> Any:
 
 def check_choices(options: Any) -> None:
     """Raises ValueError if a value is not in its `Literal`: argparse does not check YAML's."""
-    for name, annotation in get_type_hints(type(options)).items():
-        value = getattr(options, name)
-        allowed: list[Any] = []
-        for kind in (annotation, *get_args(annotation)):
-            if get_origin(kind) is Literal:
-                allowed.extend(get_args(kind))
-        if not allowed or value in allowed:
+    for option_name, annotation in get_type_hints(type(options)).items():
+        value = getattr(options, option_name)
+        allowed_values: list[Any] = []
+        for choice_type in (annotation, *get_args(annotation)):
+            if get_origin(choice_type) is Literal:
+                allowed_values.extend(get_args(choice_type))
+        if not allowed_values or value in allowed_values:
             continue
         if value is not None or type(None) not in get_args(annotation):
-            listed = ", ".join(map(repr, allowed))
-            raise ValueError(f"{name} must be one of {listed}, got {value!r}.")
+            choices = ", ".join(map(repr, allowed_values))
+            raise ValueError(f"{option_name} must be one of {choices}, got {value!r}.")
 
 
 def cores() -> int:

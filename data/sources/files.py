@@ -49,15 +49,20 @@ logger = logging.getLogger(__name__)
 
 
 def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDataset:
-    """Returns the rows of files in `READERS`, with the columns `ROWS`."""
+    """Returns the rows of files, with the columns `ROWS`.
+
+    Args:
+        files: Paths of files with the suffixes in `READERS`.
+        streaming: Whether rows are read only when they are needed.
+    """
     # A tuple, since each element of a list would be a shard.
     options: dict[str, Any] = {"features": ROWS, "gen_kwargs": {"files": files}}
     if streaming:
         return IterableDataset.from_generator(_rows, **options)
     versions = []
     for file in files:
-        status = os.stat(file)
-        versions.append((file, status.st_size, status.st_mtime_ns))
+        file_status = os.stat(file)
+        versions.append((file, file_status.st_size, file_status.st_mtime_ns))
     options["fingerprint"] = Hasher.hash([versions, Path(__file__).read_bytes()])
     try:  # few rows wait in memory to be written, since they may have images in base64
         return Dataset.from_generator(_rows, writer_batch_size=200, **options)
@@ -69,10 +74,10 @@ def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for file in files:
         path = Path(file)
         reader = READERS[path.suffix.lower()]
-        for number, text in enumerate(reader(file)):
+        for number, json_text in enumerate(reader(file)):
             if path.stem == METADATA:
-                text = _with_images(text)
-            yield {"file": file, "number": number, "json": text, "images": None}
+                json_text = _with_images(json_text)
+            yield {"file": file, "number": number, "json": json_text, "images": None}
 
 
 def _with_images(text: str) -> str:
@@ -80,14 +85,14 @@ def _with_images(text: str) -> str:
 
     A column of the known name is not replaced; the other is reported as not used.
     """
-    raw = loaded(text)
-    if not isinstance(raw, dict):
+    content = loaded(text)
+    if not isinstance(content, dict):
         return text
-    columns = {}
-    for own_name, name in (("file_name", "image"), ("file_names", "images")):
-        if own_name in raw and is_empty(raw.get(name)):
-            columns[name] = own_name
-    return json.dumps(renamed(raw, columns))
+    own_columns = {}
+    for own_column, known_column in (("file_name", "image"), ("file_names", "images")):
+        if own_column in content and is_empty(content.get(known_column)):
+            own_columns[known_column] = own_column
+    return json.dumps(renamed(content, own_columns))
 
 
 @functools.cache
@@ -111,37 +116,41 @@ def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
     WebDataset's shards come first, since programs write tables of their content beside them; then
     metadata, which is looked for in folders within if there are no other files.
 
+    Args:
+        folder: The folder.
+        split: The name of the split. Files that name no split belong to "train".
+
     Returns:
         The files to read, none if `datasets` has to read the folder, and other files of rows.
 
     Raises:
         ValueError: The names of all files belong to other splits.
     """
-    files = []
-    tables = []
-    shards = []
+    row_files = []
+    table_files = []
+    shard_files = []
     for path in sorted(folder.glob("*")):
         if not path.is_file() or path.stem.startswith("dataset_info"):
             continue
         suffix = path.suffix.lower()
         if suffix in READERS:
-            files.append(path)
+            row_files.append(path)
         elif suffix in _TABLES:
-            tables.append(path)
+            table_files.append(path)
         elif suffix == ".tar":
-            shards.append(path)
-    within = files
-    if not files and not tables:
-        shards = []  # `datasets` finds shards that have nothing beside them
-        within = sorted(folder.rglob(f"{METADATA}.*"))
-    to_read = shards or [path for path in within if _is_metadata(path)]
-    if not to_read and not tables:
-        to_read = files
-    unread = [path for path in files if path not in to_read]
-    if to_read:
-        unread += tables
-    chosen = _files_of_split(to_read, folder, split)
-    return list(map(str, chosen)), list(map(str, unread))
+            shard_files.append(path)
+    metadata_candidates = row_files
+    if not row_files and not table_files:
+        shard_files = []  # `datasets` finds shards that have nothing beside them
+        metadata_candidates = sorted(folder.rglob(f"{METADATA}.*"))
+    files_to_read = shard_files or [path for path in metadata_candidates if _is_metadata(path)]
+    if not files_to_read and not table_files:
+        files_to_read = row_files
+    unread_files = [path for path in row_files if path not in files_to_read]
+    if files_to_read:
+        unread_files += table_files
+    split_files = _files_of_split(files_to_read, folder, split)
+    return list(map(str, split_files)), list(map(str, unread_files))
 
 
 def _is_metadata(path: Path) -> bool:
@@ -150,26 +159,26 @@ def _is_metadata(path: Path) -> bool:
 
 def _files_of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
     """Returns the files with a split in their names, or for "train" those without another split."""
-    chosen = []
-    without_split = []
+    split_files = []
+    files_without_split = []
     for file in files:
-        name = str(file.relative_to(folder).with_suffix(""))
-        words = re.split(r"[\W_]+", name.lower())
-        if split in words:
-            chosen.append(file)
-        elif _HELD_OUT_WORDS.isdisjoint(words):
-            without_split.append(file)
-    if not chosen and split == "train":
-        chosen = without_split
-    if files and not chosen:
-        listed = ", ".join(str(file.relative_to(folder)) for file in files)
-        raise ValueError(f"no file in {folder} has {split!r} in its name: {listed}.")
-    return chosen
+        file_name = str(file.relative_to(folder).with_suffix(""))
+        words_in_name = re.split(r"[\W_]+", file_name.lower())
+        if split in words_in_name:
+            split_files.append(file)
+        elif _HELD_OUT_WORDS.isdisjoint(words_in_name):
+            files_without_split.append(file)
+    if not split_files and split == "train":
+        split_files = files_without_split
+    if files and not split_files:
+        file_names = ", ".join(str(file.relative_to(folder)) for file in files)
+        raise ValueError(f"no file in {folder} has {split!r} in its name: {file_names}.")
+    return split_files
 
 
 def images_of_folder(folder: Path) -> list[str]:
     """Returns the paths of the images in a folder, relative to it; none if it has files of rows."""
-    images = []
+    image_paths = []
     for path in sorted(folder.rglob("*")):
         suffix = path.suffix.lower()
         if not path.is_file():
@@ -177,14 +186,14 @@ def images_of_folder(folder: Path) -> list[str]:
         if suffix in READERS or suffix in _TABLES:
             return []
         if suffix in SUFFIXES:
-            images.append(str(path.relative_to(folder)))
-    return images
+            image_paths.append(str(path.relative_to(folder)))
+    return image_paths
 
 
 def _json(file: str) -> Iterator[str]:
     """Yields the texts of the rows in a JSON file: a list, an object, or really JSON lines."""
-    with open(file, "rb") as start:
-        encoding = json.detect_encoding(start.read(4))
+    with open(file, "rb") as binary_file:
+        encoding = json.detect_encoding(binary_file.read(4))
     try:
         text = Path(file).read_text(encoding)
     except UnicodeDecodeError as error:
@@ -194,9 +203,9 @@ def _json(file: str) -> Iterator[str]:
         return
     except (ValueError, RecursionError):
         pass  # no list of rows, or an error whose place `json.loads` names
-    lines = [line for line in map(str.strip, text.split("\n")) if line]
-    if len(lines) > 1 and isinstance(loaded(lines[0]), dict):
-        yield from lines
+    json_lines = [line for line in map(str.strip, text.split("\n")) if line]
+    if len(json_lines) > 1 and isinstance(loaded(json_lines[0]), dict):
+        yield from json_lines
         return
     try:
         content = json.loads(text)
@@ -221,24 +230,25 @@ def _rows_of_object(content: Any, file: str) -> Iterable[Any]:
         raise ValueError(f"{problem} but {short(content)}. Correct it, or name another file.")
     if any(content.get(str(form[0] or form[1])) for form in FORMS):
         return [content]
-    lists = {key: value for key, value in content.items() if _are_objects(value)}
-    if lists.keys() >= _COCO and all(image.keys() >= _COCO_IMAGE for image in lists["images"]):
-        return _rows_of_coco(lists["images"], lists["annotations"], file)
-    if len(lists) == 1:
-        (rows,) = lists.values()
+    lists_of_rows = {key: value for key, value in content.items() if _are_objects(value)}
+    if _is_coco(lists_of_rows):
+        return _rows_of_coco(lists_of_rows["images"], lists_of_rows["annotations"], file)
+    if len(lists_of_rows) == 1:
+        (rows,) = lists_of_rows.values()
         return rows
-    keys = ", ".join(map(str, content))
-    problem += f" but an object with {short(keys or 'nothing')}"
-    if lists:
-        first_list = next(iter(lists))
-        chosen = f"[{json.dumps(first_list)}]"
+    key_names = ", ".join(map(str, content))
+    problem += f" but an object with {short(key_names or 'nothing')}"
+    if lists_of_rows:
+        first_list = next(iter(lists_of_rows))
+        key_in_python = f"[{json.dumps(first_list)}]"
         advice = "Write those that you want one a line, here the first:"
     elif _are_objects(list(content.values())):
-        chosen = ".values()"
+        key_in_python = ".values()"
         advice = "If its values are the rows, write them one a line:"
     else:
         raise ValueError(f"{problem}. Correct it, or name another file.")
-    code = f"import json, sys; [print(json.dumps(r)) for r in json.load(open(sys.argv[1])){chosen}]"
+    rows_in_python = f"json.load(open(sys.argv[1])){key_in_python}"
+    code = f"import json, sys; [print(json.dumps(r)) for r in {rows_in_python}]"
     command = f"python -c {shlex.quote(code)} {shlex.quote(file)} > rows.jsonl"
     raise ValueError(f"{problem}. {advice} `{command}`. Or name another file.")
 
@@ -249,20 +259,28 @@ def _are_objects(value: Any) -> bool:
     return all(isinstance(element, dict) for element in value)
 
 
+def _is_coco(lists: dict[str, list[dict]]) -> bool:
+    """Returns whether lists of objects are the content of a file of COCO."""
+    if not lists.keys() >= _COCO:
+        return False
+    return all(image.keys() >= _COCO_IMAGE for image in lists["images"])
+
+
 def _rows_of_coco(images: list[dict], annotations: list[dict], file: str) -> Iterator[dict]:
     """Yields a row for each annotation, with its image: captions, or any columns of a row."""
     files = {str(image["id"]): image["file_name"] for image in images}
     used_images = set[str]()
     for annotation in annotations:
         row = dict(annotation)
-        image = str(row.pop("image_id", None))
-        used_images.add(image)
+        image_id = str(row.pop("image_id", None))
+        used_images.add(image_id)
         # A row without its image is a bad one: with only its text it would be learned.
-        row["image"] = files.get(image, f"(images has no id {image})")
+        row["image"] = files.get(image_id, f"(images has no id {image_id})")
         yield row
-    unused = len(files.keys() - used_images)
-    if unused:
-        warn_once(f"{file}: {unused:,} of {len(files):,} images have no annotation: left out.")
+    unused_count = len(files.keys() - used_images)
+    if unused_count:
+        counts = f"{unused_count:,} of {len(files):,} images"
+        warn_once(f"{file}: {counts} have no annotation: left out.")
 
 
 def _elements(text: str) -> Iterator[str]:
@@ -270,23 +288,23 @@ def _elements(text: str) -> Iterator[str]:
     decoder = json.JSONDecoder()
     separator = _LIST_START.match(text)
     while separator and "]" not in separator[0]:
-        start = separator.end()
-        _, end = decoder.raw_decode(text, start)
-        yield text[start:end]
-        separator = _SEPARATOR.match(text, end)
+        element_start = separator.end()
+        _, element_end = decoder.raw_decode(text, element_start)
+        yield text[element_start:element_end]
+        separator = _SEPARATOR.match(text, element_end)
     if not separator or separator.end() < len(text):
         raise ValueError("it is no list, or goes on after it")
 
 
 def _json_lines(file: str) -> Iterator[str]:
-    lines = _decoded_lines(file)
-    first = next(lines, "")
-    if not _is_utf_16(file) and (first in ("{", "[") or first.startswith("[{")):
+    json_lines = _decoded_lines(file)
+    first_line = next(json_lines, "")
+    if not _is_utf_16(file) and (first_line in ("{", "[") or first_line.startswith("[{")):
         yield from _json(file)
         return
-    if first:  # else only a byte order mark, or nothing
-        yield first
-    yield from lines
+    if first_line:  # else only a byte order mark, or nothing
+        yield first_line
+    yield from json_lines
 
 
 def _decoded_lines(file: str) -> Iterator[str]:
@@ -298,19 +316,19 @@ def _decoded_lines(file: str) -> Iterator[str]:
                     yield line.strip()
         return
     with open(file, "rb") as encoded_lines:
-        for encoded in encoded_lines:
-            if encoded.strip():
+        for encoded_line in encoded_lines:
+            if encoded_line.strip():
                 # No JSON has the escape that an invalid byte becomes.
-                yield encoded.strip().decode("utf-8-sig", "backslashreplace")
+                yield encoded_line.strip().decode("utf-8-sig", "backslashreplace")
 
 
 def _csv(file: str) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)
-    usual = "\t" if file.lower().endswith(".tsv") else ","
+    usual_separator = "\t" if file.lower().endswith(".tsv") else ","
     encoding = "utf-16" if _is_utf_16(file) else "utf-8-sig"
     with open(file, newline="", encoding=encoding) as lines:
         try:
-            separator = _separator(lines, usual)
+            separator = _separator(lines, usual_separator)
             yield from map(json.dumps, _rows_of_csv(lines, separator, file))
         except (csv.Error, UnicodeError) as error:
             remedy = ""
@@ -322,48 +340,48 @@ def _csv(file: str) -> Iterator[str]:
 def _rows_of_csv(lines: TextIO, separator: str, file: str) -> Iterator[Any]:
     """Yields the rows of a table. One with more cells than the header is a list, which is bad."""
     rows = csv.DictReader(lines, delimiter=separator, strict=True)
-    names = [name.strip() for name in rows.fieldnames or [""]]
-    rows.fieldnames = names
-    if len(set(names)) < len(names):
-        raise ValueError(f"{file} has columns of one name: {', '.join(names)}. Rename one.")
+    column_names = [column_name.strip() for column_name in rows.fieldnames or [""]]
+    rows.fieldnames = column_names
+    if len(set(column_names)) < len(column_names):
+        raise ValueError(f"{file} has columns of one name: {', '.join(column_names)}. Rename one.")
     for row in rows:
         cells = list(row.values())
         if separator == "\t":
             for cell in map(str, cells):
                 if "\t" in cell and "\n" in cell:
-                    near = f"near line {rows.line_num}; are quotes text?"
-                    raise csv.Error(f"a cell has tabs and line breaks, {near}")
+                    location = f"near line {rows.line_num}; are quotes text?"
+                    raise csv.Error(f"a cell has tabs and line breaks, {location}")
         if None in row:  # more cells than the header: a comma in a text without quotes
             yield cells
         else:
             # Lists stay texts: the row's form says which columns hold lists.
-            yield {name: cell or None for name, cell in row.items()}
+            yield {column_name: cell or None for column_name, cell in row.items()}
 
 
-def _separator(lines: TextIO, usual: str) -> str:
+def _separator(lines: TextIO, usual_separator: str) -> str:
     """Returns the separator of cells that divides the first line into most, or the usual one.
 
     The file is left where its header begins.
     """
-    named = _NAMED_SEPARATOR.fullmatch(lines.readline())
-    if named:
-        return named[1]
-    counts = dict[str, int]()
-    for separator in (usual, *_SEPARATORS):
+    named_separator = _NAMED_SEPARATOR.fullmatch(lines.readline())
+    if named_separator:
+        return named_separator[1]
+    cell_counts = dict[str, int]()
+    for separator in (usual_separator, *_SEPARATORS):
         lines.seek(0)
         try:
             cells = next(csv.reader(lines, delimiter=separator, strict=True), [])
         except csv.Error:  # quotes that do not fit to this separator
             continue
-        counts[separator] = len(cells)
+        cell_counts[separator] = len(cells)
     lines.seek(0)
-    return max(counts, key=lambda separator: counts[separator], default=usual)
+    return max(cell_counts, key=lambda separator: cell_counts[separator], default=usual_separator)
 
 
 def _is_utf_16(file: str) -> bool:
     """Returns whether a file begins with the mark of UTF-16, as Excel's "Unicode Text" does."""
-    with open(file, "rb") as start:
-        return start.read(2) in _UTF_16
+    with open(file, "rb") as binary_file:
+        return binary_file.read(2) in _UTF_16
 
 
 # By the suffix of a file of rows.

@@ -155,8 +155,8 @@ def prepare_rows(
     report = prepared.report
     log_not_read(logger, name, report.left_out, report.changed)
     if report.dropped:
-        count = f"{len(report.dropped):,} of {report.found:,} rows"
-        logger.warning(f"{name}: {count} dropped. First: {report.dropped[0]}")
+        dropped_count = f"{len(report.dropped):,} of {report.found:,} rows"
+        logger.warning(f"{name}: {dropped_count} dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])
     return prepared.rows, report
 
@@ -202,29 +202,31 @@ def _mix_tables(
         checked = valid_table(reader, part, checks, "train")
         tables.append(checked.table)
         reports.append(checked.report)
-    names = [source.name for source in sources]
-    counts = [len(table) for table in tables]
-    warning = _unused_rows(names, counts, repeats, fractions)
+    source_names = [source.name for source in sources]
+    row_counts = [len(table) for table in tables]
+    warning = _unused_rows(source_names, row_counts, repeats, fractions)
     if warning:
         logger.warning(warning)
-    used = _counts_of_mixture(counts, repeats, fractions)
-    for part, (count, drawn) in enumerate(zip(counts, used, strict=True)):
-        if drawn != count:
-            tables[part] = tables[part].select(_drawn_rows(count, drawn, [seed, part]))
-    mixed = concatenate_datasets(tables)
+    used_counts = _counts_of_mixture(row_counts, repeats, fractions)
+    for part, (row_count, drawn_count) in enumerate(zip(row_counts, used_counts, strict=True)):
+        if drawn_count != row_count:
+            tables[part] = tables[part].select(_drawn_rows(row_count, drawn_count, [seed, part]))
+    mixed_table = concatenate_datasets(tables)
     held_out = None
     if split_size:
-        mixed, held_out_table = _split(mixed, split_size, seed)
+        mixed_table, held_out_table = _split(mixed_table, split_size, seed)
         held_out = _prepare_held_out(held_out_table, reader, checks)
-        used = np.bincount(mixed["part"][:], minlength=len(sources)).tolist()
-    reports = [replace(report, used=count) for report, count in zip(reports, used, strict=True)]
+        used_counts = np.bincount(mixed_table["part"][:], minlength=len(sources)).tolist()
+    reports = [
+        replace(report, used=used) for report, used in zip(reports, used_counts, strict=True)
+    ]
     with_images = any(report.images for report in reports)
-    return _Mixture(rows_on_access(mixed, reader), reports, with_images, held_out)
+    return _Mixture(rows_on_access(mixed_table, reader), reports, with_images, held_out)
 
 
 def _prepare_held_out(table: Dataset, reader: RowReader, checks: Checks) -> _PreparedRows:
-    """Checks rows that were held out of training: unlike theirs, all images are opened."""
-    # With any file allowed: links that leave the image folder were checked with all rows.
+    """Checks rows that were held out of training. All their images are opened."""
+    # Any file is allowed here: links that leave the image folder were checked with all rows.
     source = Source("held out of training", ImageRules(), table)
     checked = only_valid(table, reader, source, checks, "eval")
     return _in_memory(checked, reader)
@@ -241,6 +243,7 @@ def _prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
 
 
 def _in_memory(checked: CheckedTable, reader: RowReader) -> _PreparedRows:
+    """Returns the valid rows of a source, each parsed when it is read."""
     rows = rows_on_access(checked.table, reader)
     return _PreparedRows(rows, checked.report, bool(checked.report.images))
 
@@ -260,22 +263,22 @@ def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> 
     is_long = np.array(facts["length"][:]) > longest
     if is_long.all():
         raise ValueError(_no_row_left(name, checks))
-    dropped = []
+    dropped_rows = []
     for long_row in facts.select(np.flatnonzero(is_long)):
         too_long = checks.too_long({**long_row, "file": None})
         assert too_long is not None
-        dropped.append(too_long)
-    short = data.select(np.flatnonzero(~is_long)) if dropped else data
+        dropped_rows.append(too_long)
+    short_rows = data.select(np.flatnonzero(~is_long)) if dropped_rows else data
     report = SourceReport(
         name,
         split,
         found=len(data),
         bad=0,
-        too_long=len(dropped),
-        dropped=dropped,
-        **measure(short),
+        too_long=len(dropped_rows),
+        dropped=dropped_rows,
+        **measure(short_rows),
     )
-    return _PreparedRows(short, report, has_images=True)
+    return _PreparedRows(short_rows, report, has_images=True)
 
 
 class ShortRows:
@@ -320,50 +323,53 @@ def _counts_of_mixture(
 
     Without fractions, each source has all of its rows, as often as `repeats` says.
     """
-    available = [count * times for count, times in zip(counts, repeats, strict=True)]
+    available_counts = [count * repeat for count, repeat in zip(counts, repeats, strict=True)]
     if not fractions:
-        return available
-    total = min(_mixture_sizes(available, fractions))
-    return [round(total * share) for share in fractions]
+        return available_counts
+    mixture_size = min(_mixture_sizes(available_counts, fractions))
+    return [round(mixture_size * share) for share in fractions]
 
 
 def _mixture_sizes(counts: Sequence[int], fractions: Sequence[float]) -> list[float]:
-    """Returns for each source how many rows a mixture has if all its rows are its fraction."""
+    """Returns, for each source, the size of a mixture of which all its rows are its fraction."""
     return [count / share for count, share in zip(counts, fractions, strict=True)]
 
 
-def _drawn_rows(rows: int, count: int, seed: list[int]) -> list[int]:
-    """Draws `count` of the numbers below `rows`, in order.
+def _drawn_rows(row_count: int, drawn_count: int, seed: list[int]) -> list[int]:
+    """Draws numbers of rows below `row_count`, and returns them in order.
 
-    All numbers are drawn equally often, but for a rest.
+    Each number is drawn as often as the others, or once more.
     """
-    times, rest = divmod(count, rows)
-    shuffled = np.random.default_rng(seed).permutation(rows)
-    return sorted([*range(rows)] * times + shuffled[:rest].tolist())
+    repetitions, remainder = divmod(drawn_count, row_count)
+    shuffled = np.random.default_rng(seed).permutation(row_count)
+    return sorted([*range(row_count)] * repetitions + shuffled[:remainder].tolist())
 
 
 def _unused_rows(
     names: Sequence[str], counts: Sequence[int], repeats: Sequence[int], fractions: Sequence[float]
 ) -> str | None:
-    """Returns a warning if fractions leave rows out; it names the source that has too few."""
-    used = _counts_of_mixture(counts, repeats, fractions)
+    """Returns a warning if fractions leave rows out, or None.
+
+    The warning names the source that has too few rows.
+    """
+    used_counts = _counts_of_mixture(counts, repeats, fractions)
     left_out = []
-    for name, count, drawn in zip(names, counts, used, strict=True):
-        if drawn < count:
-            left_out.append(f"{count - drawn:,} of the {count:,} rows of {name}")
+    for name, row_count, drawn_count in zip(names, counts, used_counts, strict=True):
+        if drawn_count < row_count:
+            left_out.append(f"{row_count - drawn_count:,} of the {row_count:,} rows of {name}")
     if not left_out:
         return None
-    available = [count * times for count, times in zip(counts, repeats, strict=True)]
-    sizes = _mixture_sizes(available, fractions)
-    limiting = sizes.index(min(sizes))
-    limit = f"{counts[limiting]:,} rows of {names[limiting]}"
-    if repeats[limiting] > 1:
-        limit += f", each {repeats[limiting]} times"
+    available_counts = [count * repeat for count, repeat in zip(counts, repeats, strict=True)]
+    mixture_sizes = _mixture_sizes(available_counts, fractions)
+    limiting_source = mixture_sizes.index(min(mixture_sizes))
+    limiting_rows = f"{counts[limiting_source]:,} rows of {names[limiting_source]}"
+    if repeats[limiting_source] > 1:
+        limiting_rows += f", each {repeats[limiting_source]} times"
     remedies = _sufficient_repeats(names, counts, repeats, fractions)
     return (
-        f"fraction {fractions[limiting]:.3g} of the mixture is {limit}. So the mixture has "
-        f"{sum(used):,} rows, without {' and '.join(left_out)}. To train on all, set "
-        f"{', '.join(remedies)}, or leave fraction out of all."
+        f"fraction {fractions[limiting_source]:.3g} of the mixture is {limiting_rows}. So the "
+        f"mixture has {sum(used_counts):,} rows, without {' and '.join(left_out)}. To train on "
+        f"all, set {', '.join(remedies)}, or leave fraction out of all."
     )
 
 
@@ -371,12 +377,12 @@ def _sufficient_repeats(
     names: Sequence[str], counts: Sequence[int], repeats: Sequence[int], fractions: Sequence[float]
 ) -> list[str]:
     """Returns the values of `repeat` with which these fractions leave no row out."""
-    wanted = max(_mixture_sizes(counts, fractions))
+    wanted_size = max(_mixture_sizes(counts, fractions))
     remedies = []
-    for name, count, times, share in zip(names, counts, repeats, fractions, strict=True):
-        sufficient = math.ceil(wanted * share / count - 1e-9)
-        if sufficient > times:
-            remedies.append(f"repeat: {sufficient} for {name}")
+    for name, row_count, repeat, share in zip(names, counts, repeats, fractions, strict=True):
+        sufficient_repeat = math.ceil(wanted_size * share / row_count - 1e-9)
+        if sufficient_repeat > repeat:
+            remedies.append(f"repeat: {sufficient_repeat} for {name}")
     return remedies
 
 
@@ -385,23 +391,27 @@ def _split(table: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
 
     Copies of a row stay together. A row that is held out comes only once.
     """
-    parts = np.array(table["part"][:])
-    indices = np.array(table["index"][:])
+    source_numbers = np.array(table["part"][:])
+    row_numbers = np.array(table["index"][:])
     # Copies of a row follow each other.
-    is_first = (np.diff(parts, prepend=-1) != 0) | (np.diff(indices, prepend=-1) != 0)
-    starts = np.flatnonzero(is_first)
-    ends = [*starts[1:], len(table)]
-    distinct = Dataset.from_dict({"number": list(range(len(starts)))})  # cached in no file
-    split = distinct.train_test_split(share, seed=seed)
+    is_first = (np.diff(source_numbers, prepend=-1) != 0) | (np.diff(row_numbers, prepend=-1) != 0)
+    first_places = np.flatnonzero(is_first)
+    end_places = [*first_places[1:], len(table)]
+    distinct_numbers = {"number": list(range(len(first_places)))}
+    distinct_rows = Dataset.from_dict(distinct_numbers)  # cached in no file
+    split = distinct_rows.train_test_split(share, seed=seed)
     training_rows: list[int] = []
-    for number in split["train"]["number"][:]:
-        training_rows.extend(range(starts[number], ends[number]))
-    held_out_rows = starts[split["test"]["number"][:]]
+    for distinct_number in split["train"]["number"][:]:
+        training_rows.extend(range(first_places[distinct_number], end_places[distinct_number]))
+    held_out_rows = first_places[split["test"]["number"][:]]
     return table.select(training_rows), table.select(held_out_rows)
 
 
 def _check_streams(sources: list[DataSource], fractions: Sequence[float]) -> None:
-    """Raises ValueError if options of streams contradict; warns of what streams do otherwise."""
+    """Raises ValueError if options of streams contradict each other.
+
+    Warns if the streams take turns.
+    """
     repeated = [source.path for source in sources if source.repeat > 1]
     if fractions and repeated:
         problem = "A stream with fractions begins again whenever it ends, as often as they need."
@@ -438,5 +448,5 @@ def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
             raise ValueError(
                 f"Give all data sets a fraction, a number above 0, or none; got {shares}."
             )
-    total = sum(shares)
-    return tuple(share / total for share in shares)
+    sum_of_shares = sum(shares)
+    return tuple(share / sum_of_shares for share in shares)

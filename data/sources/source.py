@@ -80,8 +80,11 @@ class Source:
     def __post_init__(self):
         self._kept_as_text = self.data.features == ROWS
         # The types of columns that hold numbers of classes, perhaps in lists, or short floats.
-        types = self.data.features or {}
-        self._restored_types = {name: kind for name, kind in types.items() if _is_restored(kind)}
+        column_types = self.data.features or {}
+        self._restored_types = {}
+        for column, column_type in column_types.items():
+            if _is_restored(column_type):
+                self._restored_types[column] = column_type
         if isinstance(self.data, Dataset):
             self.data = _in_arrow(self.data)
 
@@ -115,7 +118,7 @@ class Source:
             stored_rows = self.data[numbers.start : numbers.stop].to_pylist()
         else:
             stored_rows = self.data[list(numbers)].to_pylist()
-        rows = [self._row(*numbered) for numbered in zip(numbers, stored_rows, strict=True)]
+        rows = [self._row(number, row) for number, row in zip(numbers, stored_rows, strict=True)]
         return [self._named(row) for row in rows]
 
     def _row(self, number: int, stored: Any) -> StoredRow:
@@ -133,9 +136,9 @@ class Source:
                 content.pop("image", None)
                 content["images"] = stored["images"]
         if isinstance(content, dict):
-            for column, kind in self._restored_types.items():
+            for column, column_type in self._restored_types.items():
                 if column in content:
-                    content = content | {column: _restored(content[column], kind)}
+                    content = content | {column: _restored(content[column], column_type)}
         return StoredRow(source_name, number, content)
 
     def _named(self, row: StoredRow) -> StoredRow:
@@ -151,47 +154,50 @@ class Source:
 
     def check_columns(self) -> None:
         """Raises ValueError if `columns` names one that no row has, or of a stream no early row."""
-        named = set(self.columns or ())
+        named_columns = set(self.columns or ())
         if isinstance(self.columns, dict):
-            named = set(self.columns.values())
-        self._check_named("columns", named)
+            named_columns = set(self.columns.values())
+        self._check_named("columns", named_columns)
 
-    def _check_named(self, option: str, named: set[str]) -> None:
-        if not named:
+    def _check_named(self, option: str, named_columns: set[str]) -> None:
+        if not named_columns:
             return
-        limit = 1000 if isinstance(self.data, IterableDataset) else None
-        known = set[str]()
-        for row in islice(replace(self, columns=None), limit):
+        row_limit = 1000 if isinstance(self.data, IterableDataset) else None
+        known_columns = set[str]()
+        for row in islice(replace(self, columns=None), row_limit):
             if isinstance(row.content, dict):
-                known.update(row.content)
-            if named <= known:
+                known_columns.update(row.content)
+            if named_columns <= known_columns:
                 return
-        absent = ", ".join(map(repr, named - known))
-        has = ", ".join(sorted(known))
-        raise ValueError(f"{option} names {absent}, which no row has. Its columns are: {has}")
+        absent_columns = ", ".join(map(repr, named_columns - known_columns))
+        listed_columns = ", ".join(sorted(known_columns))
+        problem = f"{option} names {absent_columns}, which no row has"
+        raise ValueError(f"{problem}. Its columns are: {listed_columns}")
 
     def filtered(self, filters: tuple[Filter, ...]) -> "Source":
         """Returns the source with only its rows that meet all conditions; they keep their numbers.
 
-        Raises ValueError if a column is in no row, or holds no number where it has to.
+        Raises:
+            ValueError: A column is in no row, or holds no number where it has to.
         """
         if not filters:
             return self
-        compared = {condition.column for condition in filters}
-        self._check_named("filters", compared)
+        compared_columns = {condition.column for condition in filters}
+        self._check_named("filters", compared_columns)
         if isinstance(self.data, IterableDataset):
             return replace(self, filters=filters)
-        stored = self.data
+        stored_rows = self.data
         if not self._kept_as_text:  # only what is compared is read
-            stored = stored.select_columns(sorted(compared))
-        rows = enumerate(replace(self, columns=None, data=stored))
-        numbers = [number for number, row in rows if _meets(row.content, filters)]
+            stored_rows = stored_rows.select_columns(sorted(compared_columns))
+        rows = enumerate(replace(self, columns=None, data=stored_rows))
+        kept_numbers = [number for number, row in rows if _meets(row.content, filters)]
         conditions = " and ".join(map(str, filters))
-        if not numbers:
-            raise ValueError(f"none of its {len(stored):,} rows has {conditions}. Change filters.")
-        counts = f"{len(numbers):,} of {len(stored):,} rows"
+        row_count = len(stored_rows)
+        if not kept_numbers:
+            raise ValueError(f"none of its {row_count:,} rows has {conditions}. Change filters.")
+        counts = f"{len(kept_numbers):,} of {row_count:,} rows"
         warn_once(f"{self.name}: {counts} have {conditions}. Others are not read.")
-        return replace(self, data=self.data.select(numbers), numbers=numbers)
+        return replace(self, data=self.data.select(kept_numbers), numbers=kept_numbers)
 
 
 def _in_arrow(data: Dataset) -> Dataset:
@@ -254,9 +260,9 @@ def open_source(source: DataSource, streaming: bool, num_proc: int | None = None
         return _opened(source, hub_id, streaming, num_proc)
     except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
-        name = f"{source.path} of the Hub" if hub_id else source.path
+        source_name = f"{source.path} of the Hub" if hub_id else source.path
         raise ValueError(
-            f"The data set {name}, split {source.split!r}, cannot be read: {reason}"
+            f"The data set {source_name}, split {source.split!r}, cannot be read: {reason}"
         ) from error
 
 
@@ -282,19 +288,24 @@ def _opened(
 def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Source:
     """Opens `eval_dataset_name`, whole if it has no splits, or the test split of `dataset_name`.
 
-    Raises ValueError if there is no held-out data.
+    Args:
+        arguments: Options of the data.
+        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+
+    Raises:
+        ValueError: There is no held-out data.
     """
-    name = arguments.eval_dataset_name or arguments.dataset_name
-    if name is None:
+    source_name = arguments.eval_dataset_name or arguments.dataset_name
+    if source_name is None:
         raise ValueError(f"A mixture has no test split. {_REMEDY}")
-    source = DataSource.named(name, split="", **arguments.shared_options)
+    source = DataSource.named(source_name, split="", **arguments.shared_options)
     if not arguments.eval_dataset_name:
         source.split = arguments.dataset_test_split
     elif not source.split:
         path = Path(source.path)
         has_splits = not path.is_file() and not (path / "state.json").is_file()
         source.split = arguments.dataset_test_split if has_splits else "train"
-    if name == arguments.dataset_name:
+    if source_name == arguments.dataset_name:
         source.name = source.name or arguments.dataset_config
     try:
         return open_source(source, arguments.dataset_streaming, num_proc)
@@ -328,23 +339,32 @@ def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[An
 def _chosen_files(folder: Path, split: str) -> list[str]:
     """Returns the files of rows of a split in a folder; empty if `datasets` has to read it.
 
-    Warns of files that are not read. Raises ValueError if files are in several folders, or links
-    lead out of the folder.
+    Warns of files that are not read.
+
+    Raises:
+        ValueError: The files are in several folders, or links lead out of the folder.
     """
     files, unread_files = files_of_folder(folder, split)
     if unread_files:
-        names = ", ".join(Path(file).name for file in unread_files)
-        warn_once(f"{folder} has files that are not read: {names}. To read one of them, name it.")
+        unread_names = ", ".join(Path(file).name for file in unread_files)
+        problem = f"{folder} has files that are not read: {unread_names}"
+        warn_once(f"{problem}. To read one of them, name it.")
     folders = sorted({Path(file).parent for file in files})
     if len(folders) > 1:
-        listed = ", ".join(map(str, folders))
-        raise ValueError(f"it has {METADATA} in several folders. Name one: {listed}.")
+        folder_names = ", ".join(map(str, folders))
+        raise ValueError(f"it has {METADATA} in several folders. Name one: {folder_names}.")
     check_within(folder, files)
     return files
 
 
 def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
-    """Returns the rows of a file or folder here, or of a Hub data set; errors are of any kind."""
+    """Returns the rows of a local file or folder, or of a Hub data set; errors are of any kind.
+
+    Args:
+        source: Where its rows are.
+        streaming: Whether rows are read only when they are needed.
+        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+    """
     builder = _builder(source)
     if streaming:
         return builder.as_streaming_dataset(source.split)
@@ -362,9 +382,9 @@ def _builder(source: DataSource) -> datasets.DatasetBuilder:
     """Returns what reads a data set. Tar files are read by [`Shards`]."""
     path = Path(source.path)
     if path.is_file():
-        kind = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
+        builder_name = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
         builder = datasets.load_dataset_builder(
-            kind, data_dir=source.data_dir, data_files=source.path
+            builder_name, data_dir=source.data_dir, data_files=source.path
         )
     else:
         builder = datasets.load_dataset_builder(
@@ -372,20 +392,20 @@ def _builder(source: DataSource) -> datasets.DatasetBuilder:
         )
     if path.is_dir() and not source.data_files:
         files_by_split = builder.config.data_files or {}
-        files = chain.from_iterable(files_by_split.values())
-        check_within(path / (source.data_dir or ""), files)
+        local_files = chain.from_iterable(files_by_split.values())
+        check_within(path / (source.data_dir or ""), local_files)
     if isinstance(builder, WebDataset):
-        version = Hasher.hash(Path(__file__).read_bytes())
-        builder = Shards(data_files=builder.config.data_files, hash=version)
+        code_version = Hasher.hash(Path(__file__).read_bytes())
+        builder = Shards(data_files=builder.config.data_files, hash=code_version)
     if isinstance(builder, Parquet):
         builder.config.batch_size = 100  # a row group, as by default, may become any size in memory
     return builder
 
 
 def load_saved(folder: Path, split: str) -> Dataset:
-    """A split of a folder that `save_to_disk` wrote; errors are of any kind."""
-    saved = datasets.load_from_disk(str(folder))
-    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    """Returns a split of a folder that `save_to_disk` wrote; errors are of any kind."""
+    saved_data = datasets.load_from_disk(str(folder))
+    splits = saved_data if isinstance(saved_data, DatasetDict) else {"train": saved_data}
     if split not in splits:
         raise ValueError(f"it has the splits {', '.join(splits)}.")
     check_within(folder, [file["filename"] for file in splits[split].cache_files])
@@ -425,22 +445,24 @@ class Shards(WebDataset):
         """Returns a row in the columns `ROWS`: its .json file, other columns, and images."""
         images = []
         columns = dict[str, str]()
-        text = "{}"
-        for name in sorted(files, key=_in_order):
-            content = files[name]
-            column = "caption" if name.lower() == "txt" else name.lower().removesuffix(".txt")
+        json_text = "{}"
+        for file_name in sorted(files, key=_in_order):
+            content = files[file_name]
+            column = file_name.lower().removesuffix(".txt")
+            if file_name.lower() == "txt":
+                column = "caption"
             if f".{column}".endswith(SUFFIXES):
-                images.append({"path": f"{key}.{name}", "bytes": content})
+                images.append({"path": f"{key}.{file_name}", "bytes": content})
             elif column == "json":
-                text = content.decode("utf-8-sig", "backslashreplace")
+                json_text = content.decode("utf-8-sig", "backslashreplace")
             elif column in COLUMNS:  # half a surrogate pair makes a bad row of what is no UTF-8
                 columns[column] = content.decode("utf-8-sig", "surrogateescape")
             else:
                 columns[cls._kind(column)] = "a file"
-        row = loaded(text)
+        row = loaded(json_text)
         if isinstance(row, dict):
-            text = json.dumps(row | columns)
-        return {"json": text, "images": images}
+            json_text = json.dumps(row | columns)
+        return {"json": json_text, "images": images}
 
     @classmethod
     def _kind(cls, extension: str) -> str:
@@ -461,10 +483,10 @@ def _limited(files: Iterable[tuple[str, BinaryIO]]) -> Iterator[tuple[str, Binar
 
 def _in_order(name: str) -> list[tuple[int, str]]:
     """Returns a key that sorts the files of a row, 2 before 10."""
-    key = []
+    sort_key = []
     for part in re.split(r"(\d+)", name):
-        key.append((int(part), "") if part.isdigit() else (0, part))
-    return key
+        sort_key.append((int(part), "") if part.isdigit() else (0, part))
+    return sort_key
 
 
 def _bytes_to_read(name: str) -> int:
@@ -480,8 +502,8 @@ def _check_end(path: str) -> None:
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:
-        start = file.read(_BLOCK)
+        first_block = file.read(_BLOCK)
         file.seek(max(0, os.path.getsize(path) - _BLOCK))
-        end = file.read()
-    if start[257:262] == b"ustar" and end != bytes(_BLOCK):
+        last_block = file.read()
+    if first_block[257:262] == b"ustar" and last_block != bytes(_BLOCK):
         raise ValueError(f"{path} is cut off. Copy it again")

@@ -22,7 +22,12 @@ _FIRST = 100  # rows whose images are opened before training
 
 
 def stream(rows: Callable[..., Iterator[dict]], **arguments: Any) -> IterableDataset:
-    """Returns the data set of what `rows` gives when it is called with `arguments`."""
+    """Returns the data set of what a function yields.
+
+    Args:
+        rows: The function. It may be called again, for another pass.
+        arguments: Its arguments.
+    """
     # One generator without lists among its arguments is one shard. Several would be split between
     # workers and processes, which would read other sources, number rows differently and end apart.
     return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=arguments)
@@ -52,12 +57,12 @@ def endless_rows(
     else:
         passes = (_in_turn(sources, repeats, checks) for _ in count())
         rows = chain.from_iterable(passes)
-    random = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
     for row in rows:
-        place = random.integers(size)
-        yield buffer[place]
-        buffer[place] = row
+        position = generator.integers(size)
+        yield buffer[position]
+        buffer[position] = row
 
 
 def _drawn(
@@ -65,10 +70,10 @@ def _drawn(
 ) -> Iterator[ParsedRow]:
     """Draws rows one by one, so that a resumed run, which skips rows, continues with the same."""
     streams = [_passes(source, checks) for source in sources]
-    random = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     while True:
-        number = random.choice(len(streams), p=fractions)
-        yield next(streams[number])
+        source_number = generator.choice(len(streams), p=fractions)
+        yield next(streams[source_number])
 
 
 def _passes(source: Source, checks: Checks) -> Iterator[ParsedRow]:
@@ -81,21 +86,25 @@ def _in_turn(
     sources: tuple[Source, ...], repeats: tuple[int, ...], checks: Checks
 ) -> Iterator[ParsedRow]:
     """Yields one pass: a row of each source in turn, until every source has ended."""
-    unfinished = []
-    for source, times in zip(sources, repeats, strict=True):
-        passes = [valid_rows(source, checks) for _ in range(times)]  # generators: nothing is read
-        unfinished.append(chain.from_iterable(passes))
-    while unfinished:
-        for rows in tuple(unfinished):
+    unfinished_sources = []
+    for source, repeat in zip(sources, repeats, strict=True):
+        passes = [valid_rows(source, checks) for _ in range(repeat)]  # generators: nothing is read
+        unfinished_sources.append(chain.from_iterable(passes))
+    while unfinished_sources:
+        for rows in tuple(unfinished_sources):
             row = next(rows, None)
             if row is None:
-                unfinished.remove(rows)
+                unfinished_sources.remove(rows)
             else:
                 yield row
 
 
 def valid_rows(source: Source, checks: Checks) -> Iterator[ParsedRow]:
-    """Yields the rows of a source that pass all checks, in parsed form; records the others."""
+    """Yields the rows of a source that pass all checks, in parsed form; records the others.
+
+    Raises:
+        ValueError: Too many rows are bad, or no row is left.
+    """
     is_empty = True
     for row in _valid(source, checks):
         is_empty = False
@@ -107,7 +116,7 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[ParsedRow]:
 
 
 def _warnings(row: ParsedRow) -> Iterator[str]:
-    """Says what of a row is not read, and what was changed."""
+    """Yields what a row has that is not read, and what was changed in it."""
     if row["unread"]:
         yield f"what looks like an image is not read: {row['unread']}"
     for column in row["left_out"]:
@@ -118,21 +127,25 @@ def _warnings(row: ParsedRow) -> Iterator[str]:
 
 
 def stream_report(source: Source, checks: Checks, split: str) -> SourceReport:
-    """Returns the report of a stream: no counts, except of rows that may still turn out bad."""
+    """Returns the report of a stream. It only counts rows that may still turn out bad."""
     skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
     return SourceReport(source.name, split, dataset=source.dataset, skippable=skippable)
 
 
 def has_images(source: Source, checks: Checks) -> bool:
-    """Returns whether one of the first rows of a stream has an image. Their images are opened."""
+    """Returns whether one of the first rows of a stream has an image. All their images are opened.
+
+    Raises:
+        ValueError: Too many of these rows are bad, or most show images that are not read.
+    """
     rows = list(_valid(source, checks, _FIRST))
     image_count = 0
-    unread = Counter[str]()
+    unread_counts = Counter[str]()
     for row in rows:
         image_count += row["image_count"]
         if row["unread"]:
-            unread[row["unread"]] += 1
-    row_checks.check_images_are_read(source.name, len(rows), image_count, unread)
+            unread_counts[row["unread"]] += 1
+    row_checks.check_images_are_read(source.name, len(rows), image_count, unread_counts)
     return image_count > 0
 
 
@@ -141,17 +154,18 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
 
     If `first` is given, only so many rows are read, and their images are opened too.
     """
-    share = share_of_bad_rows(checks.bad_rows, source)
-    bad: list[DroppedRow] = []
+    allowed_share = share_of_bad_rows(checks.bad_rows, source)
+    bad_rows: list[DroppedRow] = []
     number = 0
     for number, row in enumerate(_parsed(source, checks, first), 1):
         dropped = checks.too_long(row)
         problem = _problem(row, source, open_images=first is not None)
         if problem:
             dropped = DroppedRow(row["source"], row["row"], *problem)
-            if share < 1 or first:  # else all may be bad, and a list of them would grow for ever
-                bad.append(dropped)
-            row_checks.check_share(source, bad, max(number, MANY_ROWS), share)
+            # If all may be bad, a list of them would grow for ever.
+            if allowed_share < 1 or first:
+                bad_rows.append(dropped)
+            row_checks.check_share(source, bad_rows, max(number, MANY_ROWS), allowed_share)
         if not dropped:
             row_checks.warn_of_captions(source.name, [row["form"]])
             yield row
@@ -159,17 +173,17 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
             checks.dropped_rows.add(dropped)
     # What was read may be a sample of more rows, in which more are bad by chance.
     deviations = -3 if number == first else 0
-    row_checks.check_share(source, bad, number, share, deviations)
+    row_checks.check_share(source, bad_rows, number, allowed_share, deviations)
 
 
 def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[ParsedRow]:
     """Yields the rows of a stream, or its `first` rows, parsed some at a time."""
-    stored = islice(source, first)
+    stored_rows = islice(source, first)
     while True:
-        rows = parse_rows(islice(stored, _CHUNK), source.rules, checks.processor)
-        if not rows:
+        parsed_rows = parse_rows(islice(stored_rows, _CHUNK), source.rules, checks.processor)
+        if not parsed_rows:
             return
-        yield from rows
+        yield from parsed_rows
 
 
 def _problem(row: ParsedRow, source: Source, open_images: bool) -> tuple[str | None, str] | None:

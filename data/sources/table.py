@@ -64,25 +64,27 @@ class RowReader:
     sources: tuple[Source, ...]
 
     def __call__(self, table: dict[str, list]) -> dict[str, list]:
-        places_by_part = defaultdict[int, list[int]](list)
-        for place, part in enumerate(table["part"]):
-            places_by_part[part].append(place)
-        rows: list[ParsedRow] = [{}] * len(table["part"])
-        for part, places in places_by_part.items():
-            numbers = [table["index"][place] for place in places]
-            for place, row in zip(places, self._parsed_rows(part, numbers), strict=True):
-                rows[place] = row
+        parts = table["part"]
+        indices = table["index"]
+        positions_by_part = defaultdict[int, list[int]](list)
+        for position, part in enumerate(parts):
+            positions_by_part[part].append(position)
+        rows: list[ParsedRow] = [{}] * len(parts)
+        for part, positions in positions_by_part.items():
+            row_numbers = [indices[position] for position in positions]
+            for position, row in zip(positions, self._parsed_rows(part, row_numbers), strict=True):
+                rows[position] = row
         columns = {"row": table["row"]}
         for column in ("images", "messages", "learned"):
             columns[column] = [row[column] for row in rows]
         return columns
 
-    def _parsed_rows(self, part: int, numbers: Sequence[int]) -> Iterator[ParsedRow]:
+    def _parsed_rows(self, part: int, row_numbers: Sequence[int]) -> Iterator[ParsedRow]:
         source = self.sources[part]
-        if len(numbers) == 1:  # as in training; a slice is faster than a list
-            numbers = range(numbers[0], numbers[0] + 1)
-        for row in source.rows_at(numbers):
-            yield parse_row(row.content, source.rules)
+        if len(row_numbers) == 1:  # as in training; a slice is faster than a list
+            row_numbers = range(row_numbers[0], row_numbers[0] + 1)
+        for stored_row in source.rows_at(row_numbers):
+            yield parse_row(stored_row.content, source.rules)
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,10 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
     """Returns the rows of a table, each parsed when it is read.
 
     `rows.with_format(None)` reads the columns `length` and `image_count` without parsing rows.
+
+    Args:
+        table: Rows of the reader's sources, with the columns `TABLE_COLUMNS` and `part`.
+        reader: Reads and parses them.
     """
     needed = ["part", "index", "row"]
     table = table.select_columns(["source", *needed, "image_count", "length"])
@@ -127,21 +133,29 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
 def only_valid(
     table: Dataset, reader: RowReader, source: Source, checks: Checks, split: str
 ) -> CheckedTable:
-    """Checks a table as [`check_rows`] does.
+    """Checks a table as [`check_rows`] does, and raises an error if too few rows are valid.
+
+    Args:
+        table: All rows of the source, from [`all_rows`].
+        reader: Reads the rows.
+        source: What the rows are from.
+        checks: Options of the checks.
+        split: What the rows are used for, "train" or "eval".
 
     Raises:
         ValueError: More rows are bad than `bad_rows` allows, or no row is left.
     """
     checked = check_rows(table, reader, source, checks, split)
     report = checked.report
-    bad = [row for row in report.dropped if row.tokens is None]
-    share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
-    row_checks.check_share(source, bad, len(table), share)
+    bad_rows = [row for row in report.dropped if row.tokens is None]
+    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
+    row_checks.check_share(source, bad_rows, len(table), allowed_share)
     if not len(checked.table):
-        longer = f"{report.too_long} longer than max_length {checks.max_length}"
-        text = f"{source.name}: no row is left. {len(table)} rows, {len(bad)} bad, {longer}."
-        raise ValueError("\n".join([text, *row_checks.by_kind(report.dropped, 5)]))
-    skippable = max(0, int(share * len(table)) - len(bad))
+        long_rows = f"{report.too_long} longer than max_length {checks.max_length}"
+        counts = f"{len(table)} rows, {len(bad_rows)} bad, {long_rows}"
+        message = f"{source.name}: no row is left. {counts}."
+        raise ValueError("\n".join([message, *row_checks.by_kind(report.dropped, 5)]))
+    skippable = max(0, int(allowed_share * len(table)) - len(bad_rows))
     return CheckedTable(checked.table, replace(report, skippable=skippable))
 
 
@@ -160,77 +174,86 @@ def check_rows(
         source: What the rows are from.
         checks: Options of the checks.
         split: What the rows are used for, "train" or "eval".
+
+    Returns:
+        The valid rows, and counts of all rows by what became of them.
     """
-    problems = _image_problems(table, reader, source, checks, split)
-    bad = _bad_rows(table, problems)
-    too_long = _long_rows(table, source, checks, bad.keys())
-    valid = table
-    if bad or too_long:
-        valid = table.select(np.delete(np.arange(len(table)), [*bad, *too_long]))
+    image_problems = _image_problems(table, reader, source, checks, split)
+    bad_rows = _bad_rows(table, image_problems)
+    long_rows = _long_rows(table, source, checks, bad_rows.keys())
+    valid_rows = table
+    if bad_rows or long_rows:
+        valid_rows = table.select(np.delete(np.arange(len(table)), [*bad_rows, *long_rows]))
     report = SourceReport(
         source.name,
         split,
         found=len(table),
-        bad=len(bad),
-        too_long=len(too_long),
-        dropped=[*bad.values(), *too_long.values()],
+        bad=len(bad_rows),
+        too_long=len(long_rows),
+        dropped=[*bad_rows.values(), *long_rows.values()],
         dataset=source.dataset,
-        forms=_counts(valid, "form"),
-        unread=_counts(valid, "unread"),
-        left_out=_counts(valid, "left_out"),
-        changed=_counts(valid, "changed"),
+        forms=_counts(valid_rows, "form"),
+        unread=_counts(valid_rows, "unread"),
+        left_out=_counts(valid_rows, "left_out"),
+        changed=_counts(valid_rows, "changed"),
     )
-    files = _counts(table, "source")
-    if len(files) > 1:
-        report = replace(report, files=files)
-    if len(valid):
-        report = replace(report, **measure(valid))
-    return CheckedTable(valid, report)
+    rows_by_file = _counts(table, "source")
+    if len(rows_by_file) > 1:
+        report = replace(report, files=rows_by_file)
+    if len(valid_rows):
+        report = replace(report, **measure(valid_rows))
+    return CheckedTable(valid_rows, report)
 
 
 def _image_problems(
     table: Dataset, reader: RowReader, source: Source, checks: Checks, split: str
 ) -> dict[int, Problem]:
-    """Finds images that cannot be read, which are opened or not as [`check_rows`] says."""
+    """Returns by number the rows with images that cannot be read.
+
+    [`check_rows`] says which images are opened. The files of the others are only looked for.
+    """
     has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
-    numbers = np.flatnonzero(has_images & ~_is_refused(table))
-    share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
-    is_sampled = share > 0 and split == "train" and not checks.check_images
-    if len(numbers) <= MANY_ROWS or not is_sampled:
-        return _problems_of_opened(numbers, table, reader, source)
-    sample = np.sort(np.random.default_rng(0).choice(numbers, MANY_ROWS, replace=False))
-    problems = _problems_of_opened(sample, table, reader, source)
-    unopened = np.setdiff1d(numbers, sample, assume_unique=True)
-    if row_checks.too_many(len(problems), len(sample), share, deviations=3):
-        return problems | _problems_of_opened(unopened, table, reader, source)
-    return problems | _problems_of_files(unopened, table, source)
+    row_numbers = np.flatnonzero(has_images & ~_is_refused(table))
+    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
+    is_sampled = allowed_share > 0 and split == "train" and not checks.check_images
+    if len(row_numbers) <= MANY_ROWS or not is_sampled:
+        return _problems_of_opened(row_numbers, table, reader, source)
+    generator = np.random.default_rng(0)
+    sampled_numbers = np.sort(generator.choice(row_numbers, MANY_ROWS, replace=False))
+    problems = _problems_of_opened(sampled_numbers, table, reader, source)
+    unopened_numbers = np.setdiff1d(row_numbers, sampled_numbers, assume_unique=True)
+    if row_checks.too_many(len(problems), len(sampled_numbers), allowed_share, deviations=3):
+        return problems | _problems_of_opened(unopened_numbers, table, reader, source)
+    return problems | _problems_of_files(unopened_numbers, table, source)
 
 
 def _problems_of_opened(
-    numbers: np.ndarray, table: Dataset, reader: RowReader, source: Source
+    row_numbers: np.ndarray, table: Dataset, reader: RowReader, source: Source
 ) -> dict[int, Problem]:
     """Opens the images of the rows of these numbers."""
-    rows = rows_on_access(table.select(numbers), reader)
+    opened_rows = rows_on_access(table.select(row_numbers), reader)
 
-    def images_of(places: range) -> list[list[dict]]:
-        return rows[places.start : places.stop]["images"]
+    def images_of(positions: range) -> list[list[dict]]:
+        return opened_rows[positions.start : positions.stop]["images"]
 
-    problems = row_checks.image_problems(images_of, len(numbers), source.name, source.rules)
-    return {int(numbers[place]): problem for place, problem in problems.items()}
+    problems = row_checks.image_problems(images_of, len(row_numbers), source.name, source.rules)
+    return {int(row_numbers[position]): problem for position, problem in problems.items()}
 
 
-def _problems_of_files(numbers: np.ndarray, table: Dataset, source: Source) -> dict[int, Problem]:
+def _problems_of_files(
+    row_numbers: np.ndarray, table: Dataset, source: Source
+) -> dict[int, Problem]:
     """Looks for the image files of the rows of these numbers, without opening them."""
     is_wanted = np.zeros(len(table), bool)
-    is_wanted[numbers] = True
-    stored = table.with_format("arrow").select_columns("paths")
+    is_wanted[row_numbers] = True
+    stored_paths = table.with_format("arrow").select_columns("paths")
 
     def paths_of(rows: range) -> list[list[str]]:
         # Whole slices, since `datasets` gathers single rows slowly.
-        paths = stored[rows.start : rows.stop]["paths"].to_pylist()
-        for place, row in enumerate(rows):
-            if not is_wanted[row]:
-                paths[place] = []
+        paths = stored_paths[rows.start : rows.stop]["paths"].to_pylist()
+        for position, wanted in enumerate(is_wanted[rows.start : rows.stop].tolist()):
+            if not wanted:
+                paths[position] = []
         return paths
 
     return row_checks.file_problems(paths_of, len(table), source.rules)
@@ -238,30 +261,31 @@ def _problems_of_files(numbers: np.ndarray, table: Dataset, source: Source) -> d
 
 def _bad_rows(table: Dataset, problems: dict[int, Problem]) -> dict[int, DroppedRow]:
     """Returns by number the rows that were refused when they were parsed or have a bad image."""
-    refused = np.flatnonzero(_is_refused(table)).tolist()
-    bad = {}
-    for number in sorted({*refused, *problems}):
+    refused_numbers = np.flatnonzero(_is_refused(table)).tolist()
+    bad_rows = {}
+    for number in sorted({*refused_numbers, *problems}):
         row = table[number]
         file, reason = problems.get(number, (row["file"], row["reason"]))
-        bad[number] = DroppedRow(row["source"], row["row"], file, reason)
-    return bad
+        bad_rows[number] = DroppedRow(row["source"], row["row"], file, reason)
+    return bad_rows
 
 
 def _long_rows(
-    table: Dataset, source: Source, checks: Checks, bad: Container[int]
+    table: Dataset, source: Source, checks: Checks, bad_rows: Container[int]
 ) -> dict[int, DroppedRow]:
     """Returns by number the rows that have too many tokens and are not bad."""
     if checks.max_length is None:
         return {}
     is_long = pc.greater(_column(table, "length"), checks.max_length)
-    numbers = [number for number in np.flatnonzero(is_long).tolist() if number not in bad]
-    rows = table.select(numbers)
-    too_long = {}
-    for number, row, stored in zip(numbers, rows, source.rows_at(rows["index"][:]), strict=True):
-        dropped = checks.too_long({**row, "file": image_name(stored.content)})
+    row_numbers = [number for number in np.flatnonzero(is_long).tolist() if number not in bad_rows]
+    table_rows = table.select(row_numbers)
+    long_rows = {}
+    stored_rows = source.rows_at(table_rows["index"][:])
+    for number, table_row, stored_row in zip(row_numbers, table_rows, stored_rows, strict=True):
+        dropped = checks.too_long({**table_row, "file": image_name(stored_row.content)})
         assert dropped is not None
-        too_long[number] = dropped
-    return too_long
+        long_rows[number] = dropped
+    return long_rows
 
 
 def measure(rows: Dataset) -> dict[str, Any]:
@@ -317,12 +341,12 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
     assert isinstance(source.data, Dataset)
     if not len(source.data):
         raise ValueError(f"{source.name} has no rows.")
-    key = _cache_key(source, checks.processor)
+    cache_key = _cache_key(source, checks.processor)
     chunks = Dataset.from_dict({"start": list(range(0, len(source.data), CHUNK))})
     processes = min(checks.processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
-    cache = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{key}.lock"), _no_collections():
+    cache_folder = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_folder / f"{cache_key}.lock"), _no_collections():
         table = chunks.map(
             _facts,
             fn_kwargs={"data": source, "processor": checks.processor},
@@ -331,8 +355,8 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
             num_proc=processes if processes > 1 else None,
             remove_columns=chunks.column_names,
             features=TABLE_COLUMNS,
-            new_fingerprint=key,
-            cache_file_name=str(cache / f"{key}.arrow"),
+            new_fingerprint=cache_key,
+            cache_file_name=str(cache_folder / f"{cache_key}.arrow"),
             desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
         )
     return table.add_column("part", np.full(len(table), part, np.int32))
@@ -340,12 +364,12 @@ def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
 
 def _cache_key(source: Source, processor: LlavaProcessor | None) -> str:
     """Returns a hash of all that the facts of rows depend on: rows, rules, processor and code."""
-    rows = [source.name, source.data._fingerprint, source.columns, source.rules]
-    folder = os.path.abspath(source.rules.folder or "")
-    tokens: list[Any] = []
+    row_facts = [source.name, source.data._fingerprint, source.columns, source.rules]
+    image_folder = os.path.abspath(source.rules.folder or "")
+    token_facts: list[Any] = []
     if processor:
         tokenizer = processor.tokenizer
-        tokens = [
+        token_facts = [
             processor.chat_template,
             processor.image_token,
             tokens_per_image(processor),
@@ -354,8 +378,8 @@ def _cache_key(source: Source, processor: LlavaProcessor | None) -> str:
             control_tokens(tokenizer).pattern,
         ]
     modules = [__file__, chat_template.__file__, source_module.__file__, *_ROWS.glob("*.py")]
-    code = [Path(module).read_bytes() for module in sorted(map(str, modules))]
-    return Hasher.hash([rows, folder, tokens, code])
+    module_code = [Path(module).read_bytes() for module in sorted(map(str, modules))]
+    return Hasher.hash([row_facts, image_folder, token_facts, module_code])
 
 
 @contextmanager
@@ -365,12 +389,12 @@ def _no_collections() -> Iterator[None]:
     Rows leave none, but each collection would look at the million objects that libraries have: a
     fifth of the time.
     """
-    enabled = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
+        if was_enabled:
             gc.enable()
 
 
@@ -382,4 +406,4 @@ def _facts(chunk: dict, data: Source, processor: LlavaProcessor | None) -> dict[
         row["index"] = index
         if row["reason"] is None:
             row["file"] = None
-    return {name: [row[name] for row in rows] for name in TABLE_COLUMNS}
+    return {column: [row[column] for row in rows] for column in TABLE_COLUMNS}
