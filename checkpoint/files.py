@@ -43,7 +43,7 @@ _locked_folders: set[Path] = set()  # by this process
 def find_model(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
-    """Finds a model, and the commit at which all its files are to be read.
+    """Finds a model, and the commit at which to read all its files.
 
     The Hub is asked once, and only about a valid Hub id. All files must be read at this commit,
     since a branch may move meanwhile.
@@ -156,7 +156,7 @@ def cache_dir() -> Path:
 def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
     """Yields the path of a temporary file that becomes `target` when the block ends without error.
 
-    It has the mode of any new file, since nobody can foresee the name of the folder that it is in.
+    The file has the mode of any new file: nobody can foresee the name of the folder that it is in.
     """
     target = Path(target)
     remove_unfinished(target)
@@ -194,17 +194,17 @@ def finished_folder(
     if problem:
         raise ValueError(f"{problem} Choose another folder, or move that away first.")
     with _temporary(target) as temporary_folder:
-        finished_folder_path = temporary_folder / target.name
-        finished_folder_path.mkdir()
-        yield finished_folder_path
+        new_folder = temporary_folder / target.name
+        new_folder.mkdir()
+        yield new_folder
         problem = _held_by_others(target, written)
         if problem:
             kept_folder = temporary_folder.with_name(f"{target.name}-{temporary_folder.name[-8:]}")
-            os.replace(finished_folder_path, kept_folder)
+            os.replace(new_folder, kept_folder)
             raise FileExistsError(f"{problem} What was made is in {kept_folder}.")
         if target.exists():
             os.replace(target, temporary_folder / OLD)
-        os.replace(finished_folder_path, target)
+        os.replace(new_folder, target)
 
 
 def _held_by_others(folder: Path, written: Callable[[Path], Collection[str]] | None) -> str | None:
@@ -264,8 +264,9 @@ def _is_unfinished(folder: Path, target: Path) -> bool:
         names_inside = {path.name for path in folder.iterdir()}
     except OSError:  # another user's, or removed by now
         return False
-    has_only_lock = names_inside <= {LOCK}  # which the process that made it may soon take
-    return not has_only_lock and names_inside <= {target.name, OLD, LOCK}
+    if names_inside <= {LOCK}:  # the process that made it may be about to take the lock
+        return False
+    return names_inside <= {target.name, OLD, LOCK}
 
 
 def _clear(temporary: Path, target: Path) -> None:
@@ -324,7 +325,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]:
-    """Keeps other processes from writing to a folder, which is created, and removed if still empty.
+    """Locks a folder against other processes. Creates it, and removes it if it is still empty.
 
     A process that has the lock may ask for it again. The operating system releases the lock when
     the process ends, even if it is killed.

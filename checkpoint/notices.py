@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Licence texts and notices of the parts, which go with a checkpoint in its folder `notices/`.
+"""Licence texts and notices of the parts. A checkpoint has them in its folder `notices/`.
 
 `build` copies them to `notices/vision/` and `notices/language/` and names them in `build.json`, as
 `"notices": ["notices/language/LICENSE", ...]`. What carries that record along carries them too.

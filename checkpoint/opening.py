@@ -132,7 +132,7 @@ class Checkpoint:
 
         Args:
             cls: The class whose `from_pretrained` is called.
-            dtype: The dtype of the weights; "auto" is that of the files.
+            dtype: The dtype of the weights; "auto" keeps the dtype in the files.
             config: The configuration of a part, in place of the checkpoint's own.
             kwargs: Further arguments of `from_pretrained`.
 
@@ -154,20 +154,27 @@ class Checkpoint:
                 model, loading_info = cls.from_pretrained(self.name, **kwargs)
         finally:
             logging.set_verbosity(verbosity)
-        unexpected_names = _unless_optional(loading_info["unexpected_keys"])
-        if unexpected_names and config is None:
-            count = len(unexpected_names)
-            first_names = f"{cls.__name__}: {', '.join(unexpected_names[:10])}"
-            logger.warning(f"{self.name} has {count} tensors that are not of {first_names}.")
-        missing_names = _unless_optional(loading_info["missing_keys"])
-        if missing_names:
-            first_names = f"{cls.__name__}: {', '.join(missing_names[:10])}"
-            raise ValueError(f"{self.name} lacks {len(missing_names)} tensors of {first_names}.")
+        self._check_tensors(cls.__name__, loading_info, is_part=config is not None)
         if self.model_type == NormAlignLlavaConfig.model_type and model.can_generate():
             # Checkpoints that were made before know only the language model's ends.
             with suppress(OSError, ValueError):  # it has no processor, and whoever loads it has one
                 stop_as_trained(model, self.processor)
         return model
+
+    def _check_tensors(self, class_name: str, loading_info: dict, is_part: bool) -> None:
+        """Raises ValueError if tensors are missing.
+
+        Warns of tensors that are not read, unless the model is only a part of the checkpoint.
+        """
+        unexpected_names = _unless_optional(loading_info["unexpected_keys"])
+        if unexpected_names and not is_part:
+            listed = f"{class_name}: {', '.join(unexpected_names[:10])}"
+            problem = f"{self.name} has {len(unexpected_names)} tensors"
+            logger.warning(f"{problem} that are not of {listed}.")
+        missing_names = _unless_optional(loading_info["missing_keys"])
+        if missing_names:
+            listed = f"{class_name}: {', '.join(missing_names[:10])}"
+            raise ValueError(f"{self.name} lacks {len(missing_names)} tensors of {listed}.")
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:
         """Returns the model that [`load`] makes, on meta."""

@@ -237,7 +237,7 @@ def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
     names_by_file = {}
     for module, shards in shards_by_module.items():
         for number, tensor_names in enumerate(shards, 1):
-            # Names by which transformers knows files that a later save replaces.
+            # transformers knows by these names which files a later save replaces.
             file_name = f"model-{module}-{number:05}-of-{len(shards):05}.safetensors"
             names_by_file[file_name] = tensor_names
     return names_by_file

@@ -420,9 +420,10 @@ def check_within(folder: Path, files: Iterable[str]) -> None:
 
 
 class Shards(WebDataset):
-    """The builder of `datasets` for tar files; those of one name, 7.jpg and 7.json, are a row.
+    """Reads tar files in which files of one name, 7.jpg and 7.json, are a row.
 
-    Unlike there, rows may have different files, and the .json file any columns.
+    Unlike in its parent of `datasets`, rows may have different files, and the .json file may have
+    any columns.
     """
 
     DECODERS: ClassVar[dict] = {}

@@ -171,7 +171,7 @@ def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
-    # What was read may be a sample of more rows, in which more are bad by chance.
+    # The first rows are a sample, in which more rows may be bad by chance than in the whole.
     deviations = -3 if number == first else 0
     row_checks.check_share(source, bad_rows, number, allowed_share, deviations)
 

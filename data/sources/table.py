@@ -59,7 +59,11 @@ _CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
 
 @dataclass(frozen=True)
 class RowReader:
-    """A transform for `datasets`: reads the rows of a table from their sources, and parses them."""
+    """A transform for `datasets` that reads the rows of a table from their sources and parses them.
+
+    Attributes:
+        sources: The sources. The column `part` of a table says which one a row is from.
+    """
 
     sources: tuple[Source, ...]
 
@@ -89,7 +93,12 @@ class RowReader:
 
 @dataclass(frozen=True)
 class CheckedTable:
-    """The table of the valid rows of a source, and what was counted of all its rows."""
+    """The valid rows of a source.
+
+    Attributes:
+        table: A table with the columns `TABLE_COLUMNS` and `part`.
+        report: Counts of all rows of the source.
+    """
 
     table: Dataset
     report: SourceReport
