@@ -102,11 +102,12 @@ def check_data(
         check_architecture(checkpoint.model_type, checkpoint.name)
         collator = ConversationCollator(checkpoint.processor, bad_rows="skip")
     opened = open_source(source, streaming=False)
-    report = checks.SourceReport(opened.name, "train")
     reader = RowReader((opened,))
     options = checks.Checks(collator and collator.processor, check_images=check_images)
     table = all_rows(opened, 0, options)
-    valid = check_rows(table, reader, opened, options, report)
+    checked = check_rows(table, reader, opened, options, "train")
+    valid = checked.table
+    report = checked.report
     faults, stops = _faults(opened, report, len(table))
     checks.warn_of_captions(opened.name, report.forms)
     shown: list[Example] = []
