@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far decoder layers move visual and text tokens, at chosen steps, on one batch (figure 5)."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollator, TrainerCallback
 
-from ...checkpoint.files import DYNAMICS, atomic_write
+from ...checkpoint.files import DYNAMICS
 from ...diagnose.measure.depth import DepthProbe
 from ...diagnose.measure.families import decoder_layers, token_positions
 from ...diagnose.report import KINDS
@@ -20,6 +19,7 @@ from ..collator import ConversationCollator
 from ..modules.model import base_model
 from ..modules.precision import evaluating
 from ..settings import RunConfig
+from .step_lines import write_step
 
 
 class CosineProbe(TrainerCallback):
@@ -68,19 +68,7 @@ class CosineProbe(TrainerCallback):
             if curve:
                 self._means[f"cosine/{kind}"] = sum(curve) / len(curve)
         if state.is_world_process_zero:
-            _write_step(Path(args.output_dir) / DYNAMICS, state.global_step, curves)
-
-
-def _write_step(file: Path, step: int, curves: dict[str, list[float]]) -> None:
-    """Writes the line of a step after those of earlier steps, and drops those of later ones."""
-    lines = []
-    if file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            if json.loads(line)["step"] < step:
-                lines.append(line)
-    lines.append(json.dumps({"step": step, **curves}))
-    with atomic_write(file) as partial:
-        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_step(Path(args.output_dir) / DYNAMICS, state.global_step, [curves])
 
 
 def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:

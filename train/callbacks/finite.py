@@ -159,10 +159,10 @@ class FiniteCheck(TrainerCallback):
         return bad_outputs_of_all[0] if bad_outputs_of_all else ""
 
     def _remedy(self) -> str:
-        last = newest_complete(self.args.output_dir, self.args.world_size)
+        last_checkpoint = newest_complete(self.args.output_dir, self.args.world_size)
         fact = "No checkpoint is complete."
-        if last:
-            fact = f"The last complete checkpoint is {last}."
+        if last_checkpoint:
+            fact = f"The last complete checkpoint is {last_checkpoint}."
         return f"{fact} Start again with lower learning rates."
 
 
@@ -173,9 +173,9 @@ def weights_not_finite(model: nn.Module) -> list[str]:
     If parameters are sharded, the shards of all processes count. Whole parameters are not compared
     with other processes, as the first process may be the only one that saves them.
     """
-    largest_values = {}
+    largest_values: dict[str, Tensor] = {}
     is_sharded = False
-    for name, parameter in model.named_parameters():
+    for parameter_name, parameter in model.named_parameters():
         shard = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's
         if isinstance(shard, DTensor):
             shard = shard.to_local()
@@ -183,8 +183,8 @@ def weights_not_finite(model: nn.Module) -> list[str]:
             is_sharded = True
         if shard.is_floating_point() and shard.numel():  # 4-bit weights are packed
             # `isfinite` makes copies: for embeddings, more than stage 1 takes besides weights.
-            largest_values[name] = torch.linalg.vector_norm(shard, torch.inf)
-    damaged = [name for name, value in largest_values.items() if not value.isfinite()]
+            largest_values[parameter_name] = torch.linalg.vector_norm(shard, torch.inf)
+    damaged = [name for name, largest in largest_values.items() if not largest.isfinite()]
     if is_sharded:
         damaged = list(dict.fromkeys(gather_object(damaged)))
     return damaged

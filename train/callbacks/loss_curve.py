@@ -59,11 +59,11 @@ class LossCurve(TrainerCallback):
 def loss_curves(log_history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """Returns pairs of step and loss, for `"loss"` and for every held-out loss in the log."""
     losses_by_step: dict[str, dict[int, float]] = {}
-    for entry in log_history:
-        for key, value in entry.items():
+    for log_entry in log_history:
+        for key, logged_value in log_entry.items():
             is_held_out = key.startswith("eval_") and key.endswith("loss")
             if key == "loss" or is_held_out:
-                losses_by_step.setdefault(key, {})[entry["step"]] = value
+                losses_by_step.setdefault(key, {})[log_entry["step"]] = logged_value
     return {key: sorted(losses.items()) for key, losses in losses_by_step.items()}
 
 
@@ -76,13 +76,13 @@ def draw_losses(
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for key, points in curves.items():
+    for loss_name, points in curves.items():
         steps, losses = zip(*points, strict=True)
-        if key == "loss":
+        if loss_name == "loss":
             marker = "." if len(points) < 50 else ""
             axes.plot(steps, losses, marker=marker, linewidth=1, color="0.55", label="training")
         else:
-            axes.plot(steps, losses, marker="o", linewidth=1.8, label=_held_out_label(key))
+            axes.plot(steps, losses, marker="o", linewidth=1.8, label=_held_out_label(loss_name))
     if best:
         axes.axvline(best, color="0.8", linestyle="--", linewidth=1, zorder=0, label="best step")
     axes.set_xlabel("step")
@@ -94,9 +94,9 @@ def draw_losses(
     figure.savefig(file, format="png", dpi=150)
 
 
-def _held_out_label(key: str) -> str:
+def _held_out_label(loss_name: str) -> str:
     """Returns the label of a held-out loss, with the data set's name if there are several."""
-    name = key.removeprefix("eval_").removesuffix("loss").rstrip("_")
-    if name:
-        return f"held out: {name}"
+    data_name = loss_name.removeprefix("eval_").removesuffix("loss").rstrip("_")
+    if data_name:
+        return f"held out: {data_name}"
     return "held out"

@@ -43,8 +43,8 @@ class Measurements(TrainerCallback):
         """Takes the norm of all gradients before clipping, on its device; DeepSpeed's is None."""
         if total_norm is None or not self.max_grad_norm:
             return
-        ratio = (whole_norm(total_norm) + 1e-6) / self.max_grad_norm  # as torch computes it
-        self._clip_divisor = torch.as_tensor(ratio).clamp(min=1.0)
+        divisor = (whole_norm(total_norm) + 1e-6) / self.max_grad_norm  # as torch computes it
+        self._clip_divisor = torch.as_tensor(divisor).clamp(min=1.0)
         self._clipped_steps = self._clipped_steps + (self._clip_divisor > 1)
         self._known_steps += 1
 
@@ -59,9 +59,9 @@ class Measurements(TrainerCallback):
         measured = {}
         for name, tensor in (norm_values(self._model) | self._gradient_norms).items():
             measured[name] = tensor.item()
-        for name, (total, count) in reduce(self._token_norms, "sum").items():
+        for name, (norm_sum, count) in reduce(self._token_norms, "sum").items():
             if count:
-                measured[name] = (total / count).item()
+                measured[name] = (norm_sum / count).item()
         if self._known_steps:
             measured["clip/share"] = int(self._clipped_steps) / self._known_steps
         self._forget_clipping()
@@ -86,10 +86,10 @@ class Measurements(TrainerCallback):
             return
         self._gradient_norms = {}
         self._token_norms = {}
-        inner = self._model.model
-        first_layer = decoder_layers(inner.language_model)[0]
+        multimodal = self._model.model
+        first_layer = decoder_layers(multimodal.language_model)[0]
         self._hooks = [
-            inner.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
+            multimodal.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
             first_layer.register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
         ]
 
@@ -100,11 +100,11 @@ class Measurements(TrainerCallback):
         if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
             return
         norms_of_parts: dict[str, list[Tensor]] = {}
-        for name, parameter in trained_parameters(model).items():
+        for parameter_name, parameter in trained_parameters(model).items():
             if parameter.grad is None:
                 continue
             norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
-            part_norms = norms_of_parts.setdefault(_gradient_part(name), [])
+            part_norms = norms_of_parts.setdefault(_gradient_part(parameter_name), [])
             part_norms.append(whole_norm(norm).to(args.device))
         # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
         for part, part_norms in norms_of_parts.items():
@@ -127,10 +127,10 @@ class Measurements(TrainerCallback):
         positions = token_positions(inputs["input_ids"], inputs.get("attention_mask"), image_token)
         for kind, is_of_kind in positions.items():
             mask = is_of_kind.to(norms.device)
-            total = torch.where(mask, norms, 0).sum()
+            norm_sum = torch.where(mask, norms, 0).sum()
             key = f"norm/{kind}"
             earlier = self._token_norms.get(key, 0)
-            self._token_norms[key] = torch.stack([total, mask.sum()]) + earlier
+            self._token_norms[key] = torch.stack([norm_sum, mask.sum()]) + earlier
 
 
 @torch.no_grad()
@@ -153,11 +153,11 @@ def norm_values(model: nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def _gradient_part(name: str) -> str:
+def _gradient_part(parameter_name: str) -> str:
     """Returns which of `GRADIENT_PARTS` a parameter belongs to."""
-    module = module_of(name)
+    module = module_of(parameter_name)
     if module == "norm":
-        return "gain" if name.endswith("weight") else "bias"
+        return "gain" if parameter_name.endswith("weight") else "bias"
     full_names = {"vision": "vision_tower", "language": "language_model"}
     return full_names.get(module, module)
 

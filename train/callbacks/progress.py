@@ -72,10 +72,10 @@ class ProgressLines(TrainerCallback):
         """Prints a logged step as a row of the table."""
         cells = []
         for key, width, number_format in LOG_COLUMNS.values():
-            text = "-"
+            figure = "-"
             if key in logs:
-                text = format(logs[key], number_format)
-            cells.append(f"{text:>{width}}")
+                figure = format(logs[key], number_format)
+            cells.append(f"{figure:>{width}}")
         _print_cells(state, _step_cell(state), *cells, f"{self._time_left(state):>9}")
 
     def _print_end(self, state, logs: Mapping[str, float]) -> None:

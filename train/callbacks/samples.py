@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the model answers to a few held-out rows at each evaluation."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from torch import nn
 from transformers import LlavaProcessor, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from ...checkpoint.files import SAMPLES, atomic_write
+from ...checkpoint.files import SAMPLES
 from ...data.rows.images import ImageRules, image_problem
 from ...errors import Console
 from ...evaluation.answering import Message, answers
@@ -22,6 +21,7 @@ from ...evaluation.questions import text_of, with_images
 from ..modules.model import base_model
 from ..modules.precision import evaluating
 from ..settings import RunConfig
+from .step_lines import write_step
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -153,44 +153,31 @@ class SampleCallback(TrainerCallback):
             console.print(line, soft_wrap=True)
 
     def _write(self, output_dir: Path, step: int, texts: list[str]) -> None:
-        """Writes the images, and the line of each answer after those of earlier steps."""
-        lines = _lines_before(output_dir / SAMPLES, step)
+        """Writes the images, and a line for each answer."""
+        entries = []
         for number, (sample, text) in enumerate(zip(self.samples, texts, strict=True)):
-            entry = {
-                "step": step,
-                "sample": number,
-                "question": sample.question,
-                "answer": text,
-                "truth": sample.truth,
-                "images": _write_images(sample, number, output_dir),
-            }
-            lines.append(json.dumps(entry, ensure_ascii=False))
-        with atomic_write(output_dir / SAMPLES) as partial:
-            content = "\n".join(lines) + "\n"
-            partial.write_text(content, encoding="utf-8", errors="replace")
+            entries.append(
+                {
+                    "sample": number,
+                    "question": sample.question,
+                    "answer": text,
+                    "truth": sample.truth,
+                    "images": _write_images(sample, number, output_dir),
+                }
+            )
+        write_step(output_dir / SAMPLES, step, entries)
 
 
 def _write_images(sample: Sample, number: int, output_dir: Path) -> list[str]:
     """Writes the images of a sample, and returns the names of their files in `output_dir`."""
     names = []
     for index, image in enumerate(sample.images):
-        name = f"samples/{number}-{index}.png"
-        file = output_dir / name
+        file_name = f"samples/{number}-{index}.png"
+        file = output_dir / file_name
         file.parent.mkdir(parents=True, exist_ok=True)
         image.save(file)
-        names.append(name)
+        names.append(file_name)
     return names
-
-
-def _lines_before(file: Path, step: int) -> list[str]:
-    """Returns the lines of earlier steps."""
-    if not file.exists():
-        return []
-    earlier = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if json.loads(line)["step"] < step:
-            earlier.append(line)
-    return earlier
 
 
 def _short(text: str) -> str:

@@ -92,20 +92,20 @@ def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
 
 def _unreadable_file(checkpoint: Path) -> Path | None:
     """Returns the first file of a checkpoint that cannot be read, or None."""
-    for path in state_files(checkpoint):
+    for states in state_files(checkpoint):
         try:
-            with ZipFile(path) as archive:
+            with ZipFile(states) as archive:
                 damaged_entry = archive.testzip()
         except (OSError, ValueError, BadZipFile):
-            return path
+            return states
         if damaged_entry is not None:
-            return path
-    for path in sorted(checkpoint.glob("*.safetensors")):
+            return states
+    for weights in sorted(checkpoint.glob("*.safetensors")):
         try:
-            with safe_open(path, "pt"):
+            with safe_open(weights, "pt"):
                 pass
         except (OSError, SafetensorError):
-            return path
+            return weights
     return None
 
 
@@ -138,13 +138,13 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
         if cause is None or is_complete(folder):
             raise
         _remove(folder)
-        free = shutil.disk_usage(folder.parent).free / 2**20
-        last = newest_complete(folder.parent, world_size)
+        free_mib = shutil.disk_usage(folder.parent).free / 2**20
+        last_complete = newest_complete(folder.parent, world_size)
         next_command = "start again"
-        if last:
-            next_command = f"resume with --resume_from_checkpoint {last}"
+        if last_complete:
+            next_command = f"resume with --resume_from_checkpoint {last_complete}"
         raise OSError(
-            f"The checkpoint {folder} could not be written: {cause}. {free:,.1f} MiB are free. "
+            f"The checkpoint {folder} could not be written: {cause}. {free_mib:,.1f} MiB are free. "
             "Make room, keep fewer (--save_total_limit) or write elsewhere (--output_dir), then "
             f"{next_command}."
         ) from error
@@ -164,8 +164,8 @@ def writing_result(output: Path) -> Iterator[None]:
         cause = write_failure(error)
         if cause is None:
             raise
-        for name in RESULT:
-            (output / name).unlink(missing_ok=True)
+        for file_name in RESULT:
+            (output / file_name).unlink(missing_ok=True)
         raise OSError(
             f"The trained model could not be written to {output}: {cause}. Make room, and run the "
             "same command with --resume_from_checkpoint: it goes on from the last checkpoint."
@@ -239,19 +239,19 @@ def check_named(named: Path, output: Path, world_size: int) -> None:
     """Raises ValueError unless a run in `output` can go on from a named checkpoint."""
     earlier = checkpoints_in(output)
     if not named.is_dir():
-        known = ", ".join(path.name for path in earlier) or "no checkpoint"
-        raise ValueError(f"There is no checkpoint {named}. {output} has {known}.")
+        existing = ", ".join(path.name for path in earlier) or "no checkpoint"
+        raise ValueError(f"There is no checkpoint {named}. {output} has {existing}.")
     missing = missing_from(named, world_size)
     if missing:
         raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
     if earlier and named.resolve().parent != output.resolve():
         raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
-    later = _complete_after(named, earlier)
-    if later:
+    later_checkpoints = _complete_after(named, earlier)
+    if later_checkpoints:
         raise ValueError(
-            f"{output} holds {', '.join(later)}, which a later resume from `last` would take "
-            f"for the newest of the run that goes on from {named.name}. Remove them, or write "
-            "to another --output_dir."
+            f"{output} holds {', '.join(later_checkpoints)}, which a later resume from `last` "
+            f"would take for the newest of the run that goes on from {named.name}. Remove them, or "
+            "write to another --output_dir."
         )
 
 
@@ -274,10 +274,10 @@ def last_checkpoint(output: Path, world_size: int) -> Path | None:
     console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
     for checkpoint in unused:
         if is_complete(checkpoint):
-            lacks = "; ".join(missing_from(checkpoint, world_size))
+            missing = "; ".join(missing_from(checkpoint, world_size))
             raise ValueError(
                 f"Resuming from {newest or 'the beginning'} would write over {checkpoint}, which "
-                f"only lacks {lacks}. Resume with as many processes, or remove it."
+                f"only lacks {missing}. Resume with as many processes, or remove it."
             )
         console.print(f"Skipped {checkpoint}: it was not written to its end.")
     if newest is None and has_result(output):

@@ -105,14 +105,14 @@ def _recorded_options(loaded: "LoadedModel", more_options: Sequence[Any]) -> dic
     args = loaded.settings
     options = {"model_name_or_path": _plain(loaded.model.name_or_path or None)}
     options |= _plain(args.model_init_kwargs or {})
-    options = {name: value for name, value in options.items() if value is not None}
-    for dataclass in more_options:
-        options |= _changed(dataclass)
+    options = {option: value for option, value in options.items() if value is not None}
+    for further_options in more_options:
+        options |= _changed(further_options)
     options |= _changed(args, ALWAYS_RECORDED)
     accelerator_config = _changes_of_accelerator(args.accelerator_config)
     if accelerator_config:
         options["accelerator_config"] = accelerator_config
-    return {name: value for name, value in options.items() if name not in LEFT_OUT}
+    return {option: value for option, value in options.items() if option not in LEFT_OUT}
 
 
 def _quantization(config: Any) -> dict[str, Any] | None:
@@ -167,10 +167,10 @@ def _changes_of_accelerator(config: AcceleratorConfig) -> dict[str, Any]:
     """Returns what an `accelerator_config` changes of the default about rows and steps."""
     default = AcceleratorConfig()
     changes = {}
-    for name, is_compared in OF_ACCELERATOR.items():
-        value = getattr(config, name)
-        if is_compared and value != getattr(default, name):
-            changes[name] = _plain(value)
+    for field_name, is_compared in OF_ACCELERATOR.items():
+        value = getattr(config, field_name)
+        if is_compared and value != getattr(default, field_name):
+            changes[field_name] = _plain(value)
     return changes
 
 
@@ -187,11 +187,11 @@ def _changes_of_adapters(config: LoraConfig | None) -> dict[str, Any] | None:
     if config is None:
         return None
     default = LoraConfig()
-    names = {"base_model_name_or_path", "revision", "peft_version", "runtime_config"}
+    ignored_fields = {"base_model_name_or_path", "revision", "peft_version", "runtime_config"}
     changes = {}
-    for name, value in vars(config).items():
-        if name not in names and value != getattr(default, name, None):
-            changes[name] = _plain(value)
+    for field_name, value in vars(config).items():
+        if field_name not in ignored_fields and value != getattr(default, field_name, None):
+            changes[field_name] = _plain(value)
     return changes
 
 

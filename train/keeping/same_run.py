@@ -251,10 +251,10 @@ def _changes(before: dict[str, Any], record: dict[str, Any]) -> list[str]:
     """Returns what differs in two records, with the values of both."""
     old = _compared(before)
     new = _compared(record)
-    for name in LATER:
-        if name not in before or name not in record:
-            del old[name]
-            del new[name]
+    for key in LATER:
+        if key not in before or key not in record:
+            del old[key]
+            del new[key]
     changes = []
     for name in sorted(old.keys() | new.keys()):
         old_value = old.get(name, "the default")
@@ -266,11 +266,12 @@ def _changes(before: dict[str, Any], record: dict[str, Any]) -> list[str]:
 
 def _compared(record: dict[str, Any]) -> dict[str, Any]:
     """Returns what must be equal in two records of one run, by names that users know."""
-    compared = {name: value for name, value in record["options"].items() if name not in FREE}
+    options = record["options"].items()
+    compared = {option: value for option, value in options if option not in FREE}
     if compared.get("packing"):  # more epochs may need more passes, for the same steps
         compared.pop("gradient_accumulation_steps", None)
-    for name in ("stage", "arm", "quantization", *LATER):
-        compared[name] = record.get(name)
+    for key in ("stage", "arm", "quantization", *LATER):
+        compared[key] = record.get(key)
     learning_rates = record.get("learning_rates") or {}
     for module, rate in learning_rates.items():
         compared[f"the learning rate of {module}"] = rate

@@ -85,16 +85,16 @@ def language_adapter(
 def _check_supported(config: LoraConfig) -> None:
     """Raises ValueError if a field is set that is not in `OPTIONS`, or to another of `VALUES`."""
     refused = []
-    for name, default in sorted(vars(LoraConfig()).items()):
-        value = getattr(config, name)
-        if name in VALUES:
-            is_supported = value in VALUES[name]
-        elif name == "lora_alpha":  # 0 would make adapters without effect
+    for field, default in sorted(vars(LoraConfig()).items()):
+        value = getattr(config, field)
+        if field in VALUES:
+            is_supported = value in VALUES[field]
+        elif field == "lora_alpha":  # 0 would make adapters without effect
             is_supported = bool(value)
         else:
-            is_supported = name in OPTIONS or value == default
+            is_supported = field in OPTIONS or value == default
         if not is_supported:
-            refused.append(f"{name} {value!r}")
+            refused.append(f"{field} {value!r}")
     if refused:
         settings = ", ".join(refused)
         raise ValueError(f"peft_config sets {settings}, which is not supported here. Leave it out.")

@@ -26,8 +26,8 @@ def model_without_weights(
     quantization = arguments.pop("quantization_config", None)
     with torch.device("meta"):
         model = cls._from_config(config, dtype=precision, **arguments)
-    for name, parameter in model.named_parameters():
-        if any(place in name for place in model._keep_in_fp32_modules_strict):
+    for parameter_name, parameter in model.named_parameters():
+        if any(place in parameter_name for place in model._keep_in_fp32_modules_strict):
             parameter.data = parameter.data.float()
     if quantization is not None:
         _quantize(model, quantization, device_map)
