@@ -32,10 +32,11 @@ MAX_CONSECUTIVE_SKIPS = 10
 class FiniteCheck(TrainerCallback):
     """Checks that loss and gradients of a step are finite; only if not, finds the first bad module.
 
-    Bad values are counted on their device. Once in an optimizer step the counts are summed over the
-    processes, so that all of them stop or none, and read, for which the host waits for the device.
-    With fp16, infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips
-    such a step and lowers its scale. There only the loss counts, until the scale is below 1.
+    Bad values are counted on their device. Once in an optimizer step, the counts are summed over
+    all processes, so that either all of them stop or none does. Reading the sums waits for the
+    device. With fp16, infinite gradients are normal now and then: the gradient scaler, or
+    DeepSpeed, skips such a step and lowers its scale. There only the loss counts, until the scale
+    is below 1.
 
     A step without any label, as all its rows were skipped, has zero gradients. It is not taken
     either: an optimizer would still decay weights and follow its momentum.

@@ -137,7 +137,7 @@ class Measurements(TrainerCallback):
 def norm_values(model: nn.Module) -> dict[str, Tensor]:
     """Returns the size of gain and bias (table 5) and the factor of gradient compensation (eq. 12).
 
-    Their names are those of the log.
+    The keys are named as in the log.
     """
     norm = projector_norm(model)
     values = {"gwc/factor": torch.ones(())}

@@ -33,7 +33,7 @@ def sample_callback(held_out: Any, args: RunConfig, *, is_sharded: bool) -> "Sam
     """Returns the callback of a run; None if no rows are to be answered.
 
     Args:
-        held_out: Parsed rows, or several data sets by name, the first of which is used.
+        held_out: Parsed rows, or several data sets by name. Only the first one is used.
         args: The options of the run.
         is_sharded: Whether no process has the whole model. Then no row is answered, and a warning
             says so.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of a run: writing them, which are complete, which one a run resumes from."""
+"""The checkpoints of a run: writing them, checking them, and choosing one to resume from."""
 
 import os
 import shlex
@@ -124,7 +124,7 @@ def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
 
 @contextmanager
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
-    """Removes an earlier folder before a checkpoint is written, and a part that a full disk left.
+    """Removes an earlier folder before a checkpoint is written; on a full disk, the part written.
 
     Other processes must wait until the first one has removed the folder.
     """
@@ -174,9 +174,10 @@ def writing_result(output: Path) -> Iterator[None]:
 
 @contextmanager
 def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Locks the folder of a run, as [`only_writer`] does. If it is locked already, all stop.
+    """Locks the folder of a run, as [`only_writer`] does.
 
-    All processes must call this together; the first one takes the lock.
+    All processes must call this together. The first one takes the lock. If it cannot, all of them
+    raise ValueError.
     """
     problem = [""]
     with ExitStack() as lock:

@@ -133,7 +133,7 @@ def data_record(report: DataReport) -> list[dict[str, Any]]:
 
 
 def digest_of_lengths(rows: Dataset | IterableDataset | None) -> str | None:
-    """Returns a hash of the tokens of each row in order, which other or reordered rows change."""
+    """Returns a hash of the rows' lengths in order, or None if they are not known."""
     if not isinstance(rows, Dataset) or "length" not in rows.column_names:
         return None
     lengths = np.asarray(rows.with_format(None)["length"][:], dtype="<i8")

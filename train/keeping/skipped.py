@@ -22,8 +22,8 @@ class SkippedRows:
     so have the processes of a run with one `output_dir`. A resumed run finds the file again.
 
     Args:
-        path: The file, which is created with the first row. By default, it is a temporary file,
-            which is removed with this object.
+        path: The file. It is created with the first row. By default it is a temporary file, and is
+            removed with this object.
     """
 
     def __init__(self, path: str | os.PathLike | None = None):

@@ -41,7 +41,10 @@ OPTIONS = {
 """Fields of a `LoraConfig` that may be set: they are trained as they say, and can be merged."""
 
 VALUES = {"init_lora_weights": (True, False, "gaussian"), "task_type": (None, "CAUSAL_LM")}
-"""The values of two of them: others compute adapters from weights or data, or have another loss."""
+"""The values that two of them may have.
+
+Other values compute adapters from weights or data, or have another loss.
+"""
 
 
 def language_adapter(

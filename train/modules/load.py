@@ -149,7 +149,7 @@ def _train_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
 def frozen_dtype(config: NormAlignLlavaConfig, settings: RunConfig) -> str:
     """Returns the dtype of frozen modules: by default the checkpoint's if steps use it, or float32.
 
-    Raises ValueError if the dtype that was given does not go with that of steps.
+    Raises ValueError if the dtype that was given does not go with the precision of steps.
     """
     if is_deepspeed_zero3_enabled():
         return "float32"  # DeepSpeed makes all that it divides float32 while it is loaded
