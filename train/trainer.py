@@ -40,9 +40,11 @@ from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..errors import Console, Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .callbacks.finite import FiniteCheck
 from .callbacks.loss_curve import LossCurve
+from .callbacks.measurements import Measurements
 from .callbacks.packed_attention import PackedAttentionCheck
-from .callbacks.steps import FiniteCheck, Measurements, show, show_lines
+from .callbacks.progress import show, show_lines
 from .collator import ConversationCollator, blank_image, count_rows_with_labels
 from .keeping.checkpoints import (
     began_in,

@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 from normalign_llava import NormAlignConfig, NormAlignTrainer
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.callbacks.steps import ProgressLines
+from normalign_llava.train.callbacks.progress import ProgressLines
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.prepare import given_options
 from normalign_llava.train.run import main

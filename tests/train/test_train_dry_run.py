@@ -276,7 +276,7 @@ def test_a_dry_run_is_told_by_the_first_process(monkeypatch, capsys, is_first, c
     trainer = SimpleNamespace(estimate_memory=estimate, summary=lambda: "the summary")
     trainer.args = SimpleNamespace(gradient_checkpointing=checkpointing)
     trainer.is_world_process_zero = lambda: is_first
-    monkeypatch.setattr(run, "parse", lambda *given: given)
+    monkeypatch.setattr(run, "parse", lambda words, recipe: (words, recipe, None))
     monkeypatch.setattr(run, "make_trainer", lambda *parsed: (trainer, None))
     monkeypatch.setattr(run, "remedy", lambda made, make: f"a change of {type(made).__name__}")
     assert run.dry_run(["--words"]) is fits

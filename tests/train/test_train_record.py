@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from normalign_llava.data.rows.checks import DataReport, SourceReport
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows
-from normalign_llava.train.keeping import disk, record, summary
+from normalign_llava.train.keeping import disk, machine, record, summary
 from normalign_llava.train.keeping.same_run import check_resumed
 from normalign_llava.train.loading import LoadedModel
 from normalign_llava.train.prepare import CheckedData, OpenedModel, Plan
@@ -74,7 +74,7 @@ def installed(tmp_path, monkeypatch):
     (root / "train" / "keeping").mkdir(parents=True)
     file = root / "train" / "keeping" / "record.py"
     file.write_text("a = 1\n")
-    monkeypatch.setattr(record, "__file__", str(file))
+    monkeypatch.setattr(machine, "__file__", str(file))
     return root
 
 
@@ -85,12 +85,12 @@ def test_the_commit_of_a_checkout_says_whether_files_were_changed(installed, mon
     git(installed, "tag", "v1")  # names of tags are no commits
     head = git(installed, "rev-parse", "HEAD")
     monkeypatch.chdir(installed.parent)
-    assert record.code_commit() == head
+    assert machine.code_commit() == head
     (installed / "train" / "keeping" / "record.py").write_text("a = 2\n")
-    assert record.code_commit() == f"{head}-dirty"
+    assert machine.code_commit() == f"{head}-dirty"
     (installed / ".git").rename(installed.parent / ".git")  # of what the package is copied into
     assert git(installed, "rev-parse", "HEAD") == head
-    assert head not in (record.code_commit() or "")
+    assert head not in (machine.code_commit() or "")
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_without_a_checkout_the_commit_is_that_which_pip_installed(
     if content:
         (folder / "direct_url.json").write_text(content)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert record.code_commit() == commit
+    assert machine.code_commit() == commit
     monkeypatch.setenv("PATH", str(tmp_path))  # where git is not installed
-    assert record.code_commit() == commit
+    assert machine.code_commit() == commit
     monkeypatch.setattr(sys, "path", [])  # nor is this package
-    assert record.code_commit() is None
+    assert machine.code_commit() is None
 
 
 @dataclass
@@ -194,7 +194,7 @@ def test_of_accelerator_and_adapters_a_record_has_what_is_not_the_default():
     switched_off = LoraConfig(init_lora_weights=False)  # which is True by default
     assert record._changes_of_adapters(switched_off) == {"init_lora_weights": False}
     optimizer = (torch.optim.SGD, {"lr": 0.1})
-    assert record._named(optimizer) == {"class": "torch.optim.sgd.SGD", "lr": 0.1}
+    assert record._optimizer_record(optimizer) == {"class": "torch.optim.sgd.SGD", "lr": 0.1}
 
 
 def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(
@@ -256,9 +256,9 @@ def test_a_processor_has_the_name_that_the_system_gives_it(tmp_path, monkeypatch
     file = tmp_path / "cpuinfo"
     if lines:
         file.write_text(lines)
-    monkeypatch.setattr(record, "Path", lambda path: file)
+    monkeypatch.setattr(machine, "Path", lambda path: file)
     Accelerator(cpu=True)
-    assert record.hardware(torch.device("cpu"))["devices"] == [named]
+    assert machine.hardware(torch.device("cpu"))["devices"] == [named]
 
 
 @pytest.fixture(scope="module")

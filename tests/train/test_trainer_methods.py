@@ -781,7 +781,7 @@ def test_the_curve_is_drawn_at_a_save_once_a_minute_in_the_first_process(tmp_pat
     state = TrainerState(log_history=logged_losses(3), best_global_step=1)
     callback.on_save(args, state, None)
     assert not curves.drawn
-    callback._drawn -= PAUSE
+    callback._drawn_at -= PAUSE
     callback.on_save(args, TrainerState(log_history=logged_losses(2)), None)  # no curve yet
     assert not curves.drawn
     state.is_world_process_zero = False

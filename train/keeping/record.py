@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run records of itself: `training.json`."""
+"""The record of a run: `training.json`."""
 
 import json
 import os
-import platform
-import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Container, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -27,6 +22,7 @@ from ...checkpoint.files import TRAINING_RECORD
 from ...checkpoint.opening import read_record
 from ...data.rows.checks import DataReport
 from ..options import BOTH_STAGES, STAGES
+from .machine import code_commit, hardware
 from .same_run import OF_ACCELERATOR
 
 
@@ -36,144 +32,171 @@ if TYPE_CHECKING:  # both import this file
 
 
 LEFT_OUT = {
-    *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "do_eval"),
-    *("push_to_hub_token", "disable_tqdm", "logging_nan_inf_filter", "dataloader_pin_memory"),
-    *("use_cpu", "learning_rate", "revision"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs"),  # since transformers 5.24
+    "output_dir",
+    "logging_dir",
+    "run_name",
+    "resume_from_checkpoint",
+    "hub_token",
+    "do_eval",
+    "push_to_hub_token",
+    "disable_tqdm",
+    "logging_nan_inf_filter",
+    "dataloader_pin_memory",
+    "use_cpu",
+    "learning_rate",
+    "revision",
+    # Since transformers 5.24.
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
 }
 """Options that are secret, about output, derived, or recorded under another key."""
 
+ALWAYS_RECORDED = {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"}
+"""Options that are recorded although they have their default: all that stages set."""
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
+"""Libraries whose versions are recorded."""
+
+_EMPTY: tuple[Any, ...] = (None, [], {})  # values that say no more than a missing key
+
 
 def training_record(
-    plan: "Plan", loaded: "LoadedModel", others: Sequence[Any] = ()
+    plan: "Plan", loaded: "LoadedModel", more_options: Sequence[Any] = ()
 ) -> dict[str, Any]:
     """Returns the resolved recipe as JSON.
 
-    It has the options that differ from their default, and all that stages set. They are the plan's,
-    as loading settled them, and those of `others`, further dataclasses of options.
+    Local paths are cut to their last part, and dropped rows are listed by number. All processes
+    must call this together. The trainer adds the facts of [`summary`] as `run`, and at saves
+    `steps_done` and `seconds`.
 
-    Local paths are cut to their last part, dropped rows listed by number. All processes must call
-    this together. The trainer adds facts of [`summary`] as `run`; at saves `steps_done`, `seconds`.
+    Args:
+        plan: The plan of the run.
+        loaded: The model, and the options of the plan as loading settled them.
+        more_options: Further dataclasses of options.
     """
     model = loaded.model
     args = loaded.settings
-    optimizer = plan.optimizer
-    adapters = plan.model.adapters
-    named = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {})}
-    options = {name: value for name, value in _plain(named).items() if value is not None}
-    for more in others:
-        options |= _changed(more, set())
-    options |= _changed(args, {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"})
-    if of_accelerator := _changes_of_accelerator(args.accelerator_config):
-        options["accelerator_config"] = of_accelerator
-    quantization = getattr(model.config, "quantization_config", None)
-    libraries = ("torch", "transformers", "trl", "peft", "accelerate")
+    versions = {name: version(name) for name in LIBRARIES}
+    versions["normalign_llava"] = __version__
     return {
         "stage": args.stage,
         "arm": arm_of(model.config),
         "config_changes": {name: getattr(model.config, name) for name in ARM_FIELDS},
         "learning_rates": plan.learning_rates,
-        "options": {key: value for key, value in options.items() if key not in LEFT_OUT},
+        "options": _recorded_options(loaded, more_options),
         "processes": args.world_size,
-        "quantization": None if quantization is None else json.loads(quantization.to_json_string()),
+        "quantization": _quantization(model.config),
         "text_embedding_norm": model.config.text_embedding_norm,
         "model_revision": loaded.commit,
         "data": data_record(plan.data.report),
-        "optimizer": None if optimizer is None else _named(optimizer),
-        "adapters": None if adapters is None else _changes_of_adapters(adapters),
+        "optimizer": _optimizer_record(plan.optimizer),
+        "adapters": _changes_of_adapters(plan.model.adapters),
         "hardware": hardware(args.device),
-        "versions": {name: version(name) for name in libraries} | {"normalign_llava": __version__},
+        "versions": versions,
         "commit": code_commit(),
-        "before": read_record(
-            model.name_or_path, TRAINING_RECORD, loaded.commit
-        ),  # an earlier training's
+        # The record of the training before, if the model was trained.
+        "before": read_record(model.name_or_path, TRAINING_RECORD, loaded.commit),
         "seconds": 0.0,
     }
 
 
+def _recorded_options(loaded: "LoadedModel", more_options: Sequence[Any]) -> dict[str, Any]:
+    """Returns the options that differ from their default, and `ALWAYS_RECORDED`."""
+    args = loaded.settings
+    options = {"model_name_or_path": _plain(loaded.model.name_or_path or None)}
+    options |= _plain(args.model_init_kwargs or {})
+    options = {option: value for option, value in options.items() if value is not None}
+    for further_options in more_options:
+        options |= _changed(further_options)
+    options |= _changed(args, ALWAYS_RECORDED)
+    accelerator_config = _changes_of_accelerator(args.accelerator_config)
+    if accelerator_config:
+        options["accelerator_config"] = accelerator_config
+    return {option: value for option, value in options.items() if option not in LEFT_OUT}
+
+
+def _quantization(config: Any) -> dict[str, Any] | None:
+    """Returns how a model is quantized."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return None
+    return json.loads(quantization.to_json_string())
+
+
 def data_record(report: DataReport) -> list[dict[str, Any]]:
-    """What was read of each source as JSON, dropped rows by number."""
-    read = [vars(data) | {"dropped": [row.row for row in data.dropped]} for data in report.sources]
-    return _plain(read)
-
-
-def code_commit() -> str | None:
-    """The git commit of this package's checkout, "-dirty" if changed, or of what pip installed."""
-    root = Path(__file__).resolve().parents[2]
-    git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-    words = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=20)
-        return done.stdout.strip()
-    with suppress(PackageNotFoundError, ValueError):  # as pip records it (PEP 610)
-        origin = json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
-        return origin.get("vcs_info", {}).get("commit_id")
-    return None
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
-    """The `devices` of all processes, which must call it together, their `count`, the `machine`."""
-    accelerator, name = device.type in ("cuda", "xpu"), platform.machine()
-    with suppress(OSError, StopIteration):  # as on Linux
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
-    if accelerator:
-        name = torch.get_device_module(device).get_device_name(device)
-    seen = {*gather_object([(platform.node(), device.index if accelerator else None, name)])}
-    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
-    return {"devices": sorted({name for *_, name in seen}), "count": len(seen), "machine": machine}
-
-
-def _changed(options: Any, always: set[str]) -> dict[str, Any]:
-    """Fields that differ from their default, and those of `always`."""
-    changed = {}
-    for field in fields(options):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        name, value = field.name, _plain(getattr(options, field.name))
-        is_emptied = getattr(options, name) is None and default not in (None, [], {}, MISSING)
-        is_set = value not in (None, [], {}) and (value != default or name in always)
-        if field.init and (is_emptied or is_set):
-            changed[name] = value
-    return changed
-
-
-def _changes_of_accelerator(config: AcceleratorConfig) -> dict[str, Any]:
-    """What of an `accelerator_config` decides about rows and steps, and is not the default."""
-    default = AcceleratorConfig()
-    changes = {}
-    for name, is_compared in OF_ACCELERATOR.items():
-        value = getattr(config, name)
-        if is_compared and value != getattr(default, name):
-            changes[name] = _plain(value)
-    return changes
+    """Returns what was read of each source as JSON, with dropped rows by number."""
+    sources = []
+    for source in report.sources:
+        numbers = [row.row for row in source.dropped]
+        sources.append({**vars(source), "dropped": numbers})
+    return _plain(sources)
 
 
 def digest_of_lengths(rows: Dataset | IterableDataset | None) -> str | None:
-    """A hash of the tokens of each row in order, by which other or reordered rows are known."""
+    """Returns a hash of the rows' lengths in order, or None if they are not known."""
     if not isinstance(rows, Dataset) or "length" not in rows.column_names:
         return None
     lengths = np.asarray(rows.with_format(None)["length"][:], dtype="<i8")
     return sha256(lengths.tobytes()).hexdigest()[:16]
 
 
-def _named(optimizer: tuple[type, dict[str, Any]]) -> dict[str, Any]:
+def _changed(options: Any, always: Container[str] = ()) -> dict[str, Any]:
+    """Returns the fields of a dataclass that differ from their default, and those of `always`.
+
+    A field is left out if it is empty, unless it was set to None and has another default.
+    """
+    changed = {}
+    for field in fields(options):
+        if not field.init:
+            continue
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        given = getattr(options, field.name)
+        value = _plain(given)
+        if value in _EMPTY:
+            is_recorded = given is None and default is not MISSING and default not in _EMPTY
+        else:
+            is_recorded = value != default or field.name in always
+        if is_recorded:
+            changed[field.name] = value
+    return changed
+
+
+def _changes_of_accelerator(config: AcceleratorConfig) -> dict[str, Any]:
+    """Returns what an `accelerator_config` changes of the default about rows and steps."""
+    default = AcceleratorConfig()
+    changes = {}
+    for field_name, is_compared in OF_ACCELERATOR.items():
+        value = getattr(config, field_name)
+        if is_compared and value != getattr(default, field_name):
+            changes[field_name] = _plain(value)
+    return changes
+
+
+def _optimizer_record(optimizer: tuple[type, dict[str, Any]] | None) -> dict[str, Any] | None:
+    """Returns the name of an optimizer's class, and its arguments."""
+    if optimizer is None:
+        return None
     cls, arguments = optimizer
     return {"class": f"{cls.__module__}.{cls.__qualname__}", **_plain(arguments)}
 
 
-def _changes_of_adapters(config: LoraConfig) -> dict[str, Any]:
-    """What of adapters is not the default, without what names the model and versions."""
+def _changes_of_adapters(config: LoraConfig | None) -> dict[str, Any] | None:
+    """Returns what adapters change of the default, without the names of the model and versions."""
+    if config is None:
+        return None
     default = LoraConfig()
-    named = {"base_model_name_or_path", "revision", "peft_version", "runtime_config"}
+    ignored_fields = {"base_model_name_or_path", "revision", "peft_version", "runtime_config"}
     changes = {}
-    for name, value in vars(config).items():
-        if name not in named and value != getattr(default, name, None):
-            changes[name] = _plain(value)
+    for field_name, value in vars(config).items():
+        if field_name not in ignored_fields and value != getattr(default, field_name, None):
+            changes[field_name] = _plain(value)
     return changes
 
 
 def _plain(value: Any) -> Any:
-    """As JSON, with None for other objects."""
+    """Returns a value as JSON, with None for other objects."""
     if isinstance(value, set):
         return sorted(_plain(entry) for entry in value)
     if isinstance(value, Enum):
@@ -183,7 +206,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):
-        path, colon, split = (value, "", "") if os.path.exists(value) else value.partition(":")
-        if os.path.exists(path):
-            return Path(path).name + colon + split  # no local path travels with a checkpoint
-    return value if isinstance(value, str | int | float) else None
+        return _without_folders(value)
+    if isinstance(value, int | float):
+        return value
+    return None
+
+
+def _without_folders(text: str) -> str:
+    """Returns the last part of a local `path` or `path:split`, and any other text as it is.
+
+    No local path is to travel with a checkpoint.
+    """
+    if os.path.exists(text):
+        return Path(text).name
+    path, colon, split = text.partition(":")
+    if os.path.exists(path):
+        return Path(path).name + colon + split
+    return text
