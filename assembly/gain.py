@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from rich.console import RenderableType
 from rich.table import Table
 from safetensors import safe_open
@@ -17,7 +16,7 @@ from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.untrusted import check_weights, loading
 from ..configuration_normalign_llava import embedding_scales
 from ..errors import Printed
-from ..modeling_normalign_llava import embedding_row_norms, mean_embedding_norm
+from ..modeling_normalign_llava import embedding_row_norms, mean_embedding_norm, rows_of_token
 
 
 _TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
@@ -66,12 +65,15 @@ class EmbeddingStatistics(Printed):
     hidden_size: int
 
     def tables(self) -> list[RenderableType]:
-        """Tables for the terminal: the numbers, and the tokens of largest norm if `top` has any."""
-        tokens = Table("id", "token", "norm", title="Tokens of largest norm")
-        for token in self.top:
-            text = "" if token.text is None else repr(token.text)
-            tokens.add_row(str(token.id), text, f"{token.norm:.3f}")
-        return [self.renderable(), tokens] if self.top else [self.renderable()]
+        """Returns the table of the numbers, and that of `top` unless it is empty."""
+        tables = [self.renderable()]
+        if self.top:
+            tokens = Table("id", "token", "norm", title="Tokens of largest norm")
+            for token in self.top:
+                text = "" if token.text is None else repr(token.text)
+                tokens.add_row(str(token.id), text, f"{token.norm:.3f}")
+            tables.append(tokens)
+        return tables
 
 
 def embedding_statistics(
@@ -84,18 +86,21 @@ def embedding_statistics(
         top: Number of tokens of largest norm to name.
         revision: Branch, tag or commit of the Hub repository.
 
-    Raises ValueError if `model` has no weights that can be read, or not exactly one token
-    embedding, or if that is quantized, has NaN or infinite values, or has no row that counts.
+    Raises:
+        ValueError: If `model` has no weights that can be read, or not exactly one token embedding,
+            or if that is quantized, has NaN or infinite values, or has no row that counts.
     """
-    opened, tokenizer = open_checkpoint(model, revision), None
+    opened = open_checkpoint(model, revision)
     (file,) = check_weights(opened.name, opened.revision, partial(_embedding_name, model))
+    tokenizer = None
     with suppress(Exception):  # only the texts of tokens depend on it
         tokenizer = opened.preprocessor(AutoTokenizer)
     config = opened.config if opened.model_type in CONFIG_MAPPING else None
     with loading(str(file)), safe_open(file, "pt") as tensors:
         name = _embedding_name(model, tensors.keys())
         weight = tensors.get_tensor(name)  # mapped, not read yet
-        norms, hidden_size = embedding_row_norms(weight), weight.shape[1]
+        norms = embedding_row_norms(weight)
+        hidden_size = weight.shape[1]
         return statistics_of(model, name, norms, hidden_size, config, tokenizer, top)
 
 
@@ -108,46 +113,64 @@ def statistics_of(
     tokenizer: PreTrainedTokenizerBase | None,
     top: int = 10,
 ) -> EmbeddingStatistics:
-    """[`embedding_statistics`] from the L2 norms `(V,)` of a matrix's rows, float64."""
-    text_config = None if config is None else config.get_text_config()
-    scale_text, scale_all = (1.0, 1.0) if text_config is None else embedding_scales(text_config)
+    """Returns [`embedding_statistics`] of the L2 norms `(V,)` of a matrix's rows, float64."""
+    model_type = None
+    scale_text = 1.0
+    scale_all = 1.0
+    if config is not None:
+        text_config = config.get_text_config()
+        model_type = text_config.model_type
+        scale_text, scale_all = embedding_scales(text_config)
     counts = counted_rows(norms, getattr(config, "image_token_id", None))
+    number_of_rows = int(counts.sum())
     mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
-    largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))
-
-    def text(row: int) -> str | None:
-        return str(tokenizer.decode([row])) if tokenizer and row < len(tokenizer) else None
-
+    largest = norms.where(counts, -1.0).topk(min(top, number_of_rows))
+    top_tokens = []
+    for row in largest.indices.tolist():
+        text = None
+        if tokenizer and row < len(tokenizer):
+            text = str(tokenizer.decode([row]))
+        top_tokens.append(TopToken(row, text, norms[row].item()))
     return EmbeddingStatistics(
         model=model,
         mean=mean,
         std=norms[counts].std(correction=0).item(),
-        rows=int(counts.sum()),
-        top=[TopToken(row, text(row), norms[row].item()) for row in largest.indices.tolist()],
+        rows=number_of_rows,
+        top=top_tokens,
         tensor=tensor,
-        model_type=None if text_config is None else text_config.model_type,
+        model_type=model_type,
         n_text=mean * scale_text * scale_all,
         gain=mean * scale_text / hidden_size**0.5,
         scale=scale_text * scale_all,
         zero_rows=int((norms == 0).sum()),
-        excluded_rows=int((norms != 0).sum() - counts.sum()),
+        excluded_rows=int((norms != 0).sum()) - number_of_rows,
         hidden_size=hidden_size,
     )
 
 
 def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
-    """A mask `(V,)` of the rows that count, by their norms; padding repeats the image token's."""
-    added = norms[:0] if image_token is None else norms[image_token : image_token + 1]
-    return (norms != 0) & ~torch.isin(norms, added)
+    """Returns a mask `(V,)` of the rows that count, by their norms `(V,)`.
+
+    The image token's row does not count, nor does padding of the vocabulary, which repeats it.
+    """
+    counts = norms != 0
+    if image_token is not None:
+        counts[rows_of_token(norms, image_token)] = False
+    return counts
 
 
 def _embedding_name(model: str, names: Iterable[str]) -> str:
+    """Finds the token embedding among names of tensors; raises ValueError if there is not one."""
     endings = tuple(f".{table}.weight" for table in _TABLES)
-    # Layers that predict further tokens repeat the table (DeepSeek-V3).
-    tables = [name for name in names if f".{name}".endswith(endings) and ".layers." not in name]
-    tables = [name for name in tables if "language_model." in name] or tables
-    if len(tables) != 1:
-        listed = ", ".join(tables) or f"none called {' or '.join(_TABLES)}"
-        fault = f"{model} has {len(tables)} tensors that may be its token embedding: {listed}"
+    candidates = []
+    for name in names:
+        # Layers that predict further tokens repeat the table (DeepSeek-V3).
+        if f".{name}".endswith(endings) and ".layers." not in name:
+            candidates.append(name)
+    if any("language_model." in name for name in candidates):
+        candidates = [name for name in candidates if "language_model." in name]
+    if len(candidates) != 1:
+        listed = ", ".join(candidates) or f"none called {' or '.join(_TABLES)}"
+        fault = f"{model} has {len(candidates)} tensors that may be its token embedding: {listed}"
         raise ValueError(f"{fault}. Name a language model alone; for an adapter, its base model.")
-    return tables[0]
+    return candidates[0]
