@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer with an adapter, merged by PEFT, and how much its outputs change by that."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -68,7 +69,7 @@ class MergedLayer:
 def relative_change(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Returns the largest change of a number, as a share of the largest of its tensor.
 
-    Tensors of whole numbers, empty ones and zeros do not count.
+    Tensors of whole numbers, empty ones and zeros do not count. It is NaN if one of the changes is.
     """
     largest_change = 0.0
     for name, before in expected.items():
@@ -79,8 +80,10 @@ def relative_change(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         is_same = after.dtype == before.dtype and torch.equal(after, before)
         if largest == 0 or is_same:
             continue
-        change = (after.to(before.dtype) - before).abs().max().item()
-        largest_change = max(largest_change, change / largest)
+        change = (after.to(before.dtype) - before).abs().max().item() / largest
+        if math.isnan(change):
+            return change  # `max` would drop it
+        largest_change = max(largest_change, change)
     return largest_change
 
 
@@ -120,7 +123,7 @@ def _with_adapters(module: ParamWrapper) -> dict[str, Tensor]:
     expected: dict[str, Tensor] = {}
     wrapper: nn.Module = module
     while isinstance(wrapper, ParamWrapper):
-        name = wrapper.parameter_name
-        expected[name] = wrapper.get_param() + wrapper.get_delta_weight("default")
+        parameter_name = wrapper.parameter_name
+        expected[parameter_name] = wrapper.get_param() + wrapper.get_delta_weight("default")
         wrapper = wrapper.base_layer
     return expected
