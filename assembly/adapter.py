@@ -122,10 +122,10 @@ def read_peft_config(adapter: Path) -> LoraConfig:
     kind = peft_config.peft_type
     if kind != PeftType.LORA:
         raise ValueError(f"{adapter} is a {kind} adapter. Only LoRA, DoRA and rsLoRA are merged.")
-    start = str(peft_config.init_lora_weights)
-    if start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+    method = str(peft_config.init_lora_weights)
+    if method.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
         remedy = "Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
-        fault = f"{adapter} was trained with init_lora_weights {start!r}, which changes the base"
+        fault = f"{adapter} was trained with init_lora_weights {method!r}, which changes the base"
         raise ValueError(f"{fault}. {remedy}")
     return peft_config
 
@@ -222,16 +222,16 @@ def _check_tensors(
         model = on_meta(config)
     with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
         adapted = put_on_meta(model, peft_config)
-    weights = adapter / ADAPTER_WEIGHTS
-    with loading(f"{weights}"), safe_open(weights, "pt") as file:
-        stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    weights_path = adapter / ADAPTER_WEIGHTS
+    with loading(f"{weights_path}"), safe_open(weights_path, "pt") as file:
+        stored_shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     tensors = adapted.state_dict()
-    expected = {}
-    for name, place in _places_of_saved(adapted, stored).items():
-        expected[name] = list(tensors[place].shape)
-    for name in sorted(expected | stored):
-        if stored.get(name) != expected.get(name):
-            shapes = f"shape {stored.get(name)}, on the base {expected.get(name)}"
+    expected_shapes = {}
+    for name, place in _places_of_saved(adapted, stored_shapes).items():
+        expected_shapes[name] = list(tensors[place].shape)
+    for name in sorted(expected_shapes | stored_shapes):
+        if stored_shapes.get(name) != expected_shapes.get(name):
+            shapes = f"shape {stored_shapes.get(name)}, on the base {expected_shapes.get(name)}"
             fault = f"{adapter} does not fit the base {base}: {name} has {shapes}"
             raise ValueError(f"{fault}. Give the right --base.")
 
@@ -242,13 +242,13 @@ def _places_of_saved(adapted: PeftModel, stored: Collection[str]) -> dict[str, s
     Embeddings with an adapter may be saved whole besides; these are named if they are `stored`.
     """
     tensors = adapted.state_dict()
-    names = {id(tensor): name for name, tensor in tensors.items()}
+    names_in_model = {id(tensor): name for name, tensor in tensors.items()}
     places = {}
     for with_embeddings in (True, False):
         saved = get_peft_model_state_dict(adapted, tensors, save_embedding_layers=with_embeddings)
         for name, tensor in saved.items():
             if name in stored or not with_embeddings:
-                places[name] = names[id(tensor)]
+                places[name] = names_in_model[id(tensor)]
     return places
 
 
@@ -266,8 +266,10 @@ def _training_settings(adapter: Path, base_quantization: str | None) -> _Trainin
 
     Raises ValueError if neither it nor the adapter's record says how the base was quantized.
     """
-    file = adapter / TRAINING_RECORD
-    record = json_object(file.read_bytes(), str(file)) if file.is_file() else {}
+    record_path = adapter / TRAINING_RECORD
+    record = {}
+    if record_path.is_file():
+        record = json_object(record_path.read_bytes(), str(record_path))
     quantization = record.get("quantization")
     if base_quantization in BASE_QUANTIZATIONS:
         quantization = BASE_QUANTIZATIONS[base_quantization]

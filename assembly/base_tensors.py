@@ -66,12 +66,12 @@ class BaseTensors:
             dtype = next(iter(self._stored.values())).read().dtype
         self.dtype = torch_dtype(dtype)
 
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        norm = {name for name in parameters if name.startswith(NORM)}
-        self._in_training_dtype = parameters - norm
+        parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        norm_names = {name for name in parameter_names if name.startswith(NORM)}
+        self._in_training_dtype = parameter_names - norm_names
         self._aligned_norm: dict[str, Tensor] = {}
-        is_norm_stored = norm <= self._stored.keys()
-        if norm and (adapter.realigned or not is_norm_stored):
+        is_norm_stored = norm_names <= self._stored.keys()
+        if norm_names and (adapter.realigned or not is_norm_stored):
             embeddings = self[model._tied_weights_keys["lm_head.weight"]]
             self._aligned_norm = _align_norm(model, embeddings)
 
@@ -97,13 +97,13 @@ def _find_tensors(
     """Opens the base's files; returns their tensors by their names in the model."""
     stored_tensors = {}
     renamings = get_model_conversion_mapping(model, key_mapping=model._llava_names)
-    for path in check_weights(base.name, base.revision):
-        file = safe_open(path, "pt")
-        for stored_name in file.keys():  # noqa: SIM118
-            name = stored_name
+    for weights_path in check_weights(base.name, base.revision):
+        weights_file = safe_open(weights_path, "pt")
+        for stored_name in weights_file.keys():  # noqa: SIM118
+            model_name = stored_name
             for renaming in renamings:  # an older LLaVA has other names
-                name, _ = renaming.rename_source_key(name)
-            stored_tensors[name] = StoredTensor(file, stored_name)
+                model_name, _ = renaming.rename_source_key(model_name)
+            stored_tensors[model_name] = StoredTensor(weights_file, stored_name)
     return stored_tensors
 
 
@@ -111,13 +111,13 @@ def _with_tied_names(
     stored_tensors: Mapping[str, StoredTensor], model: NormAlignLlavaForConditionalGeneration
 ) -> dict[str, StoredTensor]:
     """Returns the tensors by both of their names if two are tied and only one of them is stored."""
-    named = dict(stored_tensors)
-    for first, second in model.all_tied_weights_keys.items():
-        if first not in named and second in named:
-            named[first] = named[second]
-        elif second not in named and first in named:
-            named[second] = named[first]
-    return named
+    by_both_names = dict(stored_tensors)
+    for first_name, second_name in model.all_tied_weights_keys.items():
+        if first_name not in by_both_names and second_name in by_both_names:
+            by_both_names[first_name] = by_both_names[second_name]
+        elif second_name not in by_both_names and first_name in by_both_names:
+            by_both_names[second_name] = by_both_names[first_name]
+    return by_both_names
 
 
 def _differ_though_tied(
@@ -142,12 +142,12 @@ def _quantized_layers(adapter: Adapter) -> dict[str, Any]:
     if not settings.llm_int8_skip_modules:
         settings.llm_int8_skip_modules = IN_PRECISION
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
-    model = on_meta(adapter.config)
-    quantizer.preprocess_model(model=model, device_map={"": "cpu"})
+    quantized_model = on_meta(adapter.config)
+    quantizer.preprocess_model(model=quantized_model, device_map={"": "cpu"})
     layers = {}
-    for path, module in model.named_modules():
+    for module_path, module in quantized_model.named_modules():
         if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
-            layers[f"{path}.weight"] = module
+            layers[f"{module_path}.weight"] = module
     return layers
 
 
@@ -158,15 +158,15 @@ def _check_shapes(
 ) -> None:
     """Raises ValueError if tensors are missing or have other shapes; the norm may be missing."""
     faults = []
-    for name, expected in model.state_dict().items():
+    for tensor_name, expected in model.state_dict().items():
         expected_shape = list(expected.shape)
-        shape = None
-        if name in stored_tensors:
-            shape = stored_tensors[name].shape()
-        elif name.startswith(NORM):
+        stored_shape = None
+        if tensor_name in stored_tensors:
+            stored_shape = stored_tensors[tensor_name].shape()
+        elif tensor_name.startswith(NORM):
             continue
-        if shape != expected_shape:
-            faults.append(f"{name} has shape {shape}, not {expected_shape}")
+        if stored_shape != expected_shape:
+            faults.append(f"{tensor_name} has shape {stored_shape}, not {expected_shape}")
     if faults:
         fault = f"{len(faults)} tensors of {base} are not config.json's: {faults[0]}"
         raise ValueError(f"{fault}. {AGAIN}")

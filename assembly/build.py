@@ -88,10 +88,10 @@ class BuildReport(Printed):
         """The table of its numbers and words, and what was copied."""
         table = super().renderable()
         assert isinstance(table, Table)
-        for name in ("generation", "generation_left_out"):
-            flags = getattr(self, name)
+        for field_name in ("generation", "generation_left_out"):
+            flags = getattr(self, field_name)
             if flags:
-                table.add_row(name, in_words(flags))
+                table.add_row(field_name, in_words(flags))
         if self.notices:
             table.add_row("notices", ", ".join(self.notices))
         return table
@@ -213,16 +213,16 @@ def retrofit_checkpoint(
         opened.check_image_token(processor)
         model_class = NormAlignLlavaForConditionalGeneration
         model = opened.load(model_class, loaded_dtype, **norm_settings)
-        for name in norm_settings:  # transformers puts them into both configurations
-            vars(model.generation_config).pop(name, None)
+        for setting in norm_settings:  # transformers puts them into both configurations
+            vars(model.generation_config).pop(setting, None)
         has_marks = has_generation_marks(stock.chat_template or "")
         return _finish(_Built(model, processor, opened, opened, arm, has_marks), folder, output)
 
 
 def _norm_settings(arm: str, norm: str) -> dict[str, str]:
     if arm not in ARMS or norm not in ("layer_norm", "rms_norm"):
-        allowed = f"{', '.join(ARMS)}, and norm layer_norm or rms_norm"
-        raise ValueError(f"arm is one of {allowed}, got {arm!r}, {norm!r}.")
+        allowed_values = f"{', '.join(ARMS)}, and norm layer_norm or rms_norm"
+        raise ValueError(f"arm is one of {allowed_values}, got {arm!r}, {norm!r}.")
     return {"projector_norm": norm, **ARMS[arm]}
 
 
@@ -256,12 +256,13 @@ def _finish(built: _Built, folder: Path, output: str | os.PathLike) -> BuildRepo
     model = built.model
     _warn_of_chat_template(built)
     if model.config.projector_norm == "none":
-        model.config.text_embedding_norm = model.measure_text_embedding_norm()
+        n_text = model.measure_text_embedding_norm()
+        model.config.text_embedding_norm = n_text
     else:
-        model.align_projector_norm()
+        n_text = model.align_projector_norm()
     left_out = _set_generation(built)
     notices = _notices(built)
-    report = _report(built, output, left_out, sorted(notices))
+    report = _report(built, output, n_text, left_out, sorted(notices))
     for config in (model.config.text_config, model.config.vision_config):
         config._name_or_path = _public_name(config._name_or_path)
     save_model(model, folder)
@@ -297,13 +298,17 @@ def _set_generation(built: _Built) -> dict[str, Any]:
     suppressed = model.generation_config.suppress_tokens or []
     model.generation_config.suppress_tokens = sorted({*suppressed, model.config.image_token_id})
     if left_out:
-        file = f"the generation_config.json of {built.language.name}"
-        logger.warning(f"Not copied from {file}: {in_words(left_out)}.")
+        source_file = f"the generation_config.json of {built.language.name}"
+        logger.warning(f"Not copied from {source_file}: {in_words(left_out)}.")
     return left_out
 
 
 def _report(
-    built: _Built, output: str | os.PathLike, left_out: dict[str, Any], notices: list[str]
+    built: _Built,
+    output: str | os.PathLike,
+    n_text: float,
+    left_out: dict[str, Any],
+    notices: list[str],
 ) -> BuildReport:
     model = built.model
     vision = built.vision
@@ -322,7 +327,7 @@ def _report(
         projector_parameters=projector_parameters,
         # A head that is the embeddings is counted once.
         language_parameters=model.num_parameters() - vision_parameters - projector_parameters,
-        n_text=model.config.text_embedding_norm,
+        n_text=n_text,
         gain=projector.norm.weight[0].item() if has_norm else None,
         tokens_per_image=check_processor(built.processor, model),
         generation_marks=built.has_marks,
@@ -343,9 +348,9 @@ def _report(
 def _notices(built: _Built) -> dict[str, bytes]:
     """Returns licence texts and notices of both parts, by their paths in the checkpoint."""
     notices = {}
-    for part, opened in (("vision", built.vision), ("language", built.language)):
-        for path, content in notices_of_part(opened.name, opened.revision).items():
-            notices[place_of(part, path)] = content
+    for part_name, checkpoint in (("vision", built.vision), ("language", built.language)):
+        for notice_path, content in notices_of_part(checkpoint.name, checkpoint.revision).items():
+            notices[place_of(part_name, notice_path)] = content
     return notices
 
 

@@ -70,13 +70,13 @@ def multimodal_chat_template(
         raise ValueError(f"The chat template is not valid Jinja: {text} Correct or replace it.")
     text = _outcome(original, _as_parts([_QUESTION], _IMAGE))
     reads_images = text.count(image_token) == 1 and _QUESTION["content"] in text
-    start = fixed_date if reads_images else preamble + fixed_date
+    beginning = fixed_date if reads_images else preamble + fixed_date
     for candidate in _candidates(template):
-        marked = start + candidate
+        marked = beginning + candidate
         render = partial(_render, marked, special_tokens)
         if not _difference(render, original, reads_images) and _marks_hold(marked, special_tokens):
             return marked, True
-    unmarked = start + template
+    unmarked = beginning + template
     render = partial(_render, unmarked, special_tokens)
     difference = _difference(render, original, reads_images)
     if difference:
@@ -106,13 +106,13 @@ def without_preamble(template: str, messages: Messages, image_token: str) -> tup
     preamble = _preamble(image_token)
     if not template.startswith(preamble):
         return template, messages
-    joined = []
+    joined_messages = []
     for message in messages:
-        texts = []
+        part_texts = []
         for part in message["content"]:
-            texts.append(image_token if part["type"] == "image" else part["text"])
-        joined.append({**message, "content": "".join(texts)})
-    return template.removeprefix(preamble), joined
+            part_texts.append(image_token if part["type"] == "image" else part["text"])
+        joined_messages.append({**message, "content": "".join(part_texts)})
+    return template.removeprefix(preamble), joined_messages
 
 
 def _preamble(image_token: str) -> str:
@@ -121,14 +121,14 @@ def _preamble(image_token: str) -> str:
 
 def check_texts(template: str, special_tokens: Tokens) -> list[str]:
     """Returns the check's conversations with an image, printed with and without prompt."""
-    texts = []
-    for chat in _CONVERSATIONS.values():
-        messages = _as_parts(chat["messages"], _IMAGE)
-        tools = chat.get("tools")
+    printed_texts = []
+    for conversation in _CONVERSATIONS.values():
+        messages = _as_parts(conversation["messages"], _IMAGE)
+        tools = conversation.get("tools")
         for prompt in (False, True):
             with suppress(Exception):  # a template may refuse a conversation with any error
-                texts.append(_render(template, special_tokens, messages, tools, prompt))
-    return texts
+                printed_texts.append(_render(template, special_tokens, messages, tools, prompt))
+    return printed_texts
 
 
 def _render(
@@ -165,15 +165,15 @@ def _difference(render: Renderer, expect: Renderer, lists: bool) -> str | None:
 
     With `lists`, the conversations are also compared with lists of parts as content.
     """
-    for name, chat in _CONVERSATIONS.items():
-        forms = [chat["messages"]]
+    for conversation_name, conversation in _CONVERSATIONS.items():
+        message_forms = [conversation["messages"]]
         if lists:
-            forms.append(_as_parts(chat["messages"]))
-        for messages in forms:
+            message_forms.append(_as_parts(conversation["messages"]))
+        for messages in message_forms:
             for prompt in (False, True):
-                arguments = (messages, chat.get("tools"), prompt)
+                arguments = (messages, conversation.get("tools"), prompt)
                 if _outcome(render, *arguments) != _outcome(expect, *arguments):
-                    return name
+                    return conversation_name
     return None
 
 
@@ -181,14 +181,14 @@ def _candidates(template: str) -> Iterator[str]:
     """Yields candidates for `template` with marks: its own, its family's, TRL's."""
     if has_generation_marks(template):
         yield template
-    for edits in _EDITS.values():
+    for family_edits in _EDITS.values():
         for line_break in ("\n", r"\n"):
-            marked = _edited(template, edits, line_break)
-            if marked is not None:
-                yield marked
-    marked = _with_marks_of_trl(template)
-    if marked:
-        yield marked
+            marked_template = _edited(template, family_edits, line_break)
+            if marked_template is not None:
+                yield marked_template
+    marked_template = _with_marks_of_trl(template)
+    if marked_template:
+        yield marked_template
 
 
 def _edited(template: str, edits: list[dict[str, str]], line_break: str) -> str | None:
@@ -219,11 +219,13 @@ def _marks_hold(template: str, special_tokens: Tokens) -> bool:
     if not end_of_turn:
         return False
     is_checked = False
-    for chat in _CONVERSATIONS.values():
-        messages = _as_parts(chat["messages"], _IMAGE)
-        tools = chat.get("tools")
+    for conversation in _CONVERSATIONS.values():
+        messages = _as_parts(conversation["messages"], _IMAGE)
+        tools = conversation.get("tools")
         text = _outcome(render, messages, tools)
-        answers = [turn["content"] for turn in chat["messages"] if turn["role"] == "assistant"]
+        answers = [
+            turn["content"] for turn in conversation["messages"] if turn["role"] == "assistant"
+        ]
         if not answers or not all(answer.strip() in text for answer in answers):
             continue
         expected = _expected_spans(render, messages, tools, text, end_of_turn)
@@ -254,10 +256,10 @@ def _expected_spans(
         if message["role"] != "assistant":
             continue
         prompt = render(messages[:index], tools, True)
-        end = text.find(end_of_turn, len(prompt))
-        if end < 0 or not text.startswith(prompt):
+        end_position = text.find(end_of_turn, len(prompt))
+        if end_position < 0 or not text.startswith(prompt):
             return None
-        answer = text[len(prompt) : end + len(end_of_turn)]
+        answer = text[len(prompt) : end_position + len(end_of_turn)]
         spans.append(answer.strip())
     return spans
 

@@ -68,11 +68,11 @@ class EmbeddingStatistics(Printed):
         """Returns the table of the numbers, and that of `top` unless it is empty."""
         tables = [self.renderable()]
         if self.top:
-            tokens = Table("id", "token", "norm", title="Tokens of largest norm")
+            token_table = Table("id", "token", "norm", title="Tokens of largest norm")
             for token in self.top:
-                text = "" if token.text is None else repr(token.text)
-                tokens.add_row(str(token.id), text, f"{token.norm:.3f}")
-            tables.append(tokens)
+                token_text = "" if token.text is None else repr(token.text)
+                token_table.add_row(str(token.id), token_text, f"{token.norm:.3f}")
+            tables.append(token_table)
         return tables
 
 
@@ -91,17 +91,17 @@ def embedding_statistics(
             or if that is quantized, has NaN or infinite values, or has no row that counts.
     """
     opened = open_checkpoint(model, revision)
-    (file,) = check_weights(opened.name, opened.revision, partial(_embedding_name, model))
+    (weights_file,) = check_weights(opened.name, opened.revision, partial(_embedding_name, model))
     tokenizer = None
     with suppress(Exception):  # only the texts of tokens depend on it
         tokenizer = opened.preprocessor(AutoTokenizer)
     config = opened.config if opened.model_type in CONFIG_MAPPING else None
-    with loading(str(file)), safe_open(file, "pt") as tensors:
-        name = _embedding_name(model, tensors.keys())
-        weight = tensors.get_tensor(name)  # mapped, not read yet
-        norms = embedding_row_norms(weight)
+    with loading(str(weights_file)), safe_open(weights_file, "pt") as tensors:
+        tensor_name = _embedding_name(model, tensors.keys())
+        weight = tensors.get_tensor(tensor_name)  # mapped, not read yet
+        row_norms = embedding_row_norms(weight)
         hidden_size = weight.shape[1]
-        return statistics_of(model, name, norms, hidden_size, config, tokenizer, top)
+        return statistics_of(model, tensor_name, row_norms, hidden_size, config, tokenizer, top)
 
 
 def statistics_of(
@@ -121,26 +121,26 @@ def statistics_of(
         text_config = config.get_text_config()
         model_type = text_config.model_type
         scale_text, scale_all = embedding_scales(text_config)
-    counts = counted_rows(norms, getattr(config, "image_token_id", None))
-    number_of_rows = int(counts.sum())
-    mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
-    largest = norms.where(counts, -1.0).topk(min(top, number_of_rows))
+    is_counted = counted_rows(norms, getattr(config, "image_token_id", None))
+    number_of_rows = int(is_counted.sum())
+    mean_norm = mean_embedding_norm(norms, (~is_counted).nonzero().flatten().tolist())
+    largest = norms.where(is_counted, -1.0).topk(min(top, number_of_rows))
     top_tokens = []
-    for row in largest.indices.tolist():
-        text = None
-        if tokenizer and row < len(tokenizer):
-            text = str(tokenizer.decode([row]))
-        top_tokens.append(TopToken(row, text, norms[row].item()))
+    for token_id in largest.indices.tolist():
+        token_text = None
+        if tokenizer and token_id < len(tokenizer):
+            token_text = str(tokenizer.decode([token_id]))
+        top_tokens.append(TopToken(token_id, token_text, norms[token_id].item()))
     return EmbeddingStatistics(
         model=model,
-        mean=mean,
-        std=norms[counts].std(correction=0).item(),
+        mean=mean_norm,
+        std=norms[is_counted].std(correction=0).item(),
         rows=number_of_rows,
         top=top_tokens,
         tensor=tensor,
         model_type=model_type,
-        n_text=mean * scale_text * scale_all,
-        gain=mean * scale_text / hidden_size**0.5,
+        n_text=mean_norm * scale_text * scale_all,
+        gain=mean_norm * scale_text / hidden_size**0.5,
         scale=scale_text * scale_all,
         zero_rows=int((norms == 0).sum()),
         excluded_rows=int((norms != 0).sum()) - number_of_rows,
@@ -153,10 +153,10 @@ def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
 
     The image token's row does not count, nor does padding of the vocabulary, which repeats it.
     """
-    counts = norms != 0
+    is_counted = norms != 0
     if image_token is not None:
-        counts[rows_of_token(norms, image_token)] = False
-    return counts
+        is_counted[rows_of_token(norms, image_token)] = False
+    return is_counted
 
 
 def _embedding_name(model: str, names: Iterable[str]) -> str:

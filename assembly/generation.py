@@ -47,18 +47,18 @@ def copied_generation(generation: GenerationConfig) -> tuple[GenerationConfig, d
     without `do_sample`, since transformers refuses to save them. Raises ValueError if transformers
     refuses the configuration for another reason.
     """
-    kept, left_out = without_idle_flags(generation)
+    copied, left_out = without_idle_flags(generation)
     defaults = vars(GenerationConfig())
-    for name, value in flags_of(kept).items():
-        if name in COPIED:
+    for flag_name, value in flags_of(copied).items():
+        if flag_name in COPIED:
             continue
         if value is not False:  # a flag that is off says nothing
-            left_out[name] = value
-        if name in defaults:
-            setattr(kept, name, defaults[name])
+            left_out[flag_name] = value
+        if flag_name in defaults:
+            setattr(copied, flag_name, defaults[flag_name])
         else:  # transformers does not know this flag
-            delattr(kept, name)
-    return kept, left_out
+            delattr(copied, flag_name)
+    return copied, left_out
 
 
 def flags_of(generation: GenerationConfig) -> dict[str, Any]:

@@ -101,27 +101,27 @@ def merge_adapter(
     check_not_in_run(Path(output))
     with finished_folder(output) as folder:
         check_settings(adapter, read_peft_config(adapter))
-        opened = open_adapter(adapter, base, base_quantization)
-        _check_not_quantized(opened.base)
-        tensors = BaseTensors(opened)
+        opened_adapter = open_adapter(adapter, base, base_quantization)
+        _check_not_quantized(opened_adapter.base)
+        base_tensors = BaseTensors(opened_adapter)
         if dtype == "auto":
-            dtype = opened.config.dtype or tensors.dtype
-        merged = MergedTensors(opened, tensors, dtype)
-        size = weights.size_of(merged.layout)
-        weights.check_space(Path(output), size, "Make room, or write elsewhere.")
-        linked = _files_to_link(opened.base, tensors, merged, dtype)
-        _set_generation(merged.model, opened)
-        _save_weights(merged, folder, linked)
-        opened.processor.save_pretrained(folder)
-        _copy_records(opened, folder)
-        _copy_notices(opened, folder)
+            dtype = opened_adapter.config.dtype or base_tensors.dtype
+        merged_tensors = MergedTensors(opened_adapter, base_tensors, dtype)
+        written_bytes = weights.size_of(merged_tensors.layout)
+        weights.check_space(Path(output), written_bytes, "Make room, or write elsewhere.")
+        linked_files = _files_to_link(opened_adapter.base, base_tensors, merged_tensors, dtype)
+        _set_generation(merged_tensors.model, opened_adapter)
+        _save_weights(merged_tensors, folder, linked_files)
+        opened_adapter.processor.save_pretrained(folder)
+        _copy_records(opened_adapter, folder)
+        _copy_notices(opened_adapter, folder)
     return MergeReport(
         output=str(output),
         adapter=str(adapter),
-        base=opened.base.name,
-        quantization=quantization_name(opened.quantization),
+        base=opened_adapter.base.name,
+        quantization=quantization_name(opened_adapter.quantization),
         dtype=str(dtype).removeprefix("torch."),
-        difference=merged.difference,
+        difference=merged_tensors.difference,
     )
 
 
@@ -137,11 +137,11 @@ def _files_to_link(
     """Returns the base's file of the vision tower, by its name, if merging does not change it."""
     is_as_stored = tensors.has_as_stored("model.vision_tower.")
     is_changed = "vision_tower" in merged.changed
-    frozen: set[str] = set()
+    frozen_modules: set[str] = set()
     if is_as_stored and not is_changed and dtype == tensors.dtype:
-        frozen = {"vision_tower"}
-    folder = weights.index_folder(base.name, base.revision)
-    return weights.unchanged_files(merged.layout, frozen, folder)
+        frozen_modules = {"vision_tower"}
+    index_folders = weights.index_folder(base.name, base.revision)
+    return weights.unchanged_files(merged.layout, frozen_modules, index_folders)
 
 
 def _set_generation(model: NormAlignLlavaForConditionalGeneration, adapter: Adapter) -> None:
@@ -164,15 +164,15 @@ def _save_weights(merged: MergedTensors, folder: Path, linked: dict[str, Path]) 
 
 def _copy_records(adapter: Adapter, folder: Path) -> None:
     """Copies the model card and records of the adapter, or of the base if the adapter has none."""
-    for name in (CARD, *RECORDS):
-        file = adapter.folder / name
-        if file.is_file():
-            if name == CARD and _is_card_of_peft(file):
+    for file_name in (CARD, *RECORDS):
+        adapter_file = adapter.folder / file_name
+        if adapter_file.is_file():
+            if file_name == CARD and _is_card_of_peft(adapter_file):
                 continue
-            shutil.copyfile(file, folder / name)
-        elif name != DYNAMICS:  # those of the base are of its own run
-            for base_file in files_of(adapter.base.name, [name], adapter.base.revision):
-                shutil.copyfile(base_file, folder / name)
+            shutil.copyfile(adapter_file, folder / file_name)
+        elif file_name != DYNAMICS:  # those of the base are of its own run
+            for base_file in files_of(adapter.base.name, [file_name], adapter.base.revision):
+                shutil.copyfile(base_file, folder / file_name)
 
 
 def _is_card_of_peft(card: Path) -> bool:
@@ -181,7 +181,7 @@ def _is_card_of_peft(card: Path) -> bool:
 
 
 def _copy_notices(adapter: Adapter, folder: Path) -> None:
-    build = json_or_none(folder / BUILD_RECORD)
-    notices = checkpoint_notices(build, adapter.base.name, adapter.base.revision)
-    notices |= checkpoint_notices(build, str(adapter.folder))
+    build_record = json_or_none(folder / BUILD_RECORD)
+    notices = checkpoint_notices(build_record, adapter.base.name, adapter.base.revision)
+    notices |= checkpoint_notices(build_record, str(adapter.folder))
     write_notices(folder, notices)

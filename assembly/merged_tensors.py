@@ -24,14 +24,43 @@ from .merged_layer import MergedLayer, relative_change
 
 
 MERGED = {
-    *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "fan_in_fan_out"),
-    *("bias", "lora_bias", "rank_pattern", "alpha_pattern", "velora_config", "use_bdlora"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("target_parameters", "modules_to_save", "trainable_token_indices", "ensure_weight_tying"),
-    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    *("task_type", "inference_mode", "auto_mapping", "peft_type", "peft_version"),
-    *("base_model_name_or_path", "revision", "runtime_config"),
-    *("modules_to_tie", "target_modules_to_tie", "megatron_core"),  # what PEFT derives itself
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+    "bias",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "velora_config",
+    "use_bdlora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "target_parameters",
+    "modules_to_save",
+    "trainable_token_indices",
+    "ensure_weight_tying",
+    "init_lora_weights",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "task_type",
+    "inference_mode",
+    "auto_mapping",
+    "peft_type",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "runtime_config",
+    # PEFT derives these itself.
+    "modules_to_tie",
+    "target_modules_to_tie",
+    "megatron_core",
 }
 """The settings of a `LoraConfig` whose effect is in the tensors, so that merging keeps it."""
 
@@ -78,29 +107,18 @@ class MergedTensors:
         self.model = on_meta(adapter.config)
         embeddings_weight = self.model._tied_weights_keys[f"{_HEAD}.weight"]
         self._embeddings = embeddings_weight.removesuffix(".weight")
-        is_tied = self.model.lm_head.weight is self.model.get_input_embeddings().weight
-
         adapted, places = adapter.on_meta()
         self._wrapped = _wrapped_modules(adapted.get_base_model())
         self._check_wrapped()
-        uses = _uses_of_file(places, adapted.state_dict(), self._wrapped)
-        if is_tied:
-            names = [embeddings_weight, f"{_HEAD}.weight"]
-            uses = _with_tied_replacements(uses, names, self._folder)
-        self._uses = uses
+        self._uses = _uses_of_file(places, adapted.state_dict(), self._wrapped)
         self._unused_names = set(places)
-        changed = [*self._wrapped, *uses.replacements]
-        self.changed = {weights.module_of_file(f"{name}.") for name in changed}
-
-        # Whether tied embeddings and head stay one tensor is known only after both are merged.
         self._merged_pair: dict[str, MergedLayer] = {}
-        if is_tied:
-            for path in (self._embeddings, _HEAD):
-                if path in self._wrapped:
-                    self._merged_pair[path] = self._merge(path)
-        if self._merged_pair and not self._are_alike():
-            separate_head = torch.empty_like(self.model.lm_head.weight)
-            self.model.lm_head.weight = nn.Parameter(separate_head)
+        if self.model.lm_head.weight is self.model.get_input_embeddings().weight:
+            tied_names = [embeddings_weight, f"{_HEAD}.weight"]
+            self._uses = _with_tied_replacements(self._uses, tied_names, self._folder)
+            self._merge_tied_pair()
+        changed_names = [*self._wrapped, *self._uses.replacements]
+        self.changed = {weights.module_of_file(f"{name}.") for name in changed_names}
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
         self.layout = weights.stored_tensors(self.model)
@@ -109,27 +127,27 @@ class MergedTensors:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         paths_of_pair = list(self._merged_pair)
-        for path in paths_of_pair:
-            yield from self._write_layer(path, self._merged_pair[path])
+        for layer_path in paths_of_pair:
+            yield from self._write_layer(layer_path, self._merged_pair[layer_path])
         self._merged_pair.clear()
-        for path in paths_of_pair:  # only now: tied adapters share their tensors
-            self._free(path)
-        for path in self._wrapped:
-            if path in paths_of_pair:
+        for layer_path in paths_of_pair:  # only now: tied adapters share their tensors
+            self._free(layer_path)
+        for layer_path in self._wrapped:
+            if layer_path in paths_of_pair:
                 continue
-            layer = self._merge(path)
-            yield from self._write_layer(path, layer)
+            layer = self._merge(layer_path)
+            yield from self._write_layer(layer_path, layer)
             del layer
-            self._free(path)
-        for name in self.layout:
-            if name not in self._missing_names:
+            self._free(layer_path)
+        for tensor_name in self.layout:
+            if tensor_name not in self._missing_names:
                 continue
-            trained = self._trained_tensor(name)
-            written = self._cast(name, trained)
-            change = relative_change({name: written}, {name: trained})
+            trained = self._trained_tensor(tensor_name)
+            written = self._cast(tensor_name, trained)
+            change = relative_change({tensor_name: written}, {tensor_name: trained})
             self.difference = max(self.difference, change)
-            self._count_as_written(name)
-            yield name, written
+            self._count_as_written(tensor_name)
+            yield tensor_name, written
 
     def check_complete(self) -> None:
         """Raises ValueError if a tensor of the adapter's file or of the result was left out."""
@@ -164,6 +182,15 @@ class MergedTensors:
             raise ValueError(f"{fault}. Nothing was written.")
         return layer
 
+    def _merge_tied_pair(self) -> None:
+        """Merges tied embeddings and head, and makes them two tensors if they differ then."""
+        for path in (self._embeddings, _HEAD):
+            if path in self._wrapped:
+                self._merged_pair[path] = self._merge(path)
+        if self._merged_pair and not self._are_alike():
+            separate_head = torch.empty_like(self.model.lm_head.weight)
+            self.model.lm_head.weight = nn.Parameter(separate_head)
+
     def _weight_of_pair(self, path: str) -> Tensor:
         """Returns the weight of embeddings or head, merged if an adapter changes it."""
         if path in self._merged_pair:
@@ -178,21 +205,21 @@ class MergedTensors:
         change = (embeddings - head).abs().max()
         return bool(change <= 1e-6 * embeddings.abs().max())
 
-    def _write_layer(self, path: str, layer: MergedLayer) -> Iterator[tuple[str, Tensor]]:
+    def _write_layer(self, layer_path: str, layer: MergedLayer) -> Iterator[tuple[str, Tensor]]:
         written = {}
-        for name, value in layer.values.items():
-            stored_name = f"{path}.{name}"
+        for name_in_layer, value in layer.values.items():
+            stored_name = f"{layer_path}.{name_in_layer}"
             if stored_name not in self.layout:  # the head, if it stays one with the embeddings
-                stored_name = f"{self._embeddings}.{name}"
+                stored_name = f"{self._embeddings}.{name_in_layer}"
                 value = self._weight_of_pair(self._embeddings)
-            written[name] = self._cast(stored_name, value)
+            written[name_in_layer] = self._cast(stored_name, value)
         self.difference = max(self.difference, layer.difference(written))
-        for name, value in written.items():
-            stored_name = f"{path}.{name}"
+        for name_in_layer, value in written.items():
+            stored_name = f"{layer_path}.{name_in_layer}"
             if stored_name in self.layout:
                 self._count_as_written(stored_name)
                 yield stored_name, value
-        self._count_as_used(path)
+        self._count_as_used(layer_path)
 
     def _cast(self, name: str, value: Tensor) -> Tensor:
         """Returns a value in the dtype to write; raises ValueError if it is not finite there."""
@@ -243,14 +270,14 @@ def _uses_of_file(
     """
     uses = _UsesOfFile({}, {})
     for name_in_file, place in places.items():
-        name = place.removeprefix(_PREFIX)
-        path = next((path for path in wrapped if name.startswith(f"{path}.")), None)
-        target = name if path is None else path
+        base_name = place.removeprefix(_PREFIX)
+        path = next((path for path in wrapped if base_name.startswith(f"{path}.")), None)
+        target = base_name if path is None else path
         uses.names.setdefault(target, []).append(name_in_file)
         if path is None:
-            uses.replacements[name] = values[place]
+            uses.replacements[base_name] = values[place]
             continue
-        name_in_layer = name.removeprefix(f"{path}.").removeprefix("token_adapter.")
+        name_in_layer = base_name.removeprefix(f"{path}.").removeprefix("token_adapter.")
         if name_in_layer.startswith("base_layer."):
             while name_in_layer.startswith("base_layer."):
                 name_in_layer = name_in_layer.removeprefix("base_layer.")
@@ -258,35 +285,35 @@ def _uses_of_file(
     return uses
 
 
-def _with_tied_replacements(uses: _UsesOfFile, names: list[str], folder: Path) -> _UsesOfFile:
+def _with_tied_replacements(uses: _UsesOfFile, tied_names: list[str], folder: Path) -> _UsesOfFile:
     """Returns the uses if tensors of these names are one tensor, of the value in the file.
 
     Raises ValueError if the file has two values for it.
     """
-    values = [uses.replacements[name] for name in names if name in uses.replacements]
+    values = [uses.replacements[name] for name in tied_names if name in uses.replacements]
     if not values:
         return uses
     if len(values) == 2 and not torch.equal(*values):
-        fault = f"{folder} has other values for {names[0]} than for {names[1]}"
+        fault = f"{folder} has other values for {tied_names[0]} than for {tied_names[1]}"
         raise ValueError(f"{fault}, which are one tensor in its base. Save it with its model.")
     names_in_file: list[str] = []
-    for name in names:
+    for name in tied_names:
         names_in_file += uses.names.get(name, [])
-    replacements = uses.replacements | dict.fromkeys(names, values[0])
-    return _UsesOfFile(replacements, {**uses.names, names[0]: names_in_file})
+    replacements = uses.replacements | dict.fromkeys(tied_names, values[0])
+    return _UsesOfFile(replacements, {**uses.names, tied_names[0]: names_in_file})
 
 
 def check_settings(adapter: Path, config: LoraConfig) -> None:
     """Raises ValueError for settings of an adapter whose effect merging would lose."""
     defaults = vars(type(config)())
     changed = {}
-    for name, value in vars(config).items():
-        if value != defaults.get(name):
-            changed[name] = value
+    for setting, value in vars(config).items():
+        if value != defaults.get(setting):
+            changed[setting] = value
     lost = sorted(changed.keys() - MERGED)
     if lost:
-        name = lost[0]
-        fault = f"{adapter} was trained with {name} {changed[name]!r}, which is not merged"
+        setting = lost[0]
+        fault = f"{adapter} was trained with {setting} {changed[setting]!r}, which is not merged"
         raise ValueError(f"{fault}. Use the adapter with PEFT, or train one without it.")
 
 
@@ -301,8 +328,8 @@ def check_layers(adapter: Adapter) -> None:
 def _wrapped_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the outermost modules that PEFT put on a model, by their paths."""
     wrapped: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        is_inside = any(path.startswith(f"{outer}.") for outer in wrapped)
+    for module_path, module in model.named_modules():
+        is_inside = any(module_path.startswith(f"{outer}.") for outer in wrapped)
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not is_inside:
-            wrapped[path] = module
+            wrapped[module_path] = module
     return wrapped

@@ -74,8 +74,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
         original, image_token=IMAGE_TOKEN, special_tokens=tokenizer.special_tokens_map
     )
     if IMAGE_TOKEN not in tokenizer.get_vocab():
-        token = AddedToken(IMAGE_TOKEN, special=True, normalized=False)
-        tokenizer.add_tokens(token, special_tokens=True)
+        image_token = AddedToken(IMAGE_TOKEN, special=True, normalized=False)
+        tokenizer.add_tokens(image_token, special_tokens=True)
     tokenizer.chat_template = template
     hide_ends(tokenizer)
     return has_marks
@@ -83,11 +83,11 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
 
 def hide_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     """Makes the tokens that end an answer special: decoding then leaves them out of the answer."""
-    for number in answer_ends(tokenizer):
-        token = tokenizer.added_tokens_decoder[number]
-        if not token.special:
-            token.special = True
-            tokenizer.add_tokens(token, special_tokens=True)
+    for token_id in answer_ends(tokenizer):
+        end_token = tokenizer.added_tokens_decoder[token_id]
+        if not end_token.special:
+            end_token.special = True
+            tokenizer.add_tokens(end_token, special_tokens=True)
 
 
 def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTrainedModel:
@@ -137,16 +137,16 @@ def _unlike_others(weight: Tensor, row: int) -> Tensor:
     out the image token and the padding of the vocabulary by their norm. A row of zeros becomes the
     mean row first.
     """
-    values = weight[row].clone()
-    if not values.any():
-        values = _mean_row(weight)
-    is_same = (weight == values).all(dim=1)
+    row_values = weight[row].clone()
+    if not row_values.any():
+        row_values = _mean_row(weight)
+    is_same = (weight == row_values).all(dim=1)
     is_same[row] = False
     if not is_same.any():
-        return values
-    smallest = values.abs().masked_fill(values == 0, torch.inf).argmin()
-    values[smallest] = -values[smallest]
-    return values
+        return row_values
+    smallest_index = row_values.abs().masked_fill(row_values == 0, torch.inf).argmin()
+    row_values[smallest_index] = -row_values[smallest_index]
+    return row_values
 
 
 def assemble(
@@ -176,8 +176,8 @@ def assemble(
         linear.to(language.dtype)
     model.model.multi_modal_projector = projector
     model.generation_config = language.generation_config
-    atol = 1e-2 * logits.abs().max().item()
-    if not torch.allclose(text_logits(model), logits, rtol=1e-2, atol=atol):
+    tolerance = 1e-2 * logits.abs().max().item()
+    if not torch.allclose(text_logits(model), logits, rtol=1e-2, atol=tolerance):
         fault = "Inside LLaVA, the language model computes other logits than by itself"
         raise ValueError(f"{fault}. Use another language model.")
     return model

@@ -92,33 +92,34 @@ def settle(processor: LlavaProcessor) -> None:
     fix_date(processor)
     if tokenizer(["a\ua66eb"]).char_to_token(0, 1) is None:  # a letter of one manuscript
         raise ValueError("The tokenizer drops letters that it does not know. Give it an unk_token.")
-    start, end = _added_tokens(processor)
-    if not processor.chat_template or not start + end:
+    tokens_before, tokens_after = _added_tokens(processor)
+    added = tokens_before + tokens_after
+    if not processor.chat_template or not added:
         return
-    if start:
-        added = "".join(start)
-        text_start = _unprinted_start(processor, added, len(end))
+    if tokens_before:
+        printed_before = "".join(tokens_before)
+        text_start = _unprinted_start(processor, printed_before, len(tokens_after))
         if text_start is not None:
             template = printing_first(processor.chat_template, text_start, processor.image_token)
             processor.chat_template = template
             tokenizer.chat_template = template
-            _warn_of_new_start(added)
+            _warn_of_new_start(printed_before)
     tokenizer.add_bos_token = False
     tokenizer.add_eos_token = False
-    tokenizer.init_kwargs["text_start"] = start
+    tokenizer.init_kwargs["text_start"] = tokens_before
     if any(_added_tokens(processor)):
-        raise ValueError(f"The tokenizer adds {start + end} to texts whatever is set. Use another.")
+        raise ValueError(f"The tokenizer adds {added} to texts whatever is set. Use another.")
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Returns a tokenizer for text without a chat template, as the language model's began it."""
-    start = tokenizer.init_kwargs.get("text_start")
-    if not start:
+    start_tokens = tokenizer.init_kwargs.get("text_start")
+    if not start_tokens:
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)
-    ids = tokenizer.convert_tokens_to_ids(start)
-    special_tokens = list(zip(start, ids, strict=True))
-    post_processor = TemplateProcessing([*start, "$A"], special_tokens=special_tokens)
+    start_ids = tokenizer.convert_tokens_to_ids(start_tokens)
+    special_tokens = list(zip(start_tokens, start_ids, strict=True))
+    post_processor = TemplateProcessing([*start_tokens, "$A"], special_tokens=special_tokens)
     tokenizer.backend_tokenizer.post_processor = post_processor
     return tokenizer
 
@@ -128,12 +129,14 @@ def _added_tokens(processor: LlavaProcessor) -> tuple[list[str], list[str]]:
     tokenizer = processor.tokenizer
     text_ids = tokenizer.encode(processor.image_token, add_special_tokens=False)
     all_ids = tokenizer.encode(processor.image_token)
-    length = len(text_ids)
+    text_length = len(text_ids)
     positions = range(len(all_ids))
-    first = next(index for index in positions if all_ids[index : index + length] == text_ids)
-    start = tokenizer.convert_ids_to_tokens(all_ids[:first])
-    end = tokenizer.convert_ids_to_tokens(all_ids[first + length :])
-    return start, end
+    text_position = next(
+        index for index in positions if all_ids[index : index + text_length] == text_ids
+    )
+    tokens_before = tokenizer.convert_ids_to_tokens(all_ids[:text_position])
+    tokens_after = tokenizer.convert_ids_to_tokens(all_ids[text_position + text_length :])
+    return tokens_before, tokens_after
 
 
 def _unprinted_start(processor: LlavaProcessor, start: str, end_length: int) -> str | None:
@@ -147,19 +150,19 @@ def _unprinted_start(processor: LlavaProcessor, start: str, end_length: int) -> 
     Raises ValueError if only some texts have it already, or would have other tokens with it.
     """
     tokenizer = processor.tokenizer
-    texts = check_texts(processor.chat_template, tokenizer.special_tokens_map)
-    is_printed = [text.lstrip().startswith(start) for text in texts]
-    if texts and all(is_printed):
+    printed_texts = check_texts(processor.chat_template, tokenizer.special_tokens_map)
+    is_printed = [text.lstrip().startswith(start) for text in printed_texts]
+    if printed_texts and all(is_printed):
         return None
     if not any(is_printed):
         expected_ids = []
-        for text in texts:
-            ids = tokenizer.encode(text)
-            expected_ids.append(ids[: len(ids) - end_length])
+        for text in printed_texts:
+            token_ids = tokenizer.encode(text)
+            expected_ids.append(token_ids[: len(token_ids) - end_length])
         # Tokenizers with a space before a text have none after a special token.
         for candidate in (start, f"{start} "):
             candidate_ids = []
-            for text in texts:
+            for text in printed_texts:
                 candidate_ids.append(tokenizer.encode(candidate + text, add_special_tokens=False))
             if candidate_ids == expected_ids:
                 return candidate
