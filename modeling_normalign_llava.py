@@ -30,16 +30,17 @@ logger = logging.get_logger(__name__)
 
 
 def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
-    """Returns s = max(mean |gain|, gain_floor), 0-d, which compensation divides by (eq. 12)."""
+    """Returns s = max(mean |gain|, gain_floor), 0-d: compensation divides by it (eq. 12)."""
     dtype = torch.promote_types(gain.dtype, torch.float32)
     mean = gain.detach().abs().mean(dtype=dtype)
     return mean.clamp(min=gain_floor)
 
 
 class _CompensatedLayerNorm(torch.autograd.Function):
-    # The gradient at x is linear in the gain: from gain/s it comes divided by s. Those of gain and
-    # bias do not depend on the gain, so one fused kernel gives all three. The caller casts the
-    # outputs: compiled by torch 2.11, a cast in here that changes nothing has gradients of 0.
+    # The gradient at x is linear in the gain, so with gain / s it comes out divided by s. The
+    # gradients at gain and bias do not depend on the gain. So one fused kernel gives all three.
+    # The caller casts the outputs: if torch 2.11 compiles a cast in here that changes nothing, the
+    # gradients are 0.
     @staticmethod
     def forward(ctx, x, eps, gain_floor, gain, bias):
         dtype = torch.promote_types(x.dtype, gain.dtype)
@@ -96,8 +97,8 @@ class _CompensatedRMSNorm(torch.autograd.Function):
 
 
 class _CompensatedNorm(nn.Module):
-    # Trainers put frozen modules into evaluation mode, this norm among them, while others below it
-    # are trained: NormAlignLlavaModel says so here before the norm is computed.
+    # Trainers put frozen modules into evaluation mode. If this norm is frozen, and modules below it
+    # are trained, NormAlignLlavaModel sets this before the norm is computed.
     model_trains = False
 
     def __init__(
@@ -309,8 +310,9 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
                 nn.init.constant_(parameter, gain if name == "weight" else 0.0)
 
     def initialize_weights(self):
-        # Of custom code, transformers skips modules without parameters of their own, such as CLIP's
-        # attention, which sets its linear layers. The two parts are transformers' own.
+        # In custom code, transformers skips modules without parameters of their own. One is CLIP's
+        # attention, and it initializes its linear layers. The two parts are transformers' own
+        # classes, so nothing is skipped if each is initialized by itself.
         for part in (self.base_model.vision_tower, self.base_model.language_model):
             part.initialize_weights()
         super().initialize_weights()

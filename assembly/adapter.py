@@ -48,7 +48,7 @@ class Adapter:
         peft_config: Its configuration.
         base: The base's checkpoint.
         config: The base's configuration, with the arm that was trained.
-        quantization: bitsandbytes' settings by which the base was quantized, or None.
+        quantization: bitsandbytes' settings that quantized the base, or None.
         dtype: The dtype that training loaded, before quantization; None if it is not known.
         realigned: Whether training aligned the base's norm again, since it changed the arm.
         processor: The adapter's processor.
@@ -201,13 +201,13 @@ def _processor(adapter: Path, base: Checkpoint) -> LlavaProcessor:
 
 
 def on_meta(config: NormAlignLlavaConfig) -> NormAlignLlavaForConditionalGeneration:
-    """The model of a configuration without weights, in evaluation mode."""
+    """Returns the model of a configuration without weights, in evaluation mode."""
     with torch.device("meta"):
         return NormAlignLlavaForConditionalGeneration(config).eval()
 
 
 def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfig) -> PeftModel:
-    """A model on meta with an adapter on it, without values that are computed from weights."""
+    """Puts an adapter on a model on meta, without values that are computed from weights."""
     config = copy.deepcopy(config)
     config.init_lora_weights = False
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # PEFT repeats them
@@ -280,7 +280,7 @@ def _training_settings(adapter: Path, base_quantization: str | None) -> _Trainin
     if quantization:
         dtype = record.get("options", {}).get("dtype")
         if dtype not in ("bfloat16", "float16", "float32"):
-            dtype = quantization.get("bnb_4bit_compute_dtype")  # in which TRL loads
+            dtype = quantization.get("bnb_4bit_compute_dtype")  # TRL loads the base in it
     config_changes = {}
     for name, value in record.get("config_changes", {}).items():
         if name in ARM_FIELDS:

@@ -29,9 +29,18 @@ from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from . import parts
 from .chat_template import has_generation_marks
 from .generation import copied_generation, flags_of, in_words
+from .parts import (
+    add_image_token,
+    assemble,
+    check_language_model,
+    hide_ends,
+    load_language_model,
+    set_chat_template,
+    text_logits,
+    vision_config,
+)
 from .processing import ARMS, check_feature_layer, make_processor
 
 
@@ -43,17 +52,17 @@ class BuildReport(Printed):
     """The report that `normalign build` prints, and writes into `build.json`.
 
     Attributes:
-        vision_parameters, projector_parameters, language_parameters: All parameters, each in one of
-            the three: the language model's are with its head, once if that is its embeddings.
+        vision_parameters, projector_parameters, language_parameters: Numbers of parameters. Each
+            parameter is counted once; the language model's include its head.
         n_text: The mean norm with which text embeddings enter the decoder.
         gain: Start of the norm's gain; None without a norm.
         generation_marks: Whether the chat template marks the assistant's turns for training.
         vision_revision, language_revision: Commits of parts from the Hub; None for folders.
         licenses: Licences of `"vision"` and `"language"`, see [`licence_of`].
-        from_llava: Whether both parts are one LLaVA checkpoint, to which the norm was added.
-        prompt_date: The date that prompts tell, if the chat template asks for today's; else None.
+        from_llava: Whether the norm was added to a LLaVA checkpoint, so both parts are this one.
+        prompt_date: The date in prompts if the chat template asks for today's; None otherwise.
         generation: What `generation_config.json` says, see [`copied_generation`].
-        generation_left_out: What that of the language model says besides, which is not copied.
+        generation_left_out: Flags of the language model's that are not copied.
         notices: Paths of the parts' licence texts and notices in the checkpoint.
     """
 
@@ -131,13 +140,13 @@ def build_checkpoint(
         vision: Folder or Hub id of a CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 (with or
             without registers) or ViT.
         language: Folder or Hub id of a causal language model of transformers.
-        output: Folder to create, which `build.json` with the report is in.
+        output: Folder to create. Its `build.json` has the report.
         arm: One of the paper's arms, see `ARMS`; `"gwc"` by default.
         norm: `"layer_norm"` (the default) or `"rms_norm"`.
         feature_layer: Hidden state(s) of the encoder to project; -1 is the last layer's output,
             and -2 the default.
         select_strategy: `"default"` drops the class token, `"full"` keeps every token. None means
-            `"full"` for SigLIP, which has no class token, and `"default"` for others.
+            `"full"` for SigLIP, since it has no class token, and `"default"` for others.
         chat_template: File with a Jinja template to use in place of the language model's own.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"` (the default), the language
             model's. The norm is always float32.
@@ -158,19 +167,19 @@ def build_checkpoint(
     with finished_folder(output) as folder:
         vision_part = open_checkpoint(vision)
         language_part = open_checkpoint(language)
-        encoder = parts.vision_config(vision_part)
-        parts.check_language_model(language_part)
+        encoder = vision_config(vision_part)
+        check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
-        has_marks = parts.set_chat_template(tokenizer, options.chat_template)
+        has_marks = set_chat_template(tokenizer, options.chat_template)
         image_processor = vision_part.preprocessor(AutoImageProcessor)
         with loading(f"The image processor of {vision}"):
             processor = make_processor(image_processor, tokenizer, encoder, options.select_strategy)
             tokens_per_image = check_processor(processor)
-        language_model = parts.load_language_model(language_part, dtype)
+        language_model = load_language_model(language_part, dtype)
         tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
-        parts.add_image_token(language_model, tokenizer)
-        logits = parts.text_logits(language_model)
+        add_image_token(language_model, tokenizer)
+        logits = text_logits(language_model)
         config = NormAlignLlavaConfig(
             vision_config=tower.config,
             text_config=language_model.config,
@@ -181,7 +190,7 @@ def build_checkpoint(
             tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
             **norm_settings,
         )
-        model = parts.assemble(config, tower, language_model, logits)
+        model = assemble(config, tower, language_model, logits)
         built = _Built(model, processor, vision_part, language_part, options.arm, has_marks)
         return _finish(built, folder, output)
 
@@ -204,10 +213,10 @@ def retrofit_checkpoint(
             raise ValueError(
                 f"{llava} is a {opened.model_type!r} model. --from-llava takes a LLaVA ('llava')."
             )
-        encoder = parts.vision_config(opened)
+        encoder = vision_config(opened)
         stock = opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
-        parts.hide_ends(stock.tokenizer)
+        hide_ends(stock.tokenizer)
         strategy = opened.config.vision_feature_select_strategy
         processor = make_processor(stock.image_processor, stock.tokenizer, encoder, strategy)
         opened.check_image_token(processor)
@@ -294,7 +303,7 @@ def _set_generation(built: _Built) -> dict[str, Any]:
     model = built.model
     model.generation_config, left_out = copied_generation(model.generation_config)
     stop_as_trained(model, built.processor)
-    # Prompt lookup would repeat an image token of the prompt, for which there are no features.
+    # Prompt lookup would repeat the prompt's image token, but there are no features for it.
     suppressed = model.generation_config.suppress_tokens or []
     model.generation_config.suppress_tokens = sorted({*suppressed, model.config.image_token_id})
     if left_out:
@@ -355,6 +364,6 @@ def _notices(built: _Built) -> dict[str, bytes]:
 
 
 def _public_name(name: str) -> str:
-    """Returns the name of a part without a local path, which a checkpoint does not show."""
+    """Returns the name of a part without a local path: a checkpoint shows none."""
     path = Path(name)
     return path.name if path.exists() else name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N_text and the gain of a checkpoint, from its token embeddings alone: `normalign gain MODEL`."""
+"""N_text and the gain of a checkpoint, only from its token embeddings: `normalign gain MODEL`."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -24,7 +24,7 @@ _TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in
 
 @dataclass(frozen=True)
 class TopToken:
-    """A row of an embedding matrix; `text` is None without a tokenizer, `norm` as stored."""
+    """A row of an embedding matrix; `text` is None without a tokenizer."""
 
     id: int
     text: str | None
@@ -47,7 +47,8 @@ class EmbeddingStatistics(Printed):
         gain: The start of the projector's gain: N_text / sqrt(hidden_size), without a factor that
             the language model applies to visual tokens too (Granite).
         scale: The factor on text embeddings on their way into the decoder: `n_text = scale * mean`.
-        zero_rows, excluded_rows: Number of rows that are all zero, and of those of the image token.
+        zero_rows, excluded_rows: Numbers of rows that are all zero, and of rows that have the image
+            token's norm.
     """
 
     model: str
@@ -65,7 +66,7 @@ class EmbeddingStatistics(Printed):
     hidden_size: int
 
     def tables(self) -> list[RenderableType]:
-        """Returns the table of the numbers, and that of `top` unless it is empty."""
+        """Returns the table of the numbers, and one of the tokens in `top` if there are any."""
         tables = [self.renderable()]
         if self.top:
             token_table = Table("id", "token", "norm", title="Tokens of largest norm")
@@ -82,7 +83,7 @@ def embedding_statistics(
     """Measures the token embeddings of a language model or (NormAlign-)LLaVA; reads nothing else.
 
     Args:
-        model: Folder with safetensors, or Hub id, of whose weights the embeddings' file is fetched.
+        model: Folder with safetensors, or Hub id, whose file with the embeddings is fetched.
         top: Number of tokens of largest norm to name.
         revision: Branch, tag or commit of the Hub repository.
 
@@ -151,7 +152,7 @@ def statistics_of(
 def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
     """Returns a mask `(V,)` of the rows that count, by their norms `(V,)`.
 
-    The image token's row does not count, nor does padding of the vocabulary, which repeats it.
+    The image token's row does not count, nor do rows of padding that repeat it.
     """
     is_counted = norms != 0
     if image_token is not None:

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import track
 from transformers import GenerationConfig
 
-from ..checkpoint import weights
 from ..checkpoint.files import (
     BUILD_RECORD,
     CARD,
@@ -27,6 +26,13 @@ from ..checkpoint.opening import Checkpoint
 from ..checkpoint.precision import quantization_name
 from ..checkpoint.prompts import stop_as_trained
 from ..checkpoint.untrusted import files_of, loading
+from ..checkpoint.weights import (
+    check_space,
+    index_folder,
+    save_model,
+    size_of,
+    unchanged_files,
+)
 from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import Adapter, open_adapter, read_peft_config
@@ -41,7 +47,7 @@ class MergeReport(Printed):
 
     Attributes:
         quantization: How the base was quantized in training, in words.
-        dtype: The dtype of all weights but the norm's, which are float32.
+        dtype: The dtype of all weights except the norm's. The norm is float32.
         difference: Largest difference between what was trained, in float32, and what was written,
             as rounded to its dtype. For a layer with an adapter, it is measured on outputs for
             random inputs, as a share of the largest output; for any other tensor, on its numbers,
@@ -84,7 +90,7 @@ def merge_adapter(
     Args:
         adapter: Folder that training wrote, or a trainer's `checkpoint-N`.
         output: Folder to create, or an empty one. It is written as a whole or not at all. It may
-            not be among a training run's `checkpoint-N`, which the run deletes.
+            not be among a training run's `checkpoint-N`, since the run deletes them.
         base: Checkpoint folder or Hub id, if the one that the adapter names is gone.
         base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, in
             place of what `training.json` says. TRL by itself does not write that file. The base's
@@ -92,9 +98,9 @@ def merge_adapter(
         dtype: The dtype of the written weights; `"auto"` is the base's. The norm is always float32.
 
     Raises:
-        ValueError: If there is no LoRA adapter, or no base that it fits, if the base's quantization
-            in training is not known, if the adapter has something that cannot be merged, or if a
-            tensor of its file would be lost. Nothing is written then.
+        ValueError: If there is no LoRA adapter or no base that it fits, the base's quantization in
+            training is not known, the adapter has something that cannot be merged, or a tensor of
+            its file would be lost. Nothing is written then.
     """
     adapter = Path(adapter)
     dtype = torch_dtype(dtype)
@@ -107,8 +113,8 @@ def merge_adapter(
         if dtype == "auto":
             dtype = opened_adapter.config.dtype or base_tensors.dtype
         merged_tensors = MergedTensors(opened_adapter, base_tensors, dtype)
-        written_bytes = weights.size_of(merged_tensors.layout)
-        weights.check_space(Path(output), written_bytes, "Make room, or write elsewhere.")
+        written_bytes = size_of(merged_tensors.layout)
+        check_space(Path(output), written_bytes, "Make room, or write elsewhere.")
         linked_files = _files_to_link(opened_adapter.base, base_tensors, merged_tensors, dtype)
         _set_generation(merged_tensors.model, opened_adapter)
         _save_weights(merged_tensors, folder, linked_files)
@@ -140,8 +146,8 @@ def _files_to_link(
     frozen_modules: set[str] = set()
     if is_as_stored and not is_changed and dtype == tensors.dtype:
         frozen_modules = {"vision_tower"}
-    index_folders = weights.index_folder(base.name, base.revision)
-    return weights.unchanged_files(merged.layout, frozen_modules, index_folders)
+    index_folders = index_folder(base.name, base.revision)
+    return unchanged_files(merged.layout, frozen_modules, index_folders)
 
 
 def _set_generation(model: NormAlignLlavaForConditionalGeneration, adapter: Adapter) -> None:
@@ -158,7 +164,7 @@ def _save_weights(merged: MergedTensors, folder: Path, linked: dict[str, Path]) 
     """Writes the merged tensors one at a time; raises ValueError if one was left out."""
     console = Console(stderr=True)
     values = track(merged, "Merging", len(merged.layout), console=console, transient=True)
-    weights.save_model(merged.model, folder, merged.layout, values=values, linked=linked)
+    save_model(merged.model, folder, merged.layout, values=values, linked=linked)
     merged.check_complete()
 
 
@@ -170,7 +176,7 @@ def _copy_records(adapter: Adapter, folder: Path) -> None:
             if file_name == CARD and _is_card_of_peft(adapter_file):
                 continue
             shutil.copyfile(adapter_file, folder / file_name)
-        elif file_name != DYNAMICS:  # those of the base are of its own run
+        elif file_name != DYNAMICS:  # the base's dynamics belong to its own run
             for base_file in files_of(adapter.base.name, [file_name], adapter.base.revision):
                 shutil.copyfile(base_file, folder / file_name)
 

@@ -16,8 +16,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 
-from ..checkpoint import weights
 from ..checkpoint.untrusted import loading
+from ..checkpoint.weights import (
+    module_of_file,
+    stored_tensors,
+)
 from .adapter import ADAPTER_WEIGHTS, Adapter, on_meta, put_on_meta
 from .base_tensors import BaseTensors
 from .merged_layer import MergedLayer, relative_change
@@ -118,10 +121,10 @@ class MergedTensors:
             self._uses = _with_tied_replacements(self._uses, tied_names, self._folder)
             self._merge_tied_pair()
         changed_names = [*self._wrapped, *self._uses.replacements]
-        self.changed = {weights.module_of_file(f"{name}.") for name in changed_names}
+        self.changed = {module_of_file(f"{name}.") for name in changed_names}
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
-        self.layout = weights.stored_tensors(self.model)
+        self.layout = stored_tensors(self.model)
         self._missing_names = set(self.layout)
         self.difference = 0.0
 
@@ -250,8 +253,8 @@ class _UsesOfFile:
 
     Attributes:
         replacements: Tensors that replace one of the base, by their names in the base.
-        names: Names in the file, by the path of the layer, or the name of the replaced tensor,
-            that they belong to.
+        names: Names in the file, by what they are for: the path of a layer with an adapter, or the
+            name of a replaced tensor.
     """
 
     replacements: dict[str, Tensor]
@@ -286,9 +289,9 @@ def _uses_of_file(
 
 
 def _with_tied_replacements(uses: _UsesOfFile, tied_names: list[str], folder: Path) -> _UsesOfFile:
-    """Returns the uses if tensors of these names are one tensor, of the value in the file.
+    """Returns the uses of the file if the two tensors of these names are one in the base.
 
-    Raises ValueError if the file has two values for it.
+    What the file has for one of them replaces both. Raises ValueError if it has two values.
     """
     values = [uses.replacements[name] for name in tied_names if name in uses.replacements]
     if not values:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's arms; a stock LlavaProcessor with as many image tokens as the encoder has features.
 
-Its tokenizer adds no tokens: `processor(text)` would have them, and training, TRL, vLLM and
-`tokenizer.apply_chat_template` would not. What it put first the chat template prints, as those of
-Llama 2 and 3, Gemma and Mistral do; those of TinyLlama, Zephyr and LLaVA 1.5 get it. What it put
-last is left out, since it would end a prompt.
+Its tokenizer adds no tokens, since `processor(text)` would have them, but training, TRL, vLLM and
+`tokenizer.apply_chat_template` would not. The chat template prints what the tokenizer put first, as
+the templates of Llama 2 and 3, Gemma and Mistral do already, and those of TinyLlama, Zephyr and
+LLaVA 1.5 do after this. What the tokenizer put last is left out, since it would end a prompt.
 """
 
 import copy
@@ -71,7 +71,7 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
 
 
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Sets the padding side to left, which generating from a batch needs, also for saving."""
+    """Sets the padding side to left, as generating from a batch needs, also for saving."""
     tokenizer.padding_side = "left"
     tokenizer.init_kwargs["padding_side"] = "left"  # this one is saved
 
@@ -79,9 +79,9 @@ def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
 def settle(processor: LlavaProcessor) -> None:
     """Makes the tokenizer pad left and add no tokens; the chat template prints what it put first.
 
-    Prompts then tell the same date on any day: see [`fix_date`]. Without a chat template it only
-    pads left; a processor that is settled does not change. What was
-    put first is kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`].
+    Prompts then have the same date on any day: see [`fix_date`]. Without a chat template, only the
+    padding changes; a processor that is settled does not change. The tokens that were put first are
+    kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`].
 
     Raises:
         ValueError: If a conversation's tokens would differ from those before, or if the tokenizer
