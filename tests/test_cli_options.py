@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from normalign_llava.assembly.build import BuildOptions
 from normalign_llava.cli import app
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.evaluation.ask import AskOptions
@@ -175,7 +176,9 @@ def test_a_command_without_options_means_what_its_function_means(stopped_at, com
         "assembly.build.retrofit_checkpoint"
     }
     module, _, name = f"normalign_llava.{place}".rpartition(".")
-    parameters = inspect.signature(getattr(import_module(module), name)).parameters
+    parameters = dict(inspect.signature(getattr(import_module(module), name)).parameters)
+    if command == "build":  # its keyword arguments are in a dataclass
+        parameters |= inspect.signature(BuildOptions).parameters
     got = stopped_at(place)
     argument = "" if command == "build" else "c"
     invoke(f"{command} {argument} {REQUIRED.get(command, '')}")
