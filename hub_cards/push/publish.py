@@ -108,26 +108,26 @@ def publish(
             _finish_dry_run(folder, access, options)
             return Publication(source, repository)
         added = additions(source.files)
-        removed = _files_to_remove(repository, added, options.replace_files)
+        removed_paths = _files_to_remove(repository, added, options.replace_files)
         logits = None
         if options.check_loading:
             options.notify("Loading it in a clean process.")
             logits = ask_clean_process(folder, **access)
         options.notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
-        commit = push(
-            repository, added, removed, private=options.private, create_pr=options.create_pr
+        new_commit = push(
+            repository, added, removed_paths, private=options.private, create_pr=options.create_pr
         )
     if logits is None:
         options.notify(
             f"{repo_id} was loaded neither from the folder nor from the Hub: it may not load."
         )
     else:
-        options.notify(f"Loading {repo_id} in the same way, at {commit.oid}.")
-        _check_commit(repository, commit, logits, access)
-    page = None
+        options.notify(f"Loading {repo_id} in the same way, at {new_commit.oid}.")
+        _check_commit(repository, new_commit, logits, access)
+    space_page = None
     if space is not None:
-        page = push_space(space, repo_id, commit.oid, options.notify)
-    return Publication(source, repository, commit, page, removed)
+        space_page = push_space(space, repo_id, new_commit.oid, options.notify)
+    return Publication(source, repository, new_commit, space_page, removed_paths)
 
 
 def _check_options(checkpoint: Path, is_adapter: bool, options: PublishOptions) -> None:
@@ -176,13 +176,13 @@ def _model_folder(checkpoint: Path, merges: bool, options: PublishOptions) -> It
     from ...assembly.merge import merge_adapter
 
     with TemporaryDirectory(prefix="normalign-merged-") as temporary:
-        folder = Path(temporary, checkpoint.resolve().name)
+        merged_folder = Path(temporary, checkpoint.resolve().name)
         quantization = options.base_quantization
-        merge_adapter(checkpoint, folder, base=options.base, base_quantization=quantization)
+        merge_adapter(checkpoint, merged_folder, base=options.base, base_quantization=quantization)
         for name in (EVALUATION, DIAGNOSTICS):
             if (checkpoint / name).exists():
                 options.notify(f"Warning: {name} of the adapter stays here, since it is merged.")
-        yield folder
+        yield merged_folder
 
 
 def _checked_source(
@@ -239,8 +239,8 @@ def _files_to_remove(
     """Returns what the commit removes. Raises ValueError if files of others stand in the way."""
     if not replace_files:
         check_files_of_others(repository, added)
-    sent = {addition.path_in_repo for addition in added}
-    read_beside = set(files_of_others(repository, added)) - sent
+    sent_paths = {addition.path_in_repo for addition in added}
+    read_beside = set(files_of_others(repository, added)) - sent_paths
     return sorted({*stale_files(repository, added), *read_beside})
 
 
@@ -270,9 +270,9 @@ def summary(publication: Publication) -> str:
     sent = "nothing changed"
     if commit.oid != repository.commit:
         sent = f"{len(publication.source.files)} files in one commit"
-    removed = ", ".join(publication.removed) or "nothing"
+    removed_paths = ", ".join(publication.removed) or "nothing"
     lines = [
-        f"Sent to {repository.repo_id}: {sent}; removed: {removed}.",
+        f"Sent to {repository.repo_id}: {sent}; removed: {removed_paths}.",
         f"Commit: {commit.oid}",
         f"Repository: {repository.url}",
     ]
@@ -287,8 +287,8 @@ def summary(publication: Publication) -> str:
 def _summary_of_dry_run(publication: Publication) -> str:
     source = publication.source
     lines = [f"Would be sent to {publication.repository.repo_id}:"]
-    for path, size in source.sizes.items():
-        lines.append(f"  {path}: {size:,} bytes")
-    excluded = ", ".join(source.excluded) or "nothing"
-    lines.append(f"Stays here: {excluded}.")
+    for repo_path, byte_count in source.sizes.items():
+        lines.append(f"  {repo_path}: {byte_count:,} bytes")
+    excluded_paths = ", ".join(source.excluded) or "nothing"
+    lines.append(f"Stays here: {excluded_paths}.")
     return "\n".join(lines)
