@@ -33,6 +33,7 @@ MAPS = (
 )
 SPACE_MEMORY = 12 * 2**30  # bytes of weights for which a free Space, of 16 GB, has room
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # EPS starts Ghostscript
+DISPLAYED_SIDE = 336  # pixels, of the longer side of heat maps, or some more
 MAX_RATIO = 200  # of the longer side: image processors that resize the shorter one take memory
 
 
@@ -50,8 +51,8 @@ def build_app(
     """
     # It is set once for all questions, since several people may ask at the same time.
     model.generation_config = greedy_config(model.generation_config, processor.tokenizer)
-    example = Image.new("RGB", (256, 256), "#E8E4DA")
-    ImageDraw.Draw(example).ellipse((64, 64, 192, 192), fill="red")
+    example_image = Image.new("RGB", (256, 256), "#E8E4DA")
+    ImageDraw.Draw(example_image).ellipse((64, 64, 192, 192), fill="red")
     image_input = gr.Image(
         type="filepath",  # the file as it was sent, since Gradio would open it in any format
         image_mode=None,
@@ -60,7 +61,7 @@ def build_app(
         height=320,
     )
     question_input = gr.Textbox(label="Question", placeholder="What is in the image?")
-    maps = gr.Gallery(label="Where the words look", format="png", object_fit="contain")
+    heatmap_output = gr.Gallery(label="Where the words look", format="png", object_fit="contain")
 
     def ask(file: str | None, question: str) -> Iterator[tuple]:
         uploads = Path(get_upload_folder()).resolve()
@@ -73,8 +74,8 @@ def build_app(
     return gr.Interface(
         ask,
         [image_input, question_input],
-        [gr.Textbox(label="Answer"), maps],
-        examples=[[example, "What is in the image?"]],
+        [gr.Textbox(label="Answer"), heatmap_output],
+        examples=[[example_image, "What is in the image?"]],
         cache_examples=False,
         title=title,
         description=f"{source} {MAPS}",
@@ -130,12 +131,12 @@ def answer(
         stream = AnswerStream(model, processor, inputs, limit)
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from error
-    text = ""
+    answer_text = ""
     for piece in stream:
-        text += piece
-        yield text, None
-    maps = heatmaps(model, processor, inputs, stream.ids)
-    yield text.strip() or "(The answer is empty.)", maps
+        answer_text += piece
+        yield answer_text, None
+    attention_maps = heatmaps(model, processor, inputs, stream.ids)
+    yield answer_text.strip() or "(The answer is empty.)", attention_maps
 
 
 def open_image(file: str) -> Image.Image:
@@ -144,20 +145,20 @@ def open_image(file: str) -> Image.Image:
     Raises:
         gr.Error: It cannot be read.
     """
-    fault = "The image cannot be read. Save it as PNG or JPEG with 8 bits."
+    explanation = "The image cannot be read. Save it as PNG or JPEG with 8 bits."
     try:
-        opened = Image.open(file, formats=FORMATS)
-        if max(opened.size) > MAX_RATIO * min(opened.size):
-            fault = f"The image is too narrow: its sides may be as 1 to {MAX_RATIO} at most."
-            raise ValueError(fault)
-        image = ImageOps.exif_transpose(opened)
-        if image.mode[0] in "IF":
+        opened_image = Image.open(file, formats=FORMATS)
+        if max(opened_image.size) > MAX_RATIO * min(opened_image.size):
+            explanation = f"The image is too narrow: its sides may be as 1 to {MAX_RATIO} at most."
+            raise ValueError(explanation)
+        upright = ImageOps.exif_transpose(opened_image)
+        if upright.mode[0] in "IF":
             raise ValueError("its pixels have more than 8 bits")
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
+        upright = upright.convert("RGBA")
+        background = Image.new("RGBA", upright.size, "white")
+        return Image.alpha_composite(background, upright).convert("RGB")
     except Exception as error:  # decoders raise errors of any kind on broken files
-        raise gr.Error(fault, print_exception=False) from error
+        raise gr.Error(explanation, print_exception=False) from error
 
 
 @torch.no_grad()
@@ -177,32 +178,35 @@ def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int,
         over heads and words.
     """
     image_height, image_width = inputs["pixel_values"].shape[-2:]
-    patch = processor.patch_size
-    patch_count = (image_height // patch) * (image_width // patch)
-    tokens = ids[0]
-    positions = torch.arange(len(tokens), device=ids.device)
+    patch_size = processor.patch_size
+    patch_count = (image_height // patch_size) * (image_width // patch_size)
+    token_ids = ids[0]
+    positions = torch.arange(len(token_ids), device=ids.device)
     # Class token and registers, where they are kept, come before the patches.
-    patches = positions[tokens == model.config.image_token_id][-patch_count:]
-    special = []
+    patch_positions = positions[token_ids == model.config.image_token_id][-patch_count:]
+    special_ids = []
     for token_id, token in processor.tokenizer.added_tokens_decoder.items():
         if token.special:
-            special.append(token_id)
-    is_word = (positions > patches[-1]) & ~torch.isin(tokens, tokens.new_tensor(special))
-    words = positions[is_word]
+            special_ids.append(token_id)
+    is_special = torch.isin(token_ids, token_ids.new_tensor(special_ids))
+    is_after_image = positions > patch_positions[-1]
+    word_positions = positions[is_after_image & ~is_special]
     maps: dict[int, Tensor] = {}
-    thread = get_ident()
+    this_thread = get_ident()
 
-    def keep(number: int, module: Any, args: tuple, output: tuple) -> None:
-        # An answer that was stopped may still run to its next token, in another thread.
-        if get_ident() == thread:
-            weights = output[1][0]  # of shape (heads, tokens, tokens)
-            maps[number] = weights[:, words][..., patches].float().mean((0, 1)).cpu()
+    def keep(layer_number: int, self_attention: Any, args: tuple, output: tuple) -> None:
+        if get_ident() != this_thread:
+            return  # an answer that was stopped runs to its next token in another thread
+        layer_attention = output[1][0]  # of shape (heads, tokens, tokens)
+        to_image = layer_attention[:, word_positions][..., patch_positions]
+        maps[layer_number] = to_image.float().mean((0, 1)).cpu()
 
     with ExitStack() as hooks:
-        for number, layer in enumerate(model.get_decoder().layers, start=1):
-            module = getattr(layer, "self_attn", None)
-            if module is not None:
-                hooks.enter_context(module.register_forward_hook(partial(keep, number)))
+        for layer_number, decoder_layer in enumerate(model.get_decoder().layers, start=1):
+            self_attention = getattr(decoder_layer, "self_attn", None)
+            if self_attention is not None:
+                hook = self_attention.register_forward_hook(partial(keep, layer_number))
+                hooks.enter_context(hook)
         model.base_model(input_ids=ids, pixel_values=inputs["pixel_values"], use_cache=False)
     return maps
 
@@ -223,37 +227,39 @@ def heatmaps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tuple
     pixels = inputs["pixel_values"][0].float().cpu()
     image = _displayed(pixels, processor.image_processor)
     grey = image.convert("L").convert("RGB")
-    rows, columns = (side // processor.patch_size for side in pixels.shape[-2:])
-    mean = torch.stack(list(maps.values())).mean(0)
-    titled = {"Mean": mean}
-    for number, layer_map in maps.items():
-        titled[f"Layer {number}"] = layer_map
-    drawn = []
-    for title, weights in titled.items():
-        shares = weights / weights.max().clamp_min(1e-30)
-        cells = (255 * shares).round().byte().view(rows, columns)
-        heat = ImageOps.colorize(
-            Image.fromarray(cells.numpy()), black="#000004", mid="#B73779", white="#FCFDBF"
-        )
+    row_count = pixels.shape[1] // processor.patch_size
+    layer_maps = list(maps.values())
+    titled_maps = {"Mean": torch.stack(layer_maps).mean(0)}
+    for layer_number, layer_map in maps.items():
+        titled_maps[f"Layer {layer_number}"] = layer_map
+    pictures = []
+    for title, patch_attention in titled_maps.items():
+        brightness = patch_attention / patch_attention.max().clamp_min(1e-30)
+        levels = (255 * brightness).round().byte().view(row_count, -1)
+        heat = Image.fromarray(levels.numpy())
+        heat = ImageOps.colorize(heat, black="#000004", mid="#B73779", white="#FCFDBF")
         heat = heat.resize(image.size, Image.Resampling.NEAREST)
-        drawn.append((Image.blend(grey, heat, 0.6), f"{title}: {weights.sum():.1%}"))
-    return drawn
+        caption = f"{title}: {patch_attention.sum():.1%}"
+        pictures.append((Image.blend(grey, heat, 0.6), caption))
+    return pictures
 
 
 def _displayed(pixels: Tensor, image_processor: Any) -> Image.Image:
     """Returns the encoder's pixels, of shape `(3, height, width)`, as an image to look at."""
+    colors = pixels.permute(1, 2, 0)
     if image_processor.do_normalize:
-        mean = torch.tensor(image_processor.image_mean).view(3, 1, 1)
-        std = torch.tensor(image_processor.image_std).view(3, 1, 1)
-        pixels = pixels * std + mean
-    levels = (pixels * 255).round().clamp(0, 255).byte()
-    image = Image.fromarray(levels.permute(1, 2, 0).numpy())
-    scale = math.ceil(336 / max(image.size))
-    return image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+        mean = torch.tensor(image_processor.image_mean)
+        std = torch.tensor(image_processor.image_std)
+        colors = colors * std + mean
+    levels = (255 * colors).round().clamp(0, 255).byte()
+    image = Image.fromarray(levels.numpy())
+    scale = math.ceil(DISPLAYED_SIDE / max(image.size))
+    displayed_size = (image.width * scale, image.height * scale)
+    return image.resize(displayed_size, Image.Resampling.NEAREST)
 
 
 def cpu_dtype(config: Any, **code: Any) -> torch.dtype | str:
-    """Returns float32, which is fast on every CPU, if it fits a free Space; else the model's own.
+    """Returns float32 if it fits a free Space, since it is fast on every CPU; else "auto".
 
     Args:
         config: The model's configuration.
@@ -267,23 +273,26 @@ def cpu_dtype(config: Any, **code: Any) -> torch.dtype | str:
 
 def main(folder: Path) -> None:
     """Serves the model that `space.json` names, with the code that comes with it."""
-    settings = json.loads((folder / "space.json").read_text(encoding="utf-8"))
-    name = settings["model"]
-    commit = settings["revision"]
-    code: dict[str, Any] = {"code_revision": commit, "trust_remote_code": True}
-    config = AutoConfig.from_pretrained(name, revision=commit, **code)
+    settings_text = (folder / "space.json").read_text(encoding="utf-8")
+    settings = json.loads(settings_text)
+    model_id = settings["model"]
+    revision = settings["revision"]
+    code: dict[str, Any] = {"code_revision": revision, "trust_remote_code": True}
+    config = AutoConfig.from_pretrained(model_id, revision=revision, **code)
     device = "cuda"
     dtype: torch.dtype | str = "auto"
     if not torch.cuda.is_available():
         device = "cpu"
         dtype = cpu_dtype(config, **code)
-    model = AutoModelForImageTextToText.from_pretrained(
-        name, revision=commit, dtype=dtype, attn_implementation=ATTENTION, **code
+    loaded_model = AutoModelForImageTextToText.from_pretrained(
+        model_id, revision=revision, dtype=dtype, attn_implementation=ATTENTION, **code
     )
-    model = model.to(device).eval()
-    processor = AutoProcessor.from_pretrained(name, revision=commit, **code)
-    source = f"Ask [{name}](https://huggingface.co/{name}) about an image."
-    launch(build_app(model, processor, title=name.rpartition("/")[2], source=source))
+    loaded_model = loaded_model.to(device).eval()
+    processor = AutoProcessor.from_pretrained(model_id, revision=revision, **code)
+    title = model_id.rpartition("/")[2]
+    source = f"Ask [{model_id}](https://huggingface.co/{model_id}) about an image."
+    app = build_app(loaded_model, processor, title=title, source=source)
+    launch(app)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class FrontMatter:
 def front_matter(
     facts: Facts, base: Part | None, parts: list[Part], name: str, author: dict[str, Any]
 ) -> FrontMatter:
-    """Returns the front matter that follows from the folder, merged with that of the author.
+    """Returns the front matter that follows from the folder, merged with the author's.
 
     The author's value takes precedence where the folder does not tell all.
 

@@ -84,11 +84,12 @@ class Facts:
         self.data = _training_data(self.stages)
         self.gain: dict[str, float | None] = {}
         self.moved: bool | None = None
-        norm_tensors = {}
-        for tensor_name, tensor in read_norm(checkpoint).items():
-            norm_tensors[tensor_name.split(".")[-1]] = tensor.double()
-        if "weight" in norm_tensors:
-            self._measure_norm(norm_tensors["weight"], norm_tensors.get("bias"))
+        norm = _norm_tensors(checkpoint)
+        if "weight" in norm:
+            start = _gain_at_start(self.config)
+            self.gain = _mean_magnitudes(norm, start)
+            if start is not None:
+                self.moved = _has_moved(norm, start)
         self.diagnosis = _diagnosis(checkpoint)
         self.figures = []
         for figure in self.diagnosis.get("figures", ()):
@@ -97,21 +98,6 @@ class Facts:
                 self.figures.append(figure)
         self.evaluations = read_evaluations(checkpoint)
         self.outdated = _outdated(checkpoint, self.evaluations)
-
-    def _measure_norm(self, gain: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Sets `gain` and `moved` from the tensors of the norm."""
-        self.gain = {"start": None, "mean_abs": gain.abs().mean().item(), "bias_mean_abs": None}
-        if bias is not None:
-            self.gain["bias_mean_abs"] = bias.abs().mean().item()
-        if self.config is None:
-            return
-        n_text = self.config.text_embedding_norm
-        if n_text is None and self.config.projector_gain_init != "one":
-            return
-        start = initial_gain(self.config, math.nan if n_text is None else n_text)
-        stayed = torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
-        self.gain["start"] = start
-        self.moved = not stayed or (bias is not None and bool(bias.any()))
 
     def setting(self, name: str) -> Any:
         """Returns a field of the configuration; for an adapter, the value of its training."""
@@ -142,6 +128,42 @@ class Facts:
         if gain is None or diagnosed_gain is None:
             return False
         return not math.isclose(gain, diagnosed_gain, rel_tol=0.01)
+
+
+def _norm_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Returns the gain of the norm as "weight" and its bias as "bias", in float64."""
+    norm = {}
+    for tensor_name, tensor in read_norm(checkpoint).items():
+        norm[tensor_name.split(".")[-1]] = tensor.double()
+    return norm
+
+
+def _gain_at_start(config: NormAlignLlavaConfig | None) -> float | None:
+    """Returns every element of the gain of a newly built model, if that is known."""
+    if config is None:
+        return None
+    if config.projector_gain_init == "one":
+        return 1.0
+    if config.text_embedding_norm is None:
+        return None
+    return initial_gain(config, config.text_embedding_norm)
+
+
+def _mean_magnitudes(norm: dict[str, torch.Tensor], start: float | None) -> dict[str, float | None]:
+    """Returns the mean magnitudes of gain and bias beside the gain's start, as in `report.json`."""
+    magnitudes = {"start": start, "mean_abs": norm["weight"].abs().mean().item()}
+    magnitudes["bias_mean_abs"] = None
+    if "bias" in norm:
+        magnitudes["bias_mean_abs"] = norm["bias"].abs().mean().item()
+    return magnitudes
+
+
+def _has_moved(norm: dict[str, torch.Tensor], start: float) -> bool:
+    """Returns whether a gain differs from its start, or a bias from 0."""
+    gain = norm["weight"]
+    if "bias" in norm and norm["bias"].any():
+        return True
+    return not torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
 
 
 def _stages(checkpoint: Path) -> list[dict[str, Any]]:
@@ -210,7 +232,7 @@ def _diagnosis(checkpoint: Path) -> dict[str, Any]:
 
 def _outdated(checkpoint: Path, evaluations: list[Evaluation]) -> list[str]:
     """Returns the tasks whose results have the hash of other files of weights."""
-    # With "@" it is a Hub id and commit, which cannot be compared with files.
+    # Other weights are named by Hub id and commit, with an "@", and cannot be compared.
     hashed = [result for result in evaluations if result.weights and "@" not in result.weights]
     if not hashed:
         return []

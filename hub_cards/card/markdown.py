@@ -76,9 +76,11 @@ def _cell(value: Any) -> Markup:
 
 
 def table_of_columns(columns: Mapping[str, Mapping[str, Any]]) -> Markup:
-    """Returns a table of columns, which are cells by title and by the name of the row.
+    """Returns a table of columns.
 
-    All columns must have the same rows.
+    Args:
+        columns: Cells by title of the column, and then by name of the row. All columns must have
+            the same rows.
     """
     rows: dict[str, list[Any]] = {}
     for column_cells in columns.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A card's front matter, which the Hub reads, and what people write into the card by hand."""
+"""A card's front matter, and what people write into the card by hand."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .facts import LLAVA, Facts, Part
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
 """The most demanding last: parts under several of them may be distributed under that one."""
-SECTIONS = ("introduction", "notes")  # of a card, which people write
+SECTIONS = ("introduction", "notes")  # parts of a card that people write
 
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
 _START = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE)
@@ -63,7 +63,7 @@ def metadata(facts: Facts, base: Part | None, licence: dict[str, Any], name: str
         facts: The records.
         base: The base of an adapter.
         licence: The licence's fields, from [`terms`].
-        name: The name of the model, which stands beside its scores.
+        name: The name of the model, for its scores.
     """
     base_models, base_relation = _base_models(facts, base)
     scores = eval_results(facts)
@@ -96,7 +96,7 @@ def _base_models(facts: Facts, base: Part | None) -> tuple[list[str], str | None
 
 
 def _languages(data: Sequence[Part]) -> list[str]:
-    """Returns the languages of all data sets; none if one is not known, which would mislead."""
+    """Returns the languages of all data sets. An incomplete list would mislead, so it is empty."""
     languages: dict[str, None] = {}
     for part in data:
         if not part.languages:

@@ -40,7 +40,7 @@ def render_card(
         checkpoint: The folder.
         repo_id: Where the card's code loads the model from; by default the current folder.
         revision: The branch or commit of `repo_id` that it loads.
-        hub_card: The card on the Hub, whose edits take precedence over those of the folder's card.
+        hub_card: The card on the Hub. Its edits take precedence over the folder's.
         base: An adapter's base; by default what its training started from, if that is on the Hub.
 
     Raises:

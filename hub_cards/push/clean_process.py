@@ -15,7 +15,7 @@ from PIL import Image
 
 TOLERANCE = 1e-5  # by how much logits of the same weights may differ, as a share of the largest
 _HUB_SETTINGS = re.compile("(HF_|HUGGING|TRANSFORMERS_).*(TOKEN|CACHE|OFFLINE)")
-"""Variables of this machine that configure the Hub's client, which others do not have."""
+"""Environment variables that configure the Hub's client on this machine only."""
 
 
 def ask_clean_process(

@@ -56,7 +56,7 @@ def publish(
     of others stay; publishing is refused if they would be overwritten, or read beside the model.
 
     Args:
-        checkpoint: Folder of a checkpoint, or of an adapter, which is merged into its base first.
+        checkpoint: Folder of a checkpoint or adapter. An adapter is merged into its base first.
         repo_id: `"namespace/name"`. The repository is created if it does not exist.
         private: For a new repository; None (the default) leaves it to the namespace's default.
         revision: Branch, by default `"main"`; created if it does not exist.
@@ -72,7 +72,7 @@ def publish(
         replace_card: Replace a card, on the Hub or in the folder, that this package did not write.
         replace_files: Overwrite files of others on the Hub, and remove those that would be read
             beside the model. Without it, the error lists them.
-        token: Access token; by default that of `hf auth login` or HF_TOKEN.
+        token: Access token; by default from `hf auth login` or HF_TOKEN.
         notify: Receives messages about the progress; by default `print`.
 
     Returns:
@@ -109,21 +109,21 @@ def publish(
             return Publication(source, repository)
         added = additions(source.files)
         removed_paths = _files_to_remove(repository, added, options.replace_files)
-        logits = None
+        folder_logits = None
         if options.check_loading:
             options.notify("Loading it in a clean process.")
-            logits = ask_clean_process(folder, **access)
+            folder_logits = ask_clean_process(folder, **access)
         options.notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
         new_commit = push(
             repository, added, removed_paths, private=options.private, create_pr=options.create_pr
         )
-    if logits is None:
+    if folder_logits is None:
         options.notify(
             f"{repo_id} was loaded neither from the folder nor from the Hub: it may not load."
         )
     else:
         options.notify(f"Loading {repo_id} in the same way, at {new_commit.oid}.")
-        _check_commit(repository, new_commit, logits, access)
+        _check_commit(repository, new_commit, folder_logits, access)
     space_page = None
     if space is not None:
         space_page = push_space(space, repo_id, new_commit.oid, options.notify)
@@ -141,10 +141,10 @@ def _check_options(checkpoint: Path, is_adapter: bool, options: PublishOptions) 
 
 
 def _open_repository(repo_id: str, merges: bool, options: PublishOptions) -> Repository:
-    """Finds the repository, of which a dry run knows only the name.
+    """Reads the repository. A dry run does not, and returns one without files.
 
-    Raises ValueError if its visibility is not the one asked for. If an adapter has to be merged,
-    which takes long, files of others that are read with any model are refused here already.
+    Raises ValueError if its visibility is not the requested one. Merging an adapter takes long, so
+    before it, this also refuses files of others that are read with any model.
     """
     if options.dry_run:
         return Repository(HfApi(token=options.token), repo_id, branch=options.revision)

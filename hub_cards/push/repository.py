@@ -72,7 +72,7 @@ def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
     """Turns errors of the Hub, the connection and uploads into an OSError of one line.
 
     Args:
-        state: The last sentence of the error, which says what has been sent.
+        state: The last sentence of the error: what has been sent.
     """
     try:
         yield
@@ -94,8 +94,8 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
 
     Args:
         repo_id: Hub id of the repository to publish.
-        token: Access token; by default that of `hf auth login` or HF_TOKEN.
-        create_pr: Whether a pull request is enough, which any account may open.
+        token: Access token; by default from `hf auth login` or HF_TOKEN.
+        create_pr: Whether a pull request is enough. Any account may open one.
 
     Raises:
         ValueError: There is no token, or it may not write to the repository.
@@ -198,8 +198,8 @@ def push(
 
     Args:
         repository: The branch as it was read.
-        added: The files that it is to hold.
-        removed: The paths that it is no longer to hold.
+        added: The files to add to it, or to replace in it.
+        removed: The paths to remove from it.
         private: Whether a new repository is private; None leaves it to the namespace's default.
         create_pr: Open a pull request instead.
 

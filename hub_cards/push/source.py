@@ -51,7 +51,7 @@ READ: dict[str, tuple[str, ...]] = {
 }
 """Patterns of the files that are read with the model, or could be taken for it."""
 SENT = WRITTEN | {"": (*WRITTEN[""], names.CARD, "LICENSE*", "LICENCE*", "NOTICE*")}
-"""Patterns of the files that are sent: `WRITTEN`, and what people write, which is never removed."""
+"""Patterns of the files that are sent: `WRITTEN`, and what people write. That is never removed."""
 LARGEST_NOTICE = 2**20  # bytes
 _FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, in no other folder
 
@@ -138,7 +138,7 @@ def _is_notice(repo_path: str) -> bool:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Returns what is in a folder, and in those of its folders whose files may be sent."""
+    """Returns what is in a folder, and in its folders whose files may be sent."""
     opened = {*WRITTEN, *(Path(notice_folder).parent.as_posix() for notice_folder in NOTICES)}
     local_paths = []
     waiting = sorted(folder.iterdir())
@@ -235,7 +235,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], NormAlignLlavaConfig | No
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object; it is empty if there is no file.
+    """Reads a JSON object. Returns an empty one if the file does not exist.
 
     Raises:
         ValueError: The file holds anything else.
