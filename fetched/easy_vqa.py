@@ -22,8 +22,18 @@ from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, TWITTER_EMOJI
 
 
 EMOJI = (
-    *("dog", "cat", "monkey", "elephant", "whale", "turtle"),
-    *("apple", "banana", "pizza", "hamburger", "taxi", "truck"),
+    "dog",
+    "cat",
+    "monkey",
+    "elephant",
+    "whale",
+    "turtle",
+    "apple",
+    "banana",
+    "pizza",
+    "hamburger",
+    "taxi",
+    "truck",
 )
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")

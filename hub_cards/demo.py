@@ -60,14 +60,14 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
         raise ValueError(
             f"{checkpoint} is a {opened.model_type!r} model. The demo is for NormAlign-LLaVA only."
         )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype_to_load("auto", opened.config, opened.weight_bytes)
-    model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
-    name = str(checkpoint)
+    model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device_type).eval()
+    model_name = str(checkpoint)
     if Path(checkpoint).exists():
-        name = Path(checkpoint).resolve().name
-    source = f"Ask `{name}` about an image."
-    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=source)
+        model_name = Path(checkpoint).resolve().name
+    request = f"Ask `{model_name}` about an image."
+    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=request)
     local_hosts = ["localhost", "127.0.0.1"]
     middleware = []
     if host in local_hosts:
@@ -78,13 +78,15 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
 
 def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
     """Returns all files of a Space by path. It loads the model from the commit `revision`."""
-    title = json.dumps(repo_id.rpartition("/")[2])
-    card = SPACE_CARD.format(title=title, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision)
-    app = Path(__file__).with_name("demo_app.py").read_text(encoding="utf-8")
-    app = app.replace("from ..evaluation.answering import", "from answering import")
+    space_title = json.dumps(repo_id.rpartition("/")[2])
+    space_card = SPACE_CARD.format(
+        title=space_title, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision
+    )
+    app_code = Path(__file__).with_name("demo_app.py").read_text(encoding="utf-8")
+    app_code = app_code.replace("from ..evaluation.answering import", "from answering import")
     return {
-        "README.md": card.encode(),
-        "app.py": app.encode(),
+        "README.md": space_card.encode(),
+        "app.py": app_code.encode(),
         "answering.py": files(evaluation).joinpath("answering.py").read_bytes(),
         "requirements.txt": b"torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n",
         "space.json": json.dumps({"model": repo_id, "revision": revision}).encode(),
@@ -102,9 +104,11 @@ def find_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Reposit
 
     space = find_repository(api, f"{repo_id}-demo", kind="space")
     is_new = space.files.keys() <= {".gitattributes", "README.md"}
-    if not is_new and "space.json" not in space.files:
+    if is_new:
+        return space
+    if "space.json" not in space.files:
         raise ValueError(f"{space.repo_id} is not this package's. Rename it, or leave out --space.")
-    if not is_new and not replace_files:
+    if not replace_files:
         planned = space_files(repo_id, "the commit that is about to be made")
         check_files_of_others(space, additions(planned))
     return space
@@ -128,12 +132,14 @@ def push_space(space: Repository, model: str, commit: str, notify: Callable[[str
     from .push.record import additions  # it imports torch
 
     try:
-        private = find_repository(space.api, model).private
-        push(space, additions(space_files(model, commit)), removed=(), private=private)
+        is_private = find_repository(space.api, model).private
+        push(space, additions(space_files(model, commit)), removed=(), private=is_private)
     except (ValueError, OSError) as error:
         state = f"The model is published, at {commit} of {model}; its Space is not."
         raise OSError(f"{state} {error}") from None
-    page = f"{space.api.endpoint}/spaces/{space.repo_id}"
-    if private:
-        notify(f"To read the model, the Space needs a token as secret HF_TOKEN: {page}/settings.")
-    return page
+    space_page = f"{space.api.endpoint}/spaces/{space.repo_id}"
+    if is_private:
+        notify(
+            f"To read the model, the Space needs a token as secret HF_TOKEN: {space_page}/settings."
+        )
+    return space_page

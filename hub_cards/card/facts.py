@@ -14,7 +14,7 @@ from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluation.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
-from ..push.source import DIAGNOSTICS, notices, public_report, read_config, read_json, read_norm
+from ..reading import DIAGNOSTICS, notices, public_report, read_config, read_json, read_norm
 
 
 LLAVA = "LLaVA checkpoint"  # the role of one that had both parts

@@ -28,8 +28,8 @@ def escape(value: Any) -> Markup:
 
 def link(name: str, address: str) -> Markup:
     """Returns a link whose text and address are escaped."""
-    address = quote(address, safe="/:@#?&=%+")
-    return Markup(f"[{escape(name)}]({address})")
+    quoted_address = quote(address, safe="/:@#?&=%+")
+    return Markup(f"[{escape(name)}]({quoted_address})")
 
 
 def part_link(part: Part) -> Markup:

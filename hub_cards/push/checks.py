@@ -14,7 +14,8 @@ from ...checkpoint.files import ADAPTER_CONFIG, TRAINING_RECORD, find_checkpoint
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ..card.facts import Part
-from .source import CODE, PublishSource, read_config, read_json, read_norm
+from ..reading import read_config, read_json, read_norm
+from .source import CODE, PublishSource
 
 
 PACKAGE = Path(__file__).resolve().parents[2]

@@ -13,16 +13,18 @@ from typing import Any, Unpack
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 
 from ...checkpoint.files import ADAPTER_CONFIG, CARD, check_folder, check_free, check_repo_id
+from ...evaluation.results import EVALUATION
 from ..card.facts import Part
 from ..card.metadata import card_in, check_replaceable
 from ..card.write import render_card
 from ..demo import find_space, push_space
+from ..reading import DIAGNOSTICS, read_json
 from .checks import check_checkpoint, check_private, pinned_base
 from .clean_process import ask_clean_process, difference
 from .options import PublishKeywords, PublishOptions
 from .record import additions, check_files_of_others, files_of_others, stale_files
 from .repository import Repository, find_repository, log_in, push
-from .source import DIAGNOSTICS, EVALUATION, PublishSource, choose_files, read_json
+from .source import PublishSource, choose_files
 
 
 @dataclass(frozen=True)

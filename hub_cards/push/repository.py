@@ -157,11 +157,11 @@ def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "m
         name,
         kind,
         branch,
-        commit,
-        bool(repo_info.private),
-        content_ids,
-        written_ids,
-        card_text,
+        commit=commit,
+        private=bool(repo_info.private),
+        files=content_ids,
+        written=written_ids,
+        card=card_text,
     )
 
 

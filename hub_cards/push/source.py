@@ -1,37 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is published of a checkpoint folder: only files whose names are on a list."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
-
-from ...checkpoint import files as names
-from ...checkpoint.files import check_adapter
-from ...checkpoint.untrusted import check_files, check_weights, json_object, loading
-from ...configuration_normalign_llava import NormAlignLlavaConfig
-from ...diagnose.report import REPORT, SCHEMA_VERSION, report_json
+from ...checkpoint.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BUILD_RECORD,
+    CARD,
+    DYNAMICS,
+    INDEX,
+    TRAINING_RECORD,
+    WEIGHTS,
+)
+from ...checkpoint.untrusted import loading
+from ...diagnose.report import REPORT
 from ...evaluation.results import EVALUATION, SUMMARY
+from ..reading import DIAGNOSTICS, NOTICES, public_report, weight_files
 
 
-DIAGNOSTICS = "diagnostics"
-NOTICES = ("notices/vision", "notices/language")
-"""Folders of the licences and notices that came with the parts."""
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
+_MODEL_FILES = (
+    WEIGHTS,
+    INDEX,
+    "model-*-of-*.safetensors",
+    ADAPTER_WEIGHTS,
+    ADAPTER_CONFIG,
+    "config.json",
+    *CODE,
+    "generation_config.json",
+    BUILD_RECORD,
+    TRAINING_RECORD,
+    DYNAMICS,
+    "processor_config.json",
+    "preprocessor_config.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.json",
+    "chat_template.jinja",
+)
 WRITTEN: dict[str, tuple[str, ...]] = {
-    "": (
-        *(names.WEIGHTS, names.INDEX, "model-*-of-*.safetensors", "config.json", *CODE),
-        *(names.ADAPTER_WEIGHTS, names.ADAPTER_CONFIG, "generation_config.json"),
-        *(names.BUILD_RECORD, names.TRAINING_RECORD, names.DYNAMICS, "processor_config.json"),
-        *("preprocessor_config.json", "tokenizer*.json", "tokenizer.model", "added_tokens.json"),
-        *("special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
-        *("sentencepiece.bpe.model", "chat_template.json", "chat_template.jinja"),
-    ),
+    "": _MODEL_FILES,
     "chat_templates": ("*.jinja",),
     EVALUATION: (SUMMARY,),
     DIAGNOSTICS: (REPORT, "*.png"),
@@ -43,17 +62,20 @@ A later publication removes such a file from the repository if it no longer has 
 that would be loaded and figures that `report.json` names are sent."""
 READ: dict[str, tuple[str, ...]] = {
     "": (
-        *(*WRITTEN[""], "pytorch_model*", "adapter_model.bin", "tf_model*.h5", "flax_model*"),
+        *_MODEL_FILES,
+        "pytorch_model*",
+        "adapter_model.bin",
+        "tf_model*.h5",
+        "flax_model*",
         "video_preprocessor_config.json",
     ),
     "chat_templates": ("*",),
     "custom_generate": ("*",),  # code that `generate` would run
 }
 """Patterns of the files that are read with the model, or could be taken for it."""
-SENT = WRITTEN | {"": (*WRITTEN[""], names.CARD, "LICENSE*", "LICENCE*", "NOTICE*")}
+SENT = WRITTEN | {"": (*_MODEL_FILES, CARD, "LICENSE*", "LICENCE*", "NOTICE*")}
 """Patterns of the files that are sent: `WRITTEN`, and what people write. That is never removed."""
 LARGEST_NOTICE = 2**20  # bytes
-_FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, in no other folder
 
 
 @dataclass(frozen=True)
@@ -82,8 +104,8 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
     """
     folder = folder.resolve()
     loaded = {weight_file.name for weight_file in weight_files(folder)}
-    if names.WEIGHTS not in loaded:
-        loaded.add(names.INDEX)
+    if WEIGHTS not in loaded:
+        loaded.add(INDEX)
     figures: set[str] = set()
     replaced = dict(generated)
     report_file = folder / DIAGNOSTICS / REPORT
@@ -120,7 +142,7 @@ def _is_sent(local_path: Path, repo_path: str, needed: set[str]) -> bool:
         return False
     if _is_notice(repo_path):
         return True
-    is_optional = local_path.suffix in (".safetensors", ".png") or repo_path == names.INDEX
+    is_optional = local_path.suffix in (".safetensors", ".png") or repo_path == INDEX
     return repo_path in needed or not is_optional
 
 
@@ -151,16 +173,6 @@ def _paths(folder: Path) -> list[Path]:
     return local_paths
 
 
-def notices(folder: Path) -> list[str]:
-    """Returns the paths of the parts' licences and notices in a checkpoint folder."""
-    notice_paths = []
-    for local_path in _paths(folder):
-        repo_path = local_path.relative_to(folder).as_posix()
-        if local_path.is_file() and _is_notice(repo_path) and _matches(repo_path, SENT):
-            notice_paths.append(repo_path)
-    return sorted(notice_paths)
-
-
 def read_notice(file: Path) -> bytes:
     """Reads a licence or notice. Raises ValueError unless it is a plain text of up to 1 MiB."""
     size = file.stat().st_size
@@ -173,91 +185,6 @@ def read_notice(file: Path) -> bytes:
     if "\0" in text:
         raise ValueError(f"{file} is no plain text: it has a null character. {remedy}")
     return content
-
-
-def public_report(text: str) -> tuple[bytes, list[str]]:
-    """Removes questions, images, attention maps and drawings of samples from a report.
-
-    Args:
-        text: The content of `report.json`.
-
-    Returns:
-        The content without them, and the names of the figures that it still has.
-    """
-    report_path = f"{DIAGNOSTICS}/{REPORT}"
-    with loading(report_path, remedy="Diagnose again, or remove it."):
-        content = json_object(text.encode(), report_path)
-        schema_version = content["schema_version"]
-        if schema_version != SCHEMA_VERSION:
-            raise ValueError(
-                f"{report_path} has schema {schema_version}, not {SCHEMA_VERSION}. Diagnose again."
-            )
-        for report in (content["report"], content["against"]):
-            if report:
-                for question in report["attention"]:
-                    question.update(question="", image=None, maps=[])
-        kept_figures = []
-        for figure in content["figures"]:
-            if re.fullmatch(_FIGURE, figure["file"]):
-                kept_figures.append(figure)
-        content["figures"] = kept_figures
-        content["provenance"].pop("first question", None)
-    return report_json(content).encode(), [figure["file"] for figure in kept_figures]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files that would be loaded.
-
-    Raises:
-        ValueError: One is missing or broken.
-    """
-    if (folder / names.ADAPTER_CONFIG).is_file():
-        check_adapter(folder)
-        return [folder / names.ADAPTER_WEIGHTS]
-    return check_weights(folder)
-
-
-def read_config(folder: Path) -> tuple[dict[str, Any], NormAlignLlavaConfig | None]:
-    """Reads `config.json`: as it is stored, and as an object. For an adapter it is empty and None.
-
-    Raises:
-        ValueError: It is of another model, or a file of the checkpoint is not safe to read.
-    """
-    config_json = check_files(folder)
-    if not config_json:
-        return config_json, None
-    model_type = config_json.get("model_type")
-    if model_type != NormAlignLlavaConfig.model_type:
-        raise ValueError(
-            f"{folder} is a {model_type!r} model. This command is for NormAlign-LLaVA only."
-        )
-    return config_json, NormAlignLlavaConfig.from_dict(config_json)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object. Returns an empty one if the file does not exist.
-
-    Raises:
-        ValueError: The file holds anything else.
-    """
-    if not file.is_file():
-        return {}
-    return json_object(file.read_bytes(), str(file))
-
-
-def read_norm(folder: Path) -> dict[str, torch.Tensor]:
-    """Reads gain and bias of the projector's norm, by name of the tensor.
-
-    Raises:
-        ValueError: The weights are broken.
-    """
-    norm_tensors = {}
-    for weight_file in weight_files(folder):
-        with loading(str(weight_file)), safe_open(weight_file, "pt") as tensors:
-            for tensor_name in tensors.keys():  # noqa: SIM118
-                if "multi_modal_projector.norm." in tensor_name:
-                    norm_tensors[tensor_name] = tensors.get_tensor(tensor_name)
-    return norm_tensors
 
 
 def is_written(path: str) -> bool:
