@@ -20,6 +20,7 @@ from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import LOCK, json_or_none, write_json
 from ..checkpoint.precision import half_precision_pays
+from ..evaluation.answering import answers
 from ..fetched.convert import convert_language, convert_vision
 from ..fetched.easy_vqa import QUESTION_KINDS, SYSTEM, Question, held_out, load_image, prompt
 from ..fetched.fetch import ARCHIVES, fetch
@@ -165,8 +166,8 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> di
         scores_after = ask_held_out(model, settings.asked, journal.bf16)
     with journal.step("reload"):
         questions = _shown_questions(settings.shown_per_kind)
-        answers, deviation = reload(model, questions)
-        draw_images(list(zip(questions, answers, strict=True)), output / "images.png")
+        shown_answers, deviation = reload(model, questions)
+        draw_images(list(zip(questions, shown_answers, strict=True)), output / "images.png")
     baseline_folder = output / "baseline"
     baseline_model = None
     baseline_scores = None
@@ -271,19 +272,10 @@ def reload(checkpoint: Path, questions: list[Question]) -> tuple[list[str], str 
     """
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
-    answers = []
+    question_answers = []
     with torch.inference_mode():
         for question in questions:
-            inputs = processor.apply_chat_template(
-                prompt(question.text, load_image(question.image)),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-            )
-            prompt_length = inputs["input_ids"].shape[1]
-            generated = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-            answer = processor.decode(generated[0, prompt_length:], skip_special_tokens=True)
-            answers.append(answer.strip())
+            messages = prompt(question.text, load_image(question.image))
+            question_answers += answers(model, processor, [messages], max_new_tokens=16)
         logits = first_logits(model, processor)
-    return answers, difference(logits, ask_clean_process(checkpoint))
+    return question_answers, difference(logits, ask_clean_process(checkpoint))
