@@ -241,7 +241,7 @@ def _outdated(checkpoint: Path, evaluations: list[Evaluation]) -> list[str]:
 
 
 def _hub_id(name: str | None) -> str | None:
-    """Returns a name if it is a Hub id. Of a folder, records have only the last part."""
+    """Returns a name if it is a Hub id. Folders are recorded only with the last part of a path."""
     if name and is_hub_id(name):
         return name
     return None

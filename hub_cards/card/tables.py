@@ -119,7 +119,7 @@ def _training_cells(stage: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _joined(counts: Iterable[int | None]) -> str:
-    """Returns such as "90 of 100", without the counts that are not known."""
+    """Returns the known counts, such as "90 of 100"."""
     return " of ".join(f"{count:,}" for count in counts if count is not None)
 
 

@@ -52,8 +52,8 @@ def files_of_others(
     """Returns the files that others wrote or changed, and that stand in the way of a publication.
 
     They would be overwritten with another content, or be read together with the model. Without
-    `added`, only files are returned that are read, whatever is sent. A model's card does not count,
-    since a mark in it says who wrote it.
+    `added`, it returns only the files that are read, whatever is sent. A model's card does not
+    count, since a mark in it says who wrote it.
     """
     is_model = repository.kind == "model"
     sent_ids = content_ids(added or ())
