@@ -15,6 +15,7 @@ from normalign_llava.cli import app
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.evaluation.ask import AskOptions
 from normalign_llava.evaluation.options import EvaluateOptions, ModelOptions
+from normalign_llava.hub_cards.push.options import PublishOptions
 from normalign_llava.quickstart.run import Settings
 
 
@@ -179,6 +180,8 @@ def test_a_command_without_options_means_what_its_function_means(stopped_at, com
     parameters = dict(inspect.signature(getattr(import_module(module), name)).parameters)
     if command == "build":  # its keyword arguments are in a dataclass
         parameters |= inspect.signature(BuildOptions).parameters
+    if command == "publish":  # its keyword arguments are in a dataclass
+        parameters |= inspect.signature(PublishOptions).parameters
     got = stopped_at(place)
     argument = "" if command == "build" else "c"
     invoke(f"{command} {argument} {REQUIRED.get(command, '')}")
