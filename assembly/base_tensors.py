@@ -14,10 +14,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..checkpoint.opening import Checkpoint
+from ..checkpoint.precision import torch_dtype
 from ..checkpoint.untrusted import AGAIN, check_weights
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import IN_PRECISION, Adapter, on_meta
-from .build import torch_dtype
 
 
 NORM = "model.multi_modal_projector.norm."

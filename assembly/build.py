@@ -22,7 +22,7 @@ from transformers import (
 from ..checkpoint.files import BUILD_RECORD, check_not_in_run, finished_folder, write_json
 from ..checkpoint.notices import notices_of_part, place_of, write_notices
 from ..checkpoint.opening import Checkpoint, check_processor, licence_of, open_checkpoint
-from ..checkpoint.precision import HALVES
+from ..checkpoint.precision import torch_dtype
 from ..checkpoint.prompts import PROMPT_DATE, fixes_the_date, stop_as_trained, unrecognized_ends
 from ..checkpoint.untrusted import loading
 from ..checkpoint.weights import save_model
@@ -233,16 +233,6 @@ def _norm_settings(arm: str, norm: str) -> dict[str, str]:
         allowed_values = f"{', '.join(ARMS)}, and norm layer_norm or rms_norm"
         raise ValueError(f"arm is one of {allowed_values}, got {arm!r}, {norm!r}.")
     return {"projector_norm": norm, **ARMS[arm]}
-
-
-def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """Returns the dtype of this name, or `"auto"`; raises ValueError on another name."""
-    dtypes = {"auto": "auto", "float32": torch.float32, **HALVES}
-    if dtype in dtypes:
-        return dtypes[dtype]
-    if dtype in dtypes.values():
-        return dtype
-    raise ValueError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..checkpoint.files import (
 )
 from ..checkpoint.notices import checkpoint_notices, write_notices
 from ..checkpoint.opening import Checkpoint
-from ..checkpoint.precision import quantization_name
+from ..checkpoint.precision import quantization_name, torch_dtype
 from ..checkpoint.prompts import stop_as_trained
 from ..checkpoint.untrusted import files_of, loading
 from ..checkpoint.weights import (
@@ -37,7 +37,6 @@ from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import Adapter, open_adapter, read_peft_config
 from .base_tensors import BaseTensors
-from .build import torch_dtype
 from .merged_tensors import MergedTensors, check_settings
 
 

@@ -34,6 +34,16 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_
 """bitsandbytes' settings of `load_in_4bit`, in training and everywhere else: those of QLoRA."""
 
 
+def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """Returns the dtype of this name, or `"auto"`; raises ValueError on another name."""
+    dtypes = {"auto": "auto", "float32": torch.float32, **HALVES}
+    if dtype in dtypes:
+        return dtypes[dtype]
+    if dtype in dtypes.values():
+        return dtype
+    raise ValueError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}.")
+
+
 def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> bool:
     """Returns whether a device multiplies matrices 1.5 times as fast in half precision.
 

@@ -20,9 +20,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 
-from ..assembly.build import torch_dtype
 from ..checkpoint.files import DYNAMICS, finished_folder
-from ..checkpoint.precision import ProductsInBfloat16, emulates_float16
+from ..checkpoint.precision import ProductsInBfloat16, emulates_float16, torch_dtype
 from ..errors import Printed
 from .data import Sample, Samples, batches, load_samples
 from .figures import draw

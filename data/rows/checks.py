@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -18,11 +18,15 @@ from transformers import LlavaProcessor, PreTrainedTokenizerBase
 
 from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped, printable
-from ..sources.source import Source, warn_once
 from .forms import PROMPT, image_name, is_about, looks_like, unread_image
 from .images import ImageRules, PlainFiles, Problem, StoredImage, image_problem
+from .once import warn_once
 from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
 from .turns import Message, Row
+
+
+if TYPE_CHECKING:
+    from ..sources.source import Source
 
 
 DEFAULT_SHARE = 0.01
@@ -97,7 +101,9 @@ class DataReport:
     sources: list[SourceReport]
 
 
-def share_of_bad_rows(option: str | float | None, source: Source, rows: int | None = None) -> float:
+def share_of_bad_rows(
+    option: str | float | None, source: "Source", rows: int | None = None
+) -> float:
     """Returns the share of a source's rows that may be bad.
 
     Args:
@@ -116,7 +122,7 @@ def share_of_bad_rows(option: str | float | None, source: Source, rows: int | No
 
 
 def check_share(
-    source: Source, bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0
+    source: "Source", bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0
 ) -> None:
     """Raises ValueError if all rows of a source are bad, or [`too_many`] of them.
 
@@ -395,7 +401,7 @@ def _own_rows(count: int) -> range:
 
 
 def bad_rows_message(
-    source: Source,
+    source: "Source",
     bad: list[DroppedRow],
     total: int,
     shown: int | None = _SHOWN,

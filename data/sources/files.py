@@ -6,7 +6,6 @@ So a row is kept as its JSON text, and [`loaded`] parses it.
 
 import codecs
 import csv
-import functools
 import json
 import logging
 import os
@@ -17,12 +16,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from accelerate import PartialState
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 
 from ..rows.forms import FORMS, renamed
 from ..rows.images import SUFFIXES, short
+from ..rows.once import warn_once
 from ..rows.turns import is_empty
 
 
@@ -93,13 +92,6 @@ def _with_images(text: str) -> str:
         if own_column in content and is_empty(content.get(known_column)):
             own_columns[known_column] = own_column
     return json.dumps(renamed(content, own_columns))
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Logs a warning in the main process, the first time."""
-    if PartialState().is_main_process:
-        logger.warning(message)
 
 
 def loaded(text: str) -> Any:

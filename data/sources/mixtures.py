@@ -17,9 +17,10 @@ from transformers import LlavaProcessor
 
 from ..rows.checks import MANY_ROWS, Checks, DataReport, SourceReport, log_not_read
 from ..rows.images import ImageRules
+from ..rows.once import warn_once
 from ..rows.parse import FEATURES
 from .arguments import DataArguments, DataSource
-from .source import AnyData, ParsedRow, Source, open_held_out, open_source, warn_once
+from .source import AnyData, ParsedRow, Source, open_held_out, open_source
 from .streams import endless_rows, has_images, stream, stream_report, valid_rows
 from .table import CheckedTable, RowReader, measure, only_valid, rows_on_access, valid_table
 

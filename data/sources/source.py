@@ -24,6 +24,7 @@ from ...checkpoint.opening import hub_dataset
 from ...checkpoint.untrusted import is_inside
 from ..rows.forms import COLUMNS, renamed
 from ..rows.images import SUFFIXES, ImageRules
+from ..rows.once import warn_once
 from ..rows.zips import MAX_IMAGE_BYTES
 from .arguments import FILES, DataArguments, DataSource, cores
 from .files import (
@@ -34,7 +35,6 @@ from .files import (
     images_of_folder,
     loaded,
     open_files,
-    warn_once,
 )
 from .filters import Filter, parse_filters
 

@@ -13,8 +13,9 @@ from ..rows import checks as row_checks
 from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows
 from ..rows.forms import looks_like
 from ..rows.images import image_problem
+from ..rows.once import warn_once
 from ..rows.parse import FEATURES, DroppedRow
-from .source import ParsedRow, Source, warn_once
+from .source import ParsedRow, Source
 
 
 _CHUNK = 64  # rows that are parsed together
