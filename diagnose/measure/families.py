@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..report import KINDS
-
 
 PROJECTORS = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "visual.merger"),
@@ -153,7 +151,7 @@ def token_kinds(
         "newline": is_image & is_newline,
         "indicator": is_text & is_indicator,
     }
-    return torch.stack([kind_masks[kind].flatten() for kind in KINDS])
+    return torch.stack([mask.flatten() for mask in kind_masks.values()])
 
 
 def _is_among(ids: Tensor, token_ids: Iterable[int]) -> Tensor:
