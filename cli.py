@@ -152,7 +152,7 @@ def train(
     full = "The same command with --dry_run tells what fits."
     with errors_for_people(stopped="" if accelerate_config else "Nothing was trained.", full=full):
         if "--help-all" in context.args:
-            from .train.options import option_parser
+            from .train.parsing import option_parser
 
             return option_parser().print_help()
         words, recipe = read_command(context.args)

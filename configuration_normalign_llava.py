@@ -32,13 +32,15 @@ class NormAlignLlavaConfig(LlavaConfig):
     """
 
     model_type = "normalign_llava"
-    # Saving a class writes that class alone into auto_map, but all must be there after every save.
+    # Saving a class writes only that class into auto_map, but all must be there after every save.
     auto_map_entries: ClassVar[dict[str, str]] = {
         "AutoConfig": "configuration_normalign_llava.NormAlignLlavaConfig",
         "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
-        **dict.fromkeys(
-            ("AutoModelForImageTextToText", "AutoModelForMultimodalLM"),
-            "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
+        "AutoModelForImageTextToText": (
+            "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration"
+        ),
+        "AutoModelForMultimodalLM": (
+            "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration"
         ),
     }
     _auto_class = "AutoConfig"  # save_pretrained copies the code beside the weights
@@ -58,31 +60,41 @@ class NormAlignLlavaConfig(LlavaConfig):
         self.auto_map = dict(self.auto_map_entries)
         for name in ("projector_norm", "projector_gain_init", "gradient_compensation"):
             allowed = get_args(NormAlignLlavaConfig.__annotations__[name])
-            if (value := getattr(self, name)) not in allowed:
+            value = getattr(self, name)
+            if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
         for name in ("gain_floor", "projector_norm_eps", "text_embedding_norm"):
             value = getattr(self, name)
-            positive = isinstance(value, int | float) and 0.0 < value < float("inf")
-            if not positive and (value is not None or name != "text_embedding_norm"):
+            if value is None and name == "text_embedding_norm":  # not measured yet
+                continue
+            if not isinstance(value, int | float) or not 0.0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
 
 
 def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
-    """The factors `(text, all)` on embeddings on their way into the decoder of a language model.
+    """Returns factors on embeddings on their way into a language model's decoder.
 
-    `text` applies where tokens are looked up, so to text alone (MiniCPM3); `all` to every input
-    embedding, visual tokens too (HRM). A row enters the decoder with its norm times both.
+    A row enters the decoder with its norm times both.
+
+    Returns:
+        The factor on tokens where they are looked up, so only on text (MiniCPM3), and the factor on
+        every input embedding, visual tokens too (HRM).
     """
-    root, kind = config.hidden_size**0.5, config.model_type
-    if kind.startswith(("gemma", "vaultgemma")) or getattr(config, "scale_embedding", False):
-        return root, 1.0  # BioGPT and XGLM have `scale_embedding`
+    root = config.hidden_size**0.5
+    kind = config.model_type
+    if kind.startswith(("gemma", "vaultgemma")):
+        return root, 1.0
+    if getattr(config, "scale_embedding", False):  # BioGPT, XGLM
+        return root, 1.0
     if kind == "falcon_h1":
         return float(config.embedding_multiplier), 1.0
     if kind.startswith("granite") or kind == "hyperclovax":
         return 1.0, float(config.embedding_multiplier)
     if kind == "recurrent_gemma" or (kind == "afmoe" and config.mup_enabled):
         return 1.0, root
-    return float(getattr(config, "scale_emb", 1.0)), float(getattr(config, "embedding_scale", 1.0))
+    scale_text = getattr(config, "scale_emb", 1.0)
+    scale_all = getattr(config, "embedding_scale", 1.0)
+    return float(scale_text), float(scale_all)
 
 
 # `transformers serve` and pipelines look up a configuration's model in both, TRL in one.

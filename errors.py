@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of commands: foreign text cannot control the terminal; an error is one sentence, status 1.
+"""Output of commands.
 
-Messages of other libraries that a user can do nothing about are hidden.
+Foreign text cannot control the terminal. An error is one sentence, and the exit status is then 1.
+Messages of other libraries are hidden if a user can do nothing about them.
 """
 
 import errno
@@ -40,24 +41,26 @@ class Console(rich.console.Console):
 
     def render(self, renderable, options=None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=escaped(segment.text))
+            if not segment.control:
+                segment = segment._replace(text=escaped(segment.text))
+            yield segment
 
 
 class Printed(JupyterMixin):
-    """A terminal and a notebook show its `renderable()`, with foreign text escaped."""
+    """An object whose `renderable()` terminals and notebooks show, with foreign text escaped."""
 
     labels: ClassVar[dict[str, str]] = {}
-    """What the table calls fields whose names do not say what they are."""
+    """Names in the table for fields whose own names do not say what they are."""
 
     def renderable(self) -> RenderableType:
-        """What `rich` prints of it; of a dataclass by default a table of its fields.
+        """Returns what `rich` prints. By default, this is a table of a dataclass' fields.
 
-        Fields that are None, lists and mappings are not in it.
+        Fields that are None, lists and mappings are left out.
         """
         table = Table(show_header=False)
-        for name, value in vars(self).items():
-            if value is not None and not isinstance(value, dict | list):
-                table.add_row(self.labels.get(name, name), _cell(value))
+        for field_name, field_value in vars(self).items():
+            if field_value is not None and not isinstance(field_value, dict | list):
+                table.add_row(self.labels.get(field_name, field_name), _cell(field_value))
         return table
 
     def __rich_console__(
@@ -67,7 +70,7 @@ class Printed(JupyterMixin):
 
 
 def _cell(value: Any) -> str:
-    """A number or a word in a table of a report."""
+    """Writes a number or a word for a table."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -77,25 +80,29 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
+# Control, format (direction, no width), half a surrogate pair, line or paragraph separator.
+_INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
 def escaped(text: str) -> str:
-    """`text` with invisible characters escaped, `\\x1b`, but not line breaks, tabs and joiners."""
-    # Control, format (direction, no width), half a surrogate pair, line or paragraph separator.
-    hidden = {letter for letter in text if category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
-    hidden -= {"\n", "\t", "\u200c", "\u200d"}
-    return text.translate({ord(letter): ascii(letter)[1:-1] for letter in hidden})
+    """Escapes invisible characters as in `\\x1b`, except line breaks, tabs and joiners."""
+    invisible = {character for character in text if category(character) in _INVISIBLE}
+    for character in invisible - {"\n", "\t", "\u200c", "\u200d"}:
+        text = text.replace(character, ascii(character)[1:-1])
+    return text
 
 
 def printable(text: str) -> str:
-    """The text with question marks for half surrogate pairs: JSON may have them, UTF-8 cannot."""
+    """Writes question marks for half surrogate pairs: JSON may have them, UTF-8 cannot."""
     return text.encode(errors="replace").decode()
 
 
 class Terminated(SystemExit):
-    """SIGTERM. What the command has not finished is removed, and it ends with status 143."""
+    """SIGTERM was received. Unfinished files are removed, and the exit status is 143."""
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust crashed, such as tokenizers. That is no `Exception`."""
+    """Whether a library written in Rust crashed, such as tokenizers. It raises no `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
 
 
@@ -104,33 +111,53 @@ TRACEBACK = "NORMALIGN_TRACEBACK"  # 1 in the environment: errors are printed wi
 _FULL = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
 _KERNELS = re.compile(r"[\\/](bitsandbytes|flash_attn|(?<=-packages[\\/])(?:triton|kernels))[\\/]")
 _DISK_FULL = f"{errno.ENOSPC}|{errno.EDQUOT}|{errno.EFBIG}"
+_TORCH_WRITE_FAILED = "PytorchStreamWriter failed writing|inline_container.*unexpected pos"
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 def device_error(error: BaseException, remedy: str = MORE) -> str | None:
-    """A sentence about full memory, with a remedy, or failed kernels or a failed GPU; else None."""
+    """Returns a sentence about full memory, with a remedy, or about failed kernels or a failed GPU.
+
+    Returns None for other errors.
+    """
     if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
         return None
-    text, frames = first_cause(error)
-    of_torch = isinstance(error, RuntimeError | AssertionError)
-    if isinstance(error, MemoryError) or of_torch and _FULL.search(text):
-        place = "".join(f" in {note}" for note in getattr(error, "__notes__", ())[:1])
-        asked = re.search(r"tried to allocate [\d.]+ \w+(\. GPU \d+ has .*? is free)?", text, re.I)
-        return f"Out of memory{place}{f': {asked[0]}' if asked else ''}. {remedy}"
-    text = text.partition("\n")[0].rstrip(".") or type(error).__name__
-    if kernels := _KERNELS.findall(frames):
-        return f"{kernels[-1]} failed: {text}. Does its version fit torch and this machine?"
-    if of_torch and re.search(r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b", text):
-        return f"The GPU failed: {text}. Does this build of torch fit the GPU and its driver?"
+    message, traceback_text = first_cause(error)
+    may_be_torch = isinstance(error, RuntimeError | AssertionError)
+    if isinstance(error, MemoryError) or (may_be_torch and _FULL.search(message)):
+        return _memory_error(error, message, remedy)
+    first_line = message.partition("\n")[0].rstrip(".")
+    if not first_line:
+        first_line = type(error).__name__
+    kernels = _KERNELS.findall(traceback_text)
+    if kernels:
+        return f"{kernels[-1]} failed: {first_line}. Does its version fit torch and this machine?"
+    if may_be_torch and re.search(r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b", first_line):
+        return f"The GPU failed: {first_line}. Does this build of torch fit the GPU and its driver?"
     return None
 
 
+def _memory_error(error: Exception, text: str, remedy: str) -> str:
+    """Says where memory was full, by the error's first note, and how much was asked for."""
+    place = ""
+    for note in getattr(error, "__notes__", [])[:1]:
+        place = f" in {note}"
+    amount = re.search(r"tried to allocate [\d.]+ \w+(\. GPU \d+ has .*? is free)?", text, re.I)
+    if amount:
+        place += f": {amount[0]}"
+    return f"Out of memory{place}. {remedy}"
+
+
 def first_cause(error: BaseException) -> tuple[str, str]:
-    """Message and traceback of `error`, or of its cause in loading, which transformers reports."""
+    """Returns message and traceback of an error, or of the error in loading that it reports.
+
+    transformers keeps the latter in a local variable.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        for report in getattr(frame.f_locals.get("loading_info"), "conversion_errors", {}).values():
+        loading_info = frame.f_locals.get("loading_info")
+        for report in getattr(loading_info, "conversion_errors", {}).values():
             cause = re.search(r"^[\w.]+: (.+)$", report, re.M)
-            return cause[1] if cause else report, report
+            return (cause[1] if cause else report), report
     return str(error), "".join(traceback.format_tb(error.__traceback__))
 
 
@@ -138,15 +165,16 @@ def first_cause(error: BaseException) -> tuple[str, str]:
 def errors_for_people(extra: str = "", stopped: str = "", full: str = MORE) -> Iterator[None]:
     """Prints errors that a user can fix without a traceback, and exits with status 1.
 
-    Ctrl-C and SIGTERM print `stopped`, with status 130 and 143. Of a run's processes on a machine,
-    the first that fails prints its error: others fail since it has ended. A missing module belongs
-    to `extra` of this package; `full` says what to do if memory is full. With `TRACEBACK`, the
+    Ctrl-C and SIGTERM exit with status 130 and 143. Only the first process to fail on a machine
+    prints its error: others fail since it has ended. With `TRACEBACK` in the environment, the
     traceback is printed first.
+
+    Args:
+        extra: The extra of this package that a missing module belongs to.
+        stopped: A sentence to print after Ctrl-C or SIGTERM.
+        full: A sentence that says what to do if memory is full.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: old for number, old in before.items() if old not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, _stop)
+    handlers = _stop_on_signals()
     try:
         yield
     except (KeyboardInterrupt, Terminated) as error:
@@ -158,36 +186,68 @@ def errors_for_people(extra: str = "", stopped: str = "", full: str = MORE) -> I
         raise
     except BaseException as error:  # torch.distributed.checkpoint's own is not an Exception
         if _is_first():
-            message = device_error(error, full)
-            if extra and isinstance(error, ModuleNotFoundError):
-                message = f"{error}. {install(extra)}"
-            elif isinstance(error, ValueError | OSError | ImportError | FloatingPointError):
-                message = message or str(error)
-            elif is_panic(error):
-                message = (
-                    f"A native library crashed: {error}. Use another checkpoint, or other data."
-                )
+            message = _message(error, extra, full)
             if message is None:
                 raise
-            if os.environ.get(TRACEBACK) == "1":
-                Console(stderr=True).print("".join(traceback.format_exception(error)).rstrip())
-            several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
-            process = f" in process {os.environ['RANK']}" if several else ""
-            line = Text.assemble((f"Error{process}:", "bold red"), " ", escaped(message))
-            Console(stderr=True).print(line, soft_wrap=True)  # paths stay whole
+            _print_error(error, message)
         raise typer.Exit(1) from error
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
+
+
+def _stop_on_signals() -> dict[int, Any]:
+    """Lets SIGINT and SIGTERM stop the command, unless they are ignored.
+
+    Returns their handlers before.
+    """
+    previous_handlers: dict[int, Any] = {}
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(signal_number)
+        if handler not in (signal.SIG_IGN, None):
+            previous_handlers[signal_number] = handler
+            signal.signal(signal_number, _stop)
+    return previous_handlers
+
+
+def _message(error: BaseException, extra: str, full: str) -> str | None:
+    """Returns a sentence about an error that a user can fix; None for another error."""
+    if extra and isinstance(error, ModuleNotFoundError):
+        return f"{error}. {install(extra)}"
+    if is_panic(error):
+        return f"A native library crashed: {error}. Use another checkpoint, or other data."
+    message = device_error(error, full)
+    if message is None and isinstance(
+        error, ValueError | OSError | ImportError | FloatingPointError
+    ):
+        message = str(error)
+    return message
+
+
+def _print_error(error: BaseException, message: str) -> None:
+    """Prints an error's message, with the process if there are several."""
+    if os.environ.get(TRACEBACK) == "1":
+        traceback_text = "".join(traceback.format_exception(error))
+        Console(stderr=True).print(traceback_text.rstrip())
+    process_suffix = ""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
+        process_suffix = f" in process {os.environ['RANK']}"
+    error_line = Text.assemble((f"Error{process_suffix}:", "bold red"), " ", escaped(message))
+    Console(stderr=True).print(error_line, soft_wrap=True)  # paths stay whole
 
 
 def _is_first() -> bool:
-    """Whether no other process of this run here has failed; True with launchers but torch's."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # in a folder common to the processes
-        try:
-            (Path(file).parents[1] / "failed").touch(exist_ok=False)
-        except OSError as error:  # no FileExistsError if the launcher has removed the folder
-            return not isinstance(error, FileExistsError)
+    """Whether no other process of this run has failed on this machine.
+
+    True if the launcher is not torch's.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in a folder common to the processes
+    if not error_file:
+        return True
+    try:
+        (Path(error_file).parents[1] / "failed").touch(exist_ok=False)
+    except OSError as error:  # no FileExistsError if the launcher has removed the folder
+        return not isinstance(error, FileExistsError)
     return True
 
 
@@ -202,41 +262,51 @@ class NotWritable(OSError):
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Raises [`NotWritable`] in place of the block's error of a read-only folder or a full disk."""
+    """Raises [`NotWritable`] instead of the block's error of a read-only folder or a full disk."""
     try:
         yield
+    except NotWritable:
+        raise
     except Exception as error:
-        cause = None if isinstance(error, NotWritable) else write_failure(error)
-        if isinstance(error, OSError) and error.errno in _DENIED and error.filename is not None:
-            file = Path(os.fsdecode(error.filename))
-            if file in folder.parents or folder in (file, *file.parents):
-                cause = error.strerror
-        if cause is None:
+        reason = write_failure(error)
+        if isinstance(error, OSError) and _is_denied(error, folder):
+            reason = error.strerror
+        if reason is None:
             raise
         remedy = "Make room, or write to another folder."
-        raise NotWritable(f"{folder} cannot be written to: {cause}. {remedy}") from error
+        raise NotWritable(f"{folder} cannot be written to: {reason}. {remedy}") from error
+
+
+def _is_denied(error: OSError, folder: Path) -> bool:
+    """Whether an error forbids writing in a folder, into a file of it, or in a folder above."""
+    if error.errno not in _DENIED or error.filename is None:
+        return False
+    file = Path(os.fsdecode(error.filename))
+    return file in folder.parents or folder in (file, *file.parents)
 
 
 def write_failure(error: BaseException | None) -> str | None:
-    """Why a file was not written, if `error` or its cause is a full disk or quota; else None."""
-    text = "".join(traceback.format_exception(error))  # safetensors and torch raise no OSErrors
-    if full := re.search(rf"(?:\[Errno |\(os error )({_DISK_FULL})\b", text):
-        return os.strerror(int(full[1]))
-    if re.search("PytorchStreamWriter failed writing|inline_container.*unexpected pos", text):
+    """Returns why a file was not written, if the reason or its cause is a full disk or quota."""
+    # Searched in the text, since safetensors and torch raise no OSErrors.
+    traceback_text = "".join(traceback.format_exception(error))
+    full_disk = re.search(rf"(?:\[Errno |\(os error )({_DISK_FULL})\b", traceback_text)
+    if full_disk:
+        return os.strerror(int(full_disk[1]))
+    if re.search(_TORCH_WRITE_FAILED, traceback_text):
         return "a file could not be written to its end"  # torch.save gives no reason
     return None
 
 
 def check_installed(module: str, extra: str, what: str) -> None:
-    """Raises ImportError, which names the extra, if `what` needs a module that is not installed."""
+    """Raises ImportError that names the extra, if `what` needs a module that is not installed."""
     if find_spec(module) is None:
         raise ImportError(f"{what} needs {module}, which is not installed. {install(extra)}.")
 
 
 def install(extra: str) -> str:
-    """How to install an extra of this package, which is not on PyPI."""
-    name = f"'normalign-llava[{extra}] @ git+URL'"
-    return f"Install it: pip install '.[{extra}]' in a checkout, or pip install {name}"
+    """Says how to install an extra of this package, which is not on PyPI."""
+    requirement = f"'normalign-llava[{extra}] @ git+URL'"
+    return f"Install it: pip install '.[{extra}]' in a checkout, or pip install {requirement}"
 
 
 NOTICES = {
@@ -255,7 +325,11 @@ def hide_notices() -> None:
     """Hides `NOTICES`, and deprecation warnings of later imports, unless `python -W` is given."""
     if sys.warnoptions:
         return
-    for name in NOTICES:
-        logging.getLogger(name).addFilter(lambda log: NOTICES[log.name] not in str(log.msg))
+    for logger_name in NOTICES:
+        logging.getLogger(logger_name).addFilter(_is_no_notice)
     warnings.filterwarnings("ignore", "", FutureWarning, r"(torch|transformers|trl|peft)\.")
     warnings.filterwarnings("ignore", "", UserWarning, "_distutils_hack")  # of DeepSpeed's imports
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return NOTICES[record.name] not in str(record.msg)

@@ -15,7 +15,7 @@ from inspect import signature
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.integrations import deepspeed_config, is_deepspeed_zero3_enabled
 from transformers.models.auto import AutoModelForMultimodalLM
 from transformers.models.llava import modeling_llava as llava
@@ -30,31 +30,41 @@ logger = logging.get_logger(__name__)
 
 
 def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
-    """s = max(mean |gain|, gain_floor), the divisor of Global Weight Compensation (eq. 12); 0-d."""
+    """Returns s = max(mean |gain|, gain_floor), 0-d: compensation divides by it (eq. 12)."""
     dtype = torch.promote_types(gain.dtype, torch.float32)
-    return gain.detach().abs().mean(dtype=dtype).clamp(min=gain_floor)
+    mean = gain.detach().abs().mean(dtype=dtype)
+    return mean.clamp(min=gain_floor)
 
 
 class _CompensatedLayerNorm(torch.autograd.Function):
-    # The gradient at x is linear in the gain: from gain/s it comes divided by s. Those of gain and
-    # bias do not depend on the gain, so one fused kernel gives all three. The caller casts `out`:
-    # compiled by torch 2.11, a cast in here that changes nothing has gradients of 0.
+    # The gradient at x is linear in the gain, so with gain / s it comes out divided by s. The
+    # gradients at gain and bias do not depend on the gain. So one fused kernel gives all three.
+    # The caller casts the outputs: if torch 2.11 compiles a cast in here that changes nothing, the
+    # gradients are 0.
     @staticmethod
     def forward(ctx, x, eps, gain_floor, gain, bias):
         dtype = torch.promote_types(x.dtype, gain.dtype)
-        wide, weight, shift = x.to(dtype), gain.to(dtype), bias.to(dtype)
-        out, mean, rstd = torch.native_layer_norm(wide, gain.shape, weight, shift, eps)
+        outputs, mean, rstd = torch.native_layer_norm(
+            x.to(dtype), gain.shape, gain.to(dtype), bias.to(dtype), eps
+        )
         ctx.save_for_backward(x, gain, bias, mean, rstd)
         ctx.gain_floor = gain_floor
-        return out
+        return outputs
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad_outputs):
         x, gain, bias, mean, rstd = ctx.saved_tensors
         dtype = torch.promote_types(x.dtype, gain.dtype)
-        scaled = (gain / gain_magnitude(gain, ctx.gain_floor)).to(dtype)
+        divided_gain = gain / gain_magnitude(gain, ctx.gain_floor)
         grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward.default(
-            grad, x.to(dtype), gain.shape, mean, rstd, scaled, bias.to(dtype), [True, True, True]
+            grad_outputs,
+            x.to(dtype),
+            gain.shape,
+            mean,
+            rstd,
+            divided_gain.to(dtype),
+            bias.to(dtype),
+            [True, True, True],
         )
         return grad_x.to(x.dtype), None, None, grad_gain.to(gain.dtype), grad_bias.to(bias.dtype)
 
@@ -64,41 +74,51 @@ class _CompensatedRMSNorm(torch.autograd.Function):
     def forward(ctx, x, eps, gain_floor, gain):
         dtype = torch.promote_types(x.dtype, gain.dtype)
         ctx.save_for_backward(x, gain)
-        ctx.eps, ctx.gain_floor = eps, gain_floor
+        ctx.eps = eps
+        ctx.gain_floor = gain_floor
         return F.rms_norm(x.to(dtype), gain.shape, gain.to(dtype), eps)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad_outputs):
         x, gain = ctx.saved_tensors
-        dtype = torch.promote_types(torch.promote_types(x.dtype, gain.dtype), torch.float32)
-        wide, grad = x.to(dtype), grad.to(dtype)
-        rstd = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        stored_dtype = torch.promote_types(x.dtype, gain.dtype)
+        dtype = torch.promote_types(stored_dtype, torch.float32)
+        wide = x.to(dtype)
+        grad_outputs = grad_outputs.to(dtype)
+        mean_square = wide.square().mean(-1, keepdim=True)
+        rstd = (mean_square + ctx.eps).rsqrt()
         x_hat = wide * rstd
-        grad_x_hat = grad * (gain / gain_magnitude(gain, ctx.gain_floor)).to(dtype)
-        grad_x = rstd * (grad_x_hat - x_hat * (grad_x_hat * x_hat).mean(-1, keepdim=True))
-        return grad_x.to(x.dtype), None, None, (grad * x_hat).sum_to_size(gain.shape).to(gain.dtype)
+        divided_gain = gain / gain_magnitude(gain, ctx.gain_floor)
+        grad_x_hat = grad_outputs * divided_gain.to(dtype)
+        projection = (grad_x_hat * x_hat).mean(-1, keepdim=True)
+        grad_x = rstd * (grad_x_hat - x_hat * projection)
+        grad_gain = (grad_outputs * x_hat).sum_to_size(gain.shape)
+        return grad_x.to(x.dtype), None, None, grad_gain.to(gain.dtype)
 
 
 class _CompensatedNorm(nn.Module):
-    # Trainers put frozen modules into evaluation mode, this norm among them, while others below it
-    # are trained: NormAlignLlavaModel says so here before the norm is computed.
+    # Trainers put frozen modules into evaluation mode. If this norm is frozen, and modules below it
+    # are trained, NormAlignLlavaModel sets this before the norm is computed.
     model_trains = False
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True
     ):
         super().__init__(hidden_size, eps=eps, dtype=torch.float32)
-        self.gain_floor, self.compensate = gain_floor, compensate
+        self.gain_floor = gain_floor
+        self.compensate = compensate
 
     def compensates(self, x: Tensor) -> bool:
         """Whether the gradient at `x` will be divided: it has one, and this is training."""
-        trains = self.training or self.model_trains
-        return self.compensate and trains and x.requires_grad and torch.is_grad_enabled()
+        is_training = self.training or self.model_trains
+        has_gradient = x.requires_grad and torch.is_grad_enabled()
+        return self.compensate and is_training and has_gradient
 
     def train(self, mode: bool = True):
         self.model_trains = False
         gain = self.weight  # the optimizer's: in a step FSDP2 has a copy. DeepSpeed's is float32
-        if mode and gain.requires_grad and gain.itemsize < 4 and deepspeed_config() is None:
+        is_rounded = gain.itemsize < 4 and deepspeed_config() is None
+        if mode and gain.requires_grad and is_rounded:
             logger.warning_once(
                 f"The gain is trained in {gain.dtype}: small updates vanish. Make it float32: "
                 "[m.float() for m in trainer.model.modules() if hasattr(m, 'gain_floor')]"
@@ -111,7 +131,7 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
 
     Forward of `x` `(..., d)`: `gain * (x - mean) / sqrt(var + eps) + bias`, bit for bit torch's.
     Backward (eqs. 12, 24-26): only the gradient at the normalised `x` is divided, by
-    `max(mean |gain|, gain_floor)`, unless `compensate=False`. That is so in training alone: in
+    `max(mean |gain|, gain_floor)`, unless `compensate=False`. That is so only in training: in
     evaluation mode gradients are true, for saliency and attribution. In a model, training means
     that the model is in training mode, or its vision tower or projector, or a module of theirs.
     Gain and bias are float32, since a gain of 0.0134 in bfloat16 moves in steps of 6e-5. The result
@@ -119,71 +139,103 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        gain, bias = self.weight, self.bias
+        gain = self.weight
+        bias = self.bias
         if self.compensates(x):
-            return _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, gain, bias).to(x.dtype)
-        dtype = torch.promote_types(x.dtype, gain.dtype)
-        gain, bias = gain.to(dtype), bias.to(dtype)
-        return F.layer_norm(x.to(dtype), self.normalized_shape, gain, bias, self.eps).to(x.dtype)
+            outputs = _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, gain, bias)
+        else:
+            dtype = torch.promote_types(x.dtype, gain.dtype)
+            outputs = F.layer_norm(
+                x.to(dtype), self.normalized_shape, gain.to(dtype), bias.to(dtype), self.eps
+            )
+        return outputs.to(x.dtype)
 
 
 class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
     """The same for `gain * x / sqrt(mean(x^2) + eps)` (eq. 3): norm sqrt(d) before the gain."""
 
     def forward(self, x: Tensor) -> Tensor:
+        gain = self.weight
         if self.compensates(x):
-            return _CompensatedRMSNorm.apply(x, self.eps, self.gain_floor, self.weight).to(x.dtype)
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        gain = self.weight.to(dtype)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, gain, self.eps).to(x.dtype)
+            outputs = _CompensatedRMSNorm.apply(x, self.eps, self.gain_floor, gain)
+        else:
+            dtype = torch.promote_types(x.dtype, gain.dtype)
+            outputs = F.rms_norm(x.to(dtype), self.normalized_shape, gain.to(dtype), self.eps)
+        return outputs.to(x.dtype)
 
 
 @contextmanager
 def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    if not is_deepspeed_zero3_enabled():
-        yield tuple(p.full_tensor() if type(p).__name__ == "DTensor" else p for p in parameters)
+    """Gives whole tensors in place of shards (DTensor, ZeRO-3); all ranks must call this."""
+    if is_deepspeed_zero3_enabled():
+        # An `import` statement would make deepspeed a requirement of every checkpoint's code.
+        deepspeed = import_module("deepspeed")
+        with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
+            yield parameters
         return
-    # An `import` statement would make deepspeed a requirement of every checkpoint's remote code.
-    with import_module("deepspeed").zero.GatheredParameters(list(parameters), modifier_rank=0):
-        yield parameters
+    tensors = []
+    for parameter in parameters:
+        is_sharded = type(parameter).__name__ == "DTensor"
+        tensors.append(parameter.full_tensor() if is_sharded else parameter)
+    yield tuple(tensors)
 
 
 @torch.no_grad()
 def embedding_row_norms(weight: Tensor) -> Tensor:
-    """L2 norm of every row of an embedding matrix `(V, d)`: `(V,)`, float64, on the CPU.
+    """Returns the L2 norm of every row of an embedding matrix `(V, d)`: `(V,)`, float64, on CPU.
 
     Rows are widened in chunks. A sharded matrix (DTensor, DeepSpeed ZeRO-3) is gathered, so all
     ranks must call this. Raises ValueError on a meta or quantized matrix.
     """
-    with _gathered(weight) as (whole,):
-        if whole.is_meta or not whole.is_floating_point() or whole.itemsize < 2:
-            state = "on meta or on disk" if whole.is_meta else f"quantized ({whole.dtype})"
+    with _gathered(weight) as (matrix,):
+        if matrix.is_meta or not matrix.is_floating_point() or matrix.itemsize < 2:
+            state = "on meta or on disk" if matrix.is_meta else f"quantized ({matrix.dtype})"
             raise ValueError(f"The embedding matrix is {state}. Load it in full precision.")
-        return torch.cat([rows.cpu().double().norm(dim=-1) for rows in whole.detach().split(4096)])
+        norms = []
+        for rows in matrix.detach().split(4096):
+            norms.append(rows.cpu().double().norm(dim=-1))
+        return torch.cat(norms)
 
 
 def mean_embedding_norm(weight: Tensor, exclude_rows: Iterable[int] = ()) -> float:
-    """N_text: mean L2 norm of the rows of an embedding matrix that are not all zero (eq. 11).
+    """Returns N_text: the mean L2 norm of the embeddings' rows that are not all zero (eq. 11).
 
-    `weight` is the matrix `(V, d)`, or its rows' norms `(V,)`; the mean is float64. `exclude_rows`
-    do not count: image token, padding of the vocabulary. Raises ValueError if `weight` is on meta
-    or quantized, if a row that counts is NaN or infinite, or if none counts.
+    Args:
+        weight: The matrix `(V, d)`, or its rows' norms `(V,)`. The mean is float64.
+        exclude_rows: Rows that do not count: image token, padding of the vocabulary.
+
+    Raises:
+        ValueError: If `weight` is on meta or quantized, if a row that counts is NaN or infinite, or
+            if none counts.
     """
     norms = weight if weight.ndim == 1 else embedding_row_norms(weight)
     counts = norms != 0
     counts[list(exclude_rows)] = False
-    if bad := (counts & ~norms.isfinite()).nonzero().flatten().tolist():
+    is_bad = counts & ~norms.isfinite()
+    if is_bad.any():
+        bad = is_bad.nonzero().flatten().tolist()
         raise ValueError(f"{len(bad)} embedding rows are NaN or infinite, among them {bad[:10]}.")
     if not counts.any():
         raise ValueError(f"All {len(norms)} embedding rows are zero or excluded. Load the weights.")
     return norms[counts].mean().item()
 
 
+def rows_of_token(norms: Tensor, token_id: int) -> list[int]:
+    """Returns the rows with the norm that a token's row has, by the norms `(V,)` of all rows.
+
+    Padding of the vocabulary repeats the image token's row, up to a sign, and so has its norm.
+    """
+    if not 0 <= token_id < len(norms):
+        return []
+    return (norms == norms[token_id]).nonzero().flatten().tolist()
+
+
 def initial_gain(config: NormAlignLlavaConfig, n_text: float) -> float:
-    """The start of every element of the gain (eq. 11), given N_text as it enters the decoder."""
+    """Returns the start of each element of the gain (eq. 11), given N_text in the decoder."""
+    if config.projector_gain_init == "one":
+        return 1.0
     _, scale_all = embedding_scales(config.text_config)
-    aligned = n_text / scale_all / config.text_config.hidden_size**0.5
-    return 1.0 if config.projector_gain_init == "one" else aligned
+    return n_text / scale_all / config.text_config.hidden_size**0.5
 
 
 class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
@@ -191,12 +243,19 @@ class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
 
     def __init__(self, config: NormAlignLlavaConfig):
         super().__init__(config)
-        self.norm = nn.Identity()
-        size, compensate = config.text_config.hidden_size, config.gradient_compensation == "global"
-        if config.projector_norm != "none":
-            is_rms = config.projector_norm == "rms_norm"
-            norm = GlobalWeightCompensatedRMSNorm if is_rms else GlobalWeightCompensatedLayerNorm
-            self.norm = norm(size, config.projector_norm_eps, config.gain_floor, compensate)
+        norms = {
+            "layer_norm": GlobalWeightCompensatedLayerNorm,
+            "rms_norm": GlobalWeightCompensatedRMSNorm,
+        }
+        if config.projector_norm == "none":
+            self.norm = nn.Identity()
+        else:
+            self.norm = norms[config.projector_norm](
+                config.text_config.hidden_size,
+                eps=config.projector_norm_eps,
+                gain_floor=config.gain_floor,
+                compensate=config.gradient_compensation == "global",
+            )
 
     def forward(self, image_features: Tensor) -> Tensor:
         return self.norm(super().forward(image_features))
@@ -214,11 +273,10 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         return self.base_model.language_model.dtype
 
     def measure_text_embedding_norm(self) -> float:
-        """N_text, the mean norm of text entering the decoder (eq. 11). Changes nothing."""
+        """Returns N_text, the mean norm of text entering the decoder (eq. 11); changes nothing."""
         norms = embedding_row_norms(self.get_input_embeddings().weight)
-        added = torch.isin(norms, norms[self.config.image_token_id :][:1])  # padding repeats it
+        mean = mean_embedding_norm(norms, rows_of_token(norms, self.config.image_token_id))
         scale_text, scale_all = embedding_scales(self.config.text_config)
-        mean = mean_embedding_norm(norms, added.nonzero().flatten().tolist())
         return mean * scale_text * scale_all
 
     def align_projector_norm(self) -> float:
@@ -232,9 +290,10 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         if isinstance(norm, nn.Identity):
             raise ValueError('There is no norm to align: this model has projector_norm="none".')
         n_text = self.measure_text_embedding_norm()
+        gain = initial_gain(self.config, n_text)
         with torch.no_grad(), _gathered(*norm.parameters()):
             for name, parameter in norm.named_parameters():
-                parameter.fill_(initial_gain(self.config, n_text) if name == "weight" else 0.0)
+                parameter.fill_(gain if name == "weight" else 0.0)
         self.config.text_embedding_norm = n_text
         return n_text
 
@@ -251,8 +310,9 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
                 nn.init.constant_(parameter, gain if name == "weight" else 0.0)
 
     def initialize_weights(self):
-        # Of custom code, transformers skips modules without parameters of their own, such as CLIP's
-        # attention, which sets its linear layers. The two parts are transformers' own.
+        # In custom code, transformers skips modules without parameters of their own. One is CLIP's
+        # attention, and it initializes its linear layers. The two parts are transformers' own
+        # classes, so nothing is skipped if each is initialized by itself.
         for part in (self.base_model.vision_tower, self.base_model.language_model):
             part.initialize_weights()
         super().initialize_weights()
@@ -261,28 +321,22 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """[`~transformers.PreTrainedModel.from_pretrained`]; a LLaVA gets an aligned norm.
 
-        bitsandbytes quantizes the decoder's layers alone, unless `llm_int8_skip_modules` is set.
+        bitsandbytes quantizes only the decoder's layers, unless `llm_int8_skip_modules` is set.
         Raises ValueError for missing tensors but the norm's, unless `output_loading_info` is set.
         """
-        if isinstance(settings := kwargs.get("quantization_config"), dict):
-            kwargs["quantization_config"] = settings = AutoQuantizationConfig.from_dict(settings)
-        if isinstance(settings, BitsAndBytesConfig) and settings.llm_int8_skip_modules is None:
-            kwargs["quantization_config"] = settings = copy.copy(settings)
-            parts = ("vision_tower", "multi_modal_projector")
-            settings.llm_int8_skip_modules = ["lm_head", *parts, *map("model.{}".format, parts)]
+        path = pretrained_model_name_or_path
+        if "quantization_config" in kwargs:
+            kwargs["quantization_config"] = _of_decoder_layers(kwargs["quantization_config"])
         kwargs.setdefault("key_mapping", cls._llava_names)
-        with_report, path = kwargs.pop("output_loading_info", False), pretrained_model_name_or_path
+        returns_report = kwargs.pop("output_loading_info", False)
         model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        keys = {*report["missing_keys"], *report["unexpected_keys"]}
-        norm = {key for key in keys if "projector.norm." in key}
-        if (missing := sorted(report["missing_keys"] - norm)) and path and not with_report:
-            raise ValueError(
-                f"{path} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing)}. "
-                "Load a complete checkpoint, or the class that it was saved from."
-            )
-        if norm:  # trainers would load the reference by this name, and PEFT the base
-            model.name_or_path = model.config.name_or_path = ""
-            if not with_report:
+        if path and not returns_report:
+            cls._check_complete(path, report["missing_keys"])
+        if any(_is_of_norm(key) for key in (*report["missing_keys"], *report["unexpected_keys"])):
+            # Trainers would load the reference by this name, and PEFT the base.
+            model.name_or_path = ""
+            model.config.name_or_path = ""
+            if not returns_report:
                 logger.warning(
                     f"This norm is not that of {path}, so the name is dropped: a reference or an "
                     "adapter's base loaded by it would differ. Save this model, and load that."
@@ -290,32 +344,71 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         for module in model.modules():
             if type(module).__name__ == "Linear4bit":  # AVX512 would repack the weight for good
                 module.support_avx512bf16_for_cpu = False  # in eval mode: gradients would be wrong
-        return (model, report) if with_report else model
+        return (model, report) if returns_report else model
+
+    @classmethod
+    def _check_complete(cls, path, missing_keys: Iterable[str]) -> None:
+        missing = sorted(key for key in missing_keys if not _is_of_norm(key))
+        if missing:
+            raise ValueError(
+                f"{path} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing)}. "
+                "Load a complete checkpoint, or the class that it was saved from."
+            )
 
     def enable_input_require_grads(self):
         # transformers hooks both parts' embeddings; a frozen tower would compute useless gradients.
-        tower, text = self.base_model.vision_tower, self.get_input_embeddings()
+        tower = self.base_model.vision_tower
+        text_embeddings = self.get_input_embeddings()
 
         def require_grads(module, args, output):
-            if module is text or any(parameter.requires_grad for parameter in tower.parameters()):
+            is_text = module is text_embeddings
+            if is_text or any(parameter.requires_grad for parameter in tower.parameters()):
                 output.requires_grad_(True)
 
-        parts = (text, tower.get_input_embeddings())
-        self._require_grads_hooks = [part.register_forward_hook(require_grads) for part in parts]
+        self._require_grads_hooks = []
+        for embeddings in (text_embeddings, tower.get_input_embeddings()):
+            self._require_grads_hooks.append(embeddings.register_forward_hook(require_grads))
 
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **how):
+    def save_pretrained(
+        self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs
+    ):
         """[`~transformers.PreTrainedModel.save_pretrained`] under own names, norm in float32."""
-        state_dict = self.state_dict() if state_dict is None else dict(state_dict)
-        norm = [name for name in state_dict if "projector.norm." in name]
-        state_dict |= {name: state_dict[name].float() for name in norm}
-        self.config.text_config.dtype = self.config.vision_config.dtype = self.dtype  # as loaded
-        if (head := self.get_output_embeddings()) is not None:
-            tied = head.weight is self.get_input_embeddings().weight  # FSDP2 gathers both tensors
-            self.config.tie_word_embeddings = self.config.text_config.tie_word_embeddings = tied
-            if tied:
-                state_dict.pop("lm_head.weight", None)
-        how.setdefault("save_original_format", False)  # True: the older names of a loaded LLaVA
-        return super().save_pretrained(save_directory, is_main_process, state_dict, *args, **how)
+        tensors = dict(self.state_dict() if state_dict is None else state_dict)
+        for name in tensors:
+            if _is_of_norm(name):
+                tensors[name] = tensors[name].float()
+        text_config = self.config.text_config
+        text_config.dtype = self.dtype  # both parts are loaded in it
+        self.config.vision_config.dtype = self.dtype
+        head = self.get_output_embeddings()
+        if head is not None:
+            is_tied = head.weight is self.get_input_embeddings().weight
+            self.config.tie_word_embeddings = is_tied
+            text_config.tie_word_embeddings = is_tied
+            if is_tied:  # FSDP2 gathers both tensors
+                tensors.pop("lm_head.weight", None)
+        kwargs.setdefault("save_original_format", False)  # True: the older names of a loaded LLaVA
+        return super().save_pretrained(save_directory, is_main_process, tensors, *args, **kwargs)
+
+
+def _is_of_norm(name: str) -> bool:
+    return "projector.norm." in name
+
+
+def _of_decoder_layers(settings):
+    """Returns settings of a quantization for the decoder's layers, if bitsandbytes quantizes."""
+    if isinstance(settings, dict):
+        settings = AutoQuantizationConfig.from_dict(settings)
+    if isinstance(settings, BitsAndBytesConfig) and settings.llm_int8_skip_modules is None:
+        settings = copy.copy(settings)
+        settings.llm_int8_skip_modules = [
+            "lm_head",
+            "vision_tower",
+            "multi_modal_projector",
+            "model.vision_tower",
+            "model.multi_modal_projector",
+        ]
+    return settings
 
 
 class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, llava.LlavaModel):
@@ -331,11 +424,11 @@ class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, llava.LlavaModel):
 
     @wraps(llava.LlavaModel.get_image_features)  # generate reads its signature
     def get_image_features(self, *args, **kwargs):
-        below = [*self.vision_tower.modules(), *self.multi_modal_projector.modules()]
-        trains = self.training or any(module.training for module in below)
-        for module in below:
+        modules = [*self.vision_tower.modules(), *self.multi_modal_projector.modules()]
+        is_training = self.training or any(module.training for module in modules)
+        for module in modules:
             if isinstance(module, _CompensatedNorm):
-                module.model_trains = trains
+                module.model_trains = is_training
         return super().get_image_features(*args, **kwargs)
 
 
@@ -349,7 +442,7 @@ class NormAlignLlavaForConditionalGeneration(
     """[`LlavaForConditionalGeneration`] with the norm in `model.multi_modal_projector.norm`."""
 
     _auto_class = "AutoModelForImageTextToText"
-    # The names in older LLaVA folders, those of llava-hf among them, to this class's.
+    # Names in older LLaVA folders, such as llava-hf's, and this class's names for them.
     _llava_names = {
         "^language_model.lm_head": "lm_head",
         "^language_model.model": "model.language_model",
@@ -359,8 +452,9 @@ class NormAlignLlavaForConditionalGeneration(
 
     def __init__(self, config: NormAlignLlavaConfig):
         super(llava.LlavaForConditionalGeneration, self).__init__(config)  # builds no part twice
-        self.model, text = NormAlignLlavaModel(config), config.text_config
-        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        text_config = config.text_config
+        self.model = NormAlignLlavaModel(config)
+        self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
         # Not every language model calls its embeddings embed_tokens.
         embeddings = self.get_input_embeddings()
         name = next(name for name, module in self.named_modules() if module is embeddings)
@@ -374,17 +468,30 @@ class NormAlignLlavaForConditionalGeneration(
             labels = args[_LABELS]
             args = (*args[:_LABELS], None, *args[_LABELS + 1 :])
         outputs = super().forward(*args, return_dict=True, **kwargs)
-        text = self.config.text_config
-        scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)
-        scale = 1.0 / scale if text.model_type == "hyperclovax" else scale
-        if scale != 1.0:  # as in the language model's own class: Cohere, Granite
-            outputs.logits = outputs.logits * scale
-        if (cap := getattr(text, "final_logit_softcapping", None)) is not None:  # Gemma 2
-            outputs.logits = torch.tanh(outputs.logits / cap) * cap
+        text_config = self.config.text_config
+        outputs.logits = _scaled_logits(outputs.logits, text_config)
         if labels is None:
             return outputs
-        loss = self.loss_function(outputs.logits, labels, text.vocab_size, **kwargs)
+        loss = self.loss_function(outputs.logits, labels, text_config.vocab_size, **kwargs)
         return type(outputs)(loss=loss, **outputs)
+
+
+def _scaled_logits(logits: Tensor, text_config: PreTrainedConfig) -> Tensor:
+    """Returns logits `(..., V)` as the language model's own class scales them.
+
+    Cohere multiplies them, Granite divides them, and Gemma 2 caps them.
+    """
+    scale = getattr(text_config, "logit_scale", None)
+    if not scale:
+        scale = 1.0 / getattr(text_config, "logits_scaling", 1.0)
+    if text_config.model_type == "hyperclovax":
+        scale = 1.0 / scale
+    if scale != 1.0:
+        logits = logits * scale
+    softcap = getattr(text_config, "final_logit_softcapping", None)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits
 
 
 # Registered classes take precedence over remote code, so a checkpoint's code does not register.

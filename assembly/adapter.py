@@ -41,7 +41,18 @@ BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, and its base as in training; `dtype`, if known, is from before quantization."""
+    """An adapter, and its base as in training.
+
+    Attributes:
+        folder: The adapter's folder.
+        peft_config: Its configuration.
+        base: The base's checkpoint.
+        config: The base's configuration, with the arm that was trained.
+        quantization: bitsandbytes' settings that quantized the base, or None.
+        dtype: The dtype that training loaded, before quantization; None if it is not known.
+        realigned: Whether training aligned the base's norm again, since it changed the arm.
+        processor: The adapter's processor.
+    """
 
     folder: Path
     peft_config: LoraConfig
@@ -60,16 +71,19 @@ class Adapter:
         return [self.processor]
 
     def on_meta(self) -> tuple[PeftModel, dict[str, str]]:
-        """The base on meta, without weights, and on it the adapter, with its weights.
+        """Puts the base on meta, without weights, and on it the adapter, with its weights.
 
-        And the names of the tensors in that model by their names in the adapter's file. Raises
-        ValueError if the file has two values for one of them.
+        Returns:
+            The model, and the names of tensors in it by their names in the adapter's file.
+
+        Raises:
+            ValueError: If the file has two values for one of them.
         """
         with loading(f"The adapter {self.folder}"):
             adapted = put_on_meta(on_meta(self.config), self.peft_config)
             tensors = load_file(self.folder / ADAPTER_WEIGHTS)
-            saved = _saved_tensors(adapted, tensors)
-            places = {name: saved[name] for name in tensors}
+            all_places = _places_of_saved(adapted, tensors)
+            places = {name: all_places[name] for name in tensors}
             values: dict[str, Tensor] = {}
             for name, value in tensors.items():
                 place = places[name]
@@ -81,32 +95,37 @@ class Adapter:
         return adapted, places
 
     def load(self) -> PeftModel:
-        """The base as in training and the adapter on it, on a GPU if there is one, in eval mode."""
-        settings = {"config": self.config, "quantization_config": self.quantization}
+        """Loads the base as in training and the adapter on it, on a GPU if any, in eval mode."""
         dtype = self.dtype or dtype_to_load("auto", self.config, self.base.weight_bytes)
-        device = "auto" if torch.cuda.is_available() else None
-        model = self.base.load(dtype=dtype, device_map=device, **settings)
+        model = self.base.load(
+            dtype=dtype,
+            device_map="auto" if torch.cuda.is_available() else None,
+            config=self.config,
+            quantization_config=self.quantization,
+        )
         if self.realigned:
             model.align_projector_norm()  # as the run that changed it did
         for processor in self.processors:
             stop_as_trained(model, processor)
         device = str(model.device)
         with loading(f"The adapter {self.folder}"):
-            return PeftModel.from_pretrained(model, self.folder, torch_device=device).eval()
+            adapted = PeftModel.from_pretrained(model, self.folder, torch_device=device)
+        return adapted.eval()
 
 
 def read_peft_config(adapter: Path) -> LoraConfig:
-    """The configuration of a LoRA adapter; raises ValueError for another, or one that is none."""
+    """Reads the configuration of a LoRA adapter; raises ValueError if it is another adapter."""
     check_adapter(adapter)
     check_files(adapter)
     with loading(f"The configuration of the adapter {adapter}"):
         peft_config = PeftConfig.from_pretrained(adapter)
-    if (kind := peft_config.peft_type) != PeftType.LORA:
+    kind = peft_config.peft_type
+    if kind != PeftType.LORA:
         raise ValueError(f"{adapter} is a {kind} adapter. Only LoRA, DoRA and rsLoRA are merged.")
-    start = str(peft_config.init_lora_weights)
-    if start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+    method = str(peft_config.init_lora_weights)
+    if method.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
         remedy = "Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
-        fault = f"{adapter} was trained with init_lora_weights {start!r}, which changes the base"
+        fault = f"{adapter} was trained with init_lora_weights {method!r}, which changes the base"
         raise ValueError(f"{fault}. {remedy}")
     return peft_config
 
@@ -116,35 +135,53 @@ def open_adapter(
 ) -> Adapter:
     """Finds an adapter's base and checks that both fit; loads nothing. See [`merge_adapter`]."""
     peft_config = read_peft_config(adapter)
-    quantization, dtype, changes = _training_settings(adapter, base_quantization)
-    if quantization:
+    training = _training_settings(adapter, base_quantization)
+    if training.quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
-    named = peft_config.base_model_name_or_path
-    if not (base := base or named):
-        raise ValueError(f"The adapter {adapter} does not name its base. Give it with --base.")
-    revision = peft_config.revision if base == named else None
-    remedy = f"It is the base of {adapter}: if it has moved, give --base."
-    opened = open_checkpoint(base, revision, remedy=remedy)
-    if (kind := opened.model_type) not in (NormAlignLlavaConfig.model_type, "llava"):
-        raise ValueError(f"The base {base} is a {kind!r} model. Give the right one with --base.")
-    build = read_record(str(adapter), BUILD_RECORD)
-    if build and build != (read_record(opened.name, BUILD_RECORD, opened.revision) or build):
-        misfit = f"{adapter} does not fit the base {base}: {BUILD_RECORD} differs"
-        raise ValueError(f"{misfit}. Give the right --base.")
+    opened = _open_base(adapter, peft_config, base)
     config = opened.read_config(NormAlignLlavaConfig)
-    before = (config.projector_norm, config.projector_gain_init)
-    for name, value in changes.items():
+    norm_before = (config.projector_norm, config.projector_gain_init)
+    for name, value in training.config_changes.items():
         setattr(config, name, value)
     _check_tensors(adapter, peft_config, config, opened.name)
-    changed = before != (config.projector_norm, config.projector_gain_init)
-    realigned = changed and config.projector_norm != "none"
+    is_changed = norm_before != (config.projector_norm, config.projector_gain_init)
     processor = _processor(adapter, opened)
     settle(processor)
-    return Adapter(adapter, peft_config, opened, config, quantization, dtype, realigned, processor)
+    return Adapter(
+        folder=adapter,
+        peft_config=peft_config,
+        base=opened,
+        config=config,
+        quantization=training.quantization,
+        dtype=training.dtype,
+        realigned=is_changed and config.projector_norm != "none",
+        processor=processor,
+    )
+
+
+def _open_base(adapter: Path, peft_config: LoraConfig, base: str | None) -> Checkpoint:
+    """Opens `base`, or the base that an adapter names; raises ValueError if it is another one's."""
+    named_base = peft_config.base_model_name_or_path
+    base = base or named_base
+    if not base:
+        raise ValueError(f"The adapter {adapter} does not name its base. Give it with --base.")
+    revision = peft_config.revision if base == named_base else None
+    remedy = f"It is the base of {adapter}: if it has moved, give --base."
+    opened = open_checkpoint(base, revision, remedy=remedy)
+    kind = opened.model_type
+    if kind not in (NormAlignLlavaConfig.model_type, "llava"):
+        raise ValueError(f"The base {base} is a {kind!r} model. Give the right one with --base.")
+    adapter_record = read_record(str(adapter), BUILD_RECORD)
+    if adapter_record:
+        base_record = read_record(opened.name, BUILD_RECORD, opened.revision)
+        if base_record and base_record != adapter_record:
+            misfit = f"{adapter} does not fit the base {base}: {BUILD_RECORD} differs"
+            raise ValueError(f"{misfit}. Give the right --base.")
+    return opened
 
 
 def _processor(adapter: Path, base: Checkpoint) -> LlavaProcessor:
-    """The adapter's processor, or the base's with the adapter's tokenizer, if that alone is saved.
+    """Returns the adapter's processor, or the base's with the adapter's tokenizer, if it has one.
 
     A tokenizer without the base's image token cannot be the one of training, and is not used.
     """
@@ -154,22 +191,23 @@ def _processor(adapter: Path, base: Checkpoint) -> LlavaProcessor:
     processor = base.processor
     if (adapter / "tokenizer_config.json").exists():
         tokenizer = saved.preprocessor(AutoTokenizer)
-        image = tokenizer.get_vocab().get(processor.image_token)
-        if image == processor.image_token_id:
+        image_token_id = tokenizer.get_vocab().get(processor.image_token)
+        if image_token_id == processor.image_token_id:
             processor = copy.copy(processor)
             processor.tokenizer = tokenizer
-            processor.chat_template = tokenizer.chat_template or processor.chat_template
+            if tokenizer.chat_template:
+                processor.chat_template = tokenizer.chat_template
     return processor
 
 
 def on_meta(config: NormAlignLlavaConfig) -> NormAlignLlavaForConditionalGeneration:
-    """The model of a configuration without weights, in evaluation mode."""
+    """Returns the model of a configuration without weights, in evaluation mode."""
     with torch.device("meta"):
         return NormAlignLlavaForConditionalGeneration(config).eval()
 
 
 def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfig) -> PeftModel:
-    """A model on meta with an adapter on it, without values that are computed from weights."""
+    """Puts an adapter on a model on meta, without values that are computed from weights."""
     config = copy.deepcopy(config)
     config.init_lora_weights = False
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # PEFT repeats them
@@ -184,44 +222,67 @@ def _check_tensors(
         model = on_meta(config)
     with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
         adapted = put_on_meta(model, peft_config)
-    weights = adapter / ADAPTER_WEIGHTS
-    with loading(f"{weights}"), safe_open(weights, "pt") as file:
-        stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    shapes = {name: [*tensor.shape] for name, tensor in adapted.state_dict().items()}
-    expected = {name: shapes[place] for name, place in _saved_tensors(adapted, stored).items()}
-    if odd := sorted(name for name in expected | stored if stored.get(name) != expected.get(name)):
-        shape = f"{odd[0]} has shape {stored.get(odd[0])}, on the base {expected.get(odd[0])}"
-        raise ValueError(f"{adapter} does not fit the base {base}: {shape}. Give the right --base.")
+    weights_path = adapter / ADAPTER_WEIGHTS
+    with loading(f"{weights_path}"), safe_open(weights_path, "pt") as file:
+        stored_shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    tensors = adapted.state_dict()
+    expected_shapes = {}
+    for name, place in _places_of_saved(adapted, stored_shapes).items():
+        expected_shapes[name] = list(tensors[place].shape)
+    for name in sorted(expected_shapes | stored_shapes):
+        if stored_shapes.get(name) != expected_shapes.get(name):
+            shapes = f"shape {stored_shapes.get(name)}, on the base {expected_shapes.get(name)}"
+            fault = f"{adapter} does not fit the base {base}: {name} has {shapes}"
+            raise ValueError(f"{fault}. Give the right --base.")
 
 
-def _saved_tensors(adapted: PeftModel, stored: Collection[str]) -> dict[str, str]:
-    """The names under which PEFT saves an adapter's tensors, and those in its model.
+def _places_of_saved(adapted: PeftModel, stored: Collection[str]) -> dict[str, str]:
+    """Returns names of tensors in an adapted model, by the names under which PEFT saves them.
 
     Embeddings with an adapter may be saved whole besides; these are named if they are `stored`.
     """
-    tensors, saved = adapted.state_dict(), dict[str, str]()
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    for whole in (True, False):
-        places = get_peft_model_state_dict(adapted, tensors, save_embedding_layers=whole)
-        kept = [name for name in places if name in stored or not whole]
-        saved |= {name: names[id(places[name])] for name in kept}
-    return saved
+    tensors = adapted.state_dict()
+    names_in_model = {id(tensor): name for name, tensor in tensors.items()}
+    places = {}
+    for with_embeddings in (True, False):
+        saved = get_peft_model_state_dict(adapted, tensors, save_embedding_layers=with_embeddings)
+        for name, tensor in saved.items():
+            if name in stored or not with_embeddings:
+                places[name] = names_in_model[id(tensor)]
+    return places
 
 
-def _training_settings(
-    adapter: Path, base_quantization: str | None
-) -> tuple[dict | None, str | None, dict]:
-    """The base's quantization in training, its dtype before, and changes of its configuration."""
-    file = adapter / TRAINING_RECORD
-    record = json_object(file.read_bytes(), str(file)) if file.is_file() else {}
-    quantization, stored = record.get("quantization"), record.get("config_changes", {})
-    changes = {name: stored[name] for name in ARM_FIELDS if name in stored}
+@dataclass(frozen=True)
+class _TrainingSettings:
+    """How training loaded the base: see [`Adapter`] for quantization and dtype."""
+
+    quantization: dict[str, Any] | None
+    dtype: str | None
+    config_changes: dict[str, Any]
+
+
+def _training_settings(adapter: Path, base_quantization: str | None) -> _TrainingSettings:
+    """Reads how training loaded the base; `base_quantization` takes precedence.
+
+    Raises ValueError if neither it nor the adapter's record says how the base was quantized.
+    """
+    record_path = adapter / TRAINING_RECORD
+    record = {}
+    if record_path.is_file():
+        record = json_object(record_path.read_bytes(), str(record_path))
+    quantization = record.get("quantization")
     if base_quantization in BASE_QUANTIZATIONS:
         quantization = BASE_QUANTIZATIONS[base_quantization]
     elif base_quantization or "quantization" not in record:
         unknown = f"How the base of {adapter} was quantized in training is not known"
         raise ValueError(f"{unknown}. Give --base-quantization {'|'.join(BASE_QUANTIZATIONS)}.")
-    dtype = record.get("options", {}).get("dtype")
-    if not quantization or dtype not in ("bfloat16", "float16", "float32"):
-        dtype = (quantization or {}).get("bnb_4bit_compute_dtype")  # in which TRL loads
-    return quantization, dtype, changes
+    dtype = None
+    if quantization:
+        dtype = record.get("options", {}).get("dtype")
+        if dtype not in ("bfloat16", "float16", "float32"):
+            dtype = quantization.get("bnb_4bit_compute_dtype")  # TRL loads the base in it
+    config_changes = {}
+    for name, value in record.get("config_changes", {}).items():
+        if name in ARM_FIELDS:
+            config_changes[name] = value
+    return _TrainingSettings(quantization, dtype, config_changes)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of an adapter's base as in training: read one at a time, quantized, dequantized."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,104 +13,194 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from ..checkpoint.opening import Checkpoint
+from ..checkpoint.precision import torch_dtype
 from ..checkpoint.untrusted import AGAIN, check_weights
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import IN_PRECISION, Adapter, on_meta
-from .build import torch_dtype
 
 
 NORM = "model.multi_modal_projector.norm."
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of an open safetensors file; `name` is its name in that file."""
+
+    file: Any
+    name: str
+
+    def read(self) -> Tensor:
+        return self.file.get_tensor(self.name)
+
+    def shape(self) -> list[int]:
+        return self.file.get_slice(self.name).get_shape()
+
+
 class BaseTensors:
-    """The base's tensors as training had them, each read from its file when asked for."""
+    """The base's tensors as training had them, each read from its file when asked for.
+
+    Two settings of the adapter's configuration are corrected on the way, as loading the base does:
+    `tie_word_embeddings`, if the files have embeddings and head apart, and `text_embedding_norm`,
+    if the norm is aligned here.
+
+    Args:
+        adapter: An adapter that [`open_adapter`] opened.
+
+    Raises:
+        ValueError: If tensors of the base are missing, or have other shapes than config.json says.
+    """
 
     def __init__(self, adapter: Adapter):
-        self._base, config = adapter.base.name, adapter.config
-        model = on_meta(config)
-        self._files: dict[str, tuple[Any, str]] = {}
-        renamings = get_model_conversion_mapping(model, key_mapping=model._llava_names)
-        for path in check_weights(self._base, adapter.base.revision):
-            file = safe_open(path, "pt")
-            for stored in file.keys():  # noqa: SIM118
-                name = stored
-                for renaming in renamings:  # an older LLaVA has other names
-                    name, _ = renaming.rename_source_key(name)
-                self._files[name] = file, stored
-        self._tie(model)
-        self._quantized: dict[str, Any] = {}  # bitsandbytes' layers on meta by names of weights
-        if adapter.quantization:
-            settings = BitsAndBytesConfig.from_dict(adapter.quantization)
-            settings.llm_int8_skip_modules = settings.llm_int8_skip_modules or IN_PRECISION
-            quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
-            quantized = on_meta(config)
-            quantizer.preprocess_model(model=quantized, device_map={"": "cpu"})
-            for name, layer in quantized.named_modules():
-                if type(layer).__name__ in ("Linear4bit", "Linear8bitLt"):
-                    self._quantized[f"{name}.weight"] = layer
-        self._check(model)
+        model = on_meta(adapter.config)
+        self._stored = _with_tied_names(_find_tensors(adapter.base, model), model)
+        if _differ_though_tied(self._stored, model):
+            for config in (adapter.config, adapter.config.text_config):
+                config.tie_word_embeddings = False
+        self._quantized_layers = _quantized_layers(adapter)
+        _check_shapes(adapter.base.name, self._stored, model)
+
         # The weights were quantized from the dtype that training loaded.
-        dtype = adapter.dtype or config.dtype or self._stored(next(iter(self._files))).dtype
+        dtype = adapter.dtype or adapter.config.dtype
+        if not dtype:
+            dtype = next(iter(self._stored.values())).read().dtype
         self.dtype = torch_dtype(dtype)
-        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._norm = {name: None for name in self._parameters if name.startswith(NORM)}
-        if self._norm and (adapter.realigned or not self._norm.keys() <= self._files.keys()):
-            embeddings, norm = model.get_input_embeddings(), model.model.multi_modal_projector.norm
-            weight = self[model._tied_weights_keys["lm_head.weight"]]
-            embeddings.weight = nn.Parameter(weight, requires_grad=False)
-            norm.to_empty(device="cpu")
-            model.align_projector_norm()  # as loading does, or the run that changed the arm
-            self._norm = {f"{NORM}{name}": value for name, value in norm.state_dict().items()}
+
+        parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        norm_names = {name for name in parameter_names if name.startswith(NORM)}
+        self._in_training_dtype = parameter_names - norm_names
+        self._aligned_norm: dict[str, Tensor] = {}
+        is_norm_stored = norm_names <= self._stored.keys()
+        if norm_names and (adapter.realigned or not is_norm_stored):
+            embeddings = self[model._tied_weights_keys["lm_head.weight"]]
+            self._aligned_norm = _align_norm(model, embeddings)
 
     def __getitem__(self, name: str) -> Tensor:
         """A tensor in `dtype`; what was quantized, the norm and buffers in float32 or as stored."""
-        if self._norm.get(name) is not None:
-            return self._norm[name]
-        value = self._stored(name)
-        if name in self._parameters and name not in self._norm and value.is_floating_point():
+        if name in self._aligned_norm:
+            return self._aligned_norm[name]
+        value = self._stored[name].read()
+        if name in self._in_training_dtype and value.is_floating_point():
             value = value.to(self.dtype)
-        if (layer := self._quantized.get(name)) is None:
-            return value
-        import bitsandbytes as bnb
-
-        value = value.T if layer.source_cls is Conv1D else value
-        settings = {**vars(layer.weight), "requires_grad": False}
-        if isinstance(layer, bnb.nn.Linear4bit):
-            weight = bnb.nn.Params4bit(value, **settings | {"module": None}).to("cpu")
-            weight.quant_state.dtype = torch.float32  # or it would be rounded to the loading dtype
-            value = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-        else:
-            weight = bnb.nn.Int8Params(value, **settings).to("cpu")
-            value = bnb.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
-        return value.T if layer.source_cls is Conv1D else value
+        if name in self._quantized_layers:
+            value = _quantize_and_dequantize(value, self._quantized_layers[name])
+        return value
 
     def has_as_stored(self, prefix: str) -> bool:
         """Whether training had all tensors of these names as files have them, but for the dtype."""
-        return not any(name.startswith(prefix) for name in self._quantized)
+        return not any(name.startswith(prefix) for name in self._quantized_layers)
 
-    def _stored(self, name: str) -> Tensor:
-        file, stored = self._files[name]
-        return file.get_tensor(stored)
 
-    def _tie(self, model: NormAlignLlavaForConditionalGeneration) -> None:
-        """Gives tied tensors, of which one is stored, both names."""
-        for pair in model.all_tied_weights_keys.items():
-            stored = [name for name in pair if name in self._files]
-            if len(stored) == 1:
-                self._files |= dict.fromkeys(pair, self._files[stored[0]])
-            elif stored and not torch.equal(*map(self._stored, stored)):  # nor tied by transformers
-                for config in (model.config, model.config.text_config):
-                    config.tie_word_embeddings = False
+def _find_tensors(
+    base: Checkpoint, model: NormAlignLlavaForConditionalGeneration
+) -> dict[str, StoredTensor]:
+    """Opens the base's files; returns their tensors by their names in the model."""
+    stored_tensors = {}
+    renamings = get_model_conversion_mapping(model, key_mapping=model._llava_names)
+    for weights_path in check_weights(base.name, base.revision):
+        weights_file = safe_open(weights_path, "pt")
+        for stored_name in weights_file.keys():  # noqa: SIM118
+            model_name = stored_name
+            for renaming in renamings:  # an older LLaVA has other names
+                model_name, _ = renaming.rename_source_key(model_name)
+            stored_tensors[model_name] = StoredTensor(weights_file, stored_name)
+    return stored_tensors
 
-    def _check(self, model: NormAlignLlavaForConditionalGeneration) -> None:
-        """Raises ValueError if tensors are missing or of other shapes."""
-        faults = []
-        for name, expected in model.state_dict().items():
-            file, stored = self._files.get(name, (None, name))
-            shape = file.get_slice(stored).get_shape() if file else None
-            is_new = file is None and name.startswith(NORM)
-            if shape != [*expected.shape] and not is_new:
-                faults.append(f"{name} has shape {shape}, not {[*expected.shape]}")
-        if faults:
-            fault = f"{len(faults)} tensors of {self._base} are not config.json's: {faults[0]}"
-            raise ValueError(f"{fault}. {AGAIN}")
+
+def _with_tied_names(
+    stored_tensors: Mapping[str, StoredTensor], model: NormAlignLlavaForConditionalGeneration
+) -> dict[str, StoredTensor]:
+    """Returns the tensors by both of their names if two are tied and only one of them is stored."""
+    by_both_names = dict(stored_tensors)
+    for first_name, second_name in model.all_tied_weights_keys.items():
+        if first_name not in by_both_names and second_name in by_both_names:
+            by_both_names[first_name] = by_both_names[second_name]
+        elif second_name not in by_both_names and first_name in by_both_names:
+            by_both_names[second_name] = by_both_names[first_name]
+    return by_both_names
+
+
+def _differ_though_tied(
+    stored_tensors: Mapping[str, StoredTensor], model: NormAlignLlavaForConditionalGeneration
+) -> bool:
+    """Whether files have two values for tied tensors, so that transformers does not tie them."""
+    for first_name, second_name in model.all_tied_weights_keys.items():
+        first = stored_tensors.get(first_name)
+        second = stored_tensors.get(second_name)
+        if first is None or second is None or first is second:
+            continue
+        if not torch.equal(first.read(), second.read()):
+            return True
+    return False
+
+
+def _quantized_layers(adapter: Adapter) -> dict[str, Any]:
+    """Returns bitsandbytes' layers, on meta, by the names of the weights that they quantize."""
+    if not adapter.quantization:
+        return {}
+    settings = BitsAndBytesConfig.from_dict(adapter.quantization)
+    if not settings.llm_int8_skip_modules:
+        settings.llm_int8_skip_modules = IN_PRECISION
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
+    quantized_model = on_meta(adapter.config)
+    quantizer.preprocess_model(model=quantized_model, device_map={"": "cpu"})
+    layers = {}
+    for module_path, module in quantized_model.named_modules():
+        if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
+            layers[f"{module_path}.weight"] = module
+    return layers
+
+
+def _check_shapes(
+    base: str,
+    stored_tensors: Mapping[str, StoredTensor],
+    model: NormAlignLlavaForConditionalGeneration,
+) -> None:
+    """Raises ValueError if tensors are missing or have other shapes; the norm may be missing."""
+    faults = []
+    for tensor_name, expected in model.state_dict().items():
+        expected_shape = list(expected.shape)
+        stored_shape = None
+        if tensor_name in stored_tensors:
+            stored_shape = stored_tensors[tensor_name].shape()
+        elif tensor_name.startswith(NORM):
+            continue
+        if stored_shape != expected_shape:
+            faults.append(f"{tensor_name} has shape {stored_shape}, not {expected_shape}")
+    if faults:
+        fault = f"{len(faults)} tensors of {base} are not config.json's: {faults[0]}"
+        raise ValueError(f"{fault}. {AGAIN}")
+
+
+def _align_norm(
+    model: NormAlignLlavaForConditionalGeneration, embeddings: Tensor
+) -> dict[str, Tensor]:
+    """Aligns the norm of a model on meta to the embeddings `(V, d)`; returns the norm's tensors.
+
+    Loading did so in training, or the run that changed the arm.
+    """
+    model.get_input_embeddings().weight = nn.Parameter(embeddings, requires_grad=False)
+    norm = model.model.multi_modal_projector.norm
+    norm.to_empty(device="cpu")
+    model.align_projector_norm()
+    return {f"{NORM}{name}": value for name, value in norm.state_dict().items()}
+
+
+def _quantize_and_dequantize(weight: Tensor, layer: Any) -> Tensor:
+    """Returns a weight in float32, rounded as the quantized layer rounds it."""
+    import bitsandbytes as bnb
+
+    is_transposed = layer.source_cls is Conv1D
+    if is_transposed:
+        weight = weight.T
+    settings = {**vars(layer.weight), "requires_grad": False}
+    if isinstance(layer, bnb.nn.Linear4bit):
+        settings["module"] = None
+        quantized = bnb.nn.Params4bit(weight, **settings).to("cpu")
+        state = quantized.quant_state
+        state.dtype = torch.float32  # otherwise it would be rounded to the loading dtype
+        dequantized = bnb.functional.dequantize_4bit(quantized.data, state)
+    else:
+        quantized = bnb.nn.Int8Params(weight, **settings).to("cpu")
+        dequantized = bnb.functional.int8_vectorwise_dequant(quantized.data, quantized.SCB)
+    return dequantized.T if is_transposed else dequantized

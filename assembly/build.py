@@ -6,26 +6,41 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from rich.console import RenderableType
 from rich.table import Table
-from transformers import MODEL_MAPPING, AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers import (
+    MODEL_MAPPING,
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    LlavaProcessor,
+)
 
 from ..checkpoint.files import BUILD_RECORD, check_not_in_run, finished_folder, write_json
 from ..checkpoint.notices import notices_of_part, place_of, write_notices
 from ..checkpoint.opening import Checkpoint, check_processor, licence_of, open_checkpoint
-from ..checkpoint.precision import HALVES
+from ..checkpoint.precision import torch_dtype
 from ..checkpoint.prompts import PROMPT_DATE, fixes_the_date, stop_as_trained, unrecognized_ends
 from ..checkpoint.untrusted import loading
 from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from . import parts
 from .chat_template import has_generation_marks
 from .generation import copied_generation, flags_of, in_words
+from .parts import (
+    add_image_token,
+    assemble,
+    check_language_model,
+    hide_ends,
+    load_language_model,
+    set_chat_template,
+    text_logits,
+    vision_config,
+)
 from .processing import ARMS, check_feature_layer, make_processor
 
 
@@ -37,17 +52,17 @@ class BuildReport(Printed):
     """The report that `normalign build` prints, and writes into `build.json`.
 
     Attributes:
-        vision_parameters, projector_parameters, language_parameters: All parameters, each in one of
-            the three: the language model's are with its head, once if that is its embeddings.
+        vision_parameters, projector_parameters, language_parameters: Numbers of parameters. Each
+            parameter is counted once; the language model's include its head.
         n_text: The mean norm with which text embeddings enter the decoder.
         gain: Start of the norm's gain; None without a norm.
         generation_marks: Whether the chat template marks the assistant's turns for training.
         vision_revision, language_revision: Commits of parts from the Hub; None for folders.
         licenses: Licences of `"vision"` and `"language"`, see [`licence_of`].
-        from_llava: Whether both parts are one LLaVA checkpoint, to which the norm was added.
-        prompt_date: The date that prompts tell, if the chat template asks for today's; else None.
+        from_llava: Whether the norm was added to a LLaVA checkpoint, so both parts are this one.
+        prompt_date: The date in prompts if the chat template asks for today's; None otherwise.
         generation: What `generation_config.json` says, see [`copied_generation`].
-        generation_left_out: What that of the language model says besides, which is not copied.
+        generation_left_out: Flags of the language model's that are not copied.
         notices: Paths of the parts' licence texts and notices in the checkpoint.
     """
 
@@ -82,26 +97,42 @@ class BuildReport(Printed):
         """The table of its numbers and words, and what was copied."""
         table = super().renderable()
         assert isinstance(table, Table)
-        for name in ("generation", "generation_left_out"):
-            if flags := getattr(self, name):
-                table.add_row(name, in_words(flags))
+        for field_name in ("generation", "generation_left_out"):
+            flags = getattr(self, field_name)
+            if flags:
+                table.add_row(field_name, in_words(flags))
         if self.notices:
             table.add_row("notices", ", ".join(self.notices))
         return table
 
 
+class BuildKeywords(TypedDict, total=False):
+    """The keyword arguments of [`build_checkpoint`]; their defaults are in [`BuildOptions`]."""
+
+    arm: str
+    norm: str
+    feature_layer: int | Sequence[int]
+    select_strategy: str | None
+    chat_template: str | os.PathLike | None
+    dtype: str | torch.dtype
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How two parts become a checkpoint; [`build_checkpoint`] explains each option."""
+
+    arm: str = "gwc"
+    norm: str = "layer_norm"
+    feature_layer: int | Sequence[int] = -2
+    select_strategy: str | None = None
+    chat_template: str | os.PathLike | None = None
+    dtype: str | torch.dtype = "auto"
+    seed: int | None = None
+
+
 def build_checkpoint(
-    vision: str,
-    language: str,
-    output: str | os.PathLike,
-    *,
-    arm: str = "gwc",
-    norm: str = "layer_norm",
-    feature_layer: int | Sequence[int] = -2,
-    select_strategy: str | None = None,
-    chat_template: str | os.PathLike | None = None,
-    dtype: str | torch.dtype = "auto",
-    seed: int | None = None,
+    vision: str, language: str, output: str | os.PathLike, **keywords: Unpack[BuildKeywords]
 ) -> BuildReport:
     """Joins a vision encoder and a language model into an untrained NormAlign-LLaVA checkpoint.
 
@@ -109,39 +140,46 @@ def build_checkpoint(
         vision: Folder or Hub id of a CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 (with or
             without registers) or ViT.
         language: Folder or Hub id of a causal language model of transformers.
-        output: Folder to create, which `build.json` with the report is in.
-        arm: One of the paper's arms, see `ARMS`.
-        norm: `"layer_norm"` or `"rms_norm"`.
-        feature_layer: Hidden state(s) of the encoder to project; -1 is the last layer's output.
+        output: Folder to create. Its `build.json` has the report.
+        arm: One of the paper's arms, see `ARMS`; `"gwc"` by default.
+        norm: `"layer_norm"` (the default) or `"rms_norm"`.
+        feature_layer: Hidden state(s) of the encoder to project; -1 is the last layer's output,
+            and -2 the default.
         select_strategy: `"default"` drops the class token, `"full"` keeps every token. None means
-            `"full"` for SigLIP, which has no class token, and `"default"` for others.
+            `"full"` for SigLIP, since it has no class token, and `"default"` for others.
         chat_template: File with a Jinja template to use in place of the language model's own.
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the language model's. The norm
-            is always float32.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"` (the default), the language
+            model's. The norm is always float32.
         seed: Seed of the projector's random weights; None uses torch's generator as it is.
 
-    Raises ValueError, with nothing written, if a part or an option does not fit.
+    Raises:
+        ValueError: If a part or an option does not fit. Nothing is written then.
     """
-    arguments, dtype = _norm_arguments(arm, norm), torch_dtype(dtype)
-    if seed is not None:
-        torch.manual_seed(seed)
-    feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
+    options = BuildOptions(**keywords)
+    norm_settings = _norm_settings(options.arm, options.norm)
+    dtype = torch_dtype(options.dtype)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    feature_layer = options.feature_layer
+    if not isinstance(feature_layer, int):
+        feature_layer = list(feature_layer)
     check_not_in_run(Path(output))
     with finished_folder(output) as folder:
-        vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
-        encoder = parts.vision_config(vision_part)
-        parts.check_language_model(language_part)
+        vision_part = open_checkpoint(vision)
+        language_part = open_checkpoint(language)
+        encoder = vision_config(vision_part)
+        check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
-        marks = parts.set_chat_template(tokenizer, chat_template)
+        has_marks = set_chat_template(tokenizer, options.chat_template)
         image_processor = vision_part.preprocessor(AutoImageProcessor)
         with loading(f"The image processor of {vision}"):
-            processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
+            processor = make_processor(image_processor, tokenizer, encoder, options.select_strategy)
             tokens_per_image = check_processor(processor)
-        language_model = parts.load_language_model(language_part, dtype)
+        language_model = load_language_model(language_part, dtype)
         tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
-        parts.add_image_token(language_model, tokenizer)
-        logits = parts.text_logits(language_model)
+        add_image_token(language_model, tokenizer)
+        logits = text_logits(language_model)
         config = NormAlignLlavaConfig(
             vision_config=tower.config,
             text_config=language_model.config,
@@ -150,10 +188,11 @@ def build_checkpoint(
             vision_feature_layer=feature_layer,
             vision_feature_select_strategy=processor.vision_feature_select_strategy,
             tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
-            **arguments,
+            **norm_settings,
         )
-        model = parts.assemble(config, tower, language_model, logits)
-        return _finish(model, processor, folder, output, vision_part, language_part, arm, marks)
+        model = assemble(config, tower, language_model, logits)
+        built = _Built(model, processor, vision_part, language_part, options.arm, has_marks)
+        return _finish(built, folder, output)
 
 
 def retrofit_checkpoint(
@@ -165,7 +204,8 @@ def retrofit_checkpoint(
     dtype: str = "auto",
 ) -> BuildReport:
     """Adds the aligned norm to a LLaVA, whose tensors stay the same; see [`build_checkpoint`]."""
-    arguments, dtype = _norm_arguments(arm, norm), torch_dtype(dtype)
+    norm_settings = _norm_settings(arm, norm)
+    loaded_dtype = torch_dtype(dtype)
     check_not_in_run(Path(output))
     with finished_folder(output) as folder:
         opened = open_checkpoint(llava)
@@ -173,93 +213,59 @@ def retrofit_checkpoint(
             raise ValueError(
                 f"{llava} is a {opened.model_type!r} model. --from-llava takes a LLaVA ('llava')."
             )
-        encoder, stock = parts.vision_config(opened), opened.preprocessor(AutoProcessor)
+        encoder = vision_config(opened)
+        stock = opened.preprocessor(AutoProcessor)
         stock.tokenizer.chat_template = stock.chat_template
-        parts.hide_ends(stock.tokenizer)
+        hide_ends(stock.tokenizer)
         strategy = opened.config.vision_feature_select_strategy
         processor = make_processor(stock.image_processor, stock.tokenizer, encoder, strategy)
         opened.check_image_token(processor)
-        model = opened.load(NormAlignLlavaForConditionalGeneration, dtype, **arguments)
-        for name in arguments:  # transformers puts them into both configurations
-            vars(model.generation_config).pop(name, None)
-        marks = has_generation_marks(stock.chat_template or "")
-        return _finish(model, processor, folder, output, opened, opened, arm, marks)
+        model_class = NormAlignLlavaForConditionalGeneration
+        model = opened.load(model_class, loaded_dtype, **norm_settings)
+        for setting in norm_settings:  # transformers puts them into both configurations
+            vars(model.generation_config).pop(setting, None)
+        has_marks = has_generation_marks(stock.chat_template or "")
+        return _finish(_Built(model, processor, opened, opened, arm, has_marks), folder, output)
 
 
-def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
+def _norm_settings(arm: str, norm: str) -> dict[str, str]:
     if arm not in ARMS or norm not in ("layer_norm", "rms_norm"):
-        allowed = f"{', '.join(ARMS)}, and norm layer_norm or rms_norm"
-        raise ValueError(f"arm is one of {allowed}, got {arm!r}, {norm!r}.")
+        allowed_values = f"{', '.join(ARMS)}, and norm layer_norm or rms_norm"
+        raise ValueError(f"arm is one of {allowed_values}, got {arm!r}, {norm!r}.")
     return {"projector_norm": norm, **ARMS[arm]}
 
 
-def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """The dtype of this name; `"auto"` and dtypes stay. Raises ValueError on another name."""
-    allowed = {"auto": "auto", "float32": torch.float32, **HALVES}
-    if dtype not in (*allowed, *allowed.values()):
-        raise ValueError(f"dtype must be one of {', '.join(allowed)}, got {dtype!r}.")
-    return allowed.get(dtype, dtype)
+@dataclass(frozen=True)
+class _Built:
+    """A model in memory, and what its checkpoint and its record need besides.
+
+    If a LLaVA got the norm, `vision` and `language` are both this LLaVA.
+    """
+
+    model: NormAlignLlavaForConditionalGeneration
+    processor: LlavaProcessor
+    vision: Checkpoint
+    language: Checkpoint
+    arm: str
+    has_marks: bool
 
 
-def _finish(model, processor, folder, output, vision, language, arm, marks) -> BuildReport:
-    if not marks:
-        logger.warning(
-            "The chat template has no {% generation %} marks, which training on assistant turns "
-            "needs. To train this checkpoint, build it with --chat-template."
-        )
-    for end in unrecognized_ends(processor.tokenizer, processor.chat_template):
-        logger.warning(
-            f"The chat template ends an answer with {end!r}, which is no token of its own in this "
-            "tokenizer: answers would not stop there. Give a template that ends answers with "
-            f"{processor.tokenizer.eos_token!r} with --chat-template."
-        )
-    has_norm, projector = model.config.projector_norm != "none", model.model.multi_modal_projector
-    if has_norm:
-        n_text = model.align_projector_norm()
-    else:
+def _finish(built: _Built, folder: Path, output: str | os.PathLike) -> BuildReport:
+    """Aligns the norm, sets how answers are generated, and writes the checkpoint into a folder."""
+    model = built.model
+    _warn_of_chat_template(built)
+    if model.config.projector_norm == "none":
         n_text = model.measure_text_embedding_norm()
         model.config.text_embedding_norm = n_text
-    model.generation_config, left_out = copied_generation(model.generation_config)
-    stop_as_trained(model, processor)
-    # Prompt lookup would repeat an image token of the prompt, for which there are no features.
-    suppressed = {*(model.generation_config.suppress_tokens or ()), model.config.image_token_id}
-    model.generation_config.suppress_tokens = sorted(suppressed)
-    if left_out:
-        logger.warning(
-            f"Not copied from the generation_config.json of {language.name}: {in_words(left_out)}."
-        )
-    notices = _notices(vision, language)
-    vision_parameters = model.model.vision_tower.num_parameters()
-    projector_parameters = sum(parameter.numel() for parameter in projector.parameters())
-    report = BuildReport(
-        output=str(output),
-        vision=_public_name(vision.name),
-        language=_public_name(language.name),
-        arm=arm,
-        vision_parameters=vision_parameters,
-        projector_parameters=projector_parameters,
-        # A head that is the embeddings is counted once.
-        language_parameters=model.num_parameters() - vision_parameters - projector_parameters,
-        n_text=n_text,
-        gain=projector.norm.weight[0].item() if has_norm else None,
-        tokens_per_image=check_processor(processor, model),
-        generation_marks=marks,
-        vision_revision=vision.revision,
-        language_revision=language.revision,
-        licenses={
-            "vision": licence_of(vision.name, vision.revision),
-            "language": licence_of(language.name, language.revision),
-        },
-        from_llava=vision is language,
-        prompt_date=PROMPT_DATE.isoformat() if fixes_the_date(processor.chat_template) else None,
-        generation=flags_of(model.generation_config),
-        generation_left_out=left_out,
-        notices=sorted(notices),
-    )
-    for part in (model.config.text_config, model.config.vision_config):
-        part._name_or_path = _public_name(part._name_or_path)
+    else:
+        n_text = model.align_projector_norm()
+    left_out = _set_generation(built)
+    notices = _notices(built)
+    report = _report(built, output, n_text, left_out, sorted(notices))
+    for config in (model.config.text_config, model.config.vision_config):
+        config._name_or_path = _public_name(config._name_or_path)
     save_model(model, folder)
-    processor.save_pretrained(folder)
+    built.processor.save_pretrained(folder)
     write_notices(folder, notices)
     record = asdict(report)
     del record["output"]
@@ -267,14 +273,87 @@ def _finish(model, processor, folder, output, vision, language, arm, marks) -> B
     return report
 
 
-def _notices(vision: Checkpoint, language: Checkpoint) -> dict[str, bytes]:
-    """The licence texts and notices of both parts, by their paths in the checkpoint."""
-    notices = dict[str, bytes]()
-    for part, opened in (("vision", vision), ("language", language)):
-        found = notices_of_part(opened.name, opened.revision)
-        notices |= {place_of(part, path): content for path, content in found.items()}
+def _warn_of_chat_template(built: _Built) -> None:
+    if not built.has_marks:
+        logger.warning(
+            "The chat template has no {% generation %} marks, which training on assistant turns "
+            "needs. To train this checkpoint, build it with --chat-template."
+        )
+    tokenizer = built.processor.tokenizer
+    for end in unrecognized_ends(tokenizer, built.processor.chat_template):
+        logger.warning(
+            f"The chat template ends an answer with {end!r}, which is no token of its own in this "
+            "tokenizer: answers would not stop there. Give a template that ends answers with "
+            f"{tokenizer.eos_token!r} with --chat-template."
+        )
+
+
+def _set_generation(built: _Built) -> dict[str, Any]:
+    """Sets the model's generation configuration; returns the language model's flags left out."""
+    model = built.model
+    model.generation_config, left_out = copied_generation(model.generation_config)
+    stop_as_trained(model, built.processor)
+    # Prompt lookup would repeat the prompt's image token, but there are no features for it.
+    suppressed = model.generation_config.suppress_tokens or []
+    model.generation_config.suppress_tokens = sorted({*suppressed, model.config.image_token_id})
+    if left_out:
+        source_file = f"the generation_config.json of {built.language.name}"
+        logger.warning(f"Not copied from {source_file}: {in_words(left_out)}.")
+    return left_out
+
+
+def _report(
+    built: _Built,
+    output: str | os.PathLike,
+    n_text: float,
+    left_out: dict[str, Any],
+    notices: list[str],
+) -> BuildReport:
+    model = built.model
+    vision = built.vision
+    language = built.language
+    template = built.processor.chat_template
+    projector = model.model.multi_modal_projector
+    vision_parameters = model.model.vision_tower.num_parameters()
+    projector_parameters = sum(parameter.numel() for parameter in projector.parameters())
+    has_norm = model.config.projector_norm != "none"
+    return BuildReport(
+        output=str(output),
+        vision=_public_name(vision.name),
+        language=_public_name(language.name),
+        arm=built.arm,
+        vision_parameters=vision_parameters,
+        projector_parameters=projector_parameters,
+        # A head that is the embeddings is counted once.
+        language_parameters=model.num_parameters() - vision_parameters - projector_parameters,
+        n_text=n_text,
+        gain=projector.norm.weight[0].item() if has_norm else None,
+        tokens_per_image=check_processor(built.processor, model),
+        generation_marks=built.has_marks,
+        vision_revision=vision.revision,
+        language_revision=language.revision,
+        licenses={
+            "vision": licence_of(vision.name, vision.revision),
+            "language": licence_of(language.name, language.revision),
+        },
+        from_llava=vision is language,
+        prompt_date=PROMPT_DATE.isoformat() if fixes_the_date(template) else None,
+        generation=flags_of(model.generation_config),
+        generation_left_out=left_out,
+        notices=notices,
+    )
+
+
+def _notices(built: _Built) -> dict[str, bytes]:
+    """Returns licence texts and notices of both parts, by their paths in the checkpoint."""
+    notices = {}
+    for part_name, checkpoint in (("vision", built.vision), ("language", built.language)):
+        for notice_path, content in notices_of_part(checkpoint.name, checkpoint.revision).items():
+            notices[place_of(part_name, notice_path)] = content
     return notices
 
 
 def _public_name(name: str) -> str:
-    return Path(name).name if Path(name).exists() else name  # a checkpoint has no local path
+    """Returns the name of a part without a local path: a checkpoint shows none."""
+    path = Path(name)
+    return path.name if path.exists() else name

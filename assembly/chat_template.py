@@ -39,18 +39,27 @@ _IMAGE = {"type": "image"}
 def multimodal_chat_template(
     template: str | None, *, image_token: str = "<image>", special_tokens: Tokens = _STAND_INS
 ) -> tuple[str, bool]:
-    """A chat template that reads images, and whether it marks what the model has to generate.
+    """Makes a chat template that reads images, and says whether it marks what is generated.
 
     Text-only conversations render exactly as before. Image parts become the image token; parts keep
     their order, with nothing between them. A template that prints today's date prints a fixed one:
     see [`with_fixed_date`]. Marks count only if every marked span is, up to white
     space around it, what follows the generation prompt, through the end-of-turn token.
 
-    `template` is the language model's own; None gives Vicuna v1.1's. One that prints `image_token`
-    for image parts gets no preamble. Raises ValueError if it is not valid Jinja, or renders text
-    differently with the preamble.
+    Args:
+        template: The language model's own; None gives Vicuna v1.1's. One that prints `image_token`
+            for image parts gets no preamble.
+        image_token: What is printed for an image.
+        special_tokens: The tokenizer's special tokens, by the names that templates use.
+
+    Returns:
+        The template, and whether it marks what the model has to generate.
+
+    Raises:
+        ValueError: If the template is not valid Jinja, or renders text differently with the
+            preamble.
     """
-    preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
+    preamble = _preamble(image_token)
     if template is None:
         template = preamble + _VICUNA
         return template, _marks_hold(template, special_tokens)  # not without an end-of-turn token
@@ -60,70 +69,78 @@ def multimodal_chat_template(
     if text.startswith("TemplateSyntaxError"):
         raise ValueError(f"The chat template is not valid Jinja: {text} Correct or replace it.")
     text = _outcome(original, _as_parts([_QUESTION], _IMAGE))
-    reads_images = text.count(image_token) == 1 and "What is this?" in text
-    preamble = "" if reads_images else preamble
-    preamble += fixed_date
+    reads_images = text.count(image_token) == 1 and _QUESTION["content"] in text
+    beginning = fixed_date if reads_images else preamble + fixed_date
     for candidate in _candidates(template):
-        marked = preamble + candidate
+        marked = beginning + candidate
         render = partial(_render, marked, special_tokens)
         if not _difference(render, original, reads_images) and _marks_hold(marked, special_tokens):
             return marked, True
-    render = partial(_render, preamble + template, special_tokens)
-    if difference := _difference(render, original, reads_images):
+    unmarked = beginning + template
+    render = partial(_render, unmarked, special_tokens)
+    difference = _difference(render, original, reads_images)
+    if difference:
         raise ValueError(
             f"With the image preamble the chat template renders the conversation {difference!r} "
             "differently. Give another with `--chat-template`."
         )
-    return preamble + template, False
+    return unmarked, False
 
 
 def printing_first(template: str, text: str, image_token: str) -> str:
-    """The template with `text` before all that it prints, whose white space stays as it is."""
-    preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
-    preamble = preamble if template.startswith(preamble) else ""
+    """Returns a template that prints `text` first, and then what it printed, to the white space."""
+    preamble = _preamble(image_token)
+    if not template.startswith(preamble):
+        preamble = ""
     # A block: jinja strips the line break after it, and white space before one that begins a line.
     block = f"{{% if messages %}}{{{{ {text!r} }}}}{{% endif %}}\n"
     return preamble + block + template.removeprefix(preamble)
 
 
 def without_preamble(template: str, messages: Messages, image_token: str) -> tuple[str, Messages]:
-    """A template and messages that print the same as these, several times faster.
+    """Returns a template and messages that print the same as these, several times faster.
 
     The parts of each message are joined here, and not by the template's preamble. A template
     without a preamble, and its messages, are returned as they are.
     """
-    preamble = _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
+    preamble = _preamble(image_token)
     if not template.startswith(preamble):
         return template, messages
-    joined = []
+    joined_messages = []
     for message in messages:
-        texts = []
+        part_texts = []
         for part in message["content"]:
-            texts.append(image_token if part["type"] == "image" else part["text"])
-        joined.append({**message, "content": "".join(texts)})
-    return template.removeprefix(preamble), joined
+            part_texts.append(image_token if part["type"] == "image" else part["text"])
+        joined_messages.append({**message, "content": "".join(part_texts)})
+    return template.removeprefix(preamble), joined_messages
+
+
+def _preamble(image_token: str) -> str:
+    return _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
 
 
 def check_texts(template: str, special_tokens: Tokens) -> list[str]:
-    """The check's conversations with an image, printed with and without generation prompt."""
-    texts = []
-    for chat in _CONVERSATIONS.values():
+    """Returns the check's conversations with an image, printed with and without prompt."""
+    printed_texts = []
+    for conversation in _CONVERSATIONS.values():
+        messages = _as_parts(conversation["messages"], _IMAGE)
+        tools = conversation.get("tools")
         for prompt in (False, True):
             with suppress(Exception):  # a template may refuse a conversation with any error
-                messages = _as_parts(chat["messages"], _IMAGE)
-                texts.append(_render(template, special_tokens, messages, chat.get("tools"), prompt))
-    return texts
+                printed_texts.append(_render(template, special_tokens, messages, tools, prompt))
+    return printed_texts
 
 
 def _render(
     template: str, special_tokens: Tokens, messages: Messages, tools=None, prompt: bool = False
 ) -> str:
     options: Any = {"chat_template": template, "add_generation_prompt": prompt, **special_tokens}
-    return render_jinja_template([messages], tools=tools, **options)[0][0]
+    texts, _ = render_jinja_template([messages], tools=tools, **options)
+    return texts[0]
 
 
 def _outcome(render: Renderer, *args: Any) -> str:
-    """The text, or the error as text: a template may refuse a conversation with any error."""
+    """Returns the text, or the error as text: a template may refuse a conversation by any error."""
     try:
         return render(*args)
     except Exception as error:
@@ -131,70 +148,126 @@ def _outcome(render: Renderer, *args: Any) -> str:
 
 
 def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
-    """The messages with lists of parts as content; images begin the first user turn."""
-    parts = []
+    """Returns the messages with lists of parts as content; images begin the first user turn."""
+    with_parts = []
+    remaining_images = images
     for message in messages:
-        parts.append({**message, "content": [{"type": "text", "text": message["content"]}]})
-    first_user = next(message for message in parts if message["role"] == "user")
-    first_user["content"] = [*images, *first_user["content"]]
-    return parts
+        parts = [{"type": "text", "text": message["content"]}]
+        if message["role"] == "user":
+            parts = [*remaining_images, *parts]
+            remaining_images = ()
+        with_parts.append({**message, "content": parts})
+    return with_parts
 
 
 def _difference(render: Renderer, expect: Renderer, lists: bool) -> str | None:
-    """The first text-only conversation that renders differently, in `lists` of parts too."""
-    for name, chat in _CONVERSATIONS.items():
-        forms = [chat["messages"], _as_parts(chat["messages"])]
-        for messages in forms if lists else forms[:1]:
+    """Returns the name of the first text-only conversation that renders differently, or None.
+
+    With `lists`, the conversations are also compared with lists of parts as content.
+    """
+    for conversation_name, conversation in _CONVERSATIONS.items():
+        message_forms = [conversation["messages"]]
+        if lists:
+            message_forms.append(_as_parts(conversation["messages"]))
+        for messages in message_forms:
             for prompt in (False, True):
-                arguments = messages, chat.get("tools"), prompt
+                arguments = (messages, conversation.get("tools"), prompt)
                 if _outcome(render, *arguments) != _outcome(expect, *arguments):
-                    return name
+                    return conversation_name
     return None
 
 
 def _candidates(template: str) -> Iterator[str]:
-    """Candidates for `template` with marks: its own, those of its family, TRL's."""
+    """Yields candidates for `template` with marks: its own, its family's, TRL's."""
     if has_generation_marks(template):
         yield template
-    for edits in _EDITS.values():
+    for family_edits in _EDITS.values():
         for line_break in ("\n", r"\n"):
-            marked = template
-            for edit in edits:
-                find, replace = (edit[key].replace("NL", line_break) for key in ("find", "replace"))
-                if find not in template:
-                    break
-                marked = marked.replace(find, replace)
-            else:
-                yield marked
-    from trl.chat_template_utils import get_training_chat_template  # takes seconds, and few need it
+            marked_template = _edited(template, family_edits, line_break)
+            if marked_template is not None:
+                yield marked_template
+    marked_template = _with_marks_of_trl(template)
+    if marked_template:
+        yield marked_template
+
+
+def _edited(template: str, edits: list[dict[str, str]], line_break: str) -> str | None:
+    """Returns the template after a family's edits, or None if it lacks a text that they replace."""
+    for edit in edits:
+        find = edit["find"].replace("NL", line_break)
+        if find not in template:
+            return None
+        template = template.replace(find, edit["replace"].replace("NL", line_break))
+    return template
+
+
+def _with_marks_of_trl(template: str) -> str | None:
+    # Importing it takes seconds, and few templates need it.
+    from trl.chat_template_utils import get_training_chat_template
 
     # TRL needs a tokenizer, but uses only its template and special tokens.
     options = {"tokenizer_object": Tokenizer(BPE()), "chat_template": template, **_STAND_INS}
     with suppress(Exception):  # TRL does not know the template, or it refuses TRL's conversation
-        if marked := get_training_chat_template(PreTrainedTokenizerFast(**options)):
-            yield marked
+        return get_training_chat_template(PreTrainedTokenizerFast(**options))
+    return None
 
 
 def _marks_hold(template: str, special_tokens: Tokens) -> bool:
     """Whether the marks are what the model has to generate, wherever all answers are printed."""
-    render, checked = partial(_render, template, special_tokens), False
-    exchange = _as_parts([_QUESTION, {"role": "assistant", "content": "A red kite."}])
-    end_of_turn = "".join(_outcome(render, exchange).rpartition("A red kite.")[2].split()[:1])
-    for chat in _CONVERSATIONS.values():
-        messages, tools = _as_parts(chat["messages"], _IMAGE), chat.get("tools")
+    render = partial(_render, template, special_tokens)
+    end_of_turn = _end_of_turn(render)
+    if not end_of_turn:
+        return False
+    is_checked = False
+    for conversation in _CONVERSATIONS.values():
+        messages = _as_parts(conversation["messages"], _IMAGE)
+        tools = conversation.get("tools")
         text = _outcome(render, messages, tools)
-        turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns or not all(chat["messages"][at]["content"].strip() in text for at in turns):
+        answers = [
+            turn["content"] for turn in conversation["messages"] if turn["role"] == "assistant"
+        ]
+        if not answers or not all(answer.strip() in text for answer in answers):
             continue
-        masked: Any = {"chat_template": template, "return_assistant_tokens_mask": True}
-        spans = render_jinja_template([messages], tools=tools, **masked, **special_tokens)[1][0]
-        prompts, wanted = [render(messages[:at], tools, True) for at in turns], []
-        for prompt in prompts:
-            stop = text.find(end_of_turn, len(prompt)) + len(end_of_turn)
-            wanted.append(text[len(prompt) : stop].strip())
-        marked = [text[start:stop].strip() for start, stop in spans]
-        whole = all(wanted) and all(map(text.startswith, prompts))  # "" has no end
-        if not end_of_turn or not whole or marked != wanted:
+        expected = _expected_spans(render, messages, tools, text, end_of_turn)
+        if expected is None or expected != _marked_spans(template, special_tokens, messages, tools):
             return False
-        checked = True
-    return checked
+        is_checked = True
+    return is_checked
+
+
+def _end_of_turn(render: Renderer) -> str:
+    """Returns the word that a template prints behind an answer, or "" if there is none."""
+    answer = "A red kite."
+    exchange = _as_parts([_QUESTION, {"role": "assistant", "content": answer}])
+    _, _, after_answer = _outcome(render, exchange).rpartition(answer)
+    words = after_answer.split()
+    return words[0] if words else ""
+
+
+def _expected_spans(
+    render: Renderer, messages: Messages, tools: Any, text: str, end_of_turn: str
+) -> list[str] | None:
+    """Returns what follows the generation prompts in a conversation's text, through `end_of_turn`.
+
+    Returns None if the text does not begin with each of the prompts, or if a turn has no end.
+    """
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(messages[:index], tools, True)
+        end_position = text.find(end_of_turn, len(prompt))
+        if end_position < 0 or not text.startswith(prompt):
+            return None
+        answer = text[len(prompt) : end_position + len(end_of_turn)]
+        spans.append(answer.strip())
+    return spans
+
+
+def _marked_spans(
+    template: str, special_tokens: Tokens, messages: Messages, tools: Any
+) -> list[str]:
+    """Returns what a template marks as generated, without white space around it."""
+    options: Any = {"chat_template": template, "return_assistant_tokens_mask": True}
+    texts, spans = render_jinja_template([messages], tools=tools, **options, **special_tokens)
+    return [texts[0][start:stop].strip() for start, stop in spans[0]]

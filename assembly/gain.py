@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N_text and the gain of a checkpoint, from its token embeddings alone: `normalign gain MODEL`."""
+"""N_text and the gain of a checkpoint, only from its token embeddings: `normalign gain MODEL`."""
 
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from rich.console import RenderableType
 from rich.table import Table
 from safetensors import safe_open
@@ -17,7 +16,7 @@ from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.untrusted import check_weights, loading
 from ..configuration_normalign_llava import embedding_scales
 from ..errors import Printed
-from ..modeling_normalign_llava import embedding_row_norms, mean_embedding_norm
+from ..modeling_normalign_llava import embedding_row_norms, mean_embedding_norm, rows_of_token
 
 
 _TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
@@ -25,7 +24,7 @@ _TABLES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in
 
 @dataclass(frozen=True)
 class TopToken:
-    """A row of an embedding matrix; `text` is None without a tokenizer, `norm` as stored."""
+    """A row of an embedding matrix; `text` is None without a tokenizer."""
 
     id: int
     text: str | None
@@ -48,7 +47,8 @@ class EmbeddingStatistics(Printed):
         gain: The start of the projector's gain: N_text / sqrt(hidden_size), without a factor that
             the language model applies to visual tokens too (Granite).
         scale: The factor on text embeddings on their way into the decoder: `n_text = scale * mean`.
-        zero_rows, excluded_rows: Number of rows that are all zero, and of those of the image token.
+        zero_rows, excluded_rows: Numbers of rows that are all zero, and of rows that have the image
+            token's norm.
     """
 
     model: str
@@ -66,12 +66,15 @@ class EmbeddingStatistics(Printed):
     hidden_size: int
 
     def tables(self) -> list[RenderableType]:
-        """Tables for the terminal: the numbers, and the tokens of largest norm if `top` has any."""
-        tokens = Table("id", "token", "norm", title="Tokens of largest norm")
-        for token in self.top:
-            text = "" if token.text is None else repr(token.text)
-            tokens.add_row(str(token.id), text, f"{token.norm:.3f}")
-        return [self.renderable(), tokens] if self.top else [self.renderable()]
+        """Returns the table of the numbers, and one of the tokens in `top` if there are any."""
+        tables = [self.renderable()]
+        if self.top:
+            token_table = Table("id", "token", "norm", title="Tokens of largest norm")
+            for token in self.top:
+                token_text = "" if token.text is None else repr(token.text)
+                token_table.add_row(str(token.id), token_text, f"{token.norm:.3f}")
+            tables.append(token_table)
+        return tables
 
 
 def embedding_statistics(
@@ -80,23 +83,26 @@ def embedding_statistics(
     """Measures the token embeddings of a language model or (NormAlign-)LLaVA; reads nothing else.
 
     Args:
-        model: Folder with safetensors, or Hub id, of whose weights the embeddings' file is fetched.
+        model: Folder with safetensors, or Hub id, whose file with the embeddings is fetched.
         top: Number of tokens of largest norm to name.
         revision: Branch, tag or commit of the Hub repository.
 
-    Raises ValueError if `model` has no weights that can be read, or not exactly one token
-    embedding, or if that is quantized, has NaN or infinite values, or has no row that counts.
+    Raises:
+        ValueError: If `model` has no weights that can be read, or not exactly one token embedding,
+            or if that is quantized, has NaN or infinite values, or has no row that counts.
     """
-    opened, tokenizer = open_checkpoint(model, revision), None
-    (file,) = check_weights(opened.name, opened.revision, partial(_embedding_name, model))
+    opened = open_checkpoint(model, revision)
+    (weights_file,) = check_weights(opened.name, opened.revision, partial(_embedding_name, model))
+    tokenizer = None
     with suppress(Exception):  # only the texts of tokens depend on it
         tokenizer = opened.preprocessor(AutoTokenizer)
     config = opened.config if opened.model_type in CONFIG_MAPPING else None
-    with loading(str(file)), safe_open(file, "pt") as tensors:
-        name = _embedding_name(model, tensors.keys())
-        weight = tensors.get_tensor(name)  # mapped, not read yet
-        norms, hidden_size = embedding_row_norms(weight), weight.shape[1]
-        return statistics_of(model, name, norms, hidden_size, config, tokenizer, top)
+    with loading(str(weights_file)), safe_open(weights_file, "pt") as tensors:
+        tensor_name = _embedding_name(model, tensors.keys())
+        weight = tensors.get_tensor(tensor_name)  # mapped, not read yet
+        row_norms = embedding_row_norms(weight)
+        hidden_size = weight.shape[1]
+        return statistics_of(model, tensor_name, row_norms, hidden_size, config, tokenizer, top)
 
 
 def statistics_of(
@@ -108,46 +114,64 @@ def statistics_of(
     tokenizer: PreTrainedTokenizerBase | None,
     top: int = 10,
 ) -> EmbeddingStatistics:
-    """[`embedding_statistics`] from the L2 norms `(V,)` of a matrix's rows, float64."""
-    text_config = None if config is None else config.get_text_config()
-    scale_text, scale_all = (1.0, 1.0) if text_config is None else embedding_scales(text_config)
-    counts = counted_rows(norms, getattr(config, "image_token_id", None))
-    mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
-    largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))
-
-    def text(row: int) -> str | None:
-        return str(tokenizer.decode([row])) if tokenizer and row < len(tokenizer) else None
-
+    """Returns [`embedding_statistics`] of the L2 norms `(V,)` of a matrix's rows, float64."""
+    model_type = None
+    scale_text = 1.0
+    scale_all = 1.0
+    if config is not None:
+        text_config = config.get_text_config()
+        model_type = text_config.model_type
+        scale_text, scale_all = embedding_scales(text_config)
+    is_counted = counted_rows(norms, getattr(config, "image_token_id", None))
+    number_of_rows = int(is_counted.sum())
+    mean_norm = mean_embedding_norm(norms, (~is_counted).nonzero().flatten().tolist())
+    largest = norms.where(is_counted, -1.0).topk(min(top, number_of_rows))
+    top_tokens = []
+    for token_id in largest.indices.tolist():
+        token_text = None
+        if tokenizer and token_id < len(tokenizer):
+            token_text = str(tokenizer.decode([token_id]))
+        top_tokens.append(TopToken(token_id, token_text, norms[token_id].item()))
     return EmbeddingStatistics(
         model=model,
-        mean=mean,
-        std=norms[counts].std(correction=0).item(),
-        rows=int(counts.sum()),
-        top=[TopToken(row, text(row), norms[row].item()) for row in largest.indices.tolist()],
+        mean=mean_norm,
+        std=norms[is_counted].std(correction=0).item(),
+        rows=number_of_rows,
+        top=top_tokens,
         tensor=tensor,
-        model_type=None if text_config is None else text_config.model_type,
-        n_text=mean * scale_text * scale_all,
-        gain=mean * scale_text / hidden_size**0.5,
+        model_type=model_type,
+        n_text=mean_norm * scale_text * scale_all,
+        gain=mean_norm * scale_text / hidden_size**0.5,
         scale=scale_text * scale_all,
         zero_rows=int((norms == 0).sum()),
-        excluded_rows=int((norms != 0).sum() - counts.sum()),
+        excluded_rows=int((norms != 0).sum()) - number_of_rows,
         hidden_size=hidden_size,
     )
 
 
 def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
-    """A mask `(V,)` of the rows that count, by their norms; padding repeats the image token's."""
-    added = norms[:0] if image_token is None else norms[image_token : image_token + 1]
-    return (norms != 0) & ~torch.isin(norms, added)
+    """Returns a mask `(V,)` of the rows that count, by their norms `(V,)`.
+
+    The image token's row does not count, nor do rows of padding that repeat it.
+    """
+    is_counted = norms != 0
+    if image_token is not None:
+        is_counted[rows_of_token(norms, image_token)] = False
+    return is_counted
 
 
 def _embedding_name(model: str, names: Iterable[str]) -> str:
+    """Finds the token embedding among names of tensors; raises ValueError if there is not one."""
     endings = tuple(f".{table}.weight" for table in _TABLES)
-    # Layers that predict further tokens repeat the table (DeepSeek-V3).
-    tables = [name for name in names if f".{name}".endswith(endings) and ".layers." not in name]
-    tables = [name for name in tables if "language_model." in name] or tables
-    if len(tables) != 1:
-        listed = ", ".join(tables) or f"none called {' or '.join(_TABLES)}"
-        fault = f"{model} has {len(tables)} tensors that may be its token embedding: {listed}"
+    candidates = []
+    for name in names:
+        # Layers that predict further tokens repeat the table (DeepSeek-V3).
+        if f".{name}".endswith(endings) and ".layers." not in name:
+            candidates.append(name)
+    if any("language_model." in name for name in candidates):
+        candidates = [name for name in candidates if "language_model." in name]
+    if len(candidates) != 1:
+        listed = ", ".join(candidates) or f"none called {' or '.join(_TABLES)}"
+        fault = f"{model} has {len(candidates)} tensors that may be its token embedding: {listed}"
         raise ValueError(f"{fault}. Name a language model alone; for an adapter, its base model.")
-    return tables[0]
+    return candidates[0]

@@ -10,10 +10,25 @@ from ..checkpoint.prompts import without_idle_flags
 
 COPIED = frozenset(
     [
-        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
-        *("suppress_tokens", "max_length", "max_new_tokens"),
-        *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
-        *("epsilon_cutoff", "eta_cutoff", "use_cache", "cache_implementation", "cache_config"),
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "suppress_tokens",
+        "max_length",
+        "max_new_tokens",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_h",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
     ]
 )
 """Flags that are copied: tokens, lengths, how answers are drawn, and the cache.
@@ -22,36 +37,37 @@ Others, such as `repetition_penalty` and `num_beams`, change answers that are no
 answer would no longer be what training made the likeliest.
 """
 
-_OF_THE_FILE = {"transformers_version", "_from_model_config", "_commit_hash"}
+_ABOUT_THE_FILE = {"transformers_version", "_from_model_config", "_commit_hash"}
 
 
 def copied_generation(generation: GenerationConfig) -> tuple[GenerationConfig, dict[str, Any]]:
-    """What a checkpoint gets of its language model's generation configuration, and the rest.
+    """Divides a language model's generation configuration: what a checkpoint gets, and the rest.
 
     Flags that are not [`COPIED`] are left out, and flags without effect, such as a temperature
     without `do_sample`, since transformers refuses to save them. Raises ValueError if transformers
     refuses the configuration for another reason.
     """
-    kept, left_out = without_idle_flags(generation)
+    copied, left_out = without_idle_flags(generation)
     defaults = vars(GenerationConfig())
-    for name, value in flags_of(kept).items():
-        if name in COPIED:
+    for flag_name, value in flags_of(copied).items():
+        if flag_name in COPIED:
             continue
         if value is not False:  # a flag that is off says nothing
-            left_out[name] = value
-        if name in defaults:
-            setattr(kept, name, defaults[name])
-        else:  # no flag that transformers knows
-            delattr(kept, name)
-    return kept, left_out
+            left_out[flag_name] = value
+        if flag_name in defaults:
+            setattr(copied, flag_name, defaults[flag_name])
+        else:  # transformers does not know this flag
+            delattr(copied, flag_name)
+    return copied, left_out
 
 
 def flags_of(generation: GenerationConfig) -> dict[str, Any]:
-    """The flags of a generation configuration that are not transformers' defaults."""
+    """Returns the flags of a generation configuration that are not transformers' defaults."""
     flags = generation.to_diff_dict()
-    return {name: value for name, value in sorted(flags.items()) if name not in _OF_THE_FILE}
+    names = sorted(flags.keys() - _ABOUT_THE_FILE)
+    return {name: flags[name] for name in names}
 
 
 def in_words(flags: dict[str, Any]) -> str:
-    """Flags and their values in a line."""
+    """Returns flags and their values in one line."""
     return ", ".join(f"{name} {value}" for name, value in flags.items())

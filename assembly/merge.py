@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import track
 from transformers import GenerationConfig
 
-from ..checkpoint import weights
 from ..checkpoint.files import (
     BUILD_RECORD,
     CARD,
@@ -23,13 +22,21 @@ from ..checkpoint.files import (
     json_or_none,
 )
 from ..checkpoint.notices import checkpoint_notices, write_notices
-from ..checkpoint.precision import quantization_name
+from ..checkpoint.opening import Checkpoint
+from ..checkpoint.precision import quantization_name, torch_dtype
 from ..checkpoint.prompts import stop_as_trained
 from ..checkpoint.untrusted import files_of, loading
+from ..checkpoint.weights import (
+    check_space,
+    index_folder,
+    save_model,
+    size_of,
+    unchanged_files,
+)
 from ..errors import Printed
-from .adapter import open_adapter, read_peft_config
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .adapter import Adapter, open_adapter, read_peft_config
 from .base_tensors import BaseTensors
-from .build import torch_dtype
 from .merged_tensors import MergedTensors, check_settings
 
 
@@ -39,11 +46,11 @@ class MergeReport(Printed):
 
     Attributes:
         quantization: How the base was quantized in training, in words.
-        dtype: The dtype of all weights but the norm's, which are float32.
+        dtype: The dtype of all weights except the norm's. The norm is float32.
         difference: Largest difference between what was trained, in float32, and what was written,
-            as rounded to its dtype. Of a layer with an adapter it is that of its outputs for random
-            inputs, as a share of the largest output; of any other tensor, that of its numbers, as
-            a share of the largest number. In bfloat16 it is some 0.002, in float32 below 1e-5.
+            as rounded to its dtype. For a layer with an adapter, it is measured on outputs for
+            random inputs, as a share of the largest output; for any other tensor, on its numbers,
+            as a share of the largest number. In bfloat16 it is some 0.002, in float32 below 1e-5.
     """
 
     labels = {
@@ -71,7 +78,7 @@ def merge_adapter(
 
     Each tensor of the adapter's file is used: LoRA of any layer, biases, token vectors and modules
     that were trained in full. Embeddings and head that are one tensor in the base become two if
-    the adapter changes one of them alone, since they were two in training.
+    the adapter changes only one of them, since they were two in training.
 
     An adapter of a quantized base (QLoRA) was trained on the quantized weights. So the base is
     quantized as the adapter's `training.json` says and dequantized in float32 before merging. The
@@ -82,62 +89,104 @@ def merge_adapter(
     Args:
         adapter: Folder that training wrote, or a trainer's `checkpoint-N`.
         output: Folder to create, or an empty one. It is written as a whole or not at all. It may
-            not be among a training run's `checkpoint-N`, which the run deletes.
+            not be among a training run's `checkpoint-N`, since the run deletes them.
         base: Checkpoint folder or Hub id, if the one that the adapter names is gone.
         base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, in
-            place of what `training.json` says, which TRL alone does not write. The base's weights
-            are quantized in their own dtype.
+            place of what `training.json` says. TRL by itself does not write that file. The base's
+            weights are quantized in their own dtype.
         dtype: The dtype of the written weights; `"auto"` is the base's. The norm is always float32.
 
-    Raises ValueError, with nothing written, if there is no LoRA adapter, or no base that it fits,
-    if the base's quantization in training is not known, if the adapter has something that cannot be
-    merged, or if a tensor of its file would be lost.
+    Raises:
+        ValueError: If there is no LoRA adapter or no base that it fits, the base's quantization in
+            training is not known, the adapter has something that cannot be merged, or a tensor of
+            its file would be lost. Nothing is written then.
     """
-    adapter, dtype = Path(adapter), torch_dtype(dtype)
+    adapter = Path(adapter)
+    dtype = torch_dtype(dtype)
     check_not_in_run(Path(output))
     with finished_folder(output) as folder:
         check_settings(adapter, read_peft_config(adapter))
-        opened = open_adapter(adapter, base, base_quantization)
-        base, revision = opened.base.name, opened.base.revision
-        if opened.base.stored.get("quantization_config"):
-            remedy = "Give what it was made from, and --base-quantization."
-            raise ValueError(f"{base} is stored quantized. {remedy}")
-        tensors = BaseTensors(opened)
+        opened_adapter = open_adapter(adapter, base, base_quantization)
+        _check_not_quantized(opened_adapter.base)
+        base_tensors = BaseTensors(opened_adapter)
         if dtype == "auto":
-            dtype = opened.config.dtype or tensors.dtype
-        merged = MergedTensors(opened, tensors, dtype)
-        layout = merged.layout
-        weights.check_space(Path(output), weights.size_of(layout), "Make room, or write elsewhere.")
-        frozen = set()
-        if dtype == tensors.dtype and tensors.has_as_stored("model.vision_tower."):
-            frozen = {"vision_tower"} - merged.changed
-        linked = weights.unchanged_files(layout, frozen, weights.index_folder(base, revision))
-        with suppress(OSError), loading(f"The generation configuration of {base}"):
-            settings = GenerationConfig.from_pretrained(base, revision=revision)
-            merged.model.generation_config = settings
-        for processor in opened.processors:
-            stop_as_trained(merged.model, processor)
-        shown = track(merged, "Merging", len(layout), console=Console(stderr=True), transient=True)
-        weights.save_model(merged.model, folder, layout, values=shown, linked=linked)
-        merged.check_complete()
-        opened.processor.save_pretrained(folder)
-        for name in (CARD, *RECORDS):
-            if (file := adapter / name).is_file():
-                text = file.read_text("utf-8", "replace") if name == CARD else ""
-                by_peft = "# Model Card for Model ID" in text  # and has local paths
-                files = [] if by_peft else [file]
-            else:  # the base's DYNAMICS are those of its own run
-                files = files_of(base, [name], revision) if name != DYNAMICS else []
-            for file in files:
-                shutil.copyfile(file, folder / name)
-        build = json_or_none(folder / BUILD_RECORD)
-        notices = checkpoint_notices(build, base, revision)
-        write_notices(folder, notices | checkpoint_notices(build, str(adapter)))
+            dtype = opened_adapter.config.dtype or base_tensors.dtype
+        merged_tensors = MergedTensors(opened_adapter, base_tensors, dtype)
+        written_bytes = size_of(merged_tensors.layout)
+        check_space(Path(output), written_bytes, "Make room, or write elsewhere.")
+        linked_files = _files_to_link(opened_adapter.base, base_tensors, merged_tensors, dtype)
+        _set_generation(merged_tensors.model, opened_adapter)
+        _save_weights(merged_tensors, folder, linked_files)
+        opened_adapter.processor.save_pretrained(folder)
+        _copy_records(opened_adapter, folder)
+        _copy_notices(opened_adapter, folder)
     return MergeReport(
         output=str(output),
         adapter=str(adapter),
-        base=base,
-        quantization=quantization_name(opened.quantization),
+        base=opened_adapter.base.name,
+        quantization=quantization_name(opened_adapter.quantization),
         dtype=str(dtype).removeprefix("torch."),
-        difference=merged.difference,
+        difference=merged_tensors.difference,
     )
+
+
+def _check_not_quantized(base: Checkpoint) -> None:
+    if base.stored.get("quantization_config"):
+        remedy = "Give what it was made from, and --base-quantization."
+        raise ValueError(f"{base.name} is stored quantized. {remedy}")
+
+
+def _files_to_link(
+    base: Checkpoint, tensors: BaseTensors, merged: MergedTensors, dtype: torch.dtype
+) -> dict[str, Path]:
+    """Returns the base's file of the vision tower, by its name, if merging does not change it."""
+    is_as_stored = tensors.has_as_stored("model.vision_tower.")
+    is_changed = "vision_tower" in merged.changed
+    frozen_modules: set[str] = set()
+    if is_as_stored and not is_changed and dtype == tensors.dtype:
+        frozen_modules = {"vision_tower"}
+    index_folders = index_folder(base.name, base.revision)
+    return unchanged_files(merged.layout, frozen_modules, index_folders)
+
+
+def _set_generation(model: NormAlignLlavaForConditionalGeneration, adapter: Adapter) -> None:
+    """Gives a model its base's generation configuration, and the ends of answers in training."""
+    base = adapter.base
+    with suppress(OSError), loading(f"The generation configuration of {base.name}"):
+        generation = GenerationConfig.from_pretrained(base.name, revision=base.revision)
+        model.generation_config = generation
+    for processor in adapter.processors:
+        stop_as_trained(model, processor)
+
+
+def _save_weights(merged: MergedTensors, folder: Path, linked: dict[str, Path]) -> None:
+    """Writes the merged tensors one at a time; raises ValueError if one was left out."""
+    console = Console(stderr=True)
+    values = track(merged, "Merging", len(merged.layout), console=console, transient=True)
+    save_model(merged.model, folder, merged.layout, values=values, linked=linked)
+    merged.check_complete()
+
+
+def _copy_records(adapter: Adapter, folder: Path) -> None:
+    """Copies the model card and records of the adapter, or of the base if the adapter has none."""
+    for file_name in (CARD, *RECORDS):
+        adapter_file = adapter.folder / file_name
+        if adapter_file.is_file():
+            if file_name == CARD and _is_card_of_peft(adapter_file):
+                continue
+            shutil.copyfile(adapter_file, folder / file_name)
+        elif file_name != DYNAMICS:  # the base's dynamics belong to its own run
+            for base_file in files_of(adapter.base.name, [file_name], adapter.base.revision):
+                shutil.copyfile(base_file, folder / file_name)
+
+
+def _is_card_of_peft(card: Path) -> bool:
+    """Whether a model card is the one that PEFT writes, with local paths."""
+    return "# Model Card for Model ID" in card.read_text("utf-8", "replace")
+
+
+def _copy_notices(adapter: Adapter, folder: Path) -> None:
+    build_record = json_or_none(folder / BUILD_RECORD)
+    notices = checkpoint_notices(build_record, adapter.base.name, adapter.base.revision)
+    notices |= checkpoint_notices(build_record, str(adapter.folder))
+    write_notices(folder, notices)

@@ -35,7 +35,7 @@ IMAGE_TOKEN = "<image>"
 
 
 def vision_config(vision: Checkpoint) -> PreTrainedConfig:
-    """Configuration of the vision encoder alone. Raises ValueError if it is not supported."""
+    """Returns the vision encoder's configuration; raises ValueError if it is not supported."""
     config = getattr(vision.config, "vision_config", vision.config)
     if config.model_type not in VISION_ENCODERS:
         kinds = f"a {config.model_type!r} model, not one of {', '.join(VISION_ENCODERS)}"
@@ -48,9 +48,12 @@ def vision_config(vision: Checkpoint) -> PreTrainedConfig:
 def check_language_model(language: Checkpoint) -> None:
     """Raises ValueError unless this is a causal language model that takes LLaVA's inputs."""
     config = language.config
-    fits = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config
-    taken = inspect.signature(MODEL_MAPPING[type(config)].forward).parameters if fits else {}
-    if not taken.keys() & {"cache", "past_key_values"}:  # from transformers 5.24 on, and before
+    has_cache = False
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config:
+        parameters = inspect.signature(MODEL_MAPPING[type(config)].forward).parameters
+        # The second name is that before transformers 5.24.
+        has_cache = "cache" in parameters or "past_key_values" in parameters
+    if not has_cache:
         kind = f"a {config.model_type!r} model"
         raise ValueError(f"{language.name} is {kind}, not a causal language model with a cache.")
     if config.model_type in ("bloom", "nanochat"):
@@ -58,38 +61,44 @@ def check_language_model(language: Checkpoint) -> None:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> bool:
-    """Adds the image token and a chat template, of `path` if set; tells whether it has marks."""
+    """Adds the image token and a chat template that reads images, from the file `path` if set.
+
+    Returns whether the template marks what the model has to generate.
+    """
     original = tokenizer.chat_template
     if isinstance(original, dict):  # of several, apply_chat_template uses this one
         original = original.get("default")
     if path:
         original = Path(path).read_text(encoding="utf-8")
-    tokens = {"image_token": IMAGE_TOKEN, "special_tokens": tokenizer.special_tokens_map}
-    template, marks = multimodal_chat_template(original, **tokens)
+    template, has_marks = multimodal_chat_template(
+        original, image_token=IMAGE_TOKEN, special_tokens=tokenizer.special_tokens_map
+    )
     if IMAGE_TOKEN not in tokenizer.get_vocab():
-        token = AddedToken(IMAGE_TOKEN, special=True, normalized=False)
-        tokenizer.add_tokens(token, special_tokens=True)
+        image_token = AddedToken(IMAGE_TOKEN, special=True, normalized=False)
+        tokenizer.add_tokens(image_token, special_tokens=True)
     tokenizer.chat_template = template
     hide_ends(tokenizer)
-    return marks
+    return has_marks
 
 
 def hide_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     """Makes the tokens that end an answer special: decoding then leaves them out of the answer."""
-    for number in answer_ends(tokenizer):
-        token = tokenizer.added_tokens_decoder[number]
-        if not token.special:
-            token.special = True
-            tokenizer.add_tokens(token, special_tokens=True)
+    for token_id in answer_ends(tokenizer):
+        end_token = tokenizer.added_tokens_decoder[token_id]
+        if not end_token.special:
+            end_token.special = True
+            tokenizer.add_tokens(end_token, special_tokens=True)
 
 
 def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTrainedModel:
     """Loads a causal language model. Raises ValueError if LLaVA cannot contain it."""
     model = language.load(AutoModelForCausalLM, dtype)
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    fits = head is not None and getattr(head, "bias", None) is None
-    fits &= embeddings.embedding_dim == model.config.hidden_size
-    if not fits or type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
+    head = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    has_plain_head = head is not None and getattr(head, "bias", None) is None
+    is_as_wide = embeddings.embedding_dim == model.config.hidden_size
+    is_known = type(model.base_model) is MODEL_MAPPING[type(model.config)]
+    if not (has_plain_head and is_as_wide and is_known):
         raise ValueError(
             f"LLaVA cannot hold {language.name}: its head has a bias, its embeddings are not as "
             "wide as its hidden states, or AutoModel does not know its base model. Use another."
@@ -103,50 +112,56 @@ def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTr
 def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Grows the vocabulary if needed. New rows are the mean row: its logit is never the largest.
 
-    The image token's embedding is no other token's: transformers tells the places of image features
-    among input embeddings by it. See [`_unlike_others`].
+    The image token's embedding differs from every other token's, since transformers finds the
+    places of image features among input embeddings by it. See [`_unlike_others`].
     """
-    table = model.get_input_embeddings()
-    old = table.num_embeddings
-    if len(tokenizer) > old:
+    old_size = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > old_size:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64, mean_resizing=False)
-        for grown in (model.get_input_embeddings(), model.get_output_embeddings()):
-            grown.weight[old:] = _mean_row(grown.weight[:old])
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            table.weight[old_size:] = _mean_row(table.weight[:old_size])
     weight = model.get_input_embeddings().weight
-    image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    weight[image] = _unlike_others(weight, image)
+    image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    weight[image_token_id] = _unlike_others(weight, image_token_id)
 
 
 def _mean_row(weight: Tensor) -> Tensor:
-    """The mean `(d,)` of the rows `(V, d)`, summed in float32, in their dtype."""
+    """Returns the mean `(d,)` of the rows `(V, d)`, summed in float32, in their dtype."""
     return weight.mean(dim=0, dtype=torch.float32).to(weight.dtype)
 
 
 def _unlike_others(weight: Tensor, row: int) -> Tensor:
-    """The row `(d,)` of that number, changed as little as can be if others are the same.
+    """Returns the row `(d,)` of that number, changed as little as can be if others are the same.
 
-    Its smallest element changes its sign: the norm stays to the bit, by which N_text leaves out the
-    image token and the padding of the vocabulary. A row of zeros becomes the mean row first.
+    Only the smallest element changes its sign, so the norm stays the same to the bit: N_text leaves
+    out the image token and the padding of the vocabulary by their norm. A row of zeros becomes the
+    mean row first.
     """
-    values = weight[row].clone()
-    if not values.any():
-        values = _mean_row(weight)
-    same = (weight == values).all(dim=1)
-    same[row] = False
-    if not same.any():
-        return values
-    smallest = values.abs().masked_fill(values == 0, torch.inf).argmin()
-    values[smallest] = -values[smallest]
-    return values
+    row_values = weight[row].clone()
+    if not row_values.any():
+        row_values = _mean_row(weight)
+    is_same = (weight == row_values).all(dim=1)
+    is_same[row] = False
+    if not is_same.any():
+        return row_values
+    smallest_index = row_values.abs().masked_fill(row_values == 0, torch.inf).argmin()
+    row_values[smallest_index] = -row_values[smallest_index]
+    return row_values
 
 
 def assemble(
     config: NormAlignLlavaConfig, tower: PreTrainedModel, language: PreTrainedModel, logits: Tensor
 ) -> NormAlignLlavaForConditionalGeneration:
-    """The model of two loaded parts, and a projector with random weights.
+    """Makes the model of two loaded parts and a projector with random weights.
 
-    Raises ValueError if its [`text_logits`] are not those of the language model by itself, or are
-    not finite.
+    Args:
+        config: The model's configuration.
+        tower: The vision encoder.
+        language: The causal language model.
+        logits: The [`text_logits`] of the language model by itself.
+
+    Raises:
+        ValueError: If the model computes other logits, or they are not finite.
     """
     if not logits.isfinite().all():
         raise ValueError("The language model's logits are NaN or infinite: weights are damaged.")
@@ -161,8 +176,8 @@ def assemble(
         linear.to(language.dtype)
     model.model.multi_modal_projector = projector
     model.generation_config = language.generation_config
-    atol = 1e-2 * logits.abs().max().item()
-    if not torch.allclose(text_logits(model), logits, rtol=1e-2, atol=atol):
+    tolerance = 1e-2 * logits.abs().max().item()
+    if not torch.allclose(text_logits(model), logits, rtol=1e-2, atol=tolerance):
         fault = "Inside LLaVA, the language model computes other logits than by itself"
         raise ValueError(f"{fault}. Use another language model.")
     return model
@@ -170,6 +185,8 @@ def assemble(
 
 @torch.no_grad()
 def text_logits(model: PreTrainedModel) -> Tensor:
-    """Logits `(1, 8, V)`, float32, of a fixed text."""
-    ids = torch.arange(3, 3 + 8).remainder(model.get_input_embeddings().num_embeddings)[None]
-    return model.eval()(input_ids=ids, use_cache=False).logits.float()
+    """Returns logits `(1, 8, V)`, float32, of a fixed text."""
+    vocabulary_size = model.get_input_embeddings().num_embeddings
+    input_ids = torch.arange(3, 3 + 8).remainder(vocabulary_size)[None]
+    outputs = model.eval()(input_ids=input_ids, use_cache=False)
+    return outputs.logits.float()

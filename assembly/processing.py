@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's arms; a stock LlavaProcessor with as many image tokens as the encoder has features.
 
-Its tokenizer adds no tokens: `processor(text)` would have them, and training, TRL, vLLM and
-`tokenizer.apply_chat_template` would not. What it put first the chat template prints, as those of
-Llama 2 and 3, Gemma and Mistral do; those of TinyLlama, Zephyr and LLaVA 1.5 get it. What it put
-last is left out, since it would end a prompt.
+Its tokenizer adds no tokens, since `processor(text)` would have them, but training, TRL, vLLM and
+`tokenizer.apply_chat_template` would not. The chat template prints what the tokenizer put first, as
+the templates of Llama 2 and 3, Gemma and Mistral do already, and those of TinyLlama, Zephyr and
+LLaVA 1.5 do after this. What the tokenizer put last is left out, since it would end a prompt.
 """
 
 import copy
@@ -28,8 +28,13 @@ from .chat_template import check_texts, printing_first
 
 logger = logging.getLogger(__name__)
 
-VISION_ENCODERS = dict.fromkeys(("clip_vision_model", "dinov2", "dinov2_with_registers", "vit"), 1)
-VISION_ENCODERS["siglip_vision_model"] = 0
+VISION_ENCODERS = {
+    "clip_vision_model": 1,
+    "dinov2": 1,
+    "dinov2_with_registers": 1,
+    "vit": 1,
+    "siglip_vision_model": 0,
+}
 """Vision encoders by `model_type`, with the number of class tokens before the patches."""
 
 ARMS = {
@@ -45,7 +50,7 @@ ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
 
 
 def arm_of(config: NormAlignLlavaConfig) -> str:
-    """The paper's arm that a configuration is."""
+    """Returns the paper's arm that a configuration is."""
     if config.projector_norm == "none":
         return "none"
     if config.projector_gain_init == "one" and config.gradient_compensation == "none":
@@ -58,80 +63,122 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
     states = config.num_hidden_layers + 1
     if feature_layer == 0:
         raise ValueError(f"LLaVA reads feature_layer 0 as no layer. The embeddings are {-states}.")
-    for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
+    layers = [feature_layer] if isinstance(feature_layer, int) else feature_layer
+    for layer in layers:
         if not -states <= layer < states:
             known = f"0 to {states - 1}, or {-states} to -1"
             raise ValueError(f"feature_layer {layer} does not exist. Hidden states are {known}.")
 
 
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Sets the padding side to left, which generating from a batch needs, also for saving."""
-    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # saved by the latter
+    """Sets the padding side to left, as generating from a batch needs, also for saving."""
+    tokenizer.padding_side = "left"
+    tokenizer.init_kwargs["padding_side"] = "left"  # this one is saved
 
 
 def settle(processor: LlavaProcessor) -> None:
     """Makes the tokenizer pad left and add no tokens; the chat template prints what it put first.
 
-    Prompts then tell the same date on any day: see [`fix_date`]. Without a chat template it only
-    pads left; a processor that is settled does not change. What was
-    put first is kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`]. Raises
-    ValueError if a conversation's tokens would differ from those before, or if the tokenizer drops
-    letters without a token.
+    Prompts then have the same date on any day: see [`fix_date`]. Without a chat template, only the
+    padding changes; a processor that is settled does not change. The tokens that were put first are
+    kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`].
+
+    Raises:
+        ValueError: If a conversation's tokens would differ from those before, or if the tokenizer
+            drops letters without a token.
     """
     tokenizer = processor.tokenizer
     pad_left(tokenizer)
     fix_date(processor)
     if tokenizer(["a\ua66eb"]).char_to_token(0, 1) is None:  # a letter of one manuscript
         raise ValueError("The tokenizer drops letters that it does not know. Give it an unk_token.")
-    start, end = _added(processor)
-    template, added = processor.chat_template, "".join(start)
-    if not template or not start + end:
+    tokens_before, tokens_after = _added_tokens(processor)
+    added = tokens_before + tokens_after
+    if not processor.chat_template or not added:
         return
-    texts = check_texts(template, tokenizer.special_tokens_map)
-    printed = {text.lstrip().startswith(added) for text in texts}
-    if start and printed != {True}:
-        expected = [ids[: len(ids) - len(end)] for ids in map(tokenizer.encode, texts)]
-        tokens = {  # tokenizers with a space before a text have none after a special token
-            first: [tokenizer.encode(first + text, add_special_tokens=False) for text in texts]
-            for first in (added, f"{added} ")
-        }
-        first = next((first for first in tokens if tokens[first] == expected), None)
-        if first is None or True in printed:
-            raise ValueError(
-                f"The tokenizer puts {added!r} before a text, and the chat template prints it "
-                "before some only, or the text would then have other tokens. Build the checkpoint "
-                "with `normalign build --chat-template FILE`, a template that prints it before all."
-            )
-        template = printing_first(template, first, processor.image_token)
-        processor.chat_template = tokenizer.chat_template = template
-        if os.environ.get("RANK", "0") == "0":
-            logger.warning(
-                f"The chat template now prints {added!r}, which the tokenizer put before a text. "
-                "If this checkpoint is trained already, it was trained without it."
-            )
-    tokenizer.add_bos_token = tokenizer.add_eos_token = False
-    tokenizer.init_kwargs["text_start"] = start
-    if any(_added(processor)):
-        raise ValueError(f"The tokenizer adds {start + end} to texts whatever is set. Use another.")
+    if tokens_before:
+        printed_before = "".join(tokens_before)
+        text_start = _unprinted_start(processor, printed_before, len(tokens_after))
+        if text_start is not None:
+            template = printing_first(processor.chat_template, text_start, processor.image_token)
+            processor.chat_template = template
+            tokenizer.chat_template = template
+            _warn_of_new_start(printed_before)
+    tokenizer.add_bos_token = False
+    tokenizer.add_eos_token = False
+    tokenizer.init_kwargs["text_start"] = tokens_before
+    if any(_added_tokens(processor)):
+        raise ValueError(f"The tokenizer adds {added} to texts whatever is set. Use another.")
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer for text without a chat template, which starts as the language model had it."""
-    if start := tokenizer.init_kwargs.get("text_start"):
-        tokenizer = copy.deepcopy(tokenizer)
-        tokens = [*zip(start, tokenizer.convert_tokens_to_ids(start), strict=True)]
-        processor = TemplateProcessing([*start, "$A"], special_tokens=tokens)
-        tokenizer.backend_tokenizer.post_processor = processor
+    """Returns a tokenizer for text without a chat template, as the language model's began it."""
+    start_tokens = tokenizer.init_kwargs.get("text_start")
+    if not start_tokens:
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    start_ids = tokenizer.convert_tokens_to_ids(start_tokens)
+    special_tokens = list(zip(start_tokens, start_ids, strict=True))
+    post_processor = TemplateProcessing([*start_tokens, "$A"], special_tokens=special_tokens)
+    tokenizer.backend_tokenizer.post_processor = post_processor
     return tokenizer
 
 
-def _added(processor: LlavaProcessor) -> tuple[list[str], list[str]]:
-    """The tokens that the tokenizer puts before and after a text."""
-    tokenizer, token = processor.tokenizer, processor.image_token
-    text, ids = tokenizer.encode(token, add_special_tokens=False), tokenizer.encode(token)
-    at = next(index for index in range(len(ids)) if ids[index : index + len(text)] == text)
-    start, end = ids[:at], ids[at + len(text) :]
-    return tokenizer.convert_ids_to_tokens(start), tokenizer.convert_ids_to_tokens(end)
+def _added_tokens(processor: LlavaProcessor) -> tuple[list[str], list[str]]:
+    """Returns the tokens that the tokenizer puts before and after a text."""
+    tokenizer = processor.tokenizer
+    text_ids = tokenizer.encode(processor.image_token, add_special_tokens=False)
+    all_ids = tokenizer.encode(processor.image_token)
+    text_length = len(text_ids)
+    positions = range(len(all_ids))
+    text_position = next(
+        index for index in positions if all_ids[index : index + text_length] == text_ids
+    )
+    tokens_before = tokenizer.convert_ids_to_tokens(all_ids[:text_position])
+    tokens_after = tokenizer.convert_ids_to_tokens(all_ids[text_position + text_length :])
+    return tokens_before, tokens_after
+
+
+def _unprinted_start(processor: LlavaProcessor, start: str, end_length: int) -> str | None:
+    """Returns what a chat template has to print first, or None if it prints `start` already.
+
+    Args:
+        processor: A processor whose tokenizer still adds tokens.
+        start: The text of the tokens that the tokenizer puts before a text.
+        end_length: Number of tokens that it puts after a text.
+
+    Raises ValueError if only some texts have it already, or would have other tokens with it.
+    """
+    tokenizer = processor.tokenizer
+    printed_texts = check_texts(processor.chat_template, tokenizer.special_tokens_map)
+    is_printed = [text.lstrip().startswith(start) for text in printed_texts]
+    if printed_texts and all(is_printed):
+        return None
+    if not any(is_printed):
+        expected_ids = []
+        for text in printed_texts:
+            token_ids = tokenizer.encode(text)
+            expected_ids.append(token_ids[: len(token_ids) - end_length])
+        # Tokenizers with a space before a text have none after a special token.
+        for candidate in (start, f"{start} "):
+            candidate_ids = []
+            for text in printed_texts:
+                candidate_ids.append(tokenizer.encode(candidate + text, add_special_tokens=False))
+            if candidate_ids == expected_ids:
+                return candidate
+    raise ValueError(
+        f"The tokenizer puts {start!r} before a text, and the chat template prints it "
+        "before some only, or the text would then have other tokens. Build the checkpoint "
+        "with `normalign build --chat-template FILE`, a template that prints it before all."
+    )
+
+
+def _warn_of_new_start(added: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            f"The chat template now prints {added!r}, which the tokenizer put before a text. "
+            "If this checkpoint is trained already, it was trained without it."
+        )
 
 
 def make_processor(
@@ -140,22 +187,29 @@ def make_processor(
     vision_config: PreTrainedConfig,
     select_strategy: str | None = None,
 ) -> LlavaProcessor:
-    """A [`LlavaProcessor`] for this encoder and tokenizer, [settled][`settle`], with a pad token.
+    """Makes a [`LlavaProcessor`], [settled][`settle`], with a pad token.
 
     An image processor without `crop_size` gets one, from which serving engines compute the number
-    of image tokens. `select_strategy` is `"default"`, `"full"`, or None for what fits the encoder.
+    of image tokens.
+
+    Args:
+        image_processor: The encoder's.
+        tokenizer: The language model's, with an image token and a chat template.
+        vision_config: The encoder's configuration.
+        select_strategy: `"default"`, `"full"`, or None for what fits the encoder.
+
+    Raises:
+        ValueError: If the strategy would drop a patch, the image processor has no height and width,
+            or the tokenizer cannot be settled.
     """
     class_tokens = VISION_ENCODERS[vision_config.model_type]
-    strategy = select_strategy or ("default" if class_tokens else "full")
-    if strategy == "default" and not class_tokens:
+    if not select_strategy:
+        select_strategy = "default" if class_tokens else "full"
+    if select_strategy == "default" and not class_tokens:
         kind = vision_config.model_type
         fault = f"select_strategy 'default' drops the first token, but {kind} has no class token"
         raise ValueError(f"{fault}: a patch of the image would be lost. Use 'full'.")
-    if not image_processor.crop_size:
-        size = image_processor.size
-        if not size.get("height") or not size.get("width"):
-            raise ValueError(f"The image processor's size {dict(size)} has no height and width.")
-        image_processor.crop_size = {"height": size["height"], "width": size["width"]}
+    _set_crop_size(image_processor)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -164,13 +218,25 @@ def make_processor(
         with TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    registers = getattr(vision_config, "num_register_tokens", 0)
     processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=vision_config.patch_size,
-        vision_feature_select_strategy=strategy,
-        num_additional_image_tokens=class_tokens + getattr(vision_config, "num_register_tokens", 0),
+        vision_feature_select_strategy=select_strategy,
+        num_additional_image_tokens=class_tokens + registers,
         chat_template=tokenizer.chat_template,
     )
     settle(processor)
     return processor
+
+
+def _set_crop_size(image_processor: BaseImageProcessor) -> None:
+    if image_processor.crop_size:
+        return
+    size = image_processor.size
+    height = size.get("height")
+    width = size.get("width")
+    if not height or not width:
+        raise ValueError(f"The image processor's size {dict(size)} has no height and width.")
+    image_processor.crop_size = {"height": height, "width": width}

@@ -111,7 +111,7 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
     """Trains two steps: losses, tokens a second of the second one, and memory."""
     from transformers import PrinterCallback, TrainerCallback, logging
 
-    from normalign_llava.train.options import parse
+    from normalign_llava.train.parsing import parse
     from normalign_llava.train.run import make_trainer
 
     logging.set_verbosity_error()
@@ -170,7 +170,7 @@ def resume(folder: Path, words: list[str], device: str) -> str:
     """Trains twelve steps at once, and again from the sixth: how far losses and weights differ."""
     from transformers import logging
 
-    from normalign_llava.train.options import parse
+    from normalign_llava.train.parsing import parse
     from normalign_llava.train.run import train as run
 
     logging.set_verbosity_error()

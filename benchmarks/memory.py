@@ -58,7 +58,7 @@ def measure(folder: Path, shape: str, words: list[str], options: argparse.Namesp
     """Trains two steps in this process: predicted and measured bytes, and those by part."""
     from transformers import PrinterCallback, logging
 
-    from normalign_llava.train.options import parse
+    from normalign_llava.train.parsing import parse
     from normalign_llava.train.run import make_trainer
 
     logging.set_verbosity_error()

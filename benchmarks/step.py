@@ -171,7 +171,8 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
     """The trainer of a variant."""
     from trl import SFTTrainer
 
-    from normalign_llava.train.modules.model import base_model, eval_frozen
+    from normalign_llava.train.modules.forward import eval_frozen
+    from normalign_llava.train.modules.model import base_model
     from normalign_llava.train.trainer import NormAlignTrainer
 
     class AllScoredTrainer(NormAlignTrainer):

@@ -23,8 +23,10 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from ..errors import writing_to
 
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CARD = "README.md"
 BUILD_RECORD = "build.json"  # what `normalign build` built
@@ -33,67 +35,96 @@ DYNAMICS = "dynamics.jsonl"  # inter-layer cosines in training, a line per measu
 SAMPLES = "samples.jsonl"  # answers to held-out rows in training
 RECORDS = (TRAINING_RECORD, BUILD_RECORD, DYNAMICS)
 STATE = "trainer_state.json"  # the Trainer's state, with the log
-LOCK, OLD = ".normalign.lock", ".replaced"  # the latter in the temporary folder of what replaces it
-_held: set[Path] = set()  # folders whose lock this process has
+LOCK = ".normalign.lock"
+OLD = ".replaced"  # name of an earlier folder within the temporary folder of the new one
+_locked_folders: set[Path] = set()  # by this process
 
 
 def find_model(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
-    """The path or Hub id of a model that exists, and the commit to read all its files at.
+    """Finds a model, and the commit at which to read all its files.
 
-    The Hub is asked once, and only about a valid Hub id. All must be read at this commit, since a
-    branch may move meanwhile. It is None for a path, and the cache's if the Hub cannot be reached.
-    Raises ValueError, with the `remedy`, if neither a folder, the Hub nor the cache has the model.
+    The Hub is asked once, and only about a valid Hub id. All files must be read at this commit,
+    since a branch may move meanwhile.
+
+    Args:
+        model: A path or Hub id.
+        revision: A branch, tag or commit of the Hub.
+        remedy: What to do if there is no such model.
+
+    Returns:
+        The path or Hub id, and the commit: None for a path, and the commit in the cache if the Hub
+        cannot be reached.
+
+    Raises:
+        ValueError: Neither a folder, the Hub nor the cache has the model.
     """
-    path = Path(os.path.expanduser(model))  # which leaves an unknown user as it is
+    path = Path(os.path.expanduser(model))  # leaves the name of an unknown user as it is
     if path.exists():
         return str(path), None
-    absent = f"{model} is no file or folder here"
-    if not is_hub_id(name := os.fspath(model)):
-        raise ValueError(f"{absent}. {remedy} A model of the Hub is named owner/name.")
+    name = os.fspath(model)
+    absence = f"{model} is no file or folder here"
+    if not is_hub_id(name):
+        raise ValueError(f"{absence}. {remedy} A model of the Hub is named owner/name.")
     try:
-        return name, HfApi().resolve_revision(name, revision=revision).resolved
+        resolved = HfApi().resolve_revision(name, revision=revision)
     except (HTTPError, OSError, RevisionResolutionError) as error:
+        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{absent}. {constants.ENDPOINT} has none that you may see, or cannot be asked "
-            f"({str(error).partition(chr(10))[0]}). {remedy} A private model needs `hf auth login`."
+            f"{absence}. {constants.ENDPOINT} has none that you may see, or cannot be asked "
+            f"({reason}). {remedy} A private model needs `hf auth login`."
         ) from error
+    return name, resolved.resolved
 
 
 def find_checkpoint(
     model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> tuple[str, str | None]:
-    """[`find_model`], which also raises ValueError for a folder without `config.json`."""
+    """Finds a model as [`find_model`] does, and refuses a folder that holds none.
+
+    Args:
+        model: A path or Hub id.
+        revision: A branch, tag or commit of the Hub.
+        remedy: What to do if there is no such model.
+
+    Raises:
+        ValueError: There is no such model, or the folder holds an adapter or no `config.json`.
+    """
     source, commit = find_model(model, revision, remedy=remedy)
     folder = Path(source)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
-        merge = f"normalign merge {model} --output DIR"
-        raise ValueError(f"{model} is an adapter. Merge it first: `{merge}`.")
+        merge_command = f"normalign merge {model} --output DIR"
+        raise ValueError(f"{model} is an adapter. Merge it first: `{merge_command}`.")
     if folder.exists():
         _check_holds(folder, "config.json", f"It is no model of transformers. {remedy}")
     return source, commit
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Raises ValueError unless `folder` is that of a checkpoint or an adapter."""
+    """Raises ValueError unless the folder holds a checkpoint or an adapter."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file():
         _check_holds(folder, "config.json", f"Without {ADAPTER_CONFIG} it is no adapter either.")
 
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        _check_holds(adapter, name, "Give an adapter's folder, which training with use_peft wrote.")
+    remedy = "Give an adapter's folder, which training with use_peft wrote."
+    for file_name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        _check_holds(adapter, file_name, remedy)
 
 
 def _check_holds(folder: str | os.PathLike, name: str, remedy: str) -> None:
-    if not Path(folder).exists():
+    folder = Path(folder)
+    if not folder.exists():
         raise ValueError(f"{folder} is no folder here. Check the path.")
-    if not (Path(folder) / name).is_file():
-        inside = sorted(file.parent.name for file in Path(folder).glob(f"checkpoint-*/{name}"))
-        instead = f" It has {', '.join(inside)}: name one of them." if inside else ""
-        raise ValueError(f"{folder} has no {name}. {remedy}{instead}")
+    if (folder / name).is_file():
+        return
+    message = f"{folder} has no {name}. {remedy}"
+    checkpoints_inside = sorted(file.parent.name for file in folder.glob(f"checkpoint-*/{name}"))
+    if checkpoints_inside:
+        message += f" It has {', '.join(checkpoints_inside)}: name one of them."
+    raise ValueError(message)
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -104,7 +135,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` is a valid Hub id, owner/name."""
+    """Returns whether `name` is a valid Hub id, owner/name."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -113,23 +144,25 @@ def is_hub_id(name: str) -> bool:
 
 
 def cache_dir() -> Path:
-    """`$NORMALIGN_CACHE`, or `normalign-llava` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    if override := os.environ.get("NORMALIGN_CACHE"):
-        return Path(override).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normalign-llava"
+    """Returns `$NORMALIGN_CACHE`, or `normalign-llava` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    own_folder = os.environ.get("NORMALIGN_CACHE")
+    if own_folder:
+        return Path(own_folder).expanduser()
+    cache_folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_folder) / "normalign-llava"
 
 
 @contextmanager
 def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
     """Yields the path of a temporary file that becomes `target` when the block ends without error.
 
-    It has the mode of any new file, since nobody can foresee the name of the folder that it is in.
+    The file has the mode of any new file: nobody can foresee the name of the folder that it is in.
     """
     target = Path(target)
     remove_unfinished(target)
-    with _temporary(target) as temporary:
-        yield temporary / target.name
-        os.replace(temporary / target.name, target)
+    with _temporary(target) as temporary_folder:
+        yield temporary_folder / target.name
+        os.replace(temporary_folder / target.name, target)
 
 
 @contextmanager
@@ -138,76 +171,102 @@ def finished_folder(
 ) -> Iterator[Path]:
     """Yields a temporary folder that becomes `target` if the block ends without error.
 
-    Otherwise it is removed. With `written`, `target` lies in a checkpoint, and an earlier version
-    of it is replaced as a whole, unless it holds other names than `written` returns. If that is
-    interrupted, the next run takes the second step.
+    Otherwise it is removed. An earlier `target` is moved into the temporary folder before the new
+    one takes its place. If the process is killed between these two steps, the next one that makes
+    `target` takes the second step: see [`remove_unfinished`].
 
-    Raises ValueError if another process is making `target`, or it holds something else, and
-    FileExistsError if it was filled meanwhile: the message says where the new one is kept.
+    Args:
+        target: The folder to make.
+        written: Returns the names in an earlier version of `target` that may be replaced, as a
+            whole. It is given if `target` lies in a checkpoint. Without it, nothing is replaced.
+
+    Raises:
+        ValueError: Another process is making `target`, or it holds something else.
+        FileExistsError: It was filled meanwhile. The message says where the new one is kept.
     """
     target = Path(target).resolve()
-
-    def foreign() -> str:
-        names = {path.name for path in target.iterdir()} if target.exists() else set()
-        others = sorted(names - set(written(target) if written else ()))
-        return f"{target} holds {others[0]}, which is not to be replaced." if others else ""
-
     if written:
         check_free(target.parent)
-    if locks := remove_unfinished(target):
-        raise ValueError(busy(target, locks[0]))
-    if problem := foreign():
+    used_locks = remove_unfinished(target)
+    if used_locks:
+        raise ValueError(busy(target, used_locks[0]))
+    problem = _held_by_others(target, written)
+    if problem:
         raise ValueError(f"{problem} Choose another folder, or move that away first.")
-    with _temporary(target) as temporary:
-        made = temporary / target.name
-        made.mkdir()
-        yield made
-        if problem := foreign():
-            kept = temporary.with_name(f"{target.name}-{temporary.name[-8:]}")
-            os.replace(made, kept)
-            raise FileExistsError(f"{problem} What was made is in {kept}.")
+    with _temporary(target) as temporary_folder:
+        new_folder = temporary_folder / target.name
+        new_folder.mkdir()
+        yield new_folder
+        problem = _held_by_others(target, written)
+        if problem:
+            kept_folder = temporary_folder.with_name(f"{target.name}-{temporary_folder.name[-8:]}")
+            os.replace(new_folder, kept_folder)
+            raise FileExistsError(f"{problem} What was made is in {kept_folder}.")
         if target.exists():
-            os.replace(target, temporary / OLD)
-        os.replace(made, target)
+            os.replace(target, temporary_folder / OLD)
+        os.replace(new_folder, target)
+
+
+def _held_by_others(folder: Path, written: Callable[[Path], Collection[str]] | None) -> str | None:
+    """Returns what a folder holds that is not to be replaced, as a sentence, or None."""
+    if not folder.exists():
+        return None
+    foreign_names = {path.name for path in folder.iterdir()}
+    if written:
+        foreign_names -= set(written(folder))
+    if not foreign_names:
+        return None
+    return f"{folder} holds {min(foreign_names)}, which is not to be replaced."
 
 
 @contextmanager
 def _temporary(target: Path) -> Iterator[Path]:
-    """Yields a new folder beside `target`, with a lock, and clears it up."""
+    """Yields a new folder beside `target`, locked by this process, and removes it at the end."""
     with writing_to(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        temporary_folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            with only_writer(temporary):
-                yield temporary
+            with only_writer(temporary_folder):
+                yield temporary_folder
         finally:
-            _clear(temporary, target)
+            _clear(temporary_folder, target)
 
 
 def remove_unfinished(target: Path) -> list[Path]:
-    """Removes killed processes' temporary folders for `target`; returns the locks of those in use.
+    """Removes temporary folders for `target` of killed processes.
 
-    Their names end in eight letters of `tempfile`'s, and they hold nothing but `target`, the folder
+    Their names end in eight letters from `tempfile`, and they hold nothing but `target`, the folder
     that it replaces, and the lock.
+
+    Returns:
+        The locks of the temporary folders that are in use.
     """
-    locks = []
+    used_locks = []
     for unfinished in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
-        if unfinished.is_symlink() or not unfinished.is_dir():
+        if not _is_unfinished(unfinished, target):
             continue
+        lock = FileLock(unfinished / LOCK, thread_local=False)
         try:
-            names = {path.name for path in unfinished.iterdir()}
-        except OSError:  # another user's, or removed by now
+            lock.acquire(timeout=0)
+        except OSError:  # a process has it, or another user
+            used_locks.append(unfinished / LOCK)
             continue
-        if names - {LOCK} and names <= {target.name, OLD, LOCK}:  # a lone lock may soon be taken
-            lock = FileLock(unfinished / LOCK, thread_local=False)
-            try:
-                lock.acquire(timeout=0)
-            except OSError:  # a process has it, or another user
-                locks.append(unfinished / LOCK)
-                continue
-            lock.release()
-            _clear(unfinished, target)
-    return locks
+        lock.release()
+        _clear(unfinished, target)
+    return used_locks
+
+
+def _is_unfinished(folder: Path, target: Path) -> bool:
+    """Returns whether a folder was made by [`_temporary`] and holds more than a lock."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    try:
+        names_inside = {path.name for path in folder.iterdir()}
+    except OSError:  # another user's, or removed by now
+        return False
+    if names_inside <= {LOCK}:  # the process that made it may be about to take the lock
+        return False
+    return names_inside <= {target.name, OLD, LOCK}
 
 
 def _clear(temporary: Path, target: Path) -> None:
@@ -218,31 +277,39 @@ def _clear(temporary: Path, target: Path) -> None:
 
 
 def check_not_in_run(folder: Path) -> None:
-    """Raises ValueError if a training run takes a folder for one of its checkpoints, or has it in.
+    """Raises ValueError if a training run would take a folder, or one around it, for a checkpoint.
 
-    The Trainer reads the beginning of names: `checkpoint-6-merged` is step 6 to it. It resumes from
-    such folders, and deletes the oldest.
+    The Trainer reads the beginning of names: it takes `checkpoint-6-merged` for step 6. It resumes
+    from such folders, and deletes the oldest.
     """
     folder = folder.resolve()
-    for taken in (folder, *folder.parents):
-        if re.match(r"checkpoint-\d", taken.name) and _is_run(taken.parent, taken):
-            inside = "is named as" if taken == folder else f"lies in {taken.name}, which is"
-            remedy = f"Choose a folder outside {taken.parent}, or another name in it."
-            raise ValueError(
-                f"{folder} {inside} a checkpoint of the run in {taken.parent}, which may delete it "
-                f"and would try to resume from it. {remedy}"
-            )
+    for checkpoint in (folder, *folder.parents):
+        run_folder = checkpoint.parent
+        if not re.match(r"checkpoint-\d", checkpoint.name) or not _is_run(run_folder, checkpoint):
+            continue
+        relation_of_parent = f"lies in {checkpoint.name}, which is"
+        relation = "is named as" if checkpoint == folder else relation_of_parent
+        raise ValueError(
+            f"{folder} {relation} a checkpoint of the run in {run_folder}, which may delete it "
+            f"and would try to resume from it. Choose a folder outside {run_folder}, or another "
+            "name in it."
+        )
 
 
 def _is_run(folder: Path, candidate: Path) -> bool:
-    """Whether a folder is a training run's: it holds a trained model, or other checkpoints."""
-    trained = any((folder / name).is_file() for name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE))
-    beside = [path for path in folder.glob("checkpoint-*") if path != candidate]
-    return trained or any((path / STATE).is_file() for path in [candidate, *beside])
+    """Returns whether a folder holds a trained model or checkpoints of a run.
+
+    The folder `candidate` counts as a checkpoint whatever its name is.
+    """
+    for file_name in (ADAPTER_CONFIG, TRAINING_RECORD, STATE):
+        if (folder / file_name).is_file():
+            return True
+    checkpoints = [candidate, *folder.glob("checkpoint-*")]
+    return any((path / STATE).is_file() for path in checkpoints)
 
 
 def json_or_none(path: Path) -> Any:
-    """The content of a JSON file, or None if it does not exist or is not valid."""
+    """Returns the content of a JSON file, or None if it does not exist or is not valid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -251,39 +318,48 @@ def json_or_none(path: Path) -> Any:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path` atomically."""
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    with atomic_write(path) as partial_file:
+        partial_file.write_text(text + "\n", "utf-8")
 
 
 @contextmanager
 def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]:
-    """Keeps other processes from writing to a folder, which is created, and removed if still empty.
+    """Locks a folder against other processes. Creates it, and removes it if it is still empty.
 
-    A process that has the lock may ask for it again; the operating system releases it when it ends,
-    even if killed. Raises ValueError, which names the process, if another has the lock for longer
-    than `wait` seconds: results are written in less, training takes longer.
+    A process that has the lock may ask for it again. The operating system releases the lock when
+    the process ends, even if it is killed.
+
+    Args:
+        folder: The folder to lock.
+        wait: For how many seconds to wait for a process that has the lock. Results are written in
+            less; training takes longer.
+
+    Raises:
+        ValueError: Another process still has the lock. The message names it.
     """
     folder = Path(folder).resolve()
-    if folder in _held:
+    if folder in _locked_folders:
         yield
         return
-    is_new, file = not folder.exists(), folder / LOCK
-    lock = FileLock(file, thread_local=False)
+    is_new = not folder.exists()
+    lock_file = folder / LOCK
+    lock = FileLock(lock_file, thread_local=False)
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=wait)
         except Timeout as error:
-            raise ValueError(busy(folder, file)) from error
-    _held.add(folder)
+            raise ValueError(busy(folder, lock_file)) from error
+    _locked_folders.add(folder)
     try:
-        command = shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]])
-        command = shorten(command, 120, placeholder=" ...")
-        file.write_text(f"`{command}`, process {os.getpid()}", "utf-8")
+        program = Path(sys.argv[0]).name or "python"
+        command = shorten(shlex.join([program, *sys.argv[1:]]), 120, placeholder=" ...")
+        lock_file.write_text(f"`{command}`, process {os.getpid()}", "utf-8")
         yield
     finally:
-        _held.discard(folder)
-        file.unlink(missing_ok=True)
+        _locked_folders.discard(folder)
+        lock_file.unlink(missing_ok=True)
         lock.release()
         if is_new:
             with suppress(OSError):  # it is not empty
@@ -298,7 +374,7 @@ def check_free(folder: Path) -> None:
 
 
 def busy(folder: Path, lock: Path) -> str:
-    """The text of an error: which process writes to a folder, as its file `lock` says."""
+    """Returns the text of an error that names the process in a folder's file `lock`."""
     writer = "another process"
     with suppress(OSError, ValueError):
         writer = lock.read_text("utf-8") or writer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Licence texts and notices of the parts, which go with a checkpoint in its folder `notices/`.
+"""Licence texts and notices of the parts. A checkpoint has them in its folder `notices/`.
 
 `build` copies them to `notices/vision/` and `notices/language/` and names them in `build.json`, as
 `"notices": ["notices/language/LICENSE", ...]`. What carries that record along carries them too.
@@ -37,43 +37,54 @@ _CARRIED = re.compile(r"notices/(vision|language)/[-\w. ]+")
 
 
 def notices_of_part(name: str, revision: str | None) -> dict[str, bytes]:
-    """Licence texts and notices in a part's folder or Hub repository, by name.
+    """Returns licence texts and notices in a part's folder or Hub repository, by name.
 
     Files of text with such names count, up to [`LARGEST_NOTICE`] bytes. Warns if the Hub cannot be
     asked for them.
     """
+    file_sizes = {}
     folder = Path(name)
     if folder.is_dir():
-        files = [path for path in folder.iterdir() if path.is_file() and _is_notice(path.name)]
-        sizes = {path.name: path.stat().st_size for path in files}
+        for path in folder.iterdir():
+            if path.is_file():
+                file_sizes[path.name] = path.stat().st_size
     else:
         try:
-            listed = HfApi().list_repo_tree(name, revision=revision)
-            entries = [entry for entry in listed if isinstance(entry, RepoFile)]
-            sizes = {entry.path: entry.size for entry in entries if _is_notice(entry.path)}
+            for entry in HfApi().list_repo_tree(name, revision=revision):
+                if isinstance(entry, RepoFile):
+                    file_sizes[entry.path] = entry.size
         except FAILURES as error:
             reason = str(error).partition("\n")[0]
             logger.warning(f"The licence and notices of {name} could not be fetched: {reason}")
             return {}
-    chosen = sorted(path for path, size in sizes.items() if size <= LARGEST_NOTICE)
-    return _contents(name, chosen, revision)
+    chosen_paths = []
+    for notice_path, notice_size in sorted(file_sizes.items()):
+        if _is_notice(notice_path) and notice_size <= LARGEST_NOTICE:
+            chosen_paths.append(notice_path)
+    return _contents(name, chosen_paths, revision)
 
 
 def checkpoint_notices(
     build: Mapping[str, Any] | None, name: str, revision: str | None = None
 ) -> dict[str, bytes]:
-    """The notices that the record `build.json` of a checkpoint names, by path, if they are there.
+    """Returns the notices that the record `build.json` of a checkpoint names, by path.
 
-    `name` is the checkpoint's folder or Hub id. Names that are no place for a notice are left out.
+    Names that are no place for a notice are left out, and so are files that are missing.
+
+    Args:
+        build: The record.
+        name: The checkpoint's folder or Hub id.
+        revision: A branch, tag or commit of the Hub.
     """
-    named = (build or {}).get("notices")
-    paths = named if isinstance(named, list) else []
-    chosen = [path for path in paths if isinstance(path, str) and _is_carried(path)]
-    return _contents(name, chosen, revision)
+    named_paths = (build or {}).get("notices")
+    if not isinstance(named_paths, list):
+        return {}
+    chosen_paths = [path for path in named_paths if isinstance(path, str) and _is_carried(path)]
+    return _contents(name, chosen_paths, revision)
 
 
 def place_of(part: str, name: str) -> str:
-    """Where a checkpoint has a part's notice; `part` is `"vision"` or `"language"`."""
+    """Returns where a checkpoint has a notice of its part `"vision"` or `"language"`."""
     return f"{NOTICES}/{part}/{name}"
 
 
@@ -82,24 +93,24 @@ def write_notices(folder: Path, notices: Mapping[str, bytes]) -> None:
     for path, content in notices.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(target) as partial:
-            partial.write_bytes(content)
+        with atomic_write(target) as partial_file:
+            partial_file.write_bytes(content)
 
 
 def _is_notice(name: str) -> bool:
-    """Whether a part's file is a licence text or a notice, by its name."""
+    """Returns whether a part's file is a licence text or a notice, by its name."""
     suffix = Path(name).suffix
     is_text = suffix.lower() in _TEXTS or suffix[1:].isdigit() or suffix.isupper()
     return is_text and _NAME.fullmatch(name) is not None
 
 
 def _is_carried(path: str) -> bool:
-    """Whether a path is one at which [`place_of`] puts a notice."""
+    """Returns whether [`place_of`] puts a notice at a path."""
     return _CARRIED.fullmatch(path) is not None and _is_notice(Path(path).name)
 
 
 def _contents(name: str, paths: list[str], revision: str | None) -> dict[str, bytes]:
-    """The contents of those files that exist and are small."""
+    """Returns the contents of those files that exist and are small."""
     contents = {}
     for path in paths:
         for file in files_of(name, [path], revision):

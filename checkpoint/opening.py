@@ -3,6 +3,7 @@
 
 import copy
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,7 +46,14 @@ _MAY_BE_ABSENT = ("pooler.", "model.multi_modal_projector.norm.")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's folder or Hub id, whose files were checked; `stored` is its `config.json`."""
+    """A model's folder or Hub id, whose files were checked.
+
+    Attributes:
+        name: The folder or Hub id.
+        revision: The commit at which its files are read; None for a folder.
+        stored: The content of its `config.json`.
+        trust_remote_code: Whether code that comes with it may run.
+    """
 
     name: str
     revision: str | None
@@ -70,7 +78,7 @@ class Checkpoint:
 
     @cached_property
     def processor(self) -> LlavaProcessor:
-        """The processor of a LLaVA or a NormAlign-LLaVA."""
+        """The processor of a LLaVA or a NormAlign-LLaVA, checked and with a fixed date."""
         processor = self.preprocessor(AutoProcessor)
         with loading(f"The processor of {self.name}"):
             if self.stored:
@@ -81,19 +89,20 @@ class Checkpoint:
 
     def check_image_token(self, processor: LlavaProcessor) -> None:
         """Raises ValueError if a processor has another image token than the configuration."""
-        stored, in_tokenizer = self.config.image_token_id, processor.image_token_id
-        if in_tokenizer != stored:
-            tokens = f"{stored} in config.json and {in_tokenizer} in its tokenizer"
-            raise ValueError(f"The image token of {self.name} is {tokens}. {_SAVE}.")
+        config_token = self.config.image_token_id
+        tokenizer_token = processor.image_token_id
+        if tokenizer_token != config_token:
+            both_tokens = f"{config_token} in config.json and {tokenizer_token} in its tokenizer"
+            raise ValueError(f"The image token of {self.name} is {both_tokens}. {_SAVE}.")
 
     def preprocessor(self, cls: Any) -> Any:
-        """A tokenizer, an image processor or a processor."""
-        kinds = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}
-        kind = kinds.get(cls.__name__, "processor")
+        """Loads a tokenizer, an image processor or a processor, as the class `cls` says."""
+        kinds_by_class = {"AutoTokenizer": "tokenizer", "AutoImageProcessor": "image processor"}
+        kind = kinds_by_class.get(cls.__name__, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         try:
             with loading(f"The {kind} of {self.name}", remedy=remedy):
-                loaded = cls.from_pretrained(self.name, **self._read_at)
+                preprocessor = cls.from_pretrained(self.name, **self._read_at)
         except (OSError, ImportError, ValueError) as error:
             text = str(error).lower()  # in several wordings
             for package in ("torchvision", "num2words"):
@@ -101,14 +110,15 @@ class Checkpoint:
                     problem = f"The {kind} of {self.name} needs {package}, which is not installed"
                     raise ImportError(f"{problem}. {install('vision')}.") from error
             raise
-        if kind == "processor" and not isinstance(loaded, ProcessorMixin):
+        if kind == "processor" and not isinstance(preprocessor, ProcessorMixin):
             raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
-        return loaded
+        return preprocessor
 
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of its files of weights, which are fetched and checked once."""
-        return sum(file.stat().st_size for file in check_weights(self.name, self.revision))
+        files = check_weights(self.name, self.revision)
+        return sum(file.stat().st_size for file in files)
 
     def load(
         self,
@@ -118,122 +128,180 @@ class Checkpoint:
         config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Its model, by `cls.from_pretrained`; a `config` of a part is used in place of its own."""
-        size = self.weight_bytes
+        """Loads the model.
+
+        Args:
+            cls: The class whose `from_pretrained` is called.
+            dtype: The dtype of the weights; "auto" keeps the dtype in the files.
+            config: The configuration of a part, in place of the checkpoint's own.
+            kwargs: Further arguments of `from_pretrained`.
+
+        Raises:
+            ValueError: The files are damaged, or tensors are missing.
+        """
+        stored_bytes = self.weight_bytes  # the files are checked, whatever follows
         # ZeRO-3 would shard the model on meta.
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():
             parameters = self.without_weights(cls, config).num_parameters()
-            if parameters > 4 * size + 2**24:  # those of 2 bits, and those of the norm
-                has = f"has {parameters:,} parameters, its weights {size:,} bytes"
-                raise ValueError(f"config.json of {self.name} {has}. {AGAIN}")
+            if parameters > 4 * stored_bytes + 2**24:  # those of 2 bits, and those of the norm
+                sizes = f"has {parameters:,} parameters, its weights {stored_bytes:,} bytes"
+                raise ValueError(f"config.json of {self.name} {sizes}. {AGAIN}")
         kwargs |= {"config": config, "dtype": dtype, "output_loading_info": True, **self._read_at}
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # a report would list what may be absent, or is not read
         try:
             with loading(f"The model {self.name}"):
-                model, info = cls.from_pretrained(self.name, **kwargs)
+                model, loading_info = cls.from_pretrained(self.name, **kwargs)
         finally:
             logging.set_verbosity(verbosity)
-        for kind in ("unexpected_keys", "missing_keys"):
-            names = sorted(key for key in info[kind] if not key.startswith(_MAY_BE_ABSENT))
-            listed = f"{cls.__name__}: {', '.join(names[:10])}"
-            if names and kind == "missing_keys":
-                raise ValueError(f"{self.name} lacks {len(names)} tensors of {listed}.")
-            if names and config is None:
-                logger.warning(f"{self.name} has {len(names)} tensors that are not of {listed}.")
+        self._check_tensors(cls.__name__, loading_info, is_part=config is not None)
         if self.model_type == NormAlignLlavaConfig.model_type and model.can_generate():
-            # Checkpoints that were made before know the language model's ends alone.
+            # Checkpoints that were made before know only the language model's ends.
             with suppress(OSError, ValueError):  # it has no processor, and whoever loads it has one
                 stop_as_trained(model, self.processor)
         return model
 
+    def _check_tensors(self, class_name: str, loading_info: dict, is_part: bool) -> None:
+        """Raises ValueError if tensors are missing.
+
+        Warns of tensors that are not read, unless the model is only a part of the checkpoint.
+        """
+        unexpected_names = _unless_optional(loading_info["unexpected_keys"])
+        if unexpected_names and not is_part:
+            listed = f"{class_name}: {', '.join(unexpected_names[:10])}"
+            problem = f"{self.name} has {len(unexpected_names)} tensors"
+            logger.warning(f"{problem} that are not of {listed}.")
+        missing_names = _unless_optional(loading_info["missing_keys"])
+        if missing_names:
+            listed = f"{class_name}: {', '.join(missing_names[:10])}"
+            raise ValueError(f"{self.name} lacks {len(missing_names)} tensors of {listed}.")
+
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:
-        """The model that [`load`] makes, on meta."""
-        remote = {"trust_remote_code": True} if self.trust_remote_code else {}
+        """Returns the model that [`load`] makes, on meta."""
+        options = {}
+        if self.trust_remote_code:
+            options["trust_remote_code"] = True
         with loading(f"The configuration of {self.name}"), torch.device("meta"):
-            expected = copy.deepcopy(config or self.config)
-            if type(expected) is getattr(cls, "config_class", None):
-                return cls._from_config(expected, **remote)
-            make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)  # a LLaVA's
-            return make(expected, **remote)
+            model_config = copy.deepcopy(config or self.config)
+            if type(model_config) is getattr(cls, "config_class", None):
+                return cls._from_config(model_config, **options)
+            from_config = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)
+            return from_config(model_config, **options)
+
+
+def _unless_optional(names: Iterable[str]) -> list[str]:
+    """Returns the names of tensors, sorted, without those that may be absent."""
+    return sorted(name for name in names if not name.startswith(_MAY_BE_ABSENT))
 
 
 def open_checkpoint(
     name: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> Checkpoint:
-    """Finds a checkpoint and checks its files but the weights; loads nothing, runs no code."""
+    """Finds a checkpoint and checks its files but the weights. Loads nothing and runs no code."""
     source, commit = find_checkpoint(name, revision, remedy=remedy)
     return Checkpoint(source, commit, check_files(source, commit))
 
 
 def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
-    """The number of image tokens per image, compared with the features that `model` computes."""
+    """Returns the number of image tokens for an image.
+
+    Args:
+        processor: The processor.
+        model: A model whose image features are counted, too.
+
+    Raises:
+        ValueError: Prompt, processor and model do not agree on the number.
+    """
     image = Image.new("RGB", (97, 61), "white")
     inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
-    tokens = int((inputs["input_ids"] == processor.image_token_id).sum())
-    counts = [tokens, processor._get_num_multimodal_tokens([(61, 97)])["num_image_tokens"][0]]
+    prompt_count = int((inputs["input_ids"] == processor.image_token_id).sum())
+    processor_count = processor._get_num_multimodal_tokens([(61, 97)])["num_image_tokens"][0]
+    counts = [processor_count]
     if model is not None:
+        pixels = inputs["pixel_values"].to(model.device, model.dtype)
         with torch.no_grad():
-            pixels = inputs["pixel_values"].to(model.device, model.dtype)
-            counts.append(sum(map(len, model.get_image_features(pixels).pooler_output)))
-    if len(set(counts)) > 1:
+            features = model.get_image_features(pixels).pooler_output
+        counts.append(sum(len(image_features) for image_features in features))
+    if any(count != prompt_count for count in counts):
         raise ValueError(
-            f"An image has {tokens} image tokens in the prompt, and "
-            f"{' and '.join(map(str, counts[1:]))} by processor and model. "
+            f"An image has {prompt_count} image tokens in the prompt, and "
+            f"{' and '.join(map(str, counts))} by processor and model. "
             "The image processor must give all images one size, a multiple of the patch."
         )
-    return tokens
+    return prompt_count
 
 
 FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)  # of the Hub client and of cards
 
 
 def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] | None:
-    """The licence in a model's card: `license`, `license_name` and `license_link` of its metadata.
+    """Returns the licence in a model's card, or None if it names none.
 
-    Several become "other", with all in `license_name`. A relative link becomes absolute, or None.
+    The keys are `license`, `license_name` and `license_link`, as in its metadata. Several licences
+    become "other", with all of them in `license_name`. A relative link becomes absolute, or None.
     """
     card, _ = _card(name, revision, "model")
-    licence, called, link = (card.get(key) for key in ("license", "license_name", "license_link"))
-    if isinstance(licence, list) and licence:
-        names = ", ".join(map(str, licence))
-        licence, called = (licence[0], called) if len(licence) == 1 else ("other", names)
+    licence = card.get("license")
+    licence_name = card.get("license_name")
+    if isinstance(licence, list) and len(licence) > 1:
+        licence_name = ", ".join(map(str, licence))
+        licence = "other"
+    elif isinstance(licence, list) and licence:
+        licence = licence[0]
+    if not licence:
+        return None
+    link = card.get("license_link")
     if link and "://" not in str(link):
-        blob = f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
-        link = None if os.path.isdir(name) else blob
-    terms = {"license": licence, "license_name": called, "license_link": link}
-    return {key: str(value) if value else None for key, value in terms.items()} if licence else None
+        if os.path.isdir(name):
+            link = None
+        else:
+            link = f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
+    return {
+        "license": str(licence),
+        "license_name": str(licence_name) if licence_name else None,
+        "license_link": str(link) if link else None,
+    }
 
 
 def hub_dataset(name: str) -> dict[str, Any]:
-    """A Hub data set now: `id`, `revision` (the commit), `license` and `language` of its card."""
+    """Returns what the Hub has of a data set now.
+
+    The keys are `id`, `revision` (the commit), and the `license` and `language` of its card.
+    """
     card, commit = _card(name, None, "dataset")
     if commit is None:
         with suppress(*FAILURES):
             commit = HfApi().dataset_info(name).sha
-    licence, language = card.get("license"), card.get("language")
+    licence = card.get("license")
     if isinstance(licence, list):
         licence = ", ".join(map(str, licence))
+    language = card.get("language")
     if isinstance(language, str):
         language = [language]
     return {"id": name, "revision": commit, "license": licence, "language": language}
 
 
 def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
-    """The JSON object in the file `name` of a checkpoint folder or Hub repository, or None."""
+    """Returns the JSON object in a file of a checkpoint folder or Hub repository, or None."""
+    files: list[Path] = []
     with suppress(*FAILURES):
-        for file in files_of(checkpoint, [name], revision):
-            content = json_or_none(file)
-            return content if isinstance(content, dict) else None
+        files = files_of(checkpoint, [name], revision)
+    for file in files:
+        content = json_or_none(file)
+        if isinstance(content, dict):
+            return content
     return None
 
 
 def _card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:
-    """The metadata of a card, and its commit if it is on the Hub."""
+    """Returns the metadata of a card, and its commit if it is on the Hub."""
+    commit = None
     try:
         if kind == "model" and os.path.isdir(name):
-            return metadata_load(Path(name, CARD)) or {}, None
-        file = Path(hf_hub_download(name, CARD, revision=revision, repo_type=kind))
-        return metadata_load(file) or {}, file.parent.name
+            file = Path(name, CARD)
+        else:
+            file = Path(hf_hub_download(name, CARD, revision=revision, repo_type=kind))
+            commit = file.parent.name
+        return metadata_load(file) or {}, commit
     except FAILURES:
         return {}, None

@@ -13,10 +13,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 PROMPT_DATE = date(2024, 7, 26)
-"""The date that prompts tell, where a template asks for today's.
+"""The date in prompts, if a template asks for today's.
 
-It is the one that Llama 3's own templates print where there is no clock. It is the same in every
-checkpoint, so that models that were built on different days can be compared.
+Llama 3's own templates print it where there is no clock. It is the same in every checkpoint, so
+that models that were built on different days can be compared.
 """
 
 # What `strftime` writes of that day's first moment, in any locale.
@@ -49,7 +49,7 @@ _EXCHANGE = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[int]:
-    """Ids of the tokens that end an answer: the tokenizer's own, and those of the chat template.
+    """Returns the ids of the tokens that end an answer, of the tokenizer and the chat template.
 
     A template ends an answer with the last token that it marks for training, or, without marks,
     with the last token of the word that it prints after an answer. It counts if it is one of the
@@ -62,18 +62,18 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> lis
     ends = []
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
-    for text in end_texts(tokenizer, template):
-        number = _last_added_token(tokenizer, text)
-        if number is not None and number not in ends:
-            ends.append(number)
+    for end_text in end_texts(tokenizer, template):
+        token_id = _last_added_token(tokenizer, end_text)
+        if token_id is not None and token_id not in ends:
+            ends.append(token_id)
     return ends
 
 
 def end_texts(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[str]:
-    """What a chat template prints behind an answer, for the model to generate; see [`answer_ends`].
+    """Returns what a chat template prints behind an answer, for the model to generate.
 
     White space around it is left out. The list is empty if there is no template, or if it prints
-    nothing there.
+    nothing there. [`answer_ends`] says which tokens of it end an answer.
     """
     template = default_template(template or tokenizer.chat_template)
     if not template:
@@ -87,25 +87,29 @@ def end_texts(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[
 
 
 def unrecognized_ends(tokenizer: PreTrainedTokenizerBase, template: Any = None) -> list[str]:
-    """Of the [`end_texts`], those that are no token of their own: generation cannot stop there."""
+    """Returns those [`end_texts`] that are no token of their own: generation cannot stop there."""
     texts = end_texts(tokenizer, template)
     return [text for text in texts if _last_added_token(tokenizer, text) is None]
 
 
 def stopping_at(generation: GenerationConfig, ends: Iterable[int]) -> GenerationConfig:
-    """The generation configuration with more tokens that end an answer, behind those it has.
+    """Returns the generation configuration with more tokens that end an answer.
 
     It is the same object if it has all of them. Otherwise it is a copy, without flags that have no
     effect: transformers would refuse to save it.
     """
-    known = _as_list(generation.eos_token_id)
-    added = [number for number in ends if number not in known]
-    if not added:
+    known_ends = generation.eos_token_id
+    if known_ends is None:
+        known_ends = []
+    elif isinstance(known_ends, int):
+        known_ends = [known_ends]
+    added_ends = [token_id for token_id in ends if token_id not in known_ends]
+    if not added_ends:
         return generation
-    changed, _ = without_idle_flags(generation)
-    numbers = known + added
-    changed.eos_token_id = numbers if len(numbers) > 1 else numbers[0]
-    return changed
+    changed_config, _ = without_idle_flags(generation)
+    all_ends = [*known_ends, *added_ends]
+    changed_config.eos_token_id = all_ends if len(all_ends) > 1 else all_ends[0]
+    return changed_config
 
 
 def stop_as_trained(model: Any, processor: LlavaProcessor) -> None:
@@ -115,57 +119,63 @@ def stop_as_trained(model: Any, processor: LlavaProcessor) -> None:
 
 
 def without_idle_flags(generation: GenerationConfig) -> tuple[GenerationConfig, dict[str, Any]]:
-    """A copy without flags that have no effect, such as a temperature without `do_sample`.
+    """Takes out flags that have no effect, such as a temperature without `do_sample`.
 
-    Returns the copy, and the flags that were taken out, with their values. Raises ValueError if
-    transformers refuses the configuration for another reason.
+    Returns:
+        A copy of the configuration, and the flags that were taken out, with their values.
+
+    Raises:
+        ValueError: transformers refuses the configuration for another reason.
     """
-    kept = copy.deepcopy(generation)
-    removed = dict[str, Any]()
+    defaults = GenerationConfig()
+    cleaned_config = copy.deepcopy(generation)
+    removed_flags = dict[str, Any]()
     while True:
         try:
-            kept.validate(strict=True)
+            cleaned_config.validate(strict=True)
         except ValueError as error:
-            # transformers tells idle flags by their names in a list alone.
-            names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
-            idle = [name for name in names if name not in removed]
-            if not idle:
+            # transformers only names idle flags in a list.
+            flag_names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
+            idle_flags = [flag_name for flag_name in flag_names if flag_name not in removed_flags]
+            if not idle_flags:
                 raise
-            for name in idle:
-                removed[name] = getattr(kept, name)
-                setattr(kept, name, getattr(GenerationConfig(), name))
-            continue
-        return kept, removed
+            for flag_name in idle_flags:
+                removed_flags[flag_name] = getattr(cleaned_config, flag_name)
+                setattr(cleaned_config, flag_name, getattr(defaults, flag_name))
+        else:
+            return cleaned_config, removed_flags
 
 
 def has_generation_marks(template: str) -> bool:
-    """Whether a chat template has `{% generation %}` marks."""
+    """Returns whether a chat template has `{% generation %}` marks."""
     return re.search(r"{%-?\s*generation\b", template) is not None
 
 
 def default_template(template: Any) -> str | None:
-    """Of several chat templates by name, the one that `apply_chat_template` uses."""
+    """Returns the one of several chat templates by name that `apply_chat_template` uses."""
     if isinstance(template, dict):
         return template.get("default")
     return template
 
 
 def asks_for_the_date(template: str) -> bool:
-    """Whether a chat template prints today's date."""
+    """Returns whether a chat template prints today's date."""
     return "strftime_now" in template and not fixes_the_date(template)
 
 
 def fixes_the_date(template: str | None) -> bool:
-    """Whether a chat template has a date of its own in place of today's."""
+    """Returns whether a chat template has a date of its own in place of today's."""
     return re.search(r"\bmacro\s+strftime_now\b", template or "") is not None
 
 
 def with_fixed_date(template: str) -> str:
-    """The chat template, which prints [`PROMPT_DATE`] wherever it printed today's date.
+    """Returns a chat template that prints [`PROMPT_DATE`] wherever it printed today's date.
 
-    The function that it calls is defined in front of it, so it stays as it is.
+    The function that it calls is defined in front of it, so the rest stays as it is.
     """
-    return _FIXED_DATE + template if asks_for_the_date(template) else template
+    if asks_for_the_date(template):
+        return _FIXED_DATE + template
+    return template
 
 
 def fix_date(processor: LlavaProcessor) -> None:
@@ -179,41 +189,42 @@ def fix_date(processor: LlavaProcessor) -> None:
 def _behind_answers(
     template: str, special_tokens: dict[str, Any], messages: list[dict[str, Any]]
 ) -> list[str]:
-    """The stripped texts behind the answers of a conversation, as [`end_texts`] describes them."""
-    as_parts = [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        for message in messages
-    ]
-    # One that reads parts prints nothing of a string; others print a list as Python writes it.
-    for form in (messages, as_parts):
+    """Returns the stripped texts behind the answers of a conversation: see [`end_texts`]."""
+    messages_in_parts = []
+    for message in messages:
+        text_part = {"type": "text", "text": message["content"]}
+        messages_in_parts.append({**message, "content": [text_part]})
+    # A template that reads parts prints nothing of a string; others print a list as Python does.
+    for form in (messages, messages_in_parts):
         with suppress(Exception):  # a template may refuse a form with any error
             (text,), _ = render_jinja_template([form], chat_template=template, **special_tokens)
             if _ANSWER not in text:
                 continue
             if not has_generation_marks(template):
-                return text.rpartition(_ANSWER)[2].split()[:1]
-            spans = _marked(template, special_tokens, form)
-            return [span.rpartition(_ANSWER)[2].strip() for span in spans if _ANSWER in span]
+                _, _, behind = text.rpartition(_ANSWER)
+                return behind.split()[:1]
+            return _behind_marked_answers(template, special_tokens, form)
     return []
 
 
-def _marked(
+def _behind_marked_answers(
     template: str, special_tokens: dict[str, Any], messages: list[dict[str, Any]]
 ) -> list[str]:
-    """The stretches of a conversation that are to be generated."""
-    options: dict[str, Any] = {"chat_template": template, "return_assistant_tokens_mask": True}
-    (text,), (spans,) = render_jinja_template([messages], **options, **special_tokens)
-    return [text[start:stop] for start, stop in spans]
+    """Returns the stripped texts behind answers that are marked as generated."""
+    (text,), (spans,) = render_jinja_template(
+        [messages], chat_template=template, return_assistant_tokens_mask=True, **special_tokens
+    )
+    texts = []
+    for span_start, span_end in spans:
+        _, answer, behind = text[span_start:span_end].rpartition(_ANSWER)
+        if answer:
+            texts.append(behind.strip())
+    return texts
 
 
 def _last_added_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
-    """The id of the special or added token with which a text ends, or None."""
-    numbers = tokenizer.encode(text, add_special_tokens=False)
-    added = tokenizer.added_tokens_decoder
-    return numbers[-1] if numbers and numbers[-1] in added else None
-
-
-def _as_list(numbers: int | list[int] | None) -> list[int]:
-    if numbers is None:
-        return []
-    return [numbers] if isinstance(numbers, int) else list(numbers)
+    """Returns the id of the special or added token with which a text ends, or None."""
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if token_ids and token_ids[-1] in tokenizer.added_tokens_decoder:
+        return token_ids[-1]
+    return None

@@ -26,49 +26,89 @@ from .files import ADAPTER_CONFIG, INDEX, WEIGHTS
 AGAIN = "Save or fetch the checkpoint again, or use another."
 
 _SETTINGS = [
-    *("config.json", "generation_config.json", ADAPTER_CONFIG, INDEX, "tokenizer_config.json"),
-    *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
-    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "config.json",
+    "generation_config.json",
+    ADAPTER_CONFIG,
+    INDEX,
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 ]
+_WEIGHT_FILE = re.compile(r"[^/\\]+\.safetensors")
 _OTHER_FILES = {"configuration_files", "transformers_weights", "fast_tokenizer_files"}
 
 
 def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Checks all files but the weights, before transformers reads them; returns `config.json`.
+    """Checks all files but the weights, before transformers reads them.
 
-    Of an adapter it returns `{}`. Raises ValueError if a file is not valid JSON, is a link out of
-    the folder, or names code or another file to read, or if there is a model and an adapter.
+    Args:
+        checkpoint: A folder or Hub id.
+        revision: A branch, tag or commit of the Hub.
+
+    Returns:
+        The content of `config.json`; empty for an adapter.
+
+    Raises:
+        ValueError: A file is not valid JSON, is a link out of the folder, or names code or another
+            file to read, or there is a model and an adapter.
     """
-    # Records are copied and results written, so all files count.
-    for parent, folders, names in os.walk(str(checkpoint)):
-        for name in (*folders, *names):
-            check_inside(Path(parent, name), Path(checkpoint))
-        folders[:] = [name for name in folders if not name.startswith(".")]  # .git, .venv
-    files = {file.name: file for file in files_of(checkpoint, _SETTINGS, revision)}
-    settings = {name: json_object(file.read_bytes(), str(file)) for name, file in files.items()}
-    config, adapter = settings.get("config.json", {}), settings.get(ADAPTER_CONFIG, {})
-    if {"config.json", ADAPTER_CONFIG} <= settings.keys():
-        both = f"{checkpoint} has both config.json and {ADAPTER_CONFIG}"
-        raise ValueError(f"{both}. In a copy, remove the one that you do not want to use.")
-    code = [f"megatron_core in {ADAPTER_CONFIG}"] if adapter.get("megatron_config") else []
-    if config.get("model_type") == NormAlignLlavaConfig.model_type or adapter:
-        # All but the model is transformers' own and needs no code. Of other models, none is run.
-        for name in sorted(settings.keys() - {"config.json"}):
-            code += [f"auto_map in {name}"] if "auto_map" in dict(_items(settings[name])) else []
-        code += ["custom_generate"] if Path(checkpoint, "custom_generate").exists() else []
-    for name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
-        for key, value in _items(settings.get(name)):
-            # The package `kernels` would fetch this from the Hub.
-            if "_implementation" in key and "/" in str(value):
-                code.append(f"{key} {value} in {name}")
-    if code:
-        named = f"{checkpoint} names code that this package has no use for: {', '.join(code)}"
-        raise ValueError(f"{named}. None of it was run. Remove that, or use another checkpoint.")
-    for name, content in settings.items():
-        if others := content.keys() & _OTHER_FILES:
-            named = f"{min(others)} names files to read in place of others"
-            raise ValueError(f"{files[name]}: {named}. Remove it.")
-    return config
+    _check_links(Path(checkpoint))
+    setting_files = files_of(checkpoint, _SETTINGS, revision)
+    settings = {file.name: json_object(file.read_bytes(), str(file)) for file in setting_files}
+    if "config.json" in settings and ADAPTER_CONFIG in settings:
+        both_files = f"{checkpoint} has both config.json and {ADAPTER_CONFIG}"
+        raise ValueError(f"{both_files}. In a copy, remove the one that you do not want to use.")
+    named_code = [*_own_code(Path(checkpoint), settings), *_kernels(settings)]
+    if named_code:
+        problem = f"{checkpoint} names code that this package has no use for"
+        raise ValueError(
+            f"{problem}: {', '.join(named_code)}. None of it was run. Remove that, or use another "
+            "checkpoint."
+        )
+    for file in setting_files:
+        other_files = settings[file.name].keys() & _OTHER_FILES
+        if other_files:
+            problem = f"{min(other_files)} names files to read in place of others"
+            raise ValueError(f"{file}: {problem}. Remove it.")
+    return settings.get("config.json", {})
+
+
+def _check_links(folder: Path) -> None:
+    """Checks all files in a folder, since records are copied and results are written."""
+    for parent, folders, file_names in os.walk(str(folder)):
+        for file_name in (*folders, *file_names):
+            check_inside(Path(parent, file_name), folder)
+        # Not .git and .venv.
+        folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def _own_code(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
+    """Yields the places that name code in the checkpoint."""
+    adapter_config = settings.get(ADAPTER_CONFIG, {})
+    if adapter_config.get("megatron_config"):
+        yield f"megatron_core in {ADAPTER_CONFIG}"
+    model_type = settings.get("config.json", {}).get("model_type")
+    if model_type != NormAlignLlavaConfig.model_type and not adapter_config:
+        return  # other models may name their code, but it is not run
+    # All but the model is transformers' own and needs no code.
+    for file_name in sorted(settings.keys() - {"config.json"}):
+        if "auto_map" in dict(_items(settings[file_name])):
+            yield f"auto_map in {file_name}"
+    if (folder / "custom_generate").exists():
+        yield "custom_generate"
+
+
+def _kernels(settings: dict[str, Any]) -> Iterator[str]:
+    """Yields the settings that name code which the package `kernels` would fetch from the Hub."""
+    for file_name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
+        for setting, setting_value in _items(settings.get(file_name)):
+            if "_implementation" in setting and "/" in str(setting_value):
+                yield f"{setting} {setting_value} in {file_name}"
 
 
 def check_weights(
@@ -76,22 +116,29 @@ def check_weights(
     revision: str | None = None,
     holding: Callable[[Iterable[str]], str] | None = None,
 ) -> list[Path]:
-    """The files of weights, once they are known to be whole and in the folder.
+    """Checks that the files of weights are whole, and in the folder. Files on the Hub are fetched.
 
-    Those of a Hub id are fetched; if there is an index and `holding`, only the file with the tensor
-    that `holding` chooses of the names in the index.
-    Raises ValueError if there are no weights in safetensors, or they lie elsewhere or are damaged.
+    Args:
+        checkpoint: A folder or Hub id.
+        revision: A branch, tag or commit of the Hub.
+        holding: Chooses one of the names of tensors in an index. Only the file with this tensor is
+            read. By default all files are.
+
+    Returns:
+        The files of weights.
+
+    Raises:
+        ValueError: There are no weights in safetensors, or they lie elsewhere or are damaged.
     """
     weights = files_of(checkpoint, [WEIGHTS], revision)
-    for index in files_of(checkpoint, [INDEX], revision) if not weights else ():
-        weight_map: Any = json_object(index.read_bytes(), str(index)).get("weight_map")
-        names = [*weight_map.values()] if isinstance(weight_map, dict) else []
-        if not names or not all(re.fullmatch(r"[^/\\]+\.safetensors", str(name)) for name in names):
-            raise ValueError(f"{index} is not an index of safetensors files in its folder. {AGAIN}")
-        names = sorted({*names}) if holding is None else [weight_map[holding(weight_map)]]
-        weights = files_of(checkpoint, names, revision)
-        if absent := sorted({*names} - {file.name for file in weights}):
-            raise ValueError(f"{index} names {', '.join(absent)}, which is missing. {AGAIN}")
+    if not weights:
+        for index in files_of(checkpoint, [INDEX], revision):
+            file_names = _names_in_index(index, holding)
+            weights = files_of(checkpoint, file_names, revision)
+            missing_names = sorted(set(file_names) - {file.name for file in weights})
+            if missing_names:
+                missing = ", ".join(missing_names)
+                raise ValueError(f"{index} names {missing}, which is missing. {AGAIN}")
     if not weights:
         raise ValueError(
             f"{checkpoint} has no weights in safetensors: neither {WEIGHTS} nor {INDEX}. Pickles "
@@ -104,20 +151,35 @@ def check_weights(
     return weights
 
 
+def _names_in_index(index: Path, holding: Callable[[Iterable[str]], str] | None) -> list[str]:
+    """Returns the names of all files in an index, or of the file with the tensor to choose."""
+    weight_map: Any = json_object(index.read_bytes(), str(index)).get("weight_map")
+    file_names = []
+    if isinstance(weight_map, dict):
+        file_names = [str(name) for name in weight_map.values()]
+    if not file_names or not all(map(_WEIGHT_FILE.fullmatch, file_names)):
+        raise ValueError(f"{index} is not an index of safetensors files in its folder. {AGAIN}")
+    if holding:
+        return [weight_map[holding(weight_map)]]
+    return sorted(set(file_names))
+
+
 def check_inside(file: Path, folder: Path | None = None) -> None:
     """Raises ValueError for a pipe, a device, or a link out of `folder`, by default the file's."""
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise ValueError(f"{file} is a pipe or a device, not a file. Remove it.")
-    if not is_inside(file, (folder or file.parent).resolve()):
-        linked = f"{file} is a link out of its folder, to {os.path.realpath(file)}"
-        raise ValueError(f"{linked}. Remove it, or copy the folder without links: `cp -rL`.")
+    folder = folder or file.parent
+    if not is_inside(file, folder.resolve()):
+        problem = f"{file} is a link out of its folder, to {os.path.realpath(file)}"
+        raise ValueError(f"{problem}. Remove it, or copy the folder without links: `cp -rL`.")
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether `path` lies in `folder`, or in the blobs that it links to in the Hub's cache."""
-    real = Path(os.path.realpath(path))  # which has no error for a link to itself
-    cached = folder.parent.name == "snapshots" and real.parent == folder.parents[1] / "blobs"
-    return cached or real.is_relative_to(folder)
+    """Returns whether `path` lies in `folder`, or in the blobs of the Hub's cache beside it."""
+    real_path = Path(os.path.realpath(path))  # unlike resolve(), without error for a link to itself
+    if folder.parent.name == "snapshots" and real_path.parent == folder.parents[1] / "blobs":
+        return True
+    return real_path.is_relative_to(folder)
 
 
 @contextmanager
@@ -131,27 +193,35 @@ def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
     except (OSError, ImportError):
         raise
     except BaseException as error:
-        if device_error(error):  # which is no fault of the file
+        if device_error(error):  # no fault of the file
             error.add_note(f"loading {what[0].lower()}{what[1:]}")
             raise
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)  # where it was raised
-        ours = str(frame.f_globals.get("__name__")).startswith(f"{__package__.split('.')[0]}.")
-        # bytes.decode has no frame of its own, so its error looks like one of ours.
-        is_sentence = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
-        if is_sentence and ours:
+        if _is_for_people(error):
             raise
-        reason = " ".join(first_cause(error)[0].split())
+        cause, _ = first_cause(error)
+        reason = " ".join(cause.split())
         if "trust_remote_code" in reason:
             raise ValueError(f"{what} needs code that comes with it, which is not run.") from error
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         reason = reason[:600].rstrip(".")
-        raise ValueError(f"{what} cannot be loaded: {kind}{reason}. {remedy}") from error
+        if not isinstance(error, ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{what} cannot be loaded: {reason}. {remedy}") from error
+
+
+def _is_for_people(error: BaseException) -> bool:
+    """Returns whether an error was raised by this package, so that its text is a sentence."""
+    # bytes.decode has no frame of its own, so its error looks like one of ours.
+    if not isinstance(error, ValueError) or isinstance(error, UnicodeError):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)  # where it was raised
+    package = __name__.partition(".")[0]
+    return str(frame.f_globals.get("__name__")).startswith(f"{package}.")
 
 
 def json_object(content: bytes, where: str) -> dict[str, Any]:
-    """The object in a JSON file called `where`. Raises ValueError if it holds anything else."""
+    """Returns the object in a JSON file called `where`; ValueError if it holds anything else."""
     try:
         value = json.loads(content)
     except ValueError as error:
@@ -162,15 +232,18 @@ def json_object(content: bytes, where: str) -> dict[str, Any]:
 
 
 def files_of(checkpoint: str | os.PathLike, names: list[str], revision: str | None) -> list[Path]:
-    """The files of these names that exist; those of a Hub id are fetched."""
-    files = cached_files(
+    """Returns the files of these names that exist. Files on the Hub are fetched."""
+    cached_paths = cached_files(
         str(checkpoint), names, revision=revision, _raise_exceptions_for_missing_entries=False
     )
-    return [Path(file) for file in files or []]
+    return [Path(cached_path) for cached_path in cached_paths or []]
 
 
-def _items(content: Any) -> list[tuple[str, Any]]:
-    """All keys in a JSON value, with their values."""
-    items = [*content.items()] if isinstance(content, dict) else []
-    parts = content if isinstance(content, list) else [value for _, value in items]
-    return items + [item for part in parts for item in _items(part)]
+def _items(content: Any) -> Iterator[tuple[str, Any]]:
+    """Yields all keys in a JSON value with their values, the outer ones first."""
+    if isinstance(content, dict):
+        yield from content.items()
+        content = list(content.values())
+    if isinstance(content, list):
+        for part in content:
+            yield from _items(part)

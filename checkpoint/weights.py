@@ -25,20 +25,29 @@ from .untrusted import files_of
 SHARD_BYTES = 5 * 10**9  # most bytes of one file, unless one tensor has more
 COMPARED_ROWS = 16  # of each tensor, before a file is linked in place of writing it
 
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
-_DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """For `save_pretrained` without weights, of which it would show that no file is written."""
-    shows = logging.is_progress_bar_enabled()
+    """Hides the progress bar of `save_pretrained`, which would show that no file is written."""
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shows:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
@@ -48,7 +57,14 @@ def save_model(
     layout: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """`save_pretrained`, with weights, or those of `layout`, as [`write_weights`] writes them."""
+    """Saves a model as `save_pretrained` does, but with weights as [`write_weights`] writes them.
+
+    Args:
+        model: The model.
+        folder: The folder of the new checkpoint.
+        layout: The tensors to write; by default those of the model.
+        options: Further arguments of [`write_weights`].
+    """
     with no_progress_bar():
         model.save_pretrained(folder, state_dict={})
     write_weights(folder, layout or stored_tensors(model), **options)
@@ -57,12 +73,52 @@ def save_model(
 def stored_tensors(
     model: NormAlignLlavaForConditionalGeneration, state_dict: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors that `save_pretrained` stores: gain and bias in float32, tied ones once."""
-    tensors = dict(model.state_dict() if state_dict is None else state_dict)
-    tensors |= {name: value.float() for name, value in tensors.items() if "projector.norm." in name}
+    """Returns the tensors that `save_pretrained` stores: norms in float32, tied weights once."""
+    if state_dict is None:
+        state_dict = model.state_dict()
+    tensors = {}
+    for tensor_name, tensor in state_dict.items():
+        tensors[tensor_name] = tensor.float() if "projector.norm." in tensor_name else tensor
     if model.lm_head.weight is model.get_input_embeddings().weight:
         tensors.pop("lm_head.weight", None)
     return tensors
+
+
+class SafetensorsWriter:
+    """Writes a safetensors file one tensor at a time.
+
+    Args:
+        file: The open file.
+        layout: All of its tensors by name, for shapes and dtypes; they may be on meta.
+    """
+
+    def __init__(self, file: BinaryIO, layout: Mapping[str, Tensor]):
+        self._file = file
+        self._layout = layout
+        self._starts = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        data_end = 0
+        # Tensors have no gaps. Sorted by the size of their numbers, all of them are aligned.
+        for tensor_name in sorted(layout, key=lambda name: (-layout[name].itemsize, name)):
+            tensor = layout[tensor_name]
+            self._starts[tensor_name] = data_end
+            data_end += tensor.nbytes
+            header[tensor_name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [self._starts[tensor_name], data_end],
+            }
+        header_text = json.dumps(header, separators=(",", ":")).encode()
+        header_text += b" " * (-len(header_text) % 8)
+        file.write(len(header_text).to_bytes(8, "little") + header_text)
+        self._header_end = file.tell()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes the numbers of a tensor, cast to its dtype in the layout."""
+        tensor = tensor.detach().to("cpu", self._layout[name].dtype)
+        numbers = tensor.contiguous().reshape(-1)
+        self._file.seek(self._header_end + self._starts[name])
+        self._file.write(numbers.view(torch.uint8).numpy())
 
 
 def write_weights(
@@ -76,135 +132,167 @@ def write_weights(
     Existing files are replaced, never written into: they may be linked from other checkpoints.
 
     Args:
+        folder: The folder of a checkpoint.
         layout: All tensors by name, for shapes and dtypes; they may be on meta.
-        values: All names and values, in any order, to cast to those dtypes; by default `layout`'s.
+        values: All names and values, in any order, to cast to those dtypes. Default: the values in
+            `layout`.
         linked: Files to link in place of writing, or copy if that fails: see [`unchanged_files`].
+
+    Raises:
+        ValueError: A tensor has no value.
     """
-    files, places, linked = shards_of(layout), dict[str, tuple[BinaryIO, int]](), linked or {}
+    shards = shards_of(layout)
+    linked = linked or {}
+    if values is None:
+        values = layout.items()
+    writers: dict[str, SafetensorsWriter] = {}
     with ExitStack() as opened:
-        for file_name, names in files.items():
-            partial = opened.enter_context(atomic_write(folder / file_name))
+        for file_name, tensor_names in shards.items():
+            partial_file = opened.enter_context(atomic_write(folder / file_name))
             if file_name in linked:
-                try:
-                    os.link(os.path.realpath(linked[file_name]), partial)
-                except OSError:  # the file system has no hard links, or it is another one
-                    shutil.copy2(linked[file_name], partial)
+                _link(linked[file_name], partial_file)
                 continue
-            # Tensors have no gaps. Sorted by the size of their numbers, all of them are aligned.
-            names = sorted(names, key=lambda name: (-layout[name].itemsize, name))
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            end = 0
-            for name in names:
-                begin, end = end, end + layout[name].nbytes
-                header[name] = {**_described(layout[name]), "data_offsets": [begin, end]}
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            file: BinaryIO = opened.enter_context(partial.open("wb"))
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                places[name] = file, 8 + len(text) + header[name]["data_offsets"][0]
-        for name, value in layout.items() if values is None else values:
-            if name in places:
-                file, start = places.pop(name)
-                value = value.detach().to("cpu", layout[name].dtype).contiguous().reshape(-1)
-                file.seek(start)
-                file.write(value.view(torch.uint8).numpy())
-        if places:
-            raise ValueError(f"{len(places)} tensors have no value, among them {min(places)}.")
-    parameters = sum(tensor.numel() for tensor in layout.values())
-    sizes = {"total_parameters": parameters, "total_size": size_of(layout)}
-    weight_map = {name: file_name for file_name, names in files.items() for name in names}
-    write_json(folder / INDEX, {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))})
-    for earlier in (folder / WEIGHTS, *folder.glob("model-*.safetensors")):
-        if earlier.name not in files:
-            earlier.unlink(missing_ok=True)
+            file = opened.enter_context(partial_file.open("wb"))
+            writer = SafetensorsWriter(file, {name: layout[name] for name in tensor_names})
+            writers |= dict.fromkeys(tensor_names, writer)
+        for tensor_name, value in values:
+            if tensor_name in writers:
+                writers.pop(tensor_name).write(tensor_name, value)
+        if writers:
+            raise ValueError(f"{len(writers)} tensors have no value, among them {min(writers)}.")
+    _write_index(folder, layout, shards)
+    for earlier_file in (folder / WEIGHTS, *folder.glob("model-*.safetensors")):
+        if earlier_file.name not in shards:
+            earlier_file.unlink(missing_ok=True)
+
+
+def _link(file: Path, target: Path) -> None:
+    """Links a file, or copies it if the file system has no hard links or is another one."""
+    try:
+        os.link(os.path.realpath(file), target)
+    except OSError:
+        shutil.copy2(file, target)
+
+
+def _write_index(
+    folder: Path, layout: Mapping[str, Tensor], shards: Mapping[str, list[str]]
+) -> None:
+    weight_map: dict[str, str] = {}
+    for file_name, tensor_names in shards.items():
+        weight_map |= dict.fromkeys(tensor_names, file_name)
+    total_sizes = {
+        "total_parameters": sum(tensor.numel() for tensor in layout.values()),
+        "total_size": size_of(layout),
+    }
+    index = {"metadata": total_sizes, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX, index)
 
 
 def unchanged_files(
     layout: Mapping[str, Tensor], frozen: Collection[str], folders: Sequence[Path]
 ) -> dict[str, Path]:
-    """Files of weights that need not be written, since a checkpoint among `folders` has them.
+    """Returns files of weights that need not be written, since an earlier checkpoint has them.
 
-    They are those of modules in `frozen` whose tensors have the same names, shapes and dtypes there
-    and, unless `layout` is on meta, the same numbers in [`COMPARED_ROWS`] rows of each, the first
-    and the last among them: all would be as slow to read as to write.
+    Such a file holds a frozen module. Its tensors have the same names, shapes and dtypes. Unless
+    `layout` is on meta, [`COMPARED_ROWS`] rows of each tensor, the first and the last among them,
+    have the same numbers. To compare all numbers would be as slow as to write them.
+
+    Args:
+        layout: The tensors to write, by name.
+        frozen: The modules that are not trained.
+        folders: The checkpoints that may have the files, the preferred one first.
     """
     unchanged = dict[str, Path]()
-    for file_name, names in shards_of(layout).items():
-        if module_of_file(names[0]) in frozen:
-            tensors = {name: layout[name] for name in names}
-            files = (folder / file_name for folder in folders if (folder / file_name).is_file())
-            if file := next((file for file in files if _holds(file, tensors)), None):
+    for file_name, tensor_names in shards_of(layout).items():
+        if module_of_file(tensor_names[0]) not in frozen:
+            continue
+        tensors = {name: layout[name] for name in tensor_names}
+        for folder in folders:
+            file = folder / file_name
+            if file.is_file() and _holds(file, tensors):
                 unchanged[file_name] = file
+                break
     return unchanged
 
 
 def index_folder(name: str, revision: str | None) -> list[Path]:
-    """The folder of a checkpoint's index; none if its weights are in one file."""
+    """Returns the folder of a checkpoint's index, or nothing if its weights are in one file."""
     return [index.parent for index in files_of(name, [INDEX], revision)]
 
 
 def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Names of files, and of the tensors in each: of one module, in order, up to `SHARD_BYTES`."""
-    modules: dict[str, list[list[str]]] = {}
-    for name, tensor in layout.items():
-        shards = modules.setdefault(module_of_file(name), [[]])
-        before = sum(layout[other].nbytes for other in shards[-1])
-        if shards[-1] and before + tensor.nbytes > SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(name)
-    return {
-        # Names by which transformers knows files that a later save replaces.
-        f"model-{module}-{number:05}-of-{len(shards):05}.safetensors": names
-        for module, shards in modules.items()
-        for number, names in enumerate(shards, 1)
-    }
+    """Returns the names of the tensors in each file.
+
+    A file has tensors of one module, in order, up to `SHARD_BYTES`.
+    """
+    shards_by_module: dict[str, list[list[str]]] = {}
+    for tensor_name, tensor in layout.items():
+        shards = shards_by_module.setdefault(module_of_file(tensor_name), [[]])
+        shard = shards[-1]
+        shard_bytes = sum(layout[earlier_name].nbytes for earlier_name in shard)
+        if shard and shard_bytes + tensor.nbytes > SHARD_BYTES:
+            shard = []
+            shards.append(shard)
+        shard.append(tensor_name)
+    names_by_file = {}
+    for module, shards in shards_by_module.items():
+        for number, tensor_names in enumerate(shards, 1):
+            # transformers knows by these names which files a later save replaces.
+            file_name = f"model-{module}-{number:05}-of-{len(shards):05}.safetensors"
+            names_by_file[file_name] = tensor_names
+    return names_by_file
 
 
 def size_of(layout: Mapping[str, Tensor]) -> int:
-    """Bytes of all tensors of a layout, which may lie on meta."""
+    """Returns the bytes of all tensors of a layout, which may lie on meta."""
     return sum(tensor.nbytes for tensor in layout.values())
 
 
 def free_space(folder: Path) -> int:
-    """Bytes that are free on the file system of a folder, which need not exist."""
-    while not (folder := folder.resolve()).exists():
+    """Returns the free bytes on the file system of a folder, which need not exist."""
+    folder = folder.resolve()
+    while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def check_space(folder: Path, size: int, remedy: str) -> None:
     """Raises ValueError if there is less space for a folder than `size` bytes."""
-    if (free := free_space(folder)) < size:
-        needed, left = f"{size / 1e9:,.1f} GB", f"{free / 1e9:,.1f} GB"
-        raise ValueError(f"{needed} are to be written to {folder}, where {left} are free. {remedy}")
+    free_bytes = free_space(folder)
+    if free_bytes < size:
+        raise ValueError(
+            f"{size / 1e9:,.1f} GB are to be written to {folder}, where "
+            f"{free_bytes / 1e9:,.1f} GB are free. {remedy}"
+        )
 
 
 def module_of_file(tensor: str) -> str:
-    """The module whose file holds a tensor."""
-    modules = ("vision_tower", "multi_modal_projector")
-    return next((module for module in modules if f"{module}." in tensor), "language_model")
-
-
-def _described(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape]}
+    """Returns the module whose file holds a tensor."""
+    for module in ("vision_tower", "multi_modal_projector"):
+        if f"{module}." in tensor:
+            return module
+    return "language_model"
 
 
 def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Returns whether a file has these tensors, by their description and a sample of numbers."""
     with safe_open(path, "pt") as file:
-        stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        described = {
-            name: {"dtype": kept.get_dtype(), "shape": kept.get_shape()}
-            for name, kept in stored.items()
-        }
-        if described != {name: _described(tensor) for name, tensor in tensors.items()}:
+        if set(file.keys()) != set(tensors):
             return False
-        known = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-        return all(_same_rows(stored[name], tensor) for name, tensor in known.items())
+        slices = {name: file.get_slice(name) for name in tensors}
+        for tensor_name, tensor in tensors.items():
+            if slices[tensor_name].get_dtype() != _DTYPES[tensor.dtype]:
+                return False
+            if slices[tensor_name].get_shape() != list(tensor.shape):
+                return False
+        for tensor_name, tensor in tensors.items():
+            if not tensor.is_meta and not _same_rows(slices[tensor_name], tensor):
+                return False
+    return True
 
 
 def _same_rows(stored: Any, tensor: Tensor) -> bool:
-    """Whether a slice of a file has a tensor's numbers, in rows spread over it."""
+    """Returns whether a slice of a file has a tensor's numbers, in rows spread over it."""
     if not tensor.ndim:
         return torch.equal(stored[...], tensor.cpu())
     rows = tensor.shape[0]

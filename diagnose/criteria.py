@@ -1,30 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one rule by which a diagnosis agrees with a claim of the paper, and its table of thresholds.
+"""The rule by which a diagnosis agrees with a claim of the paper, and its table of thresholds.
 
 A claim is about effects. Each is measured with a standard error, and has a smallest size that
 matters. The claim holds here if every effect is at least as large as that, beyond two standard
-errors: an effect that is significant but does not matter is "too small", one that matters but is
-not significant is "unclear".
+errors. An effect that is significant but does not matter is "too small". An effect that matters but
+is not significant is "unclear".
 """
 
 from dataclasses import dataclass
 
 
-AGREES, DISAGREES, TOO_SMALL, UNCLEAR = "agrees", "disagrees", "too small", "unclear"
-NOT_MEASURED, DOES_NOT_APPLY = "not measured", "does not apply"
+AGREES = "agrees"
+DISAGREES = "disagrees"
+TOO_SMALL = "too small"
+UNCLEAR = "unclear"
+NOT_MEASURED = "not measured"
+DOES_NOT_APPLY = "does not apply"
+
+LEAST_FAVOURABLE_FIRST = (DISAGREES, TOO_SMALL, UNCLEAR, AGREES)
 
 ERRORS = 2.0  # standard errors on each side of a measured effect: about 95 %
 EQUAL = 1.25  # sizes within this factor of each other count as equal
 
-ABOVE, BELOW, WITHIN = "at least", "at most", "within"
+ABOVE = "at least"
+BELOW = "at most"
+WITHIN = "within"
 
 
 @dataclass(frozen=True)
 class Effect:
-    """A measured value, and its standard error; None if one cannot be told."""
+    """A measured value, and its standard error; None if it is not known."""
 
     value: float
     error: float | None
+
+    def mapped(self, value: float, slope: float) -> "Effect":
+        """The effect on another scale: its value there, and the slope of the scale at it."""
+        error = None if self.error is None else self.error * slope
+        return Effect(value, error)
 
 
 @dataclass(frozen=True)
@@ -35,12 +48,12 @@ class Criterion:
     effect: str  # what is measured
     relation: str  # "at least", "at most" or "within"
     matters: float  # the smallest effect that matters; for "within", the largest that does not
-    opposite: float | None  # from here on the effect is against the claim; None for "within"
-    error: str  # what its standard error is over
+    opposite: float | None  # an effect this far is against the claim; None for "within"
+    error: str  # what the standard error is taken over
     reason: str
 
     def outcome(self, effect: Effect) -> str:
-        """ "agrees", "disagrees", "too small" or "unclear", by two standard errors."""
+        """Returns "agrees", "disagrees", "too small" or "unclear", by two standard errors."""
         if effect.error is None:
             return UNCLEAR
         low = effect.value - ERRORS * effect.error
@@ -50,15 +63,19 @@ class Criterion:
                 return AGREES
             return DISAGREES if low > self.matters else UNCLEAR
         assert self.opposite is not None
-        matters, opposite = self.matters, self.opposite
-        if self.relation == BELOW:
-            low, high = -high, -low
-            matters, opposite = -matters, -opposite
-        if low >= matters:
+        if self.relation == ABOVE:
+            agrees = low >= self.matters
+            disagrees = high <= self.opposite
+            is_too_small = high < self.matters
+        else:
+            agrees = high <= self.matters
+            disagrees = low >= self.opposite
+            is_too_small = low > self.matters
+        if agrees:
             return AGREES
-        if high <= opposite:
+        if disagrees:
             return DISAGREES
-        return TOO_SMALL if high < matters else UNCLEAR
+        return TOO_SMALL if is_too_small else UNCLEAR
 
 
 RQ1 = "RQ1: visual tokens that enter the projector are much larger than text."
@@ -151,7 +168,5 @@ CRITERIA = {
 
 
 def combined(outcomes: list[str]) -> str:
-    """The outcome of a claim about several effects: the least favourable one."""
-    return next(
-        outcome for outcome in (DISAGREES, TOO_SMALL, UNCLEAR, AGREES) if outcome in outcomes
-    )
+    """Returns the outcome of a claim about several effects: the least favourable one."""
+    return min(outcomes, key=LEAST_FAVOURABLE_FIRST.index)

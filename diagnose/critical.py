@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm on entry above which layers hardly turn a token: `normalign gain MODEL --critical`.
 
-A prediction before training, from a language model alone. Section 3.1 takes a layer's update to
-have the same size and angle to the state whatever the state's norm; so both are measured on text.
+This is a prediction before training. It needs only a language model: section 3.1 assumes that the
+size of a layer's update and its angle to the state do not depend on the state's norm, so both are
+measured on text.
 """
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def rotation_angle(norm: float, update: float, angle: float) -> float:
 
 @dataclass(frozen=True)
 class Updates:
-    """Updates of a decoder's layers on text, which enters with the mean norm N_text."""
+    """Updates of a decoder's layers on text that enters with the mean norm N_text."""
 
     n_text: float
     sizes: list[float]  # by layer, the geometric mean over tokens of the update's norm
@@ -51,23 +51,36 @@ class Updates:
         angles = []
         for size, angle in zip(self.sizes, self.angles, strict=True):
             angles.append(rotation_angle(norm, size, angle))
-            norm = math.sqrt(max(norm**2 + size**2 + 2 * norm * size * math.cos(angle), 0.0))
+            squared_norm = norm**2 + size**2 + 2 * norm * size * math.cos(angle)
+            norm = math.sqrt(max(squared_norm, 0.0))  # below 0 only by rounding
         return angles
 
     def relative_rotation(self, norm: float) -> float:
-        """Rotation by all layers but the last, over that of a token that enters with N_text."""
-        angles, of_text = self.rotation(norm), self.rotation(self.n_text)
-        return sum(angles[:-1] or angles) / sum(of_text[:-1] or of_text)
+        """Rotation by all layers but the last, relative to a token that enters with N_text."""
+        return self._total_rotation(norm) / self._total_rotation(self.n_text)
+
+    def _total_rotation(self, norm: float) -> float:
+        angles = self.rotation(norm)
+        if len(angles) > 1:
+            del angles[-1]
+        return sum(angles)
 
     def critical_norm(self, share: float) -> float | None:
-        """The norm at which rotation falls to `share` of text's; None above `LARGEST` N_text."""
-        low, high = self.n_text, LARGEST * self.n_text
-        if self.relative_rotation(high) > share:
+        """Returns the norm at which rotation falls to `share` of the rotation of text.
+
+        Returns None if this norm is above `LARGEST` N_text.
+        """
+        lower_bound = self.n_text
+        upper_bound = LARGEST * self.n_text
+        if self.relative_rotation(upper_bound) > share:
             return None
-        while high / low > 1 + 1e-6:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if self.relative_rotation(middle) > share else (low, middle)
-        return high
+        while upper_bound / lower_bound > 1 + 1e-6:
+            middle_norm = math.sqrt(lower_bound * upper_bound)
+            if self.relative_rotation(middle_norm) > share:
+                lower_bound = middle_norm
+            else:
+                upper_bound = middle_norm
+        return upper_bound
 
     def table(self, model: str) -> Table:
         """The table for the terminal."""
@@ -76,7 +89,9 @@ class Updates:
         table.add_row("update of layer 1", f"{self.sizes[0]:.4g}")
         for share in (CRITERIA["rotation"].matters, 0.5):
             norm = self.critical_norm(share)
-            cell = "none" if norm is None else f"{norm:.3g} ({norm / self.n_text:.3g} N_text)"
+            cell = "none"
+            if norm is not None:
+                cell = f"{norm:.3g} ({norm / self.n_text:.3g} N_text)"
             table.add_row(f"{share} of text's rotation at a norm of", cell)
         return table
 
@@ -84,20 +99,26 @@ class Updates:
 def measure_updates(
     decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_text: float, texts: list[str]
 ) -> Updates:
-    """Measures on `texts` the updates of the layers of a language model, without its head."""
+    """Measures the updates of a language model's layers on `texts`, without running its head.
+
+    `n_text` is the mean norm of text embeddings as the decoder receives them.
+    """
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:
-        ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
-        masks = torch.zeros(len(KINDS), ids.numel(), dtype=torch.bool)
-        masks[KINDS.index("text"), 1:] = True  # the first may be a sink, of huge norm
-        with torch.no_grad(), probe.watching(partial(torch.clone, masks)):
-            decoder(input_ids=ids, use_cache=False)
+        token_ids = placed(tokenizer(text, return_tensors="pt").input_ids, decoder)
+        kind_masks = torch.zeros(len(KINDS), token_ids.numel(), dtype=torch.bool)
+        kind_masks[KINDS.index("text"), 1:] = True  # the first may be a sink, of huge norm
+        with torch.no_grad(), probe.watching(kind_masks.clone):
+            decoder(input_ids=token_ids, use_cache=False)
     depth = probe.result()
-    sizes, angles = ([*curve["text"].mean] for curve in (depth.log_update, depth.update_angle))
-    for layer, size in enumerate(sizes):
-        if not math.isfinite(size):  # a layer that changes nothing
-            sizes[layer], angles[layer] = -math.inf, 0.0
-    return Updates(n_text, list(map(math.exp, sizes)), angles)
+    sizes = []
+    angles = []
+    log_sizes = depth.log_update["text"].mean
+    for log_size, angle in zip(log_sizes, depth.update_angle["text"].mean, strict=True):
+        changes_state = math.isfinite(log_size)
+        sizes.append(math.exp(log_size) if changes_state else 0.0)
+        angles.append(angle if changes_state else 0.0)
+    return Updates(n_text, sizes, angles)
 
 
 def updates_of(
@@ -105,7 +126,7 @@ def updates_of(
 ) -> Updates:
     """Measures a language model, or the decoder of a vision-language model.
 
-    Raises ValueError if the model is an adapter, or has code of its own that may not run.
+    Raises ValueError if the model is an adapter, or needs its own code and may not run it.
     """
     if (Path(model) / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{model} is an adapter. Measure its base, or merge it first.")

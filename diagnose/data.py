@@ -18,6 +18,7 @@ from transformers import ProcessorMixin
 
 from ..data.rows.forms import columns as columns_of, image_name, known_row, unread_image
 from ..data.rows.images import decode_image
+from ..data.rows.turns import Row
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
 from ..errors import printable
@@ -37,7 +38,7 @@ class Sample:
 
     @property
     def image(self) -> Image.Image:
-        """The image, upright and in RGB; decoded at each access."""
+        """The image, upright and in RGB. It is decoded at each access."""
         try:
             return decode_image(dict(self.stored))
         except ValueError as error:
@@ -46,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples, and what to call the data they were drawn from."""
+    """Samples, and the name of the data that they were drawn from."""
 
     name: str
     samples: list[Sample]
@@ -60,49 +61,55 @@ def load_samples(
     image_folder: str | None = None,
     columns: str | None = None,
 ) -> Samples:
-    """Draws questions with images, which are decoded, so that a bad one is reported at once.
+    """Draws questions with images. All images are decoded, so that a bad one is reported at once.
 
-    `data` are the built-in images, or data that can be trained on, with or without answers. Of a
-    row, the first image and the first user turn are used. Rows without an image are skipped.
+    The first image and the first user turn of a row are used. Rows without an image are skipped.
+
+    Args:
+        data: Data that can be trained on, with or without answers; by default the built-in images.
+        count: Number of samples. If there are fewer, all are used, with a warning.
+        seed: Seed by which the samples are drawn.
+        image_folder, columns: See [`DataSource`].
+
+    Raises:
+        ValueError: The data cannot be read, a row cannot be used, or no row has an image.
     """
-    rng = random.Random(seed)
-    candidates: Iterable[Sample | None]
+    generator = random.Random(seed)
+    candidates: Iterable[Sample]
     if data is None:
-        name, questions = "easy-VQA and emoji", held_out(per_kind=100)
-        rng.shuffle(questions)
-        candidates = (
-            Sample(
-                f"{asked.kind} ({asked.image.name})",
-                asked.text,
-                {"path": str(asked.image), "bytes": None},
-            )
-            for asked in questions
-        )
+        data_name = "easy-VQA and emoji"
+        candidates = _held_out_samples(generator)
     else:
         source = DataSource.named(data, image_folder=image_folder, columns=columns)
-        path = Path(source.path)
-        label = path.resolve().name if path.exists() else source.path
-        name = ":".join([label, *([] if Path(data).expanduser().exists() else data.split(":")[1:])])
-        opened = open_source(source, streaming=not path.exists())
-        rows = _shuffled(opened, max(1_000, count), rng)  # of a stream: the first
-        candidates = (_sample_of_row(*row, opened, label) for row in rows)
+        data_path = Path(source.path)
+        data_label = data_path.resolve().name if data_path.exists() else source.path
+        data_name = data_label
+        if not Path(data).expanduser().exists():  # a split or a configuration follows the path
+            data_name = ":".join([data_label, *data.split(":")[1:]])
+        opened_source = open_source(source, streaming=not data_path.exists())
+        shuffled_rows = _shuffled(opened_source, max(1_000, count), generator)
+        candidates = _samples_of_rows(shuffled_rows, opened_source, data_label)
     samples = []
-    for sample in track(islice(filter(None, candidates), count), f"images of {name}", total=count):
+    for sample in track(islice(candidates, count), f"images of {data_name}", total=count):
         sample.image  # noqa: B018  (decoded for its errors)
         samples.append(sample)
     if not samples:
-        raise ValueError(f"{name} has no row with an image. docs/data.md lists the forms of rows.")
+        raise ValueError(
+            f"{data_name} has no row with an image. docs/data.md lists the forms of rows."
+        )
     if len(samples) < count:
-        logger.warning(f"{name} has only {len(samples):,} samples, not {count:,}. All are used.")
-    return Samples(name, samples)
+        logger.warning(
+            f"{data_name} has only {len(samples):,} samples, not {count:,}. All are used."
+        )
+    return Samples(data_name, samples)
 
 
 def batches(
     processor: ProcessorMixin, samples: Sequence[Sample], batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Model inputs of `samples`, in order, padded on the left: a question after its image.
+    """Yields model inputs of `samples`, in order, padded on the left: a question after its image.
 
-    It is a user's turn of the chat template, with the generation prompt; without a template, the
+    It is a user's turn of the chat template, with the generation prompt. Without a template, the
     text is the image token, a line break and the question.
     """
     tokenizer = processor.tokenizer
@@ -111,49 +118,91 @@ def batches(
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]
         try:
-            inputs = _inputs(processor, batch)
+            inputs = dict(_inputs(processor, batch))
         except Exception as error:  # processors raise anything, and never name the sample
             names = ", ".join(sample.name for sample in batch)
             raise ValueError(f"The processor fails for {names}: {error}") from error
-        # PaliGemma's makes labels too.
-        yield {name: value for name, value in inputs.items() if name != "labels"}
+        inputs.pop("labels", None)  # PaliGemma's processor makes them too
+        yield inputs
 
 
 def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> Mapping[str, Tensor]:
-    options = {"padding": True, "padding_side": "left"}
-    if processor.chat_template:
-        contents = (
-            [{"type": "image", "image": sample.image}, {"type": "text", "text": sample.question}]
-            for sample in batch
-        )
-        return processor.apply_chat_template(
-            [[{"role": "user", "content": content}] for content in contents],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
+    padding = {"padding": True, "padding_side": "left"}
+    if not processor.chat_template:
+        texts = [f"{processor.image_token}\n{sample.question}" for sample in batch]
+        images = [[sample.image] for sample in batch]
+        return processor(
+            text=texts,
+            images=images,
             return_tensors="pt",
-            processor_kwargs=options,
+            **padding,
         )
-    texts = [f"{processor.image_token}\n{sample.question}" for sample in batch]
-    images = [[sample.image] for sample in batch]
-    return processor(text=texts, images=images, return_tensors="pt", **options)
+    chats = []
+    for sample in batch:
+        image = {"type": "image", "image": sample.image}
+        question = {"type": "text", "text": sample.question}
+        chats.append([{"role": "user", "content": [image, question]}])
+    return processor.apply_chat_template(
+        chats,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=padding,
+    )
+
+
+def _held_out_samples(rng: random.Random) -> list[Sample]:
+    """The built-in questions, in random order."""
+    questions = held_out(per_kind=100)
+    rng.shuffle(questions)
+    samples = []
+    for question in questions:
+        stored = {"path": str(question.image), "bytes": None}
+        sample_name = f"{question.kind} ({question.image.name})"
+        samples.append(Sample(sample_name, question.text, stored))
+    return samples
 
 
 def _shuffled(source: Source, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:
-    """The rows in random order; of a stream, its first `limit` rows."""
+    """Returns the rows in random order. If they are a stream, these are its first `limit` rows."""
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
-        order = rng.sample(range(len(source.data)), len(source.data))
+        row_count = len(source.data)
+        order = rng.sample(range(row_count), row_count)
         return chain.from_iterable(source.rows(row, 1) for row in order)
-    rows = list(track(islice(source, limit), f"reading {source.name}", total=limit))
+    first_rows = islice(source, limit)
+    rows = list(track(first_rows, f"reading {source.name}", total=limit))
     rng.shuffle(rows)
     return rows
 
 
-def _sample_of_row(origin: str, number: int, raw: Any, source: Source, label: str) -> Sample | None:
-    """The first image of a row and the question about it; None without an image."""
-    name = f"{label if origin == source.name else Path(origin).name}, row {number}"
-    if file := image_name(raw):
-        name += f" ({file.rpartition('/')[2] if '://' in file or os.path.isabs(file) else file})"
+def _samples_of_rows(
+    rows: Iterable[tuple[str, int, Any]], source: Source, label: str
+) -> Iterator[Sample]:
+    """Yields the samples of the rows that have an image; `label` is the name of the data."""
+    for origin, number, raw in rows:
+        name = _name_of_row(raw, number, label if origin == source.name else Path(origin).name)
+        sample = _sample_of_row(name, raw, source)
+        if sample is not None:
+            yield sample
+
+
+def _name_of_row(raw: Any, number: int, label: str) -> str:
+    """Names a row, and its image's file without the folders above the data."""
+    row_name = f"{label}, row {number}"
+    image_file = image_name(raw)
+    if not image_file:
+        return row_name
+    if "://" in image_file or os.path.isabs(image_file):
+        image_file = image_file.rpartition("/")[2]
+    return f"{row_name} ({image_file})"
+
+
+def _sample_of_row(name: str, raw: Any, source: Source) -> Sample | None:
+    """Returns a row's first image and the question about it, or None without an image.
+
+    Raises ValueError if the row has an image, but cannot be used.
+    """
     try:
         row = known_row(raw)
         if not row.images:
@@ -166,8 +215,16 @@ def _sample_of_row(origin: str, number: int, raw: Any, source: Source, label: st
         if not has_image and not unread_image(raw, []):
             return None
         raise ValueError(f"{name} cannot be used: {error}.") from error
-    asked = next((turn["content"] for turn in row.messages if turn["role"] == "user"), ())
-    question = printable("".join(part.get("text", "") for part in asked)).strip()
+    question = _first_question(row)
     if not question:
         raise ValueError(f"{name} has no question. It has the columns {columns_of(raw)}.")
     return Sample(name, question, image)
+
+
+def _first_question(row: Row) -> str:
+    """Returns the text of the first user turn, or an empty text if there is none."""
+    for turn in row.messages:
+        if turn["role"] == "user":
+            text = "".join(part.get("text", "") for part in turn["content"])
+            return printable(text).strip()
+    return ""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a report, as PNG."""
 
+from collections.abc import Sequence
 from math import degrees, isfinite
 from pathlib import Path
 from statistics import fmean
@@ -8,17 +9,23 @@ from textwrap import fill
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from PIL import Image
 
 from . import style
-from .report import Drawing, Moments, Report, number
+from .report import Attention, Depth, Drawing, Moments, Report, number
 from .style import COLORS, MARKERS, MUTED, Shown, Sketch
 
 
+Answers = list[tuple[Shown, Attention]]  # of the models that were asked a question
+
 MODALITIES = ("visual", "text")
+# Wide under narrow, so that curves that coincide can all be seen.
+LINE_WIDTHS = {"visual": 2.4, "text": 1.5}
+MARKER_SIZES = {"visual": 5.5, "text": 4.0}
 STAGES = {
     "encoder_output": ("visual", "encoder output"),
     "projector_input": ("visual", "projector input"),
@@ -35,61 +42,118 @@ STAGES = {
     "vocabulary_raw": ("text", "vocabulary, as stored"),
     "special": ("special", "special tokens, as received"),
 }
-"""Field of `Interface`: the kind of its tokens and its label, in the order in which tokens pass."""
+"""For each field of `Interface`, the kind of its tokens and its label, in the tokens' order."""
 
 
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
-    """Draws the reports, in reading order; `output` has the images that attention is drawn on."""
+    """Draws the reports into `output`, and returns the drawings in reading order.
+
+    `output` has the images that attention is drawn on.
+    """
     models = style.shown(report, against)
-    sketches = [interface(models), norms(models), cosine(models), rotation(models)]
+    sketches = [
+        interface(models),
+        norms(models),
+        cosine(models),
+        rotation(models),
+    ]
     if any(model.report.dynamics for model in models):
         sketches.append(dynamics(models))
-    for figure, drawing in (sketches := sketches + attention(models, output)):
+    sketches += attention(models, output)
+    for figure, drawing in sketches:
         figure.savefig(output / drawing.file, format="png", dpi=style.DPI)
     return [drawing for _, drawing in sketches]
 
 
 def interface(models: list[Shown]) -> Sketch:
     """Norms on the way into the language model, a row for each stage (tables 1 to 3)."""
-
-    def positive(model: Shown, stage: str) -> Moments | None:
-        """The moments of a stage; None if there are none or a logarithmic axis cannot show them."""
-        moments: Moments | None = getattr(model.report.interface, stage)
-        drawn = moments and isfinite(moments.mean + moments.std) and moments.mean > 0
-        return moments if drawn else None
-
-    stages = [stage for stage in STAGES if not stage.endswith("_raw")]
-    rows = [stage for stage in stages if any(positive(model, stage) for model in models)]
+    stages = []
+    for stage in STAGES:
+        is_received = not stage.endswith("_raw")
+        if is_received and any(_positive_moments(models, stage)):
+            stages.append(stage)
     ratios = [model.report.interface.ratio for model in models]
     sentence = "Visual tokens enter with {} the norm of text embeddings"
     title = style.ratio_title(ratios, sentence, "L2 norms at the interface")
-    figure = style.new_figure(1.3 + (0.25 + 0.17 * (len(models) - 1)) * len(rows), title)
+    row_height = 0.25 + 0.17 * (len(models) - 1)
+    figure = style.new_figure(1.3 + row_height * len(stages), title)
     axes = figure.subplots()
-    low, high = np.inf, 0.0
-    for place, model in enumerate(models):
-        axes.plot([], "o", color=MUTED, markerfacecolor=model.face(MUTED), label=model.label)
-        for row, stage in enumerate(rows):
-            if moments := positive(model, stage):
-                color, marker = COLORS[STAGES[stage][0]], MARKERS[STAGES[stage][0]]
-                y, end = row + 0.34 * (place - (len(models) - 1) / 2), moments.mean + moments.std
-                axes.errorbar(
-                    moments.mean, y, xerr=moments.std, color=color, elinewidth=1.4, fmt=marker,
-                    markersize=6.5, markerfacecolor=model.face(color), markeredgewidth=1.4,
-                )  # fmt: skip
-                axes.text(end, y, f"  {number(moments.mean, 3)}", va="center", fontsize=8.5)
-                low = min(low, max(moments.mean - moments.std, moments.mean / 2))
-                high = max(high, end)
-    axes.set_xlim(low / 1.15, high * (1.15 * high / low) ** 0.1)
+    for model in models:  # the legend has a grey marker for each
+        axes.plot(
+            [],
+            "o",
+            color=MUTED,
+            markerfacecolor=model.face(MUTED),
+            label=model.label,
+        )
+    _draw_stages(axes, models, stages)
     style.log_scale(axes, "x")
-    if target := positive(models[-1], "vocabulary"):
-        axes.axvline(target.mean, color=COLORS["text"], linewidth=1, linestyle=":", zorder=1)
-    axes.set_yticks(range(len(rows)), [STAGES[stage][1] for stage in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    text_norm = _positive_moments(models, "vocabulary")[-1]
+    if text_norm is not None:
+        axes.axvline(
+            text_norm.mean,
+            color=COLORS["text"],
+            linewidth=1,
+            linestyle=":",
+            zorder=1,
+        )
+    stage_labels = [STAGES[stage][1] for stage in stages]
+    axes.set_yticks(range(len(stages)), stage_labels)
+    axes.set_ylim(len(stages) - 0.5, -0.5)
     style.tidy(axes, "L2 norm (logarithmic)", "")
     axes.grid(False, axis="y")
     style.legend(figure, axes, 2)
     caption = "Mean and standard deviation of norms (tables 1 to 3). The dotted line is N_text."
     return figure, Drawing("interface.png", "Norms at the interface", caption, "interface")
+
+
+def _positive_moments(models: list[Shown], stage: str) -> list[Moments | None]:
+    """Returns a stage's moments by model, or None if a logarithmic axis cannot show them."""
+    moments_by_model: list[Moments | None] = []
+    for model in models:
+        moments: Moments | None = getattr(model.report.interface, stage)
+        if moments is not None:
+            is_finite = isfinite(moments.mean + moments.std)
+            if not is_finite or moments.mean <= 0:
+                moments = None
+        moments_by_model.append(moments)
+    return moments_by_model
+
+
+def _draw_stages(axes: Axes, models: list[Shown], stages: list[str]) -> None:
+    """Draws a row for each stage, in which each model has its height, and limits the norms."""
+    lower_ends = []
+    upper_ends = []
+    middle = (len(models) - 1) / 2
+    for stage_index, stage in enumerate(stages):
+        kind, _ = STAGES[stage]
+        for model_index, moments in enumerate(_positive_moments(models, stage)):
+            if moments is not None:
+                lower_ends.append(max(moments.mean - moments.std, moments.mean / 2))
+                upper_ends.append(moments.mean + moments.std)
+                height = stage_index + 0.34 * (model_index - middle)
+                _draw_norm(axes, height, moments, kind, models[model_index])
+    lowest = min(lower_ends)
+    highest = max(upper_ends)
+    room_for_numbers = (1.15 * highest / lowest) ** 0.1
+    axes.set_xlim(lowest / 1.15, highest * room_for_numbers)
+
+
+def _draw_norm(axes: Axes, height: float, moments: Moments, kind: str, model: Shown) -> None:
+    """Draws the mean norm of a kind of token, with its deviation and its number, at a height."""
+    axes.errorbar(
+        moments.mean,
+        height,
+        xerr=moments.std,
+        color=COLORS[kind],
+        elinewidth=1.4,
+        fmt=MARKERS[kind],
+        markersize=6.5,
+        markerfacecolor=model.face(COLORS[kind]),
+        markeredgewidth=1.4,
+    )
+    label = f"  {number(moments.mean, 3)}"
+    axes.text(moments.mean + moments.std, height, label, va="center", fontsize=8.5)
 
 
 def norms(models: list[Shown]) -> Sketch:
@@ -108,7 +172,10 @@ def norms(models: list[Shown]) -> Sketch:
 def cosine(models: list[Shown]) -> Sketch:
     """Cosine similarity of consecutive states (figures 2, 3, 4b)."""
     curves = models[-1].report.depth.cosine
-    means = (f"{number(fmean(curves[kind].mean), 3)} for {kind}" for kind in kinds_of(models[-1]))
+    means = []
+    for kind in kinds_of(models[-1]):
+        mean = fmean(curves[kind].mean)
+        means.append(f"{number(mean, 3)} for {kind}")
     title = f"Cosine similarity between layers is {', '.join(means)} tokens"
     figure = in_depth(models, "cosine", title, "cosine similarity\nof consecutive states")
     caption = "Cosine of a token's states around a layer (figures 2, 3, 4b): mean and deviation."
@@ -128,96 +195,194 @@ def rotation(models: list[Shown]) -> Sketch:
 
 def dynamics(models: list[Shown]) -> Sketch:
     """Cosine similarity between layers over training (figure 5)."""
-    recorded = [model for model in models if model.report.dynamics]
-    figure = style.new_figure(0.9 + 2.5 * len(recorded), "Cosine between layers during training")
-    steps = [entry.step for model in recorded for entry in model.report.dynamics]
-    # The brightest yellow of viridis cannot be seen on white.
-    colors = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)))
-    scale = ScalarMappable(Normalize(min(steps), max(max(steps), min(steps) + 1)), colors)
-    grid = figure.subplots(len(recorded), 2, squeeze=False, sharex=True, sharey=True)
-    for row, model in zip(grid, recorded, strict=True):
-        for axes, kind in zip(row, MODALITIES, strict=True):
-            for entry in model.report.dynamics:
-                values: list[float] = getattr(entry, kind)
-                layers, color = range(1, len(values) + 1), scale.to_rgba(entry.step)
-                axes.plot(layers, values, color=color, linewidth=1.3)
-            style.tidy(axes, "layer", "cosine similarity", f"{kind}, {model.label}")
-            axes.label_outer()
-    figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02)
+    recording_models = [model for model in models if model.report.dynamics]
+    height = 0.9 + 2.5 * len(recording_models)
+    figure = style.new_figure(height, "Cosine between layers during training")
+    step_colors = _colors_of_steps(recording_models)
+    panels = figure.subplots(
+        len(recording_models),
+        len(MODALITIES),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
+    for model_panels, model in zip(panels, recording_models, strict=True):
+        for axes, modality in zip(model_panels, MODALITIES, strict=True):
+            _draw_dynamics(axes, model, modality, step_colors)
+    figure.colorbar(
+        step_colors,
+        ax=panels,
+        label="optimizer step",
+        aspect=30,
+        pad=0.02,
+    )
     caption = "Mean cosine of a token's states before and after each layer, by step (figure 5)."
     return figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics")
+
+
+def _draw_dynamics(axes: Axes, model: Shown, modality: str, step_colors: ScalarMappable) -> None:
+    """Draws a curve over layers for each step that a model recorded."""
+    for dynamics_step in model.report.dynamics:
+        cosines: list[float] = getattr(dynamics_step, modality)
+        layers = range(1, len(cosines) + 1)
+        color = step_colors.to_rgba(dynamics_step.step)
+        axes.plot(layers, cosines, color=color, linewidth=1.3)
+    title = f"{modality}, {model.label}"
+    style.tidy(axes, "layer", "cosine similarity", title)
+    axes.label_outer()
+
+
+def _colors_of_steps(models: list[Shown]) -> ScalarMappable:
+    """Returns a scale of colours over the optimizer steps that were recorded."""
+    steps = [entry.step for model in models for entry in model.report.dynamics]
+    first_step = min(steps)
+    last_step = max(steps)
+    if last_step == first_step:
+        last_step += 1
+    # The brightest yellow of viridis cannot be seen on white.
+    shades = colormaps["viridis"](np.linspace(0, 0.92, 256))
+    return ScalarMappable(Normalize(first_step, last_step), ListedColormap(shades))
 
 
 def attention(models: list[Shown], images: Path) -> list[Sketch]:
     """The image of every question with maps, and where models look in it, averaged over layers."""
     sketches = []
-    for place, asked in enumerate(models[-1].report.attention, 1):
-        if not asked.maps:
-            continue
-        answers = [(m, answer) for m in models for answer in m.report.attention[place - 1 : place]]
-        image = Image.open(images / str(asked.image), formats=("PNG",)).convert("RGB")
-        words = fill(style.drawable(asked.question), 76, max_lines=3, placeholder=" …")
-        maps = [100 * np.mean(answer.maps, axis=0) for _, answer in answers]
-        width = (style.WIDTH - 0.8) / (1 + len(maps))
-        shape = min(2.0, max(0.3, image.height / image.width))
-        height = 0.35 + shape * width + 0.25 * (words.count("\n") + 3)
-        figure = style.new_figure(height, f"Where text looks when asked:\n{words}")
-        panels = figure.subplots(1, 1 + len(maps))
-        for axes in panels:
-            axes.set_axis_off()
-        panels[0].imshow(image)
-        panels[0].set_title("the image", fontsize=8.5)
-        # Up to a high quantile: a few cells with nearly everything would leave all others black.
-        brightest = np.quantile(np.concatenate([np.ravel(shares) for shares in maps]), 0.995)
-        scale = Normalize(0, max(brightest, 1e-9))
-        for axes, (model, answer), shares in zip(panels[1:], answers, maps, strict=True):
-            aspect = "equal" if answer.grid else "auto"
-            shades = axes.imshow(shares, cmap="magma", norm=scale, aspect=aspect)
-            axes.set_title(fill(model.label, 26), fontsize=8.5)
-        bar = figure.colorbar(shades, ax=panels, extend="max", aspect=40, extendfrac=0.02, pad=0.02)
-        bar.set_label("share of the attention\nto the image (%)", fontsize=8)
-        bar.ax.tick_params(labelsize=8)
-        order = "" if asked.grid else ", visual tokens in order, since they form no single grid"
-        caption = (
-            f"Attention from the text after the image to its tokens: average over layers{order} "
-            f"(appendix G). A map sums to 100 %. Question: {style.elide(asked.question, 300)}"
-        )
-        file, title = f"attention_{place}.png", f"Attention, question {place}"
-        sketches.append((figure, Drawing(file, title, caption, "attention")))
+    for question_index, main_answer in enumerate(models[-1].report.attention):
+        if main_answer.maps:
+            answers: Answers = []
+            for model in models:
+                if question_index < len(model.report.attention):
+                    answers.append((model, model.report.attention[question_index]))
+            image_file = images / str(main_answer.image)
+            image = Image.open(image_file, formats=("PNG",)).convert("RGB")
+            figure = _draw_attention(image, main_answer.question, answers)
+            drawing = _attention_drawing(question_index + 1, main_answer)
+            sketches.append((figure, drawing))
     return sketches
 
 
+def _attention_drawing(question_number: int, answer: Attention) -> Drawing:
+    """Returns file name, title and caption of a question's maps."""
+    order = ""
+    if not answer.grid:
+        order = ", visual tokens in order, since they form no single grid"
+    caption = (
+        f"Attention from the text after the image to its tokens: average over layers{order} "
+        f"(appendix G). A map sums to 100 %. Question: {style.elide(answer.question, 300)}"
+    )
+    file_name = f"attention_{question_number}.png"
+    title = f"Attention, question {question_number}"
+    return Drawing(file_name, title, caption, "attention")
+
+
+def _draw_attention(image: Image.Image, question: str, answers: Answers) -> Figure:
+    """Draws an image, and beside it the mean map of each model on one scale."""
+    words = fill(style.drawable(question), 76, max_lines=3, placeholder=" …")
+    panel_width = (style.WIDTH - 0.8) / (1 + len(answers))
+    aspect_ratio = min(2.0, max(0.3, image.height / image.width))
+    lines_of_text = words.count("\n") + 3
+    height = 0.35 + aspect_ratio * panel_width + 0.25 * lines_of_text
+    figure = style.new_figure(height, f"Where text looks when asked:\n{words}")
+    panels = figure.subplots(1, 1 + len(answers))
+    for axes in panels:
+        axes.set_axis_off()
+    panels[0].imshow(image)
+    panels[0].set_title("the image", fontsize=8.5)
+    shaded_map = _draw_maps(panels[1:], answers)
+    color_bar = figure.colorbar(
+        shaded_map,
+        ax=panels,
+        extend="max",
+        aspect=40,
+        extendfrac=0.02,
+        pad=0.02,
+    )
+    color_bar.set_label("share of the attention\nto the image (%)", fontsize=8)
+    color_bar.ax.tick_params(labelsize=8)
+    return figure
+
+
+def _draw_maps(panels: Sequence[Axes], answers: Answers) -> ScalarMappable:
+    """Draws each model's map in its panel, all with the scale of colours that it returns."""
+    maps = []
+    for _, answer in answers:
+        mean_map = np.mean(answer.maps, axis=0)
+        maps.append(100 * mean_map)
+    # Up to a high quantile: a few cells with nearly everything would leave all others black.
+    shares_of_all = np.concatenate([np.ravel(shares) for shares in maps])
+    brightest = np.quantile(shares_of_all, 0.995)
+    color_scale = Normalize(0, max(brightest, 1e-9))
+    for axes, (model, answer), shares in zip(panels, answers, maps, strict=True):
+        shaded_map = axes.imshow(
+            shares,
+            cmap="magma",
+            norm=color_scale,
+            aspect="equal" if answer.grid else "auto",
+        )
+        axes.set_title(fill(model.label, 26), fontsize=8.5)
+    return shaded_map
+
+
 def kinds_of(model: Shown) -> list[str]:
-    """The modalities that were measured."""
+    """Returns the modalities that were measured."""
     return [kind for kind in MODALITIES if kind in model.report.depth.norm]
 
 
-def in_depth(models: list[Shown], field: str, title: str, label: str, factor: float = 1) -> Figure:
-    """A figure of a field of each model's `Depth`, times `factor`, over layers or states."""
-    figure, first = style.new_figure(4.3, title), 0 if field == "norm" else 1
+def in_depth(
+    models: list[Shown], quantity: str, title: str, label: str, factor: float = 1
+) -> Figure:
+    """Draws a quantity of each model's `Depth`, times `factor`, over layers or states."""
+    figure = style.new_figure(4.3, title)
     axes = figure.subplots()
     for model in models:
         for kind in kinds_of(model):
-            curve = getattr(model.report.depth, field)[kind]
-            mean, std = factor * np.asarray(curve.mean), factor * np.asarray(curve.std)
-            low, high = mean - std, mean + std
-            if field == "norm":
-                logarithm = model.report.depth.log_norm[kind]
-                center, spread = np.asarray(logarithm.mean), np.asarray(logarithm.std)
-                low, high = np.exp(center - spread), np.exp(center + spread)
-            # Wide under narrow, so that curves that coincide can all be seen.
-            width, size = (2.4, 5.5) if kind == "visual" else (1.5, 4.0)
-            x, color = range(first, first + len(mean)), COLORS[kind]
-            axes.plot(
-                x, mean, label=f"{kind}, {model.label}", color=color, marker=MARKERS[kind],
-                markerfacecolor=model.face(color), linestyle="--" if model.baseline else "-",
-                linewidth=1.2 if model.baseline else width, zorder=4 if model.baseline else 3,
-                markersize=size,
-            )  # fmt: skip
-            if not model.baseline:  # twice as many bands would hide each other
-                axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-    if field == "norm":
+            _draw_curve(axes, model, kind, quantity, factor)
+    if quantity == "norm":
         style.log_scale(axes, "y")
-    style.tidy(axes, "layer" if first else "state (0 enters the first layer)", label)
+        style.tidy(axes, "state (0 enters the first layer)", label)
+    else:
+        style.tidy(axes, "layer", label)
     style.legend(figure, axes, len(models))
     return figure
+
+
+def _draw_curve(axes: Axes, model: Shown, kind: str, quantity: str, factor: float) -> None:
+    """Draws the curve of a kind of token and, unless it is the baseline's, its band."""
+    depth = model.report.depth
+    means = factor * np.asarray(getattr(depth, quantity)[kind].mean)
+    first_position = 0 if quantity == "norm" else 1
+    positions = range(first_position, first_position + len(means))
+    line_style = {"linestyle": "-", "linewidth": LINE_WIDTHS[kind], "zorder": 3}
+    if model.baseline:
+        line_style = {"linestyle": "--", "linewidth": 1.2, "zorder": 4}
+    axes.plot(
+        positions,
+        means,
+        label=f"{kind}, {model.label}",
+        color=COLORS[kind],
+        marker=MARKERS[kind],
+        markerfacecolor=model.face(COLORS[kind]),
+        markersize=MARKER_SIZES[kind],
+        **line_style,
+    )
+    if not model.baseline:  # twice as many bands would hide each other
+        lower_end, upper_end = _band(depth, kind, quantity)
+        axes.fill_between(
+            positions,
+            factor * lower_end,
+            factor * upper_end,
+            color=COLORS[kind],
+            alpha=0.15,
+            linewidth=0,
+        )
+
+
+def _band(depth: Depth, kind: str, quantity: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ends of one standard deviation. For norms, it is taken of their logarithm."""
+    if quantity == "norm":
+        lower_end, upper_end = _band(depth, kind, "log_norm")
+        return np.exp(lower_end), np.exp(upper_end)
+    curve = getattr(depth, quantity)[kind]
+    means = np.asarray(curve.mean)
+    deviations = np.asarray(curve.std)
+    return means - deviations, means + deviations

@@ -2,7 +2,7 @@
 """The measurement in words: the main numbers, and whether they agree with the paper's claims."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from .criteria import (
@@ -43,39 +43,52 @@ class Finding:
 def verdict(report: Report, against: Report | None = None) -> list[str]:
     """The main numbers, whether this is the paper's problem, and a count or a comparison."""
     depth = report.depth
-    first = (
+    numbers = (
         f"Visual tokens enter the decoder at {number(report.entry_ratio, 2)} × the norm of text "
         f"and rotate {with_error(depth.asymmetry, depth.asymmetry_error)} × as much as text in "
         f"each layer (mean over layers 1 to {report.layers - 1})."
     )
     if against is None:
-        outcomes = [finding.outcome for finding in findings(report)]
-        checked = [outcome for outcome in outcomes if outcome in CHECKED]
-        agree = checked.count(AGREES)
-        counted = f"Of the paper's claims, this can check {len(checked)}, and agrees with {agree}."
-        return [first, problem(report), counted]
-    values = (report.entry_ratio, against.entry_ratio, depth.asymmetry, against.depth.asymmetry)
-    norm, norm_before, rotation, rotation_before = (f"{number(value, 3)} ×" for value in values)
-    compared = (
-        f"Compared with {against.model}, their norm is {norm} that of text instead of "
-        f"{norm_before}, and their rotation {rotation} that of text instead of {rotation_before}."
-    )
+        return [numbers, problem(report), _count(report)]
     problems = [f"{model.model}: {problem(model)}" for model in (against, report)]
-    return [first, " ".join(problems), compared]
+    return [numbers, " ".join(problems), _comparison(report, against)]
+
+
+def _count(report: Report) -> str:
+    """Says how many of the paper's claims could be checked, and how many agree."""
+    outcomes = [finding.outcome for finding in findings(report)]
+    checked = sum(outcome in CHECKED for outcome in outcomes)
+    agreeing = outcomes.count(AGREES)
+    return f"Of the paper's claims, this can check {checked}, and agrees with {agreeing}."
+
+
+def _comparison(report: Report, against: Report) -> str:
+    """Compares norm and rotation of visual tokens with the baseline's."""
+    norm = number(report.entry_ratio, 3)
+    norm_before = number(against.entry_ratio, 3)
+    rotation = number(report.depth.asymmetry, 3)
+    rotation_before = number(against.depth.asymmetry, 3)
+    return (
+        f"Compared with {against.model}, their norm is {norm} × that of text instead of "
+        f"{norm_before} ×, and their rotation {rotation} × that of text instead of "
+        f"{rotation_before} ×."
+    )
 
 
 def problem(report: Report) -> str:
     """Whether the model has the problem that the paper describes, by the rule for RQ2 and RQ3."""
-    size, rotation = _size(report.interface.visual, report), _rotation(report)
+    size = _size(report.interface.visual, report)
+    rotation = _rotation(report)
     if size is None or rotation is None:
         return "Whether it has the problem that the paper describes was not measured."
-    outcomes = CRITERIA["decoder"].outcome(size), _rotation_outcome(report)
-    if outcomes == (AGREES, AGREES):
+    size_outcome = CRITERIA["decoder"].outcome(size)
+    rotation_outcome = _rotation_outcome(report, rotation)
+    if size_outcome == rotation_outcome == AGREES:
         return "It has the problem that the paper describes."
     reasons = []
-    if outcomes[0] in (DISAGREES, TOO_SMALL):
+    if size_outcome in (DISAGREES, TOO_SMALL):
         reasons.append("are not much larger than text")
-    if outcomes[1] in (DISAGREES, TOO_SMALL):
+    if rotation_outcome in (DISAGREES, TOO_SMALL):
         reasons.append("do not rotate clearly less")
     if reasons:
         words = " and ".join(reasons)
@@ -84,31 +97,43 @@ def problem(report: Report) -> str:
 
 
 def findings(report: Report, against: Report | None = None) -> list[Finding]:
-    """The paper's claims; those about models without the norm are about `against` if it is one."""
-    baseline = against if against and report.has_norm and not against.has_norm else None
-    subject = baseline or report
-    checked = [
-        (subject, _at_projector(subject)),
-        (subject, _at_decoder(subject)),
-        (subject, _asymmetry(subject)),
-        (subject, _updates(subject)),
-        (subject, _bottom(subject)),
+    """Returns the paper's claims, and whether each holds here.
+
+    Claims about models without the norm are about `against`, if only `report` has the norm.
+    """
+    baseline = None
+    if against is not None and report.has_norm and not against.has_norm:
+        baseline = against
+    subject = report if baseline is None else baseline
+    about_subject = [
+        _at_projector(subject),
+        _at_decoder(subject),
+        _asymmetry(subject),
+        _updates(subject),
+        _bottom(subject),
     ]
-    if baseline:
-        compared = [_nearness(report, baseline), _focus(report, baseline)]
-    elif report.has_norm:
-        reason = "A model without the norm is needed to compare with."
-        compared = [Finding(claim, NOT_MEASURED, reason) for claim in (NEARNESS, FOCUS)]
-    else:
-        reason = "The model has no norm after its projector."
-        compared = [Finding(claim, DOES_NOT_APPLY, reason) for claim in (NEARNESS, FOCUS)]
-    checked += [(report, finding) for finding in compared]
+    about_report = _effects_of_norm(report, baseline)
     if against is None:
-        return [finding for _, finding in checked]
-    return [
-        Finding(finding.claim, finding.outcome, f"{model.model}: {finding.sentence}")
-        for model, finding in checked
-    ]
+        return about_subject + about_report
+    return _named(about_subject, subject) + _named(about_report, report)
+
+
+def _effects_of_norm(report: Report, baseline: Report | None) -> list[Finding]:
+    """Returns the claims about the norm. They need a baseline without it."""
+    if baseline is not None:
+        return [_nearness(report, baseline), _focus(report, baseline)]
+    if report.has_norm:
+        outcome = NOT_MEASURED
+        reason = "A model without the norm is needed to compare with."
+    else:
+        outcome = DOES_NOT_APPLY
+        reason = "The model has no norm after its projector."
+    return [Finding(claim, outcome, reason) for claim in (NEARNESS, FOCUS)]
+
+
+def _named(unnamed: list[Finding], model: Report) -> list[Finding]:
+    """Puts the model's name before the sentences of findings about it."""
+    return [replace(finding, sentence=f"{model.model}: {finding.sentence}") for finding in unnamed]
 
 
 def _not_measured(claim: str) -> Finding:
@@ -116,19 +141,19 @@ def _not_measured(claim: str) -> Finding:
 
 
 def _at_projector(report: Report) -> Finding:
-    """RQ1, of the rows that the projector reads; of the encoder's where there are none (Ovis)."""
-    received, last = report.interface.projector_input, report.interface.encoder_output
-    effect, of_last = _size(received, report), _size(last, report)
-    if effect is None and of_last is None:
-        return _not_measured(RQ1)
+    """RQ1, for the rows that the projector reads, or else for the encoder's (Ovis)."""
+    projector_input = _size(report.interface.projector_input, report)
+    encoder_output = _size(report.interface.encoder_output, report)
+    effect = projector_input or encoder_output
     if effect is None:
-        effect, of_last = of_last, None
+        return _not_measured(RQ1)
+    if projector_input is None:
         sentence = f"They leave the encoder at {_times(effect)} the norm of text."
     else:
         sentence = f"They enter the projector at {_times(effect)} the norm of text."
-    if of_last is not None:
-        sentence += f" All tokens of the encoder's own last layer have {_times(of_last)}."
-    assert effect is not None
+        if encoder_output is not None:
+            times = _times(encoder_output)
+            sentence += f" All tokens of the encoder's own last layer have {times}."
     return Finding(RQ1, CRITERIA["projector"].outcome(effect), sentence)
 
 
@@ -144,30 +169,37 @@ def _at_decoder(report: Report) -> Finding:
 
 
 def _asymmetry(report: Report) -> Finding:
-    size, rotation = report.entry_ratio, _rotation(report)
-    if size is None or rotation is None:
+    rotation = _rotation(report)
+    if report.entry_ratio is None or rotation is None:
         return _not_measured(RQ3)
     less, layers = _layers_rotating_less(report)
-    turned = f"They rotate {with_error(rotation.value, rotation.error)} × as much as text"
-    sentence = f"{turned}, and less in {less} of {layers} layers."
-    if size <= EQUAL:
+    sentence = (
+        f"They rotate {with_error(rotation.value, rotation.error)} × as much as text, "
+        f"and less in {less} of {layers} layers."
+    )
+    if report.entry_ratio <= EQUAL:
         return Finding(RQ3, DOES_NOT_APPLY, f"Visual tokens are not larger here. {sentence}")
     if rotation.error is None:
         sentence += " One batch has no standard error: take more samples or smaller batches."
-    return Finding(RQ3, _rotation_outcome(report), sentence)
+    return Finding(RQ3, _rotation_outcome(report, rotation), sentence)
 
 
 def _updates(report: Report) -> Finding:
-    size, angle = _distance(report, "log_update"), _distance(report, "update_angle")
-    if size is None or angle is None:
+    log_size = _distance(report, "log_update")
+    angle = _distance(report, "update_angle")
+    if log_size is None or angle is None:
         return _not_measured(UPDATES)
-    factor, apart = _exponential(size), _in_degrees(angle)
+    factor = _exponential(log_size)
+    degrees = angle.mapped(math.degrees(angle.value), math.degrees(1))
     outcomes = [
         CRITERIA["update size"].outcome(factor),
-        CRITERIA["update angle"].outcome(apart),
+        CRITERIA["update angle"].outcome(degrees),
     ]
-    means = f"Sizes differ by a factor of {_number(factor)}, angles by {_number(apart)} degrees"
-    return Finding(UPDATES, combined(outcomes), f"{means} on average over layers.")
+    sentence = (
+        f"Sizes differ by a factor of {_number(factor)}, angles by {_number(degrees)} degrees "
+        "on average over layers."
+    )
+    return Finding(UPDATES, combined(outcomes), sentence)
 
 
 def _bottom(report: Report) -> Finding:
@@ -177,66 +209,76 @@ def _bottom(report: Report) -> Finding:
     if not biases:
         return _not_measured(BOTTOM)
     effect = _mean(biases)
-    share = f"The bottom third gets {_number(effect)} × an even share"
-    sentence = f"{share} (questions: {len(biases)})."
+    sentence = (
+        f"The bottom third gets {_number(effect)} × an even share (questions: {len(biases)})."
+    )
     return Finding(BOTTOM, CRITERIA["bottom"].outcome(effect), sentence)
 
 
 def _nearness(report: Report, against: Report) -> Finding:
-    norm, norm_before = _distance(report, "log_norm"), _distance(against, "log_norm")
-    rotation, rotation_before = _rotation(report), _rotation(against)
+    norm = _distance(report, "log_norm")
+    norm_before = _distance(against, "log_norm")
+    rotation = _rotation(report)
+    rotation_before = _rotation(against)
     if norm is None or norm_before is None or rotation is None or rotation_before is None:
         return _not_measured(NEARNESS)
     norms = _fall(norm_before, norm)
-    rotations = _fall(_off_one(rotation_before), _off_one(rotation))
+    rotations = _fall(_distance_from_one(rotation_before), _distance_from_one(rotation))
     outcomes = [
         CRITERIA["nearer norms"].outcome(norms),
         CRITERIA["nearer rotations"].outcome(rotations),
     ]
-    factor, factor_before = _exponential(norm), _exponential(norm_before)
+    factor = _number(_exponential(norm))
+    factor_before = _number(_exponential(norm_before))
     sentence = (
-        f"Norms differ by a factor of {_number(factor)} on average, {_number(factor_before)} "
-        f"without it; rotation is {_number(rotation)} × text's, {_number(rotation_before)} × "
-        "without it."
+        f"Norms differ by a factor of {factor} on average, {factor_before} without it; "
+        f"rotation is {_number(rotation)} × text's, {_number(rotation_before)} × without it."
     )
     return Finding(NEARNESS, combined(outcomes), sentence)
 
 
 def _focus(report: Report, against: Report) -> Finding:
-    pairs = list(zip(report.attention, against.attention, strict=False))
-    if not pairs or any(new.question != old.question for new, old in pairs):
+    entropies = []
+    entropies_before = []
+    differences = []
+    for answer, answer_before in zip(report.attention, against.attention, strict=False):
+        if answer.question != answer_before.question:
+            return _not_measured(FOCUS)
+        entropies.append(fmean(answer.entropy))
+        entropies_before.append(fmean(answer_before.entropy))
+        differences.append(entropies_before[-1] - entropies[-1])
+    if not differences:
         return _not_measured(FOCUS)
-    new = [fmean(answer.entropy) for answer, _ in pairs]
-    old = [fmean(answer.entropy) for _, answer in pairs]
-    effect = _mean([before - now for now, before in zip(new, old, strict=True)])
-    means = f"{number(fmean(new), 3)}, {number(fmean(old), 3)} without it"
-    sentence = f"Entropy {means}; 1 is even (lower by {_number(effect)}, questions: {len(new)})."
+    effect = _mean(differences)
+    entropy = number(fmean(entropies), 3)
+    entropy_before = number(fmean(entropies_before), 3)
+    sentence = (
+        f"Entropy {entropy}, {entropy_before} without it; 1 is even "
+        f"(lower by {_number(effect)}, questions: {len(entropies)})."
+    )
     return Finding(FOCUS, CRITERIA["entropy"].outcome(effect), sentence)
 
 
 def _size(visual: Moments | None, report: Report) -> Effect | None:
-    """Mean norm of visual tokens over N_text, or over that of the text in the data without it."""
-    norms, samples = report.interface, report.samples
-    text = norms.vocabulary or norms.text
+    """Mean norm of visual tokens over N_text, or over the norm of text in the data without it."""
+    text = report.interface.vocabulary or report.interface.text
     if visual is None or text is None or not text.mean:
         return None
     ratio = visual.mean / text.mean
-    relative = _error_over_samples(visual, samples)
-    if relative is not None and norms.vocabulary is None:  # the vocabulary's mean has no error
-        of_text = _error_over_samples(text, samples)
-        assert of_text is not None
-        relative = math.hypot(relative, of_text)
-    return Effect(ratio, None if relative is None else ratio * relative)
+    if report.samples < 2 or not visual.mean:
+        return Effect(ratio, None)
+    error = _relative_error(visual, report.samples)
+    if report.interface.vocabulary is None:  # the vocabulary's mean has no error
+        error = math.hypot(error, _relative_error(text, report.samples))
+    return Effect(ratio, ratio * error)
 
 
-def _error_over_samples(norms: Moments, samples: int) -> float | None:
-    """Standard error of the mean over itself, at most.
+def _relative_error(norms: Moments, samples: int) -> float:
+    """Returns the standard error of the mean, at most, over the mean.
 
     Tokens of an image are alike, so each sample counts once: the deviation between the means of
-    samples is at most that between tokens.
+    samples is at most the deviation between tokens.
     """
-    if samples < 2 or not norms.mean:
-        return None
     return norms.std / norms.mean / math.sqrt(samples)
 
 
@@ -246,73 +288,86 @@ def _rotation(report: Report) -> Effect | None:
     return Effect(report.depth.asymmetry, report.depth.asymmetry_error)
 
 
-def _rotation_outcome(report: Report) -> str:
+def _rotation_outcome(report: Report, rotation: Effect) -> str:
     """Whether visual tokens rotate less: on average, and in more layers than chance gives."""
-    rotation = _rotation(report)
     less, layers = _layers_rotating_less(report)
-    assert rotation is not None
     share = Effect(math.nan, None)
     if layers:
         share = Effect(less / layers, 0.5 / math.sqrt(layers))  # the error of a fair coin
-    return combined([CRITERIA["rotation"].outcome(rotation), CRITERIA["layers"].outcome(share)])
+    outcomes = [
+        CRITERIA["rotation"].outcome(rotation),
+        CRITERIA["layers"].outcome(share),
+    ]
+    return combined(outcomes)
 
 
 def _layers_rotating_less(report: Report) -> tuple[int, int]:
-    """In how many layers visual tokens rotate less than text, and of how many; without the last."""
+    """Returns in how many layers visual tokens rotate less than text, and the number of layers.
+
+    The last layer is left out.
+    """
     rotation = report.depth.rotation
     if "visual" not in rotation or "text" not in rotation:
         return 0, 0
-    pairs = list(zip(rotation["visual"].mean, rotation["text"].mean, strict=True))[:-1]
-    return sum(visual < text for visual, text in pairs), len(pairs)
+    visual_angles = rotation["visual"].mean[:-1]
+    text_angles = rotation["text"].mean[:-1]
+    layers_rotating_less = 0
+    for visual_angle, text_angle in zip(visual_angles, text_angles, strict=True):
+        if visual_angle < text_angle:
+            layers_rotating_less += 1
+    return layers_rotating_less, len(visual_angles)
 
 
 def _distance(report: Report, quantity: str) -> Effect | None:
     """Mean distance of visual from text tokens over states, or over layers but the last."""
     curves = getattr(report.depth, quantity)
-    visual, text = curves.get("visual"), curves.get("text")
-    if not visual or not text:
+    if "visual" not in curves or "text" not in curves:
         return None
+    visual = curves["visual"]
+    text = curves["text"]
     layers = list(zip(visual.mean, text.mean, visual.std, text.std, strict=True))
     if quantity != "log_norm":
         layers = layers[:-1]
-    layers = [layer for layer in layers if all(map(math.isfinite, layer))]  # no idle layers
-    if not layers:
+    distances = []
+    deviations = []
+    for layer in layers:
+        if all(map(math.isfinite, layer)):  # the layer changes its input
+            visual_mean, text_mean, visual_std, text_std = layer
+            distances.append(abs(visual_mean - text_mean))
+            deviations.append(math.hypot(visual_std, text_std))
+    if not distances:
         return None
-    distance = fmean(abs(mean - of_text) for mean, of_text, _, _ in layers)
     if report.samples < 2:
-        return Effect(distance, None)
+        return Effect(fmean(distances), None)
     # Layers see the same tokens, so averaging over layers does not lower the error.
-    spread = fmean(math.hypot(std, of_text) for _, _, std, of_text in layers)
-    return Effect(distance, spread / math.sqrt(report.samples))
+    return Effect(fmean(distances), fmean(deviations) / math.sqrt(report.samples))
 
 
-def _off_one(ratio: Effect) -> Effect:
-    """How far a ratio is from 1, on a logarithmic scale."""
+def _distance_from_one(ratio: Effect) -> Effect:
+    """Returns how far a ratio is from 1, on a logarithmic scale."""
     if not ratio.value > 0:
         return Effect(math.inf, None)
-    error = None if ratio.error is None else ratio.error / ratio.value
-    return Effect(abs(math.log(ratio.value)), error)
+    return ratio.mapped(abs(math.log(ratio.value)), 1 / ratio.value)
 
 
 def _fall(before: Effect, now: Effect) -> Effect:
-    """The factor by which two quantities come nearer, from the logarithmic distances."""
+    """Returns the factor by which two quantities come nearer, from the logarithmic distances."""
     if before.error is None or now.error is None:
         return Effect(math.nan, None)
-    return _exponential(Effect(before.value - now.value, math.hypot(before.error, now.error)))
+    error = math.hypot(before.error, now.error)
+    return _exponential(Effect(before.value - now.value, error))
 
 
 def _exponential(logarithm: Effect) -> Effect:
     factor = math.exp(logarithm.value)
-    return Effect(factor, None if logarithm.error is None else factor * logarithm.error)
-
-
-def _in_degrees(angle: Effect) -> Effect:
-    error = None if angle.error is None else math.degrees(angle.error)
-    return Effect(math.degrees(angle.value), error)
+    return logarithm.mapped(factor, slope=factor)
 
 
 def _mean(values: list[float]) -> Effect:
-    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    """Returns the mean, with its standard error if there are several values."""
+    error = None
+    if len(values) > 1:
+        error = stdev(values) / math.sqrt(len(values))
     return Effect(fmean(values), error)
 
 
@@ -320,6 +375,5 @@ def _number(effect: Effect) -> str:
     return with_error(effect.value, effect.error, digits=3)
 
 
-def _times(effect: Effect | None) -> str:
-    assert effect is not None
+def _times(effect: Effect) -> str:
     return f"{number(effect.value, 2)} ×"

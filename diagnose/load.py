@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of model that a folder or Hub id is, by its configuration; and loading it."""
+"""Finds out from its configuration which kind of model a folder or Hub id is, and loads it."""
 
 import inspect
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,23 @@ from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 
 
+MODEL_CLASSES = {
+    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+}
+"""The classes that load models, the first that fits, and the configurations of their models."""
+
+
 @dataclass(frozen=True)
 class ModelHandle:
     """A model before its weights are loaded."""
 
     name: str  # folder or Hub id, without the folders above it
-    checkpoint: Checkpoint  # the folder or Hub id to load it from; of an adapter, its folder alone
+    checkpoint: Checkpoint  # the folder or Hub id to load it from; for an adapter, only its folder
     config: PreTrainedConfig
     processor: ProcessorMixin | None  # of a vision-language model
     model_class: Any = None  # the class that loads the weights; None for an adapter
-    adapter: Adapter | None = None  # put on its base as in training, whatever `load` is told
+    adapter: Adapter | None = None  # `load` puts it on its base as in training
 
     def load(
         self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False
@@ -50,19 +58,28 @@ class ModelHandle:
         if self.adapter:
             return self.adapter.load().get_base_model()
         dtype, quantization = self.precision(dtype, load_in_4bit)
-        device = "auto" if torch.cuda.is_available() else None
-        options = {"config": self.config, "device_map": device, "quantization_config": quantization}
-        return self.checkpoint.load(self.model_class, dtype, **options).eval()
+        model = self.checkpoint.load(
+            self.model_class,
+            dtype,
+            config=self.config,
+            device_map="auto" if torch.cuda.is_available() else None,
+            quantization_config=quantization,
+        )
+        return model.eval()
 
     def precision(
         self, dtype: str | torch.dtype, load_in_4bit: bool
     ) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
-        """What `load` loads a model in that is no adapter: [`dtype_to_load`], [`four_bits`]."""
-        dtype, checkpoint = torch_dtype(dtype), self.checkpoint
+        """The dtype and quantization that `load` uses for a model that is not an adapter.
+
+        See [`dtype_to_load`] and [`four_bits`].
+        """
+        dtype = torch_dtype(dtype)
         if not load_in_4bit:
-            return dtype_to_load(dtype, self.config, checkpoint.weight_bytes), None
+            return dtype_to_load(dtype, self.config, self.checkpoint.weight_bytes), None
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
-        quantization = four_bits(checkpoint.without_weights(self.model_class, self.config), dtype)
+        model = self.checkpoint.without_weights(self.model_class, self.config)
+        quantization = four_bits(model, dtype)
         return quantization.bnb_4bit_compute_dtype, quantization
 
 
@@ -74,11 +91,17 @@ def resolve_model(
     base: str | None = None,
     base_quantization: str | None = None,
 ) -> ModelHandle:
-    """Tells what a folder, Hub id or adapter's folder is, and loads its processor.
+    """Finds out what a folder, Hub id or adapter's folder is, and loads its processor.
 
-    Code from the checkpoint runs with `trust_remote_code`, if transformers lacks its architecture.
-    `base` and `base_quantization` are those of an adapter, see [`open_adapter`]. Raises ValueError
-    if the model is of no known kind, or is no adapter and these two are given.
+    Args:
+        model: The folder or Hub id.
+        revision: Branch, tag or commit of a Hub id.
+        trust_remote_code: Run the checkpoint's code, if transformers lacks its architecture.
+        base, base_quantization: The base of an adapter and its quantization: [`open_adapter`].
+
+    Raises:
+        ValueError: The kind of model is not known, its code is not trusted, or a base is given for
+            a model that is not an adapter.
     """
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
@@ -89,39 +112,53 @@ def resolve_model(
     if base or base_quantization:
         raise ValueError(f"{name} is no adapter. Leave out --base and --base-quantization.")
     opened = open_checkpoint(model, revision)
-    remote = {} if opened.model_type in CONFIG_MAPPING else opened.stored.get("auto_map", {})
-    if remote and not trust_remote_code:
+    remote_classes: Mapping[str, Any] = {}
+    if opened.model_type not in CONFIG_MAPPING:
+        remote_classes = opened.stored.get("auto_map", {})
+    if remote_classes and not trust_remote_code:
         raise ValueError(
             f"{name} is a {opened.model_type!r} model, which transformers does not know; it comes "
             "with code of its own. Read that code, and pass --trust-remote-code if you trust it."
         )
-    opened = replace(opened, trust_remote_code=bool(remote))
-    config, processor = opened.config, None
-    kind = type(config)
-    classes = {
-        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
-    }
-    fitting = (cls for cls, mapping in classes.items() if cls.__name__ in remote or kind in mapping)
-    if (cls := next(fitting, None)) is None:
-        raise ValueError(
-            f"{name} is a {config.model_type!r} model. Give a vision-language model "
-            "(AutoModelForImageTextToText) or a language model (AutoModelForCausalLM)."
-        )
+    opened = replace(opened, trust_remote_code=bool(remote_classes))
+    config = opened.config
+    model_class = _model_class(name, config, remote_classes)
+    is_remote_multimodal = bool(remote_classes) and "vision_config" in opened.stored
+    processor = None
     if config.model_type == NormAlignLlavaConfig.model_type:
         processor = opened.processor
-    elif cls is AutoModelForImageTextToText or remote and "vision_config" in opened.stored:
+    elif model_class is AutoModelForImageTextToText or is_remote_multimodal:
         processor = opened.preprocessor(_processor_class(config))
-    return ModelHandle(name, opened, config, processor, cls)
+    return ModelHandle(name, opened, config, processor, model_class)
+
+
+def _model_class(name: str, config: PreTrainedConfig, remote_classes: Container[str]) -> Any:
+    """Returns the class that loads a model: of vision-language models, or of language models.
+
+    Raises ValueError if neither does.
+    """
+    for auto_class, mapping in MODEL_CLASSES.items():
+        if auto_class.__name__ in remote_classes or type(config) in mapping:
+            return auto_class
+    raise ValueError(
+        f"{name} is a {config.model_type!r} model. Give a vision-language model "
+        "(AutoModelForImageTextToText) or a language model (AutoModelForCausalLM)."
+    )
 
 
 def _processor_class(config: PreTrainedConfig) -> Any:
-    """The class that loads a processor: without torchvision, one that makes do without videos."""
-    cls = PROCESSOR_MAPPING.get(type(config), AutoProcessor)
-    videos = inspect.signature(cls.__init__).parameters.get("video_processor")
-    # It cannot be left out of SmolVLM's.
+    """Returns the class that loads a processor.
+
+    Without torchvision, this is one that needs no processor of videos.
+    """
+    processor_class = PROCESSOR_MAPPING.get(type(config), AutoProcessor)
+    videos = inspect.signature(processor_class.__init__).parameters.get("video_processor")
+    # SmolVLM's video processor cannot be left out.
     if is_torchvision_available() or videos is None or videos.default is not None:
         return AutoProcessor
-    attributes = [name for name in cls.get_attributes() if name != "video_processor"]
-    changed = {"__module__": cls.__module__, "get_attributes": staticmethod(lambda: attributes)}
-    return type(cls.__name__, (cls,), changed)
+    attributes = [name for name in processor_class.get_attributes() if name != "video_processor"]
+    overrides = {
+        "__module__": processor_class.__module__,
+        "get_attributes": staticmethod(lambda: attributes),
+    }
+    return type(processor_class.__name__, (processor_class,), overrides)

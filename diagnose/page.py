@@ -1,29 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`report.html`: all that a diagnosis found in one file, for a person."""
+"""`report.html`: the results of a diagnosis in one file, for a person."""
 
 from base64 import b64encode
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
+from ..assembly.gain import EmbeddingStatistics
 from .figures import STAGES
 from .findings import findings, verdict
-from .report import KINDS, PAGE, Drawing, Report, number, paper_ratios, spread
+from .report import KINDS, PAGE, Drawing, Gain, Report, number, paper_ratios, spread
+
+
+RATIOS = {
+    "ratio": "visual tokens / vocabulary",
+    "ratio_data": "visual tokens / text in the data",
+    "scale": "text as received / text as stored",
+}
+"""Labels of the ratios in `Interface`."""
+
+GAIN = ["L2 norm", "Mean |gain|", "Mean |bias|", "Start", "Distance from start", "Bias, from 0"]
+"""Labels of the fields of `Gain`."""
+
+PROPERTIES = {
+    "model_type": "Family",
+    "dtype": "Precision of the decoder",
+    "hidden_size": "Hidden size d",
+    "layers": "Layers L of the decoder",
+    "projector": "Projector",
+    "norm": "Norm after the projector",
+    "data": "Data",
+    "samples": "Samples",
+}
+"""Labels of the attributes of `Report` that say what was measured."""
+
+Table = dict[str, Any]
 
 
 def write_page(
     report: Report, against: Report | None, drawings: list[Drawing], folder: Path, provenance: dict
 ) -> None:
-    """Writes `report.html` into `folder`, with the figures inside, whose files are there."""
+    """Writes `report.html` into `folder`. It includes the figures, whose files are there."""
     models = [report] if against is None else [against, report]
-    images: dict[str, list[tuple[Drawing, str]]] = {}
+    images: defaultdict[str, list[tuple[Drawing, str]]] = defaultdict(list)
     for drawing in drawings:
-        encoded = b64encode((folder / drawing.file).read_bytes()).decode()
-        images.setdefault(drawing.section, []).append((drawing, encoded))
+        content = (folder / drawing.file).read_bytes()
+        encoded = b64encode(content).decode()
+        images[drawing.section].append((drawing, encoded))
+    left_out = list(report.left_out)
+    if against is not None:
+        left_out += [reason for reason in against.left_out if reason not in left_out]
     loader = FileSystemLoader(Path(__file__).parent / "templates")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     page = environment.get_template("report.html.jinja").render(
         report=report,
         against=against,
@@ -31,70 +67,92 @@ def write_page(
         findings=findings(report, against),
         tables=tables_of(models),
         images=images,
-        left_out=dict.fromkeys(reason for model in reversed(models) for reason in model.left_out),
+        left_out=left_out,
         provenance=provenance,
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
 
 
-def table(caption: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
-    """A table as the template draws it, with columns of numbers alone aligned to the right."""
-    cells = zip(*rows, strict=True)
-    numeric = [all(cell[:1] in "0123456789−–" for cell in column) for column in cells]
-    return {"caption": caption, "columns": columns, "rows": rows, "numeric": numeric}
+def tables_of(models: Sequence[Report]) -> dict[str, list[Table]]:
+    """Returns the tables of each section, and of the data.
 
-
-def tables_of(models: Sequence[Report]) -> dict[str, list[dict[str, Any]]]:
-    """The tables of each section, and of the data; of two models, the first is the baseline."""
-    names = [*(f"{model.model} (baseline)" for model in models[:-1]), models[-1].model]
-    norms = [model.interface for model in models]
-    interface = [
-        [label, *(spread(getattr(norm, stage)) for norm in norms)]
-        for stage, (_, label) in STAGES.items()
-    ]
-    interface += [
-        ["visual tokens / vocabulary", *(number(norm.ratio) for norm in norms)],
-        ["visual tokens / text in the data", *(number(norm.ratio_data) for norm in norms)],
-        ["text as received / text as stored", *(number(norm.scale) for norm in norms)],
-    ]
-    interface = [row for row in interface if {*row[1:]} != {"–"}]
-    low, high = (number(limit(paper_ratios().values()), 2) for limit in (min, max))
-    caption = f"L2 norms, and ratios of their means: aligned is 1, the paper's are {low} to {high}."
-    embeddings = []
-    for read in filter(None, (model.embeddings for model in models)):
-        rows = [
-            [f"{row.id}", "–" if row.text is None else repr(row.text), number(row.norm)]
-            for row in read.top
-        ]
-        largest = f"{read.model}: {spread(read)}, and the tokens of largest norm."
-        embeddings.append(table(largest, ["Token", "Text", "Norm"], rows))
-    gains = [
-        [name, *map(number, vars(model.gain).values())]
-        for name, model in zip(names, models, strict=True)
-        if model.gain
-    ]
-    heads = ["Model", "L2 norm", "Mean |gain|", "Mean |bias|", "Start"]
-    heads += ["Distance from start", "Bias, from 0"]
-    labels = {
-        "model_type": "Family",
-        "dtype": "Precision of the decoder",
-        "hidden_size": "Hidden size d",
-        "layers": "Layers L of the decoder",
-        "projector": "Projector",
-        "norm": "Norm after the projector",
-        "data": "Data",
-        "samples": "Samples",
-    }
-    data = []
-    for field, label in labels.items():
-        data.append([label, *(str(getattr(model, field) or "–") for model in models)])
-    for kind in KINDS:
-        counts = [model.tokens.get(kind, 0) for model in models]
-        if any(counts):
-            data.append([f"{kind.capitalize()} tokens", *(f"{count:,}" for count in counts)])
+    If there are two models, the first is the baseline.
+    """
+    *baselines, last_model = models
+    column_names = [f"{baseline.model} (baseline)" for baseline in baselines]
+    column_names.append(last_model.model)
+    gains: dict[str, Gain] = {}
+    for column_name, model in zip(column_names, models, strict=True):
+        if model.gain is not None:
+            gains[column_name] = model.gain
     return {
-        "interface": [table(caption, ["Tokens", *names], interface)],
-        "embeddings": embeddings,
-        "gain": [table("The norm after the projector.", heads, gains)] if gains else [],
-        "data": [table("What was measured.", ["", *names], data)],
+        "interface": [_interface_table(models, column_names)],
+        "embeddings": [_embedding_table(model.embeddings) for model in models if model.embeddings],
+        "gain": [_gain_table(gains)] if gains else [],
+        "data": [_data_table(models, column_names)],
     }
+
+
+def _table(caption: str, columns: list[str], rows: list[list[str]]) -> Table:
+    """Returns a table as the template draws it. Columns with only numbers are aligned right."""
+    numeric = []
+    for column in zip(*rows, strict=True):
+        is_numeric = all(cell[:1] in "0123456789−–" for cell in column)
+        numeric.append(is_numeric)
+    return {
+        "caption": caption,
+        "columns": columns,
+        "rows": rows,
+        "numeric": numeric,
+    }
+
+
+def _interface_table(models: Sequence[Report], names: list[str]) -> Table:
+    """Norms and ratios at the interface, without those that no model has."""
+    table_rows = []
+    for stage, (_, row_label) in STAGES.items():
+        norms = [spread(getattr(model.interface, stage)) for model in models]
+        table_rows.append([row_label, *norms])
+    for ratio_name, row_label in RATIOS.items():
+        ratios = [number(getattr(model.interface, ratio_name)) for model in models]
+        table_rows.append([row_label, *ratios])
+    table_rows = [table_row for table_row in table_rows if set(table_row[1:]) != {"–"}]
+    published_ratios = paper_ratios().values()
+    lowest = number(min(published_ratios), 2)
+    highest = number(max(published_ratios), 2)
+    caption = (
+        f"L2 norms, and ratios of their means: aligned is 1, the paper's are {lowest} to {highest}."
+    )
+    return _table(caption, ["Tokens", *names], table_rows)
+
+
+def _embedding_table(embeddings: EmbeddingStatistics) -> Table:
+    """The tokens of largest norm in an embedding matrix."""
+    table_rows = []
+    for token in embeddings.top:
+        token_text = "–" if token.text is None else repr(token.text)
+        table_rows.append([str(token.id), token_text, number(token.norm)])
+    caption = f"{embeddings.model}: {spread(embeddings)}, and the tokens of largest norm."
+    return _table(caption, ["Token", "Text", "Norm"], table_rows)
+
+
+def _gain_table(gains: dict[str, Gain]) -> Table:
+    """Gain and bias by the model's name."""
+    table_rows = []
+    for model_name, gain in gains.items():
+        table_rows.append([model_name, *map(number, vars(gain).values())])
+    return _table("The norm after the projector.", ["Model", *GAIN], table_rows)
+
+
+def _data_table(models: Sequence[Report], names: list[str]) -> Table:
+    """What the models are, and the number of their tokens by kind."""
+    table_rows = []
+    for property_name, row_label in PROPERTIES.items():
+        properties = [getattr(model, property_name) or "–" for model in models]
+        table_rows.append([row_label, *map(str, properties)])
+    for token_kind in KINDS:
+        counts = [model.tokens.get(token_kind, 0) for model in models]
+        if any(counts):
+            row_label = f"{token_kind.capitalize()} tokens"
+            table_rows.append([row_label, *(f"{count:,}" for count in counts)])
+    return _table("What was measured.", ["", *names], table_rows)

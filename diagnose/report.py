@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 SCHEMA_VERSION = 2  # grows when a field is renamed, removed or changes its meaning: docs/report.md
-REPORT, PAGE = "report.json", "report.html"
+REPORT = "report.json"
+PAGE = "report.html"
 KINDS = ("visual", "text", "special", "newline", "indicator")  # of token: see docs/report.md
 
 
@@ -49,14 +50,14 @@ class Interface:
     projector_input: Moments | None = None  # rows that enter the projector
     projector_output: Moments | None = None  # rows that leave it
     norm_input: Moments | None = None  # rows that enter the norm after the projector
-    visual: Moments | None = None  # visual tokens in the data, as received; the next four likewise
+    visual: Moments | None = None  # visual tokens in the data, as received, as the next four
     text: Moments | None = None
     special: Moments | None = None
     newline: Moments | None = None
     indicator: Moments | None = None
     text_raw: Moments | None = None  # embedding rows of the text tokens in the data, as stored
     vocabulary_raw: Moments | None = None  # rows as stored, without zeros, image token, padding
-    vocabulary: Moments | None = None  # the same as received; the mean is N_text (eq. 11)
+    vocabulary: Moments | None = None  # the same rows as received. The mean is N_text (eq. 11)
     scale: float | None = None  # of text tokens: as received over as stored
     visual_table: Moments | None = None  # rows of a visual embedding table (Ovis)
     indicator_table: Moments | None = None  # the indicators' rows in it
@@ -69,8 +70,8 @@ class Depth:
     """Measures of tokens in the decoder's L layers, by the kinds in the data (figures 1b to 4).
 
     `norm` and `log_norm` have values for L + 1 states, the others for L layers. An update is a
-    layer's output minus its input. Angles are in radians; that of an update of size 0 is NaN.
-    `cosine` is that of two states also where features are added between layers (Qwen3-VL).
+    layer's output minus its input. Angles are in radians. An update of size 0 has the angle NaN.
+    `cosine` compares two states, even if features are added between layers (Qwen3-VL).
     """
 
     norm: dict[str, Curve]
@@ -81,13 +82,13 @@ class Depth:
     update_angle: dict[str, Curve]  # between a state and its update
     log_norm: dict[str, Curve]  # natural logarithm of the norm of the states
     log_update: dict[str, Curve]  # natural logarithm of the norm of the updates
-    asymmetry: float | None  # mean rotation of visual tokens over that of text, layers 1 to L - 1
+    asymmetry: float | None  # mean rotation of visual tokens over text's, in layers 1 to L - 1
     asymmetry_error: float | None  # its standard error, over batches
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Gain and bias of the norm after the projector (table 5), which began at `start` and 0."""
+    """Gain and bias of the norm after the projector (table 5). They began at `start` and 0."""
 
     l2: float
     mean_abs: float  # mean of the absolute values
@@ -116,14 +117,17 @@ class Attention:
     # Shares of attention to the image, [layer][row][column]; a layer sums to 1. No grid: one row.
     maps: list[list[list[float]]]  # empty for questions that are not drawn
     image_share: list[float]  # share of all attention that is on the image
-    entropy: list[float]  # entropy of the map over that of an even one
-    bottom_bias: list[float] | None  # attention to the bottom third over that of an even map
-    layers: list[int]  # those of `maps` and of the lists: all that see the whole image
+    entropy: list[float]  # entropy of the map over the entropy of an even map
+    bottom_bias: list[float] | None  # attention to the bottom third over an even map's
+    layers: list[int]  # the layers of `maps` and of the lists: all that see the whole image
 
 
 @dataclass(frozen=True)
 class Report:
-    """The measurements of a vision-language model; None or empty where something does not apply."""
+    """The measurements of a vision-language model.
+
+    A field is None or empty if it does not apply.
+    """
 
     model: str
     model_type: str  # of its configuration, or "unknown"
@@ -160,9 +164,14 @@ class Report:
 
 
 def report_json(content: dict[str, Any]) -> str:
-    """The text of `report.json`: a line per key, null for NaN and infinity, which JSON lacks."""
+    """Returns the text of `report.json`, a line per key.
+
+    NaN and infinity, which JSON lacks, become null.
+    """
     finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
-    lines = (f"{json.dumps(key)}: {json.dumps(finite[key], ensure_ascii=False)}" for key in finite)
+    lines = []
+    for key, value in finite.items():
+        lines.append(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -177,7 +186,10 @@ class Drawing:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """`value` to `digits` significant digits, whole numbers in full; – without a finite value."""
+    """Writes `value` with `digits` significant digits, but whole numbers in full.
+
+    Returns – without a finite value.
+    """
     if value is None or not math.isfinite(value):
         return "–"
     text = f"{value:.{digits - 1}e}"
@@ -188,12 +200,17 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def spread(moments: "Moments | EmbeddingStatistics | None") -> str:
-    """Mean and standard deviation, as [`number`] writes them."""
-    return f"{number(moments.mean)} ± {number(moments.std)}" if moments else "–"
+    """Writes mean and standard deviation as [`number`] does."""
+    if moments is None:
+        return "–"
+    return f"{number(moments.mean)} ± {number(moments.std)}"
 
 
 def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
-    """`value` and one digit of its standard error; without one, `value` with `digits` digits."""
+    """Writes `value` with one digit of its standard error.
+
+    Without an error, `value` has `digits` significant digits.
+    """
     if value is None or not error:
         return number(value, digits)
     places = max(0, -math.floor(math.log10(error)))
@@ -201,13 +218,16 @@ def with_error(value: float | None, error: float | None, digits: int = 2) -> str
 
 
 def paper_tables() -> dict[str, Any]:
-    """The paper's tables 1 to 8 by name, and `source`, where they were published."""
+    """Returns the paper's tables 1 to 8 by name, and `source`, where they were published."""
     return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
 
 
 def paper_ratios() -> dict[str, float]:
-    """Mean norm of visual tokens, out of the projector, over that of text embeddings, by model."""
+    """Returns the mean norm of the projector's output over the mean norm of text, by model."""
     tables = paper_tables()
-    ratios = {row["model"]: row["after_mean"] / row["text_mean"] for row in tables["table_2"]}
+    ratios: dict[str, float] = {}
+    for row in tables["table_2"]:
+        ratios[row["model"]] = row["after_mean"] / row["text_mean"]
     ovis = tables["table_3_ovis2_5"]
-    return {**ratios, "Ovis2.5": ovis["visual_mean"] / ovis["text_mean"]}
+    ratios["Ovis2.5"] = ovis["visual_mean"] / ovis["text_mean"]
+    return ratios

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The style of the figures: colours, markers, labels and legends.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart. In grey print, kinds of
+Colours are Okabe and Ito's: colour-blind readers can tell them apart. In grey print, kinds of
 token differ by marker and lightness, and a baseline by dashes and hollow markers.
 """
 
@@ -14,12 +14,25 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from .report import KINDS, Drawing, Report, number
+from .report import Drawing, Report, number
 
 
-WIDTH, DPI = 7.5, 150
-COLORS = dict(zip(KINDS, ("#E69F00", "#0072B2", "#CC79A7", "#009E73", "#D55E00"), strict=True))
-MARKERS = dict(zip(KINDS, ("o", "s", "D", "^", "v"), strict=True))
+WIDTH = 7.5  # of a figure, in inches
+DPI = 150
+COLORS = {
+    "visual": "#E69F00",
+    "text": "#0072B2",
+    "special": "#CC79A7",
+    "newline": "#009E73",
+    "indicator": "#D55E00",
+}
+MARKERS = {
+    "visual": "o",
+    "text": "s",
+    "special": "D",
+    "newline": "^",
+    "indicator": "v",
+}
 MUTED = "#808080"
 
 Sketch = tuple[Figure, Drawing]  # not yet written, with file name, title and caption
@@ -41,32 +54,50 @@ class Shown:
 def shown(report: Report, against: Report | None) -> list[Shown]:
     """The models, baseline first as in the paper, with names that fit and matplotlib can draw."""
     model = Shown(report, elide(drawable(report.model), 30))
-    baseline = against and Shown(against, f"{elide(drawable(against.model), 30)} (baseline)", True)
-    return [baseline, model] if baseline else [model]
+    if against is None:
+        return [model]
+    name = elide(drawable(against.model), 30)
+    return [Shown(against, f"{name} (baseline)", baseline=True), model]
 
 
 def drawable(text: str) -> str:
-    """`text`, with what matplotlib's font lacks escaped, and dollars, which begin formulas."""
+    """Escapes what matplotlib's font lacks, and dollar signs, since they begin formulas."""
     font = get_font(findfont(FontProperties()))
-    drawn = (c if c.isprintable() and font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
-    return "".join(drawn).replace("$", r"\$")
+    escaped_text = ""
+    for character in text:
+        if character == "$":
+            escaped_text += r"\$"
+        elif character.isprintable() and font.get_char_index(ord(character)):
+            escaped_text += character
+        else:
+            escaped_text += ascii(character)[1:-1]
+    return escaped_text
 
 
 def elide(text: str, length: int) -> str:
-    """`text` in at most `length` characters, without its middle if it is longer."""
-    return text if len(text) <= length else f"{text[: length // 2]}…{text[1 - length // 2 :]}"
+    """Shortens `text` to `length` characters by leaving out its middle."""
+    if len(text) <= length:
+        return text
+    half = length // 2
+    return f"{text[:half]}…{text[1 - half :]}"
 
 
 def new_figure(height: float, title: str) -> Figure:
-    """An empty figure, `height` inches high, under a title that wraps."""
+    """Returns an empty figure, `height` inches high, under a title that wraps."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    lines = "\n".join(fill(line, 80) for line in title.split("\n"))
-    figure.suptitle(lines, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    wrapped_lines = [fill(line, 80) for line in title.split("\n")]
+    figure.suptitle(
+        "\n".join(wrapped_lines),
+        x=0.01,
+        ha="left",
+        fontsize=11,
+        fontweight="bold",
+    )
     return figure
 
 
 def tidy(axes: Axes, x: str, y: str, title: str = "") -> None:
-    """Labels `axes`, and removes two spines and lightens the grid."""
+    """Labels `axes`, removes two spines and lightens the grid."""
     if axes.get_xscale() == "linear":  # it counts layers
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(x, fontsize=9.5)
@@ -78,25 +109,41 @@ def tidy(axes: Axes, x: str, y: str, title: str = "") -> None:
     axes.set_axisbelow(True)
 
 
-def ratio_title(values: Sequence[float | None], sentence: str, otherwise: str) -> str:
-    """`sentence` with the model's ratio for {}, then the baseline's; without one, `otherwise`."""
-    *baseline, ratio = (None if value is None else f"{number(value, 3)} ×" for value in values)
+def ratio_title(ratios: Sequence[float | None], sentence: str, otherwise: str) -> str:
+    """Puts the last ratio, the model's, into `sentence` for {}, and adds the baseline's.
+
+    Returns `otherwise` if the model has no ratio.
+    """
+    *baseline_ratios, ratio = ratios
     if ratio is None:
         return otherwise
-    return sentence.format(ratio) + "".join(f" (baseline {value})" for value in baseline if value)
+    title = sentence.format(f"{number(ratio, 3)} ×")
+    for baseline_ratio in baseline_ratios:
+        if baseline_ratio is not None:
+            title += f" (baseline {number(baseline_ratio, 3)} ×)"
+    return title
 
 
 def log_scale(axes: Axes, which: str) -> None:
     """Makes axis `which` ("x" or "y") logarithmic, with plain numbers at its ticks."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
-    narrow = max(axis.get_data_interval()) < 1000 * axis.get_minpos()
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12))
+    multiples: tuple[float, ...] = (1.0,)
+    if max(axis.get_data_interval()) < 1000 * axis.get_minpos():
+        multiples = (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=multiples, numticks=12))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 
 def legend(figure: Figure, axes: Axes, columns: int) -> None:
-    """A legend of what `axes` shows, below the figure."""
-    entries = axes.get_legend_handles_labels()
-    figure.legend(*entries, ncols=columns, loc="outside lower left", fontsize=9, frameon=False)
+    """Adds a legend of what `axes` shows, below the figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        ncols=columns,
+        loc="outside lower left",
+        fontsize=9,
+        frameon=False,
+    )

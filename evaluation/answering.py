@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy answers of a vision-language model: to conversations with images, whole or as they come.
+"""Greedy answers of a vision-language model to conversations, whole or as they are generated.
 
 `normalign ask`, `normalign evaluate`, answers while training and the demo share this file. A Space
 gets a copy of it, so it imports nothing of this package.
@@ -36,61 +36,71 @@ KEPT = (
     "suppress_tokens",
     "cache_implementation",
 )
-"""What greedy decoding keeps of a model's own `generation_config`: tokens, and the cache."""
+"""Settings of a model's own `generation_config` that greedy decoding keeps: tokens and cache."""
 
 
 def system_turn(text: str) -> Message:
-    """The system turn of a conversation."""
-    return {"role": "system", "content": [{"type": "text", "text": text}]}
+    """Returns the system turn of a conversation."""
+    return _turn("system", text)
 
 
 def user_turn(text: str, images: Sequence[Image.Image | None] = ()) -> Message:
-    """A user's turn: the images, then the text. An image that is None is to be filled in."""
-    shown = [{"type": "image", "image": image} for image in images]
-    return {"role": "user", "content": [*shown, {"type": "text", "text": text}]}
+    """Returns a user's turn: the images, then the text. Images that are None come later."""
+    return _turn("user", text, images)
 
 
 def assistant_turn(text: str) -> Message:
-    """An answer, as a later turn of the conversation reads it."""
-    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+    """Returns an answer, as a later turn of the conversation reads it."""
+    return _turn("assistant", text)
+
+
+def _turn(role: str, text: str, images: Sequence[Image.Image | None] = ()) -> Message:
+    content = [{"type": "image", "image": image} for image in images]
+    content.append({"type": "text", "text": text})
+    return {"role": role, "content": content}
 
 
 def greedy_config(
-    own: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    model_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> GenerationConfig:
-    """Greedy decoding and nothing else, with the tokens of a model's `own` configuration.
+    """Returns greedy decoding and nothing else, with the tokens of a model's configuration.
 
-    Answers end at each of its `eos_token_id`s, and at the one of the tokenizer. Penalties, beams
-    and other settings that change which token is the next are left out.
+    Answers end at each `eos_token_id` of the configuration, and at the tokenizer's. Penalties,
+    beams and other settings that change which token is the next are left out.
     """
-    kept = {name: getattr(own, name) for name in KEPT if getattr(own, name, None) is not None}
-    ends = kept.get("eos_token_id", [])
-    ends = list(ends) if isinstance(ends, list | tuple) else [ends]
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ends.append(tokenizer.eos_token_id)
-    if ends:
-        kept["eos_token_id"] = list(dict.fromkeys(ends))
-    if "pad_token_id" not in kept and tokenizer is not None and tokenizer.pad_token_id is not None:
-        kept["pad_token_id"] = tokenizer.pad_token_id
-    return GenerationConfig(do_sample=False, **kept)
+    settings = {}
+    for name in KEPT:
+        setting = getattr(model_config, name, None)
+        if setting is not None:
+            settings[name] = setting
+    end_ids = settings.get("eos_token_id", [])
+    end_ids = list(end_ids) if isinstance(end_ids, list | tuple) else [end_ids]
+    if tokenizer is not None:
+        if tokenizer.eos_token_id is not None:
+            end_ids.append(tokenizer.eos_token_id)
+        if tokenizer.pad_token_id is not None:
+            settings.setdefault("pad_token_id", tokenizer.pad_token_id)
+    if end_ids:
+        settings["eos_token_id"] = list(dict.fromkeys(end_ids))
+    return GenerationConfig(do_sample=False, **settings)
 
 
 @contextmanager
 def decoding_greedily(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Within the block `model.generate` is greedy, see [`greedy_config`]."""
+    """Makes `model.generate` greedy within the block, see [`greedy_config`]."""
     # `generate` fills what an argument leaves open from the model's own configuration.
-    own = model.generation_config
-    model.generation_config = greedy_config(own, tokenizer)
+    model_config = model.generation_config
+    model.generation_config = greedy_config(model_config, tokenizer)
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = model_config
 
 
 def model_inputs(
     processor: ProcessorMixin, conversations: Sequence[Sequence[Message]]
 ) -> BatchFeature:
-    """Inputs of `generate`: each conversation with the prompt for its next answer, padded left.
+    """Returns the inputs of `generate`: conversations with the prompt for an answer, padded left.
 
     Raises ValueError if a text has the image token, or a processor without a chat template gets
     more than one user's turn.
@@ -99,7 +109,7 @@ def model_inputs(
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    options = {"padding": True, "padding_side": "left"}
+    padding = {"padding": True, "padding_side": "left"}
     if processor.chat_template:
         inputs = processor.apply_chat_template(
             [list(conversation) for conversation in conversations],
@@ -107,19 +117,21 @@ def model_inputs(
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            processor_kwargs=options,
+            processor_kwargs=padding,
         )
     else:
-        texts, images = [], []
+        texts = []
+        images = []
         for conversation in conversations:
             if len(conversation) > 1:
                 raise ValueError("This model has no chat template: it takes one question, alone.")
-            shown = _images(conversation)
-            text = _text(conversation[0])
-            texts.append(f"{processor.image_token}\n" * len(shown) + text)
-            images.append(shown)
-        shown_at_all = images if any(images) else None
-        inputs = processor(text=texts, images=shown_at_all, return_tensors="pt", **options)
+            (turn,) = conversation
+            turn_images = [part["image"] for part in turn["content"] if part["type"] == "image"]
+            texts.append(f"{processor.image_token}\n" * len(turn_images) + _text(turn))
+            images.append(turn_images)
+        inputs = processor(
+            text=texts, images=images if any(images) else None, return_tensors="pt", **padding
+        )
     inputs.pop("labels", None)  # PaliGemma's processor makes labels too
     return inputs
 
@@ -137,7 +149,7 @@ def check_texts(processor: ProcessorMixin, conversations: Sequence[Sequence[Mess
 
 
 def free_positions(config: Any, tokens: int) -> int | None:
-    """How many tokens an answer to a prompt of `tokens` may have; None if the model has no limit.
+    """Returns how many tokens an answer to a prompt of `tokens` may have; None without a limit.
 
     Raises ValueError if the prompt leaves no room.
     """
@@ -152,6 +164,12 @@ def free_positions(config: Any, tokens: int) -> int | None:
     return positions - tokens
 
 
+def _longest_answer(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> int:
+    """Returns `max_new_tokens`, or fewer if the model has fewer positions left."""
+    positions = free_positions(model.config, prompt_length)
+    return max_new_tokens if positions is None else min(max_new_tokens, positions)
+
+
 @torch.no_grad()
 def answers(
     model: PreTrainedModel,
@@ -159,15 +177,19 @@ def answers(
     conversations: Sequence[Sequence[Message]],
     max_new_tokens: int,
 ) -> list[str]:
-    """The greedy answer to each conversation, in one batch, without spaces at its ends."""
+    """Returns the greedy answer to each conversation, without spaces at its ends.
+
+    The conversations are answered in one batch. Raises ValueError as [`model_inputs`] does, and if
+    the model has no position left for an answer.
+    """
     inputs = model_inputs(processor, conversations).to(model.device, model.dtype)
-    length = inputs["input_ids"].shape[1]
-    room = free_positions(model.config, length)
-    limit = max_new_tokens if room is None else min(max_new_tokens, room)
+    prompt_length = inputs["input_ids"].shape[1]
+    limit = _longest_answer(model, prompt_length, max_new_tokens)
     with decoding_greedily(model, processor.tokenizer):
-        ids = model.generate(**inputs, max_new_tokens=limit)
-    texts = processor.tokenizer.batch_decode(ids[:, length:], skip_special_tokens=True)
-    return [text.strip() for text in texts]
+        token_ids = model.generate(**inputs, max_new_tokens=limit)
+    answer_ids = token_ids[:, prompt_length:]
+    decoded = processor.tokenizer.batch_decode(answer_ids, skip_special_tokens=True)
+    return [answer.strip() for answer in decoded]
 
 
 class AnswerStream:
@@ -177,13 +199,16 @@ class AnswerStream:
     the thread stops at its next token.
 
     Args:
-        inputs: Of [`model_inputs`], on the model's device.
+        model: Generates the answer.
+        processor: Decodes it.
+        inputs: From [`model_inputs`], on the model's device.
         max_new_tokens: Longest answer; a smaller one if the model has fewer positions left.
 
     Attributes:
         ids: Token ids of prompt and answer, `(1, tokens)`; set when the last piece was read.
 
-    Raises ValueError if the model has no position left for an answer.
+    Raises:
+        ValueError: The model has no position left for an answer.
     """
 
     def __init__(
@@ -196,8 +221,7 @@ class AnswerStream:
         self._model = model
         self._tokenizer = processor.tokenizer
         self._inputs = inputs
-        room = free_positions(model.config, inputs["input_ids"].shape[1])
-        self._limit = max_new_tokens if room is None else min(max_new_tokens, room)
+        self._limit = _longest_answer(model, inputs["input_ids"].shape[1], max_new_tokens)
         self._stopped = Event()
         self.ids: Tensor | None = None
 
@@ -214,22 +238,18 @@ class AnswerStream:
 
     @torch.no_grad()
     def _generate(self, streamer: TextIteratorStreamer) -> Tensor:
-        def is_stopped(ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            return ids.new_full((len(ids),), self._stopped.is_set(), dtype=torch.bool)
-
         with decoding_greedily(self._model, self._tokenizer):
             return self._model.generate(
                 **self._inputs,
                 max_new_tokens=self._limit,
-                stopping_criteria=[is_stopped],
+                stopping_criteria=[self._is_stopped],
                 streamer=streamer,
             )
+
+    def _is_stopped(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Returns for each sequence whether generating ends, `(batch,)`."""
+        return ids.new_full((len(ids),), self._stopped.is_set(), dtype=torch.bool)
 
 
 def _text(message: Message) -> str:
     return "".join(part["text"] for part in message["content"] if part["type"] == "text")
-
-
-def _images(conversation: Sequence[Message]) -> list[Image.Image]:
-    parts = (part for message in conversation for part in message["content"])
-    return [part["image"] for part in parts if part["type"] == "image"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a generated answer says: the option that it chooses, or yes or no.
+"""What a generated answer says: the option that it chooses, yes or no, or one of some words.
 
 No language model judges answers. `chosen_option` and `yes_or_no` follow VLMEvalKit 0.2 without its
 judge (`can_infer`, `YOrN_Extraction`). lmms-eval 0.7 has a rule per benchmark, mostly stricter.
@@ -7,56 +7,97 @@ judge (`can_infer`, `YOrN_Extraction`). lmms-eval 0.7 has a rule per benchmark, 
 
 import re
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
-from ..data.rows.turns import plain
+from ..data.rows.values import plain
 
 
 _UNABLE = r"sorry|unable to|I can(?: ?not|['’]t)|cannot determine"
 _REFUSAL = re.compile(rf"\W*(?:I['’]m |I am )?(?:{_UNABLE})\b", re.I)
 
 
+class _Patterns(NamedTuple):
+    """Where letters of options stand in an answer. The first group of a pattern is the letter."""
+
+    whole: re.Pattern  # the answer is only a letter
+    named: re.Pattern  # a letter after "answer", "option" or "choice"
+    another: re.Pattern  # a second letter after such a one, as in "A or B"
+    capital: re.Pattern
+    lower_case: re.Pattern  # only as in "b)", or as in "b. " at the start
+
+
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
-    """Which option, a key of `options`, an answer to a multiple-choice question chooses, or None.
+    """Returns the option that an answer to a multiple-choice question chooses, or None.
 
     Rules 3 to 5 are VLMEvalKit's, but there "A dog" and "The answer is A or B" are A, "not B" is B,
     "cat" is in "category", and letters in lower case or at the start of a long answer are not seen.
+
+    Args:
+        answer: What the model generated.
+        options: Texts of the options, by their letters.
     """
     answer = answer.strip()
-    whole, named, another, alone, in_brackets = _patterns("".join(options))
+    patterns = _patterns("".join(options))
     # 1. An answer that is a letter: "B", "b", "(B)", "**B**", "B."
-    if letter := whole.fullmatch(answer):
+    letter = patterns.whole.fullmatch(answer)
+    if letter:
         return letter[1].upper()
     # 2. An answer that is the full text of an option.
-    same = [key for key, text in options.items() if plain(text) == plain(answer) != ""]
-    if len(same) == 1:
-        return same[0]
+    words = plain(answer)
+    same_options = [
+        option_key
+        for option_key, option_text in options.items()
+        if words and plain(option_text) == words
+    ]
+    if len(same_options) == 1:
+        return same_options[0]
     if _REFUSAL.match(answer):
         return None
     # 3. A letter after "answer", "option" or "choice": "The answer is B", "option b".
-    if matches := list(named.finditer(answer)):
-        several = any(another.match(answer, match.end()) for match in matches)
-        letters = {match[1].upper() for match in matches}
-        return letters.pop() if len(letters) == 1 and not several else None
-    # 4. The one capital letter alone, at the start or among the last four words, or "b)".
-    if matches := [*alone.finditer(answer), *in_brackets.finditer(answer)]:
-        if len({match[1].upper() for match in matches}) > 1:
+    matches = list(patterns.named.finditer(answer))
+    if matches:
+        if any(patterns.another.match(answer, match.end()) for match in matches):
             return None
-        for match in matches:
-            before, after = answer[: match.start()], answer[match.end() :]
-            if not re.search(r"\w", before) or len(re.findall(r"\w+", after)) < 4:
-                return match[1].upper()
-    # 5. The one option whose text is in an answer at most twice as long as all options together.
-    words = plain(answer)
-    texts = {key: bare for key, text in options.items() if (bare := plain(text))}
-    if len(words) > 2 * sum(map(len, texts.values())):
+        letters = {match[1].upper() for match in matches}
+        return letters.pop() if len(letters) == 1 else None
+    # 4. The only capital letter by itself, at the start or among the last four words, or "b)".
+    matches = [*patterns.capital.finditer(answer), *patterns.lower_case.finditer(answer)]
+    letters = {match[1].upper() for match in matches}
+    if len(letters) > 1:
         return None
-    word = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
-    within = [key for key, text in texts.items() if re.search(word.format(re.escape(text)), words)]
-    return within[0] if len(within) == 1 else None
+    if any(_is_near_an_end(match) for match in matches):
+        return letters.pop()
+    return _option_within(words, options)
+
+
+def _is_near_an_end(match: re.Match) -> bool:
+    """Returns whether no word stands before a match, or fewer than four after it."""
+    before = match.string[: match.start()]
+    after = match.string[match.end() :]
+    return not re.search(r"\w", before) or len(re.findall(r"\w+", after)) < 4
+
+
+def _option_within(words: str, options: Mapping[str, str]) -> str | None:
+    """Returns the only option whose text is in an answer.
+
+    None if the answer is more than twice as long as all options together. This is rule 5.
+    """
+    total_length = 0
+    contained_options = []
+    for option_key, option in options.items():
+        option_text = plain(option)
+        total_length += len(option_text)
+        if option_text and re.search(
+            rf"(?<![A-Za-z0-9]){re.escape(option_text)}(?![A-Za-z0-9])", words
+        ):
+            contained_options.append(option_key)
+    if len(contained_options) != 1 or len(words) > 2 * total_length:
+        return None
+    return contained_options[0]
 
 
 def yes_or_no(answer: str) -> str | None:
-    """Which of "yes" and "no" is in the answer, as VLMEvalKit reads it; None for neither or both.
+    """Returns which of "yes" and "no" is in the answer; None for neither or both, as in VLMEvalKit.
 
     lmms-eval counts the bare word; POPE's authors take all without "no" or "not" for a yes.
     """
@@ -65,29 +106,32 @@ def yes_or_no(answer: str) -> str | None:
 
 
 def named(answer: str, choices: Collection[str]) -> str | None:
-    """Which of some words in lower case the answer names; None for none of them and for several.
+    """Returns which of some words in lower case the answer names; None for none or several.
 
     What follows the last comma counts, as in "red circle, not blue, no", or else the whole answer.
     """
-    for part in (answer.rpartition(",")[2], answer):
+    after_last_comma = answer.rpartition(",")[2]
+    for part in (after_last_comma, answer):
         words = set(re.findall(r"\w+", part.lower())) & set(choices)
         if len(words) == 1:
             return words.pop()
     return None
 
 
-def _patterns(letters: str) -> tuple[re.Pattern, ...]:
-    either = f"[{letters}{letters.lower()}]"
+def _patterns(letters: str) -> _Patterns:
+    any_case = f"[{letters}{letters.lower()}]"
     # A letter or digit beside it makes it part of a word; a Chinese character does not: "答案是B".
     before = r"(?<![A-Za-z0-9°])(?<![A-Za-z]-)(?<!\bnot )"
     article = r"(?<=[Aa])[ \t]+(?!(?:is|or|and|nor|because|since)\b)\w"
     after = rf"(?![A-Za-z0-9]|['’-][A-Za-z]|{article})"
     marks = r"[\W_]*?"
     gap = rf"{marks}(?:option\s)?{marks}"
-    return (
-        re.compile(rf"[\W_]*({either})[\W_]*"),
-        re.compile(rf"\b(?:answer|option|choice)(?:\s+is)?{gap}{before}({either}){after}", re.I),
-        re.compile(rf"{marks}(?:,|/|&|\bor\b|\band\b){gap}{either}{after}", re.I),
-        re.compile(rf"{before}([{letters}]){after}"),
-        re.compile(rf"{before}([{letters.lower()}])(?:\)|(?<=^.)[.:](?=\s))"),
+    introduction = rf"\b(?:answer|option|choice)(?:\s+is)?{gap}"
+    conjunction = rf"{marks}(?:,|/|&|\bor\b|\band\b){gap}"
+    return _Patterns(
+        whole=re.compile(rf"[\W_]*({any_case})[\W_]*"),
+        named=re.compile(rf"{introduction}{before}({any_case}){after}", re.I),
+        another=re.compile(rf"{conjunction}{any_case}{after}", re.I),
+        capital=re.compile(rf"{before}([{letters}]){after}"),
+        lower_case=re.compile(rf"{before}([{letters.lower()}])(?:\)|(?<=^.)[.:](?=\s))"),
     )

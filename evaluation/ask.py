@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rich.progress import Progress
 from transformers import PreTrainedModel, ProcessorMixin
@@ -22,12 +22,13 @@ from .answering import (
     check_texts,
     free_positions,
     model_inputs,
-    system_turn,
     user_turn,
 )
+from .options import ModelKeywords, ModelOptions
 from .questions import (
     Question,
     check_images,
+    first_turns,
     question_about,
     questions_about_each,
     questions_of_data,
@@ -66,10 +67,7 @@ def ask(
     data: str | None = None,
     image_folder: str | None = None,
     columns: str | None = None,
-    trust_remote_code: bool = False,
-    base: str | None = None,
-    base_quantization: str | None = None,
-    **loading: Any,
+    **keywords: Unpack[ModelKeywords],
 ) -> None:
     """Asks a model what the command line says, and prints its greedy answers.
 
@@ -78,59 +76,68 @@ def ask(
         words: Image files, then the question about them. In place of files, a folder: the question
             is asked about each image in it. Without a question, lines of standard input are the
             user's turns of a conversation.
-        data: Data whose rows are asked, in place of `words`, in any form that training reads;
-            `image_folder` and `columns` as in training.
-        base, base_quantization: Of an adapter; see [`resolve_model`].
-        loading: How the model is loaded, see [`ModelHandle.load`].
+        options: How to ask, and where the answers go.
+        data: Data whose rows are asked, in place of `words`, in any form that training reads.
+        image_folder: Folder of the images of `data`, as in training.
+        columns: Columns of `data`, as in training.
+        keywords: See [`ModelOptions`].
 
-    Raises ValueError, before weights are loaded, if model, images or questions cannot be used.
+    Raises:
+        ValueError: Model, images or questions cannot be used. Weights are not loaded then.
     """
+    model_options = ModelOptions(**keywords)
     images, text = read_words(words)
-    questions: list[Question] = []
-    if data is not None:
-        if words:
-            raise ValueError("--data has the images and questions. Leave the others out.")
-        places = {"image_folder": image_folder, "columns": columns}
-        questions = questions_of_data(data, system=options.system, **places)
-    elif images and images[0].is_dir():
-        questions = questions_about_each(images[0], images[1:], text, options.system)
-    elif text is not None:
-        questions = [question_about(images, text, options.system)]
-    elif options.output is not None:
-        raise ValueError("--output needs questions: give one, in quotes, or --data.")
+    if data is None:
+        questions = _questions_of_words(images, text, options)
+    elif words:
+        raise ValueError("--data has the images and questions. Leave the others out.")
+    else:
+        questions = questions_of_data(
+            data, image_folder=image_folder, columns=columns, system=options.system
+        )
     check_images(questions)
     answered = 0
     if options.output is not None:
         answered = count_answered(options.output, questions, model)
     handle = resolve_model(
         model,
-        trust_remote_code=trust_remote_code,
-        base=base,
-        base_quantization=base_quantization,
+        trust_remote_code=model_options.trust_remote_code,
+        base=model_options.base,
+        base_quantization=model_options.base_quantization,
     )
     if handle.processor is None:
         raise ValueError(
             f"{model} is a language model without vision. Name a vision-language model."
         )
+    start = first_turns(options.system)
+    decoded_images = []
+    if questions:
+        check_texts(handle.processor, [question.turns for question in questions])
+        check_length(handle, questions[0].conversation())
+    else:
+        decoded_images = [decode_image({"path": str(image), "bytes": None}) for image in images]
+        check_length(handle, [*start, user_turn("", decoded_images)])
+    loaded = handle.load(dtype=model_options.dtype, load_in_4bit=model_options.load_in_4bit)
     if not questions:
-        start = first_turns(options.system)
-        shown = [decode_image({"path": str(image), "bytes": None}) for image in images]
-        check_length(handle, [*start, user_turn("", shown)])
-        converse(handle.load(**loading), handle.processor, start, shown, options.max_new_tokens)
-        return
-    check_texts(handle.processor, [question.turns for question in questions])
-    check_length(handle, questions[0].conversation())
-    loaded = handle.load(**loading)
-    if len(questions) == 1 and options.output is None:
+        converse(loaded, handle.processor, start, decoded_images, options.max_new_tokens)
+    elif len(questions) == 1 and options.output is None:
         Console(stderr=True).print(f"Reading {questions[0].name} ...")  # minutes, on some CPUs
         print_answer(loaded, handle.processor, questions[0].conversation(), options.max_new_tokens)
-        return
-    answer_all(loaded, handle.processor, questions, options, model, answered)
+    else:
+        answer_all(loaded, handle.processor, questions, options, model, answered)
 
 
-def first_turns(system: str | None) -> list[Message]:
-    """The turns that a conversation starts with."""
-    return [system_turn(system)] if system else []
+def _questions_of_words(
+    images: Sequence[Path], text: str | None, options: AskOptions
+) -> list[Question]:
+    """Returns the questions of a command line without data; none starts a conversation."""
+    if images and images[0].is_dir():
+        return questions_about_each(images[0], images[1:], text, options.system)
+    if text is not None:
+        return [question_about(images, text, options.system)]
+    if options.output is not None:
+        raise ValueError("--output needs questions: give one, in quotes, or --data.")
+    return []
 
 
 def check_length(handle: ModelHandle, conversation: Sequence[Message]) -> None:
@@ -166,21 +173,21 @@ def answer_all(
     model_name: str,
     answered: int,
 ) -> None:
-    """Answers the questions but the first `answered`, each printed or written when it is there."""
+    """Answers the questions after the first `answered`; prints or writes each batch at once."""
     console = Console(stderr=True)
     with Progress(console=console, disable=options.output is None) as progress:
-        task = progress.add_task("questions", total=len(questions), completed=answered)
+        progress_task = progress.add_task("questions", total=len(questions), completed=answered)
         for start in range(answered, len(questions), options.batch_size):
-            batch = questions[start : start + options.batch_size]
-            conversations = [question.conversation() for question in batch]
-            texts = answers(model, processor, conversations, options.max_new_tokens)
+            question_batch = questions[start : start + options.batch_size]
+            conversations = [question.conversation() for question in question_batch]
+            answer_texts = answers(model, processor, conversations, options.max_new_tokens)
             if options.output is None:
-                for question, text in zip(batch, texts, strict=True):
-                    print(escaped(f"{question.name}: {text}"), flush=True)
+                for question, answer_text in zip(question_batch, answer_texts, strict=True):
+                    print(escaped(f"{question.name}: {answer_text}"), flush=True)
             else:
-                rows = answer_rows(model_name, batch, texts)
+                rows = answer_rows(model_name, question_batch, answer_texts)
                 append_rows(options.output, rows)
-            progress.advance(task, len(batch))
+            progress.advance(progress_task, len(question_batch))
     further = sum(question.further_turns > 0 for question in questions)
     if further:
         console.print(f"Of {further:,} rows with several questions, the first one was asked.")
@@ -190,60 +197,68 @@ def answer_all(
 
 def answer_rows(
     model_name: str, questions: Iterable[Question], texts: Iterable[str]
-) -> Iterator[dict[str, Any]]:
-    """What the file of answers says of each question."""
-    for question, text in zip(questions, texts, strict=True):
-        row = {**_identity(model_name, question), "answer": text}
+) -> Iterator[dict]:
+    """Yields what the file of answers says of each question."""
+    for question, answer_text in zip(questions, texts, strict=True):
+        row = _identity(model_name, question)
+        row["answer"] = answer_text
         if question.truth is not None:
             row["truth"] = question.truth
         yield row
 
 
-def append_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+def append_rows(file: Path, rows: Iterable[dict]) -> None:
     """Appends a line of JSON for each row, complete on disk when this returns."""
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    lines = []
+    for row in rows:
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     with writing_to(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8", errors="replace") as opened:
-            opened.writelines(lines)
+        with file.open("a", encoding="utf-8", errors="replace") as answers_file:
+            answers_file.writelines(lines)
 
 
 def count_answered(file: Path, questions: Sequence[Question], model_name: str) -> int:
-    """How many of the questions, from the first on, a file of answers has from an earlier run.
+    """Returns how many questions, from the first on, an earlier run has answered in a file.
 
     Removes a last line that was not written to its end. Raises ValueError if the file has anything
-    else, which would be mixed with these answers.
+    else, because these answers would be mixed with it.
     """
     if not file.exists():
         return 0
-    stored = file.read_bytes()
-    whole = stored[: stored.rfind(b"\n") + 1]
-    lines = whole.splitlines()
-    fits = len(lines) <= len(questions)
+    stored_bytes = file.read_bytes()
+    end_of_whole_lines = stored_bytes.rfind(b"\n") + 1
+    whole_lines = stored_bytes[:end_of_whole_lines]
+    lines = whole_lines.splitlines()
+    is_continued = len(lines) <= len(questions)
     for line, question in zip(lines, questions, strict=False):
-        fits = fits and _answers(line, question, model_name)
-    if not fits:
+        is_continued = is_continued and _is_answer(line, question, model_name)
+    if not is_continued:
         raise ValueError(
             f"{file} exists and has answers of another model or to other questions. Give another "
             "--output."
         )
-    if whole != stored:
-        file.write_bytes(whole)
+    if whole_lines != stored_bytes:
+        file.write_bytes(whole_lines)
     return len(lines)
 
 
-def _answers(line: bytes, question: Question, model_name: str) -> bool:
-    """Whether a line is the answer of this model to the question."""
+def _is_answer(line: bytes, question: Question, model_name: str) -> bool:
+    """Returns whether a line of a file has this model's answer to the question."""
     try:
         row = json.loads(line)
     except ValueError:
         return False
-    wanted = _identity(model_name, question)
-    return isinstance(row, dict) and "answer" in row and wanted.items() <= row.items()
+    identity = _identity(model_name, question)
+    return isinstance(row, dict) and "answer" in row and identity.items() <= row.items()
 
 
-def _identity(model_name: str, question: Question) -> dict[str, Any]:
-    return {"model": model_name, "name": question.name, "question": question.text}
+def _identity(model_name: str, question: Question) -> dict:
+    return {
+        "model": model_name,
+        "name": question.name,
+        "question": question.text,
+    }
 
 
 def converse(
@@ -256,38 +271,44 @@ def converse(
     """Answers the lines of standard input, each with all that was said before it.
 
     The first user's turn has the images. See `HOW_TO_TALK` for the commands. A turn that cannot be
-    answered is left out of the conversation, with the reason on standard error.
+    answered is left out of the conversation, and the reason is printed to standard error.
     """
     console = Console(stderr=True)
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
+    prompt = ""
+    if sys.stdin.isatty():
+        prompt = "> "
         console.print(HOW_TO_TALK, soft_wrap=True)
-    turns, waiting = list(start), list(images)  # images wait for the next turn
-    while (line := _read_line("> " if is_terminal else "")) is not None:
-        command, _, argument = line.strip().partition(" ")
+    turns = list(start)
+    waiting_images = list(images)  # for the next turn
+    for text in _typed_lines(prompt):
+        command, _, argument = text.partition(" ")
         if command == "/new":
-            turns, waiting = list(start), list(images)
+            turns = list(start)
+            waiting_images = list(images)
         elif command == "/image":
             try:
-                path = str(Path(argument.strip()).expanduser())
-                waiting.append(decode_image({"path": path, "bytes": None}))
+                path = Path(argument.strip()).expanduser()
+                waiting_images.append(decode_image({"path": str(path), "bytes": None}))
             except ValueError as error:
                 console.print(f"Error: {error}", soft_wrap=True)
-        elif line.strip():
-            asked = [*turns, user_turn(line.strip(), waiting)]
+        elif text:
+            conversation = [*turns, user_turn(text, waiting_images)]
             try:
-                text = print_answer(model, processor, asked, max_new_tokens)
+                answer = print_answer(model, processor, conversation, max_new_tokens)
             except ValueError as error:
                 console.print(f"Error: {error}", soft_wrap=True)
             except KeyboardInterrupt:
                 print()
             else:
-                turns, waiting = [*asked, assistant_turn(text)], []
+                turns = [*conversation, assistant_turn(answer)]
+                waiting_images = []
 
 
-def _read_line(prompt: str) -> str | None:
-    """The next line; None at the end of the input, or at Ctrl-C."""
-    try:
-        return input(prompt)
-    except (EOFError, KeyboardInterrupt):
-        return None
+def _typed_lines(prompt: str) -> Iterator[str]:
+    """Yields lines without spaces at their ends, until the end of the input or Ctrl-C."""
+    while True:
+        try:
+            line = input(prompt)
+        except (EOFError, KeyboardInterrupt):
+            return
+        yield line.strip()

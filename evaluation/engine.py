@@ -33,7 +33,7 @@ TEXT = ("mmlu", "hellaswag")
 OFFLINE = ("offline_easy_vqa", "offline_emoji", "offline_perplexity")
 SUITES = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT, "offline": OFFLINE}
 """Tasks of each suite; `"paper"` has the paper's nine (table 4)."""
-# Metrics that accuracy is compared with, and their names in results.
+# Prefixes of the metrics that accuracy is compared with, and their names in results.
 REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
 
 evaluator.get_git_commit_hash = lambda: None  # git prints an error outside a repository
@@ -57,54 +57,75 @@ class MultimodalLM(HFMultimodalLM):
         self, strings, images, padding_side="left", left_truncate_len=None, **_
     ):
         tokenizer = self.processor.tokenizer
-        first = tokenizer.bos_token  # which the template wrote already
-        if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
-            strings = [string.removeprefix(first) for string in strings]
+        first_token = tokenizer.bos_token
+        if first_token and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
+            # The chat template wrote the first token already.
+            strings = [string.removeprefix(first_token) for string in strings]
         if any(images):
             inputs = super().tok_batch_multimodal_encode(strings, images, padding_side)
-        else:  # at which that of lm-eval 0.4.13 fails; and it cuts the images off long questions
-            options = {"padding": True, "padding_side": padding_side, "return_tensors": "pt"}
-            inputs = tokenizer(strings, **options).to(self.device)
-        if (most := left_truncate_len) and (length := inputs["input_ids"].shape[1]) > most:
+        else:  # lm-eval 0.4.13 fails without images
+            inputs = tokenizer(
+                strings, padding=True, padding_side=padding_side, return_tensors="pt"
+            ).to(self.device)
+        # The harness would cut long questions on the left, where the images are.
+        token_count = inputs["input_ids"].shape[1]
+        if left_truncate_len and token_count > left_truncate_len:
             question = shorten(max(strings, key=len), 100)
-            raise ValueError(f"Shorten {question!r}: its {length:,} tokens are more than {most:,}.")
+            raise ValueError(
+                f"Shorten {question!r}: its {token_count:,} tokens are more than "
+                f"{left_truncate_len:,}."
+            )
         return inputs
 
 
 def chosen_tasks(
     suites: Sequence[str], tasks: Sequence[str], include_path: Path | None, limit: int | None
 ) -> tuple[list[str], TaskManager]:
-    """The tasks of some suites, and others by name, without repetition; and their manager."""
-    if others := [suite for suite in suites if suite not in SUITES]:
-        raise ValueError(f"There is no suite {others[0]!r}. There are {', '.join(SUITES)}.")
-    chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
-    paths = [str(files(__package__) / "tasks")]
-    paths += [str(include_path)] if include_path else []  # which wins over those before
-    manager = TaskManager(include_path=paths, include_defaults=False)
-    if not set(chosen) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=paths)  # reads the harness's 10,000 files
-    if unknown := [task for task in chosen if task not in manager.all_tasks]:
-        raise ValueError(f"There is no task {unknown[0]!r}. `lm-eval ls tasks` lists all.")
-    if limit and "mmbench_en_dev" in chosen:
-        fault = "mmbench_en_dev asks each question several times, and a limit would cut that"
-        raise ValueError(f"{fault}. Leave out the limit, or the task.")
-    return chosen, manager
+    """Returns the names of tasks in suites and of other `tasks`, each once, and their manager.
+
+    Raises ValueError if a suite or task does not exist, or `limit` would cut questions of MMBench.
+    """
+    task_names: list[str] = []
+    for suite in suites:
+        if suite not in SUITES:
+            raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
+        task_names.extend(SUITES[suite])
+    task_names.extend(tasks)
+    unique_names = list(dict.fromkeys(task_names))
+    folders = [str(files(__package__) / "tasks")]
+    if include_path:
+        folders.append(str(include_path))  # it takes precedence over those before it
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if not set(unique_names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=folders)  # reads the harness's 10,000 files
+    for task_name in unique_names:
+        if task_name not in manager.all_tasks:
+            raise ValueError(f"There is no task {task_name!r}. `lm-eval ls tasks` lists all.")
+    if limit and "mmbench_en_dev" in unique_names:
+        raise ValueError(
+            "mmbench_en_dev asks each question several times, and a limit would cut that. Leave "
+            "out the limit, or the task."
+        )
+    return unique_names, manager
 
 
 def task_version(task: str | Task, manager: TaskManager) -> str | None:
-    """The version in a task's file, without its questions. None of a group, or if there is none."""
+    """Returns the version in a task's file, without reading the task's questions.
+
+    None for a group, and for a task without a version.
+    """
     if not isinstance(task, str):
         return str(task.VERSION)
     entry = manager.task_index[task]
     if entry.kind.name not in ("TASK", "PY_TASK") or entry.cfg is None:
         return None
     metadata = entry.cfg.get("metadata") or {}
-    version = metadata.get("version")
-    return None if version is None else str(version)
+    stated_version = metadata.get("version")
+    return None if stated_version is None else str(stated_version)
 
 
 def as_lm(handle: ModelHandle, *, batch_size: int, **loading: Any) -> LM:
-    """A checkpoint as a model of the harness, loaded as [`ModelHandle.load`] does."""
+    """Returns a checkpoint as a model of the harness, loaded as [`ModelHandle.load`] does."""
     model = handle.load(**loading)
     if handle.processor is None:
         tokenizer = handle.checkpoint.preprocessor(AutoTokenizer)
@@ -122,93 +143,173 @@ def run_task(
 ) -> Evaluation:
     """Runs a task, or a group by its name, and writes what the harness writes into a folder.
 
-    Answers are generated through the chat template; likelihoods are of plain text, as is usual.
+    Answers are generated through the chat template. Likelihoods are of plain text, as usual.
+
+    Args:
+        lm: Model of the harness, see [`as_lm`].
+        task: Name of a task or group, or a task that the harness has no file of.
+        manager: Knows the task files, see [`chosen_tasks`].
+        folder: Gets the harness's files of results and answers.
+        weights: Hash of the weights, or Hub id and commit, for the result.
+        settings: What else the result depends on. `limit` is the number of samples, or None.
     """
     name = task if isinstance(task, str) else str(task.config.task)
-    parts = manager.load([task])["tasks"].values()
-    generates = all(part.get_config("output_type") == "generate_until" for part in parts)
-    chat = generates and (isinstance(lm, MultimodalLM) or bool(lm.tokenizer.chat_template))
-    options: dict[str, Any] = {"apply_chat_template": chat, "task_manager": manager}
+    through_chat_template = _uses_chat_template(lm, task, manager)
     gc.freeze()  # the harness collects garbage after a batch, and must not visit all of a model
     try:
-        raw = simple_evaluate(lm, tasks=[task], limit=settings["limit"], **options)
+        raw = simple_evaluate(
+            lm,
+            tasks=[task],
+            limit=settings["limit"],
+            apply_chat_template=through_chat_template,
+            task_manager=manager,
+        )
     finally:
         gc.unfreeze()
     assert raw is not None  # in the first process
-    counts, config = raw["n-samples"].values(), next(iter(raw["configs"].values()))
+    config = next(iter(raw["configs"].values()))
     metadata = config.get("metadata") or {}
+    versions = {package: version(package) for package in VERSIONED}
+    versions[name] = str(metadata.get("version"))
+    sample_counts = raw["n-samples"].values()
     result = Evaluation(
         task=name,
         title=metadata.get("title", name),
         metrics=_metrics(raw, name),
-        samples=sum(count["effective"] for count in counts),
-        total=sum(count["original"] for count in counts),
-        protocol=_protocol(raw, config, chat, settings.get("quantization")),
+        samples=sum(count["effective"] for count in sample_counts),
+        total=sum(count["original"] for count in sample_counts),
+        protocol=_protocol(raw, config, through_chat_template, settings.get("quantization")),
         date=datetime.now(UTC).date().isoformat(),
-        versions={key: version(key) for key in VERSIONED} | {name: str(metadata.get("version"))},
+        versions=versions,
         weights=weights,
         settings=settings,
     )
-    samples = raw.pop("samples")
+    samples_by_task = raw.pop("samples")
     tracker = EvaluationTracker(output_path=str(folder / "results.json"))
-    tracker.save_results_aggregated(raw, samples=samples)
-    for part, answers in samples.items():
-        tracker.save_results_samples(part, answers)
+    tracker.save_results_aggregated(raw, samples=samples_by_task)
+    for task_name, samples in samples_by_task.items():
+        tracker.save_results_samples(task_name, samples)
     return result
 
 
-def _metrics(raw: dict[str, Any], task: str) -> list[Metric]:
-    """Of `acc` references are `blank` and `commonest`, of `acc_colour` `blank_colour` and so on.
+def _uses_chat_template(lm: LM, task: str | Task, manager: TaskManager) -> bool:
+    """Returns whether all parts of a task generate answers, and the model has a chat template."""
+    for part in manager.load([task])["tasks"].values():
+        if part.get_config("output_type") != "generate_until":
+            return False
+    return isinstance(lm, MultimodalLM) or bool(lm.tokenizer.chat_template)
 
-    Of `contains` it is `blank_contains`.
-    """
+
+def _metrics(raw: dict, task: str) -> list[Metric]:
+    """Returns the metrics of a whole task, then of its subsets if it is a group."""
     metrics = []
-    for name in sorted(raw["results"], key=lambda name: name != task):
-        scores, samples = raw["results"][name], raw["samples"].get(name)  # a group has no samples
-        subset = None if name == task else scores.get("alias", name).strip(" -")
-        for key, value in scores.items():
-            metric, _, rule = key.partition(",")
-            is_number = isinstance(value, int | float) and rule and not metric.endswith("_stderr")
-            if not is_number or metric.partition("_")[0] in REFERENCES:
-                continue
-            error = scores.get(f"{metric}_stderr,{rule}")
-            error = float(error) if isinstance(error, int | float) else None
-            part = metric.removeprefix("exact_match").removeprefix("acc")
-            part = "_contains" if metric == "contains" else part
-            keys = {title: f"{prefix}{part},{rule}" for prefix, title in REFERENCES.items()}
-            references = {title: float(scores[key]) for title, key in keys.items() if key in scores}
-            count = samples and sum(metric in s["metrics"] for s in samples if s["filter"] == rule)
-            title = metric if rule == "none" else f"{metric}, {rule}"
-            metrics.append(Metric(title, float(value), error, references, subset, count))
+    for task_name in sorted(raw["results"], key=lambda task_name: task_name != task):
+        scores = raw["results"][task_name]
+        samples = raw["samples"].get(task_name)  # a group has none
+        subset = None
+        if task_name != task:
+            subset = scores.get("alias", task_name).strip(" -")
+        for score_key in scores:
+            if _is_metric(score_key, scores[score_key]):
+                metrics.append(_metric(score_key, scores, samples, subset))
     return metrics
 
 
+def _is_metric(key: str, score: Any) -> bool:
+    """Returns whether a score of the harness is a result of its own, not an error or reference."""
+    metric_name, _, filter_name = key.partition(",")
+    if not filter_name or metric_name.endswith("_stderr"):
+        return False
+    return isinstance(score, int | float) and metric_name.partition("_")[0] not in REFERENCES
+
+
+def _metric(key: str, scores: dict, samples: list[dict] | None, subset: str | None) -> Metric:
+    """Returns the metric of a key such as `acc,none`: its name, then how answers were filtered.
+
+    The references of `acc` and `exact_match` are `blank` and `commonest`, and `acc_colour` has
+    `blank_colour` and `commonest_colour`. The reference of `contains` is `blank_contains`.
+    """
+    metric_name, _, filter_name = key.partition(",")
+    standard_error = None
+    stored_error = scores.get(f"{metric_name}_stderr,{filter_name}")
+    if isinstance(stored_error, int | float):
+        standard_error = float(stored_error)
+    suffix = metric_name.removeprefix("exact_match").removeprefix("acc")
+    if metric_name == "contains":
+        suffix = "_contains"
+    references = {}
+    for prefix, title in REFERENCES.items():
+        reference_key = f"{prefix}{suffix},{filter_name}"
+        if reference_key in scores:
+            references[title] = float(scores[reference_key])
+    sample_count = None
+    if samples is not None:
+        filtered = [sample for sample in samples if sample["filter"] == filter_name]
+        sample_count = sum(metric_name in sample["metrics"] for sample in filtered)
+    return Metric(
+        name=metric_name if filter_name == "none" else f"{metric_name}, {filter_name}",
+        value=float(scores[key]),
+        stderr=standard_error,
+        references=references,
+        subset=subset,
+        samples=sample_count,
+    )
+
+
 def _protocol(raw: dict, config: dict, chat: bool, quantization: dict | None) -> list[str]:
-    """Sentences on how results were obtained, and the first prompt, unless it is of own data."""
-    names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
-    data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path
-    kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
-    made = f"generated with {options}" if kind == "generate_until" else f"chosen by {kind}"
-    template = "through the chat template" if chat else "as plain text"
-    greedy = "Of the model's own generation_config only the tokens are used, and no penalty."
-    rule = (config.get("metadata") or {}).get("rule")  # of own data
+    """Returns sentences on how results were obtained.
+
+    They quote the first prompt, but not if it comes from the user's own data: the sentences are
+    published.
+
+    Args:
+        raw: What the harness returned.
+        config: The task's configuration, the first one of a group.
+        chat: Whether prompts were written through the chat template.
+        quantization: How the language model was quantized; None if it was not.
+    """
+    output_type = config["output_type"]
+    generates = output_type == "generate_until"
+    answering_form = f"chosen by {output_type}"
+    if generates:
+        answering_form = f"generated with {json.dumps(config.get('generation_kwargs'))}"
+    prompt_form = "through the chat template" if chat else "as plain text"
+    metadata = config.get("metadata") or {}
+    own_data_rule = metadata.get("rule")
     sentences = [
-        f"lm-evaluation-harness runs its task {config['task']} on {data}.",
-        f"Answers are {made}.",
-        *([greedy] if kind == "generate_until" else []),
-        f"Prompts are written {template}, after {config.get('num_fewshot') or 0} examples.",
-        *([rule] if rule else []),
+        f"lm-evaluation-harness runs its task {config['task']} on {_data_name(config)}.",
+        f"Answers are {answering_form}.",
     ]
+    if generates:
+        sentences.append(
+            "Of the model's own generation_config only the tokens are used, and no penalty."
+        )
+    example_count = config.get("num_fewshot") or 0
+    sentences.append(f"Prompts are written {prompt_form}, after {example_count} examples.")
+    if own_data_rule:
+        sentences.append(own_data_rule)
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(metric["metric"] == "blank" for metric in config.get("metric_list", ())):
         sentences.append("Blank image: the answer to a white image, for all questions so worded.")
         sentences.append("Commonest answer: the share of questions whose true answer it is.")
     samples = next(iter(raw["samples"].values()), None)
-    if samples and kind != "loglikelihood_rolling" and not rule:
-        prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
-        sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
+    if samples and output_type != "loglikelihood_rolling" and not own_data_rule:
+        first_prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
+        sentences.append(f"The first prompt is {shorten(first_prompt, 600, placeholder=' ...')}")
     if quantization:
-        name = quantization_name(quantization)
-        sentences.append(f"The layers of the language model, and no others, are quantized: {name}.")
+        sentences.append(
+            "The layers of the language model, and no others, are quantized: "
+            f"{quantization_name(quantization)}."
+        )
     return sentences
+
+
+def _data_name(config: dict) -> str:
+    """Returns the data set's name and configuration. Of a local path it has only the last part."""
+    name_parts = []
+    for name in (config.get("dataset_path"), config.get("dataset_name")):
+        if name:
+            path = Path(name)
+            name_parts.append(path.name if path.exists() else name)
+    return " ".join(name_parts)

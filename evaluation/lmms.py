@@ -38,41 +38,62 @@ class NormAlignLlava(lmms):
         self.batch_size = int(batch_size)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """The model's answers, in batches of requests with the same options."""
+        """Returns the model's answers, in batches of requests with the same options."""
         answers = []
-        with tqdm(total=len(requests), disable=self.rank != 0) as bar:
+        with tqdm(total=len(requests), disable=self.rank != 0) as progress:
             for _, alike in groupby(requests, key=lambda request: repr(request.args[2])):
                 group = list(alike)
                 for start in range(0, len(group), self.batch_size):
                     batch = group[start : start + self.batch_size]
                     answers += self._answers(batch)
-                    bar.update(len(batch))
+                    progress.update(len(batch))
         return answers
 
     @torch.no_grad()
     def _answers(self, batch: list[Instance]) -> list[str]:
         conversations = []
-        for _, messages_of, _, document, task, split in (request.args for request in batch):
-            messages = messages_of(self.task_dict[task][split][document])
-            conversations.append(ChatMessages(messages=messages).to_hf_messages())
+        for request in batch:
+            _, messages_of_document, _, document_id, task, split = request.args
+            document = self.task_dict[task][split][document_id]
+            messages = ChatMessages(messages=messages_of_document(document))
+            conversations.append(messages.to_hf_messages())
+        inputs = self.processor.apply_chat_template(
+            conversations,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            add_generation_prompt=True,
+            processor_kwargs={"padding": True},
+        ).to(self.model.device, self.model.dtype)
+        prompt_length = inputs["input_ids"].shape[1]
         options = batch[0].args[2]
-        form = dict(tokenize=True, return_dict=True, return_tensors="pt")
-        form |= dict(add_generation_prompt=True, processor_kwargs={"padding": True})
-        inputs = self.processor.apply_chat_template(conversations, **form)
-        inputs = inputs.to(self.model.device, self.model.dtype)
-        length = inputs["input_ids"].shape[1]
-        named = ("temperature", "top_p") if options.get("temperature") else ()
-        given = {name: options[name] for name in named if options.get(name) is not None}
-        drawn = {"do_sample": bool(given), **given}
-        most, beams = options.get("max_new_tokens", 1024), options.get("num_beams", 1)
-        ids = self.model.generate(**inputs, max_new_tokens=most, num_beams=beams, **drawn)
-        answers = self.processor.batch_decode(ids[:, length:], skip_special_tokens=True)
-        until = options.get("until", [])
-        for stop in [until] if isinstance(until, str) else until:
-            answers = [answer.split(stop)[0] for answer in answers]
+        token_ids = self.model.generate(
+            **inputs,
+            max_new_tokens=options.get("max_new_tokens", 1024),
+            num_beams=options.get("num_beams", 1),
+            **_sampling_options(options),
+        )
+        answers = self.processor.batch_decode(
+            token_ids[:, prompt_length:], skip_special_tokens=True
+        )
+        stop_texts = options.get("until", [])
+        if isinstance(stop_texts, str):
+            stop_texts = [stop_texts]
+        for stop_text in stop_texts:
+            answers = [answer.split(stop_text)[0] for answer in answers]
         return answers
 
     def loglikelihood(self, requests: list[Instance]) -> Any:
         raise NotImplementedError("normalign_llava only generates text. See `normalign evaluate`.")
 
     generate_until_multi_round = loglikelihood
+
+
+def _sampling_options(options: dict) -> dict:
+    """Returns the options of `generate` for how tokens are drawn; greedy at temperature 0."""
+    sampling: dict = {"do_sample": False}
+    if options.get("temperature"):
+        sampling = {"do_sample": True, "temperature": options["temperature"]}
+        if options.get("top_p") is not None:
+            sampling["top_p"] = options["top_p"]
+    return sampling

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One's own questions and answers as a task of the harness: `normalign evaluate --data DATA`."""
+"""The user's questions and answers as a task of the harness: `normalign evaluate --data DATA`."""
 
 import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from string import ascii_uppercase
@@ -22,7 +22,8 @@ from ..data.rows.checks import (
 from ..data.rows.forms import MARKER, ONE_OF_ANSWERS, ONE_OF_CAPTIONS
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
-from ..data.rows.turns import chosen_letter, plain
+from ..data.rows.questions import chosen_letter
+from ..data.rows.values import plain
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option
@@ -32,60 +33,88 @@ from .tasks.offline import OfflineTask, blank, commonest
 
 logger = logging.getLogger(__name__)
 
+Document = dict[str, Any]
+"""A question as the harness gets it.
+
+- `row`: Number of the row that it comes from.
+- `system`: The system turn, or "".
+- `prompt`: The question with a marker for each image.
+- `answer`: The true answer that training would learn.
+- `answers`: All true answers.
+- `options`: Texts of the options; empty without choices.
+- `blank`: See [`_with_answers_for_blank`].
+"""
+
 OWN_TASK = "own_"  # how the name of a task of own data begins
-SEPARATE_QUESTIONS = "texts"  # FineVision's column of turns, which are independent of each other
-# A letter or digit of a script that has spaces between words: beside 猫 nothing parts a word.
+SEPARATE_QUESTIONS = "texts"  # FineVision's column of turns. They do not depend on each other.
+# A letter or digit of a script that has spaces between words. In others, as in 猫, no sign shows
+# where a word ends.
 _LETTER = r"[^\W\u2e80-\uffff]"
-LEAST_TOKENS = 64  # that an answer may have: chatty models name the answer within a sentence
+# An answer may have at least so many tokens: chatty models name the answer within a sentence.
+LEAST_TOKENS = 64
 
 
 def own_task(
     data: str, *, image_folder: str | None = None, columns: str | None = None
 ) -> OfflineTask:
-    """A task of rows in any form that training reads, with a question and its answer each.
+    """Returns a task of rows in any form that training reads, with a question and its answer each.
 
-    Its version is a hash of questions, answers and images. Arguments are [`DataSource.named`]'s.
-    Raises ValueError that names the rows and images that cannot be used.
+    Its version is a hash of questions, answers and images.
+
+    Args:
+        data: File, folder or Hub id, see [`DataSource.named`].
+        image_folder: Folder of the images, see [`DataSource.named`].
+        columns: Which columns have image, question and answer, see [`DataSource.named`].
+
+    Raises:
+        ValueError: Names the rows and images that cannot be used.
     """
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
     opened = open_source(source, streaming=False)
     rows = parse_rows(opened, opened.rules, None)
-    documents: list[dict[str, Any]] = []
-    bad = []
-    several = 0
+    documents: list[Document] = []
+    refused_rows = []
+    with_several_questions = 0
     for number, row in enumerate(rows):
+        first_document = documents[0] if documents else None
         try:
-            if problem := image_problem(row["images"], opened.rules):
+            problem = image_problem(row["images"], opened.rules)
+            if problem:
                 raise ValueError(problem[1])
-            first = documents[0] if documents else None
-            asked = [{"row": number, **document} for document in _documents(row, first)]
-            several += len(asked) > 1
-            documents += asked
+            row_documents = _documents(row, first_document)
         except ValueError as error:
-            bad.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
-    if bad:
-        raise ValueError(bad_rows_message(opened, bad, len(rows), use="evaluated"))
+            refused_rows.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
+            continue
+        if len(row_documents) > 1:
+            with_several_questions += 1
+        for document in row_documents:
+            documents.append({"row": number, **document})
+    if refused_rows:
+        raise ValueError(bad_rows_message(opened, refused_rows, len(rows), use="evaluated"))
     if not rows:
         raise ValueError(f"{data} has no rows.")
-    if several:
+    if with_several_questions:
         logger.warning(
-            f"{opened.name}: {several:,} of {len(rows):,} rows have several questions. Each is "
-            f"asked by itself, with the row's images: {len(documents):,} questions in all."
+            f"{opened.name}: {with_several_questions:,} of {len(rows):,} rows have several "
+            "questions. Each is asked by itself, with the row's images: "
+            f"{len(documents):,} questions in all."
         )
-    left_out = Counter(name for row in rows for name in row["left_out"])
-    changed = Counter(name for row in rows for name in row["changed"])
-    for note in (ONE_OF_ANSWERS, ONE_OF_CAPTIONS):  # here each of them is right
-        changed.pop(note, None)
-    log_not_read(logger, opened.name, left_out, changed)
-    unread = Counter(row["unread"] for row in rows if row["unread"])
-    check_images_are_read(opened.name, len(rows), sum(row["image_count"] for row in rows), unread)
-    path, split = Path(source.path).resolve(), "" if source.split == "train" else f":{source.split}"
-    label = path.name + split if path.exists() else data
-    return _task(label, documents, [row["images"] for row in rows])
+    _report_what_is_not_read(opened.name, rows)
+    return _task(_label(source, data), documents, [row["images"] for row in rows])
 
 
-def _documents(row: dict[str, Any], first: Mapping | None) -> list[dict[str, Any]]:
-    """What a row asks, a document for each question.
+def _label(source: DataSource, data: str) -> str:
+    """Returns the name of data on this machine without its folder; a Hub id as it was given."""
+    path = Path(source.path).resolve()
+    if not path.exists():
+        return data
+    if source.split == "train":
+        return path.name
+    return f"{path.name}:{source.split}"
+
+
+def _documents(row: dict, first: Document | None) -> list[Document]:
+    """Returns what a row asks, a document for each question.
 
     In FineVision's form the turns of a row are separate questions about its images. In other forms
     a later turn may need those before it. Raises ValueError with what is not supported in the row,
@@ -93,68 +122,119 @@ def _documents(row: dict[str, Any], first: Mapping | None) -> list[dict[str, Any
     """
     if row["reason"]:
         raise ValueError(row["reason"])
-    texts = [[part["text"] for part in turn["content"]] for turn in row["messages"]]  # None: image
-    turns = ["".join(MARKER if text is None else text for text in content) for content in texts]
-    system = turns.pop(0) if row["messages"][0]["role"] == "system" else ""
-    questions, answers = turns[::2], turns[1::2]
-    if len(questions) == 1:
-        return [_document(row, system, questions[0], answers[0], first)]
-    images = MARKER * row["image_count"]
-    if row["form"] != SEPARATE_QUESTIONS or not questions[0].startswith(images):
+    turns = [_turn_text(turn["content"]) for turn in row["messages"]]
+    system = ""
+    if row["messages"][0]["role"] == "system":
+        system = turns.pop(0)
+    questions = turns[::2]
+    answers = turns[1::2]
+    image_markers = MARKER * row["image_count"]
+    are_separate = row["form"] == SEPARATE_QUESTIONS and questions[0].startswith(image_markers)
+    if len(questions) != 1 and not are_separate:
         fault = f"it has {len(questions)} questions; save each with its answer as a row"
         raise ValueError(fault)
-    documents: list[dict[str, Any]] = []
-    for number, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-        prompt = question if number == 0 else images + question
+    documents: list[Document] = []
+    for question, answer in zip(questions, answers, strict=True):
+        prompt = image_markers + question if documents else question
         documents.append(_document(row, system, prompt, answer, first))
     return documents
 
 
-def _document(
-    row: dict[str, Any], system: str, prompt: str, answer: str, first: Mapping | None
-) -> dict[str, Any]:
-    """A question of a row. Raises ValueError if it differs in kind from the `first` of the data."""
-    options, choices = row["options"], [*row["options"].values()]
+def _turn_text(content: list[dict]) -> str:
+    """Returns the text of a turn, with a marker for each image: a part whose text is None."""
+    turn_text = ""
+    for part in content:
+        turn_text += MARKER if part["text"] is None else part["text"]
+    return turn_text
+
+
+def _document(row: dict, system: str, prompt: str, answer: str, first: Document | None) -> Document:
+    """Returns a question of a row.
+
+    Raises ValueError if it differs in kind from the `first` document of the data.
+    """
+    options = row["options"]
+    choices = list(options.values())
+    learned = plain(answer) or answer
     answers = [plain(text) or text for text in row["accepted"] or [answer]]
     if options:
-        if (letter := chosen_letter(answer, options)) is None:
+        letter = chosen_letter(answer, options)
+        if letter is None:
             raise ValueError(f"the answer {short(answer)} is not just one of {short(choices)}")
-        prompt, answers = f"{prompt}\n{ASK_FOR_LETTER}", [letter]
-    if first and (bool(options), system) != (bool(first["options"]), first["system"]):
+        prompt = f"{prompt}\n{ASK_FOR_LETTER}"
+        learned = letter
+        answers = [letter]
+    if first and (bool(options) != bool(first["options"]) or system != first["system"]):
         problem = "its system turn, or whether it has choices, differs from the first row"
         raise ValueError(f"{problem}; use several files")
-    learned = answers[0] if options else plain(answer) or answer
-    return dict(system=system, prompt=prompt, answer=learned, answers=answers, options=choices)
+    # The version of the task is a hash of the documents, in this order.
+    return {
+        "system": system,
+        "prompt": prompt,
+        "answer": learned,
+        "answers": answers,
+        "options": choices,
+    }
 
 
-def _task(label: str, documents: list[dict], images: list[list[dict]]) -> OfflineTask:
+def _report_what_is_not_read(name: str, rows: list[dict]) -> None:
+    """Logs the columns that are not used, and images that are not read.
+
+    Raises ValueError if no image is read where most rows seem to have one.
+    """
+    unused_columns: Counter[str] = Counter()
+    changes: Counter[str] = Counter()
+    unread_images: Counter[str] = Counter()
+    image_count = 0
+    for row in rows:
+        unused_columns.update(row["left_out"])
+        changes.update(row["changed"])
+        image_count += row["image_count"]
+        if row["unread"]:
+            unread_images[row["unread"]] += 1
+    for note in (ONE_OF_ANSWERS, ONE_OF_CAPTIONS):  # here each of them is right
+        changes.pop(note, None)
+    log_not_read(logger, name, unused_columns, changes)
+    check_images_are_read(name, len(rows), image_count, unread_images)
+
+
+def _task(label: str, documents: list[Document], images: list[list[dict]]) -> OfflineTask:
+    """Returns the task that asks the documents.
+
+    Args:
+        label: Name of the data.
+        documents: The questions. Their `row` is an index into `images`.
+        images: For each row its images, with `path` or `bytes`.
+    """
     rule = (
         "An answer is an exact match if it is a true one, but for case, spaces and punctuation at "
         "its ends. It contains a true one if that stands in it as whole words, but for case."
     )
-    metrics: list[tuple[str, Any]] = [("exact_match", "mean"), ("contains", "mean")]
-    metrics += [("blank", blank), ("blank_contains", blank), ("commonest", commonest)]
+    metrics: list[tuple[str, Any]] = [
+        ("exact_match", "mean"),
+        ("contains", "mean"),
+        ("blank", blank),
+        ("blank_contains", blank),
+        ("commonest", commonest),
+    ]
     if documents[0]["options"]:
         rule = "An answer is right if it chooses the true option, by its letter or its text."
         metrics = [("acc", "mean"), ("blank", blank), ("commonest", commonest)]
-    files = [[sha256(stored_bytes(image)).hexdigest() for image in stored] for stored in images]
-    version = sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
-    alike = defaultdict(list)
-    for document in documents:
-        alike[document["prompt"]].append(document["answers"])
-    rows = [document | {"blank": alike.pop(document["prompt"], [])} for document in documents]
-    texts = [text for row in rows for text in (*row["answers"], *row["options"])]
-    longest = max(
-        LEAST_TOKENS, *(len(text.encode()) + 2 for text in texts)
-    )  # tokens, of a byte or more
-    counted = f"{len(images):,} rows"
-    if len(rows) != len(images):
-        counted += f", {len(rows):,} questions"
-    generation = {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": longest}
+    metric_list = []
+    for metric_name, aggregation in metrics:
+        is_score = aggregation == "mean"
+        metric_list.append(
+            {"metric": metric_name, "aggregation": aggregation, "higher_is_better": is_score}
+        )
+    version = _version(documents, images)
+    questions = _with_answers_for_blank(documents)
+    data_size = f"{len(images):,} rows"
+    if len(questions) != len(images):
+        data_size += f", {len(questions):,} questions"
     config: dict[str, Any] = {
         "task": OWN_TASK + re.sub(r"[^\w.-]+", "-", label),
-        "dataset_path": f"{label}, own data of {counted} (SHA-256 {version}...)",
-        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
+        "dataset_path": f"{label}, own data of {data_size} (SHA-256 {version}...)",
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(questions)},
         "test_split": "test",
         "description": documents[0]["system"],
         "doc_to_text": lambda row: row["prompt"],
@@ -163,46 +243,96 @@ def _task(label: str, documents: list[dict], images: list[list[dict]]) -> Offlin
         "process_results": _results,
         "output_type": "generate_until",
         "num_fewshot": 0,
-        "generation_kwargs": generation,
-        "metric_list": [
-            {"metric": name, "aggregation": by, "higher_is_better": by == "mean"}
-            for name, by in metrics
-        ],
+        "generation_kwargs": {
+            "until": [],
+            "do_sample": False,
+            "temperature": 0.0,
+            "max_gen_toks": _most_tokens(documents),
+        },
+        "metric_list": metric_list,
         "metadata": {"version": version, "title": f"{label} (own data)", "rule": rule},
     }
     return OfflineTask(config)
 
 
-def _results(document: dict, answers: list[str]) -> dict[str, Any]:
-    """The answer's scores, and of how many questions so worded a blank image's answer is right."""
+def _version(documents: list[Document], images: list[list[dict]]) -> str:
+    """Returns the first 16 hexadecimal digits of a SHA-256 over the documents and image files."""
+    image_hashes = []
+    for row_images in images:
+        image_hashes.append([sha256(stored_bytes(image)).hexdigest() for image in row_images])
+    content = json.dumps([documents, image_hashes])
+    return sha256(content.encode()).hexdigest()[:16]
+
+
+def _with_answers_for_blank(documents: list[Document]) -> list[Document]:
+    """Returns the documents with `blank`, the true answers to all questions of the same wording.
+
+    Only the first document of a wording has them: it is asked with a white image for all.
+    """
+    answers_by_prompt = defaultdict(list)
+    for document in documents:
+        answers_by_prompt[document["prompt"]].append(document["answers"])
+    completed_documents = []
+    for document in documents:
+        completed_documents.append(
+            document | {"blank": answers_by_prompt.pop(document["prompt"], [])}
+        )
+    return completed_documents
+
+
+def _most_tokens(documents: list[Document]) -> int:
+    """Returns how many tokens an answer may have: two more than the longest text has bytes."""
+    token_count = LEAST_TOKENS
+    for document in documents:
+        for text in (*document["answers"], *document["options"]):
+            token_count = max(token_count, len(text.encode()) + 2)
+    return token_count
+
+
+def _results(document: Document, answers: list[str]) -> dict:
+    """Returns the scores of an answer, and what the metrics of the white image need.
+
+    Args:
+        document: A question. If `blank` is not empty, it was also asked with a white image.
+        answers: The answer with the image, then the one with the white image.
+    """
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
+    normalized_answers: list[str | None] = []
+    scoring_rules: list[tuple[str, str, Callable]]
     if options:
-        chosen = [chosen_option(text, options) for text in answers]
-        rules = {"acc": lambda number, right: chosen[number] in right}
+        normalized_answers += [chosen_option(answer, options) for answer in answers]
+        scoring_rules = [("acc", "blank", _is_one_of)]
     else:
-        read = [plain(text) or text.strip() for text in answers]
-        rules = {
-            "exact_match": lambda number, right: read[number] in right,
-            "contains": lambda number, right: contains_any(read[number], right),
-        }
+        normalized_answers += [plain(answer) or answer.strip() for answer in answers]
+        scoring_rules = [
+            ("exact_match", "blank", _is_one_of),
+            ("contains", "blank_contains", contains_any),
+        ]
     scores: dict[str, Any] = {"commonest": document["answer"]}
-    for name, is_right in rules.items():
-        scores[name] = float(is_right(0, document["answers"]))
-        if document["blank"]:
-            of_others = sum(is_right(1, right) for right in document["blank"])
-            blank_name = "blank_contains" if name == "contains" else "blank"
-            scores[blank_name] = [of_others, len(document["blank"])]
+    for metric_name, blank_name, is_right in scoring_rules:
+        scores[metric_name] = float(is_right(normalized_answers[0], document["answers"]))
+        true_answers = document["blank"]
+        if true_answers:
+            right_count = sum(
+                is_right(normalized_answers[1], accepted) for accepted in true_answers
+            )
+            scores[blank_name] = [right_count, len(true_answers)]
     return scores
 
 
-def contains_any(answer: str, texts: list[str]) -> bool:
-    """Whether one of some texts, not empty, stands in an answer as whole words, in any case.
+def _is_one_of(answer: str | None, accepted: list[str]) -> bool:
+    return answer in accepted
 
-    "5" stands neither in "-5" nor in "5.2", and "brown" not in "red-brown".
+
+def contains_any(answer: str, texts: list[str]) -> bool:
+    """Returns whether an answer has one of the texts as whole words, in any case.
+
+    Empty texts do not count. "5" stands neither in "-5" nor in "5.2", and "brown" not in
+    "red-brown".
     """
+    before = rf"(?<!{_LETTER})(?<!\d[.,])(?<!-)"
+    after = rf"(?!{_LETTER})(?![.,]\d)(?!-{_LETTER})"
     for text in texts:
-        before = rf"(?<!{_LETTER})(?<!\d[.,])(?<!-)"
-        after = rf"(?!{_LETTER})(?![.,]\d)(?!-{_LETTER})"
         if text and re.search(before + re.escape(text.lower()) + after, answer.lower()):
             return True
     return False

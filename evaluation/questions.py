@@ -2,8 +2,8 @@
 """The questions that `normalign ask` asks: of the command line, of a folder of images, of data."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ class Question:
     """A question, with the images and turns before it.
 
     Attributes:
-        name: What it is called in messages: an image's file, or data set and row.
-        turns: The turns up to the question, whose image parts have no image yet.
+        name: What messages call it: an image's file, or data set and row.
+        turns: The turns up to the question. Their image parts have no image yet.
         images: Each image's `path` or `bytes`, in the order of the image parts.
         truth: The answer in the data; None if it has none.
         further_turns: How many turns of the row come after that answer.
@@ -30,7 +30,7 @@ class Question:
 
     name: str
     turns: list[Message]
-    images: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict] = field(default_factory=list)
     truth: str | None = None
     further_turns: int = 0
 
@@ -40,34 +40,42 @@ class Question:
         return text_of(self.turns[-1])
 
     def conversation(self) -> list[Message]:
-        """The turns with their images, decoded. Raises ValueError if an image cannot be."""
+        """Returns the turns with their images. Raises ValueError if one cannot be decoded."""
         return with_images(self.turns, self.images)
 
 
 def text_of(message: Message) -> str:
-    """The text of a turn, without its images."""
+    """Returns the text of a turn, without its images."""
     return "".join(part.get("text") or "" for part in message["content"]).strip()
 
 
-def with_images(turns: Sequence[Message], images: Sequence[dict[str, Any]]) -> list[Message]:
-    """A copy of the turns whose image parts have the stored images, decoded, in order."""
+def with_images(turns: Sequence[Message], images: Sequence[dict]) -> list[Message]:
+    """Returns a copy of the turns whose image parts have the stored images, decoded, in order."""
     filled = copy.deepcopy(list(turns))
-    stored = iter(images)
+    stored_images = iter(images)
     for turn in filled:
         for part in turn["content"]:
             if part["type"] == "image":
-                part["image"] = decode_image(dict(next(stored)))
+                stored = next(stored_images)
+                part["image"] = decode_image(dict(stored))
     return filled
 
 
-def read_words(words: Sequence[str]) -> tuple[list[Path], str | None]:
-    """Images (files or folders) and the question, if the last word is one, of a command line.
+def first_turns(system: str | None) -> list[Message]:
+    """Returns the turns that a conversation starts with."""
+    return [system_turn(system)] if system else []
 
-    Raises ValueError if a word that must be an image is no file or folder.
+
+def read_words(words: Sequence[str]) -> tuple[list[Path], str | None]:
+    """Returns the images of a command line (files or folders), and the question or None.
+
+    The last word may be the question. Raises ValueError if another one does not exist as a file or
+    folder.
     """
     images = [Path(word).expanduser() for word in words]
     question = None
-    if words and not _exists(images[-1]) and not _names_an_image(words[-1]):
+    is_path = words and words[-1].strip() and _exists(images[-1])  # "" would be this folder
+    if words and not is_path and not _names_an_image(words[-1]):
         question = words[-1]
         images.pop()
     for image in images:
@@ -87,24 +95,35 @@ def _exists(path: Path) -> bool:
 
 
 def _names_an_image(word: str) -> bool:
-    """Whether a word that is no file looks like one: `kite.png`, but not `What is in kite.png?`."""
+    """Returns whether a word that is not a file looks like one.
+
+    `kite.png` does, but not `What is in kite.png?`.
+    """
     return word.lower().endswith(SUFFIXES) and " " not in word.strip()
 
 
 def question_about(images: Sequence[Path], text: str, system: str | None) -> Question:
-    """One question about all of the images."""
-    names = ", ".join(image.name for image in images)
-    stored = [{"path": str(image), "bytes": None} for image in images]
-    asked = user_turn(text, [None] * len(stored))
-    return Question(names or "the question", [*_system(system), asked], stored)
+    """Returns one question about all of the images."""
+    image_names = ", ".join(image.name for image in images)
+    turns = first_turns(system)
+    turns.append(user_turn(text, [None] * len(images)))
+    stored_images = [{"path": str(image), "bytes": None} for image in images]
+    return Question(image_names or "the question", turns, stored_images)
 
 
 def questions_about_each(
     folder: Path, further: Sequence[Path], text: str | None, system: str | None
 ) -> list[Question]:
-    """The same question about each image in a folder and the folders in it, in order of path.
+    """Returns the same question about each image in a folder and the folders in it, by path.
 
-    Raises ValueError if there is none, or if other images are given too.
+    Args:
+        folder: Folder of images.
+        further: Other images of the command line. There may be none.
+        text: The question.
+        system: System turn, or None.
+
+    Raises:
+        ValueError: There is no image or no question, or other images are given too.
     """
     if text is None:
         raise ValueError(
@@ -112,36 +131,43 @@ def questions_about_each(
         )
     if further:
         raise ValueError(f"{folder} is a folder: give it alone, to ask about each image in it.")
-    found = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
-    if not found:
-        raise ValueError(f"{folder} has no image. Images end in {', '.join(SUFFIXES)}.")
     questions = []
-    for file in found:
-        question = question_about([file], text, system)
-        name = file.relative_to(folder).as_posix()
-        questions.append(Question(name, question.turns, question.images))
+    for file in sorted(folder.rglob("*")):
+        if file.suffix.lower() in SUFFIXES:
+            question = question_about([file], text, system)
+            questions.append(replace(question, name=file.relative_to(folder).as_posix()))
+    if not questions:
+        raise ValueError(f"{folder} has no image. Images end in {', '.join(SUFFIXES)}.")
     return questions
 
 
 def questions_of_data(
     data: str, *, image_folder: str | None, columns: str | None, system: str | None
 ) -> list[Question]:
-    """The first question of each row of data, in any form that training reads.
+    """Returns the first question of each row of data, in any form that training reads.
 
-    `system` is the system turn of rows without one. Raises ValueError that names the row which
-    cannot be asked.
+    Args:
+        data: File, folder or Hub id, see [`DataSource.named`].
+        image_folder: Folder of the images, see [`DataSource.named`].
+        columns: Which columns have image, question and answer, see [`DataSource.named`].
+        system: System turn of rows without one.
+
+    Raises:
+        ValueError: Names the row that cannot be asked.
     """
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
     opened = open_source(source, streaming=False)
-    label = Path(source.path).name if Path(source.path).exists() else source.path
+    label = source.path
+    if Path(label).exists():
+        label = Path(label).name
     questions = []
-    for origin, number, raw in opened:
-        file = label if origin == opened.name else Path(origin).name
-        name = f"{file}, row {number}"
+    for origin, row_number, stored_row in opened:
+        file_name = label if origin == opened.name else Path(origin).name
+        question_name = f"{file_name}, row {row_number}"
         try:
-            questions.append(_question_of_row(name, raw, opened, system))
+            questions.append(_question_of_row(question_name, stored_row, opened, system))
         except ValueError as error:
-            raise ValueError(f"{name} cannot be asked: {error}.") from error
+            raise ValueError(f"{question_name} cannot be asked: {error}.") from error
     if not questions:
         raise ValueError(f"{data} has no rows.")
     return questions
@@ -150,10 +176,10 @@ def questions_of_data(
 def check_images(questions: Sequence[Question]) -> None:
     """Decodes the images of each question, so that a bad one is an error before answers are made.
 
-    Shows a bar where there are many. Raises ValueError that names the question.
+    Shows a bar if there are many questions. Raises ValueError that names the question.
     """
-    few = len(questions) < 100
-    for question in track(questions, "checking images", disable=few):
+    are_few = len(questions) < 100
+    for question in track(questions, "checking images", disable=are_few):
         for image in question.images:
             try:
                 decode_image(dict(image), kept_side=1)
@@ -161,27 +187,38 @@ def check_images(questions: Sequence[Question]) -> None:
                 raise ValueError(f"{question.name} cannot be used: {error}.") from error
 
 
-def _question_of_row(name: str, raw: Any, opened: Source, system: str | None) -> Question:
-    row = known_row(raw)
+def _question_of_row(name: str, stored_row: Any, opened: Source, system: str | None) -> Question:
+    row = known_row(stored_row)
     images = [opened.rules.image(image) for image in row.images]
-    if problem := image_problem(images, opened.rules, decode=False):
+    problem = image_problem(images, opened.rules, decode=False)
+    if problem:
         raise ValueError(problem[1])
-    roles = [message["role"] for message in row.messages]
-    if "user" not in roles:
-        raise ValueError("it has no question")
-    end = roles.index("assistant") if "assistant" in roles else len(roles)
-    turns = [_parts(message) for message in row.messages[:end]]
+    turns = []
+    truth = None
+    for message in row.messages:
+        if message["role"] == "assistant":
+            truth = text_of(message)
+            break
+        turns.append(_with_types(message))
     if not turns or turns[-1]["role"] != "user" or not text_of(turns[-1]):
         raise ValueError("it has no question")
-    if system and roles[0] != "system":
-        turns = [*_system(system), *turns]
-    truth = text_of(row.messages[end]) if end < len(roles) else None
-    shown = sum(part["type"] == "image" for turn in turns for part in turn["content"])
-    return Question(name, turns, images[:shown], truth, max(0, len(roles) - end - 1))
+    turn_count = len(turns)
+    if turns[0]["role"] != "system":
+        turns = [*first_turns(system), *turns]
+    image_count = 0
+    for turn in turns:
+        image_count += sum(part["type"] == "image" for part in turn["content"])
+    return Question(
+        name=name,
+        turns=turns,
+        images=images[:image_count],
+        truth=truth,
+        further_turns=max(0, len(row.messages) - turn_count - 1),  # the answer is not counted
+    )
 
 
-def _parts(message: Mapping[str, Any]) -> Message:
-    """A turn with the type of each part, and the text of texts."""
+def _with_types(message: dict) -> Message:
+    """Returns a turn with the type of each part, and the text of texts."""
     content = []
     for part in message["content"]:
         if part["type"] == "image":
@@ -189,7 +226,3 @@ def _parts(message: Mapping[str, Any]) -> Message:
         else:
             content.append({"type": "text", "text": part.get("text") or ""})
     return {"role": message["role"], "content": content}
-
-
-def _system(text: str | None) -> list[Message]:
-    return [system_turn(text)] if text else []

@@ -3,6 +3,7 @@
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,42 +14,69 @@ from ..checkpoint.untrusted import json_object
 
 EVALUATION = "evaluation"  # folder in a checkpoint
 SUMMARY = "summary.json"  # file in it, beside what the harness writes
-WEIGHT_FILES = "*.safetensors"  # of which [`files_hash`] tells whether a result is theirs
+WEIGHT_FILES = "*.safetensors"  # a result belongs to the weights with the same [`files_hash`]
 SCHEMA_VERSION = 2  # grows when a field of the summary is renamed, removed or changes its meaning
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One result of a task."""
+    """One result of a task.
+
+    Attributes:
+        name: What the harness calls it, and how answers were filtered, if they were.
+        value: A share as 0.98, not 98.
+        stderr: Standard error over samples.
+        references: Values to compare with, as `{"blank image": 0.24}`.
+        subset: Name of a part of the task; None for the whole.
+        samples: How many samples it is computed from.
+    """
 
     name: str
-    value: float  # a share as 0.98, not 98
-    stderr: float | None = None  # over samples
-    references: dict[str, float] = field(default_factory=dict)  # {"blank image": 0.24, ...}
-    subset: str | None = None  # part of the task; None for the whole
-    samples: int | None = None  # how many it is computed from
+    value: float
+    stderr: float | None = None
+    references: dict[str, float] = field(default_factory=dict)
+    subset: str | None = None
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of one task, and how they were obtained."""
+    """The results of one task, and how they were obtained.
+
+    Attributes:
+        task: Name of the task.
+        title: What the model card calls it.
+        metrics: The whole task's first, then its parts'.
+        samples: How many samples were evaluated.
+        total: How many the task has.
+        protocol: Prompt, decoding and scoring, a sentence each.
+        date: Day of the evaluation, in UTC, as `2026-01-31`.
+        versions: Versions of the packages and of the task, by name.
+        weights: Hash of the weight files, or Hub id and commit.
+        settings: What else the results depend on.
+    """
 
     task: str
     title: str
     metrics: list[Metric]
-    samples: int  # evaluated, of `total`
+    samples: int
     total: int
-    protocol: list[str]  # prompt, decoding and scoring, a sentence each
+    protocol: list[str]
     date: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)  # of packages and of the task
-    weights: str | None = None  # a hash of their files, or Hub id and commit
-    settings: dict[str, Any] = field(default_factory=dict)  # what else the results depend on
+    versions: dict[str, str] = field(default_factory=dict)
+    weights: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        named: list[tuple[str, list[Any]]] = [("samples", [self.samples, self.total])]
-        named += [(m.name, [m.value, m.stderr or 0, *m.references.values()]) for m in self.metrics]
-        for name, values in named:
-            if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+        self._check_finite("samples", [self.samples, self.total])
+        for metric in self.metrics:
+            stderr = 0 if metric.stderr is None else metric.stderr
+            self._check_finite(metric.name, [metric.value, stderr, *metric.references.values()])
+
+    def _check_finite(self, name: str, values: list[Any]) -> None:
+        """Raises ValueError if a value is not a finite number, as NaN or text from a file."""
+        for value in values:
+            if type(value) not in (int, float) or not math.isfinite(value):
                 raise ValueError(f"in {self.task}, {name} is {values}, not finite numbers")
 
     @property
@@ -59,26 +87,46 @@ class Evaluation:
     def write(self, checkpoint: Path) -> None:
         """Writes the results into a folder's `evaluation/summary.json`, over earlier ones."""
         with only_writer(checkpoint):
-            others = [result for result in read_evaluations(checkpoint) if result.task != self.task]
-            tasks = map(asdict, sorted([*others, self], key=lambda result: result.task))
-            content = {"schema_version": SCHEMA_VERSION, "evaluations": [*tasks]}
+            evaluations = [self]
+            for result in read_evaluations(checkpoint):
+                if result.task != self.task:
+                    evaluations.append(result)
+            evaluations.sort(key=lambda result: result.task)
+            content = {
+                "schema_version": SCHEMA_VERSION,
+                "evaluations": list(map(asdict, evaluations)),
+            }
             write_json(checkpoint / EVALUATION / SUMMARY, content)
 
 
 def read_evaluations(checkpoint: Path) -> list[Evaluation]:
-    """The evaluations in a checkpoint folder, by name of task; none without a file."""
+    """Reads the evaluations in a checkpoint folder, in order of task; none without a file.
+
+    Raises ValueError if the file is not valid.
+    """
     file = checkpoint / EVALUATION / SUMMARY
     if not file.exists():
         return []
     try:
         content = json_object(file.read_bytes(), str(file))
-        if (version := content["schema_version"]) != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
+        schema_version = content["schema_version"]
+        if schema_version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {schema_version!r}, not {SCHEMA_VERSION}")
+        evaluations = []
         for entry in content["evaluations"]:
             entry["metrics"] = [Metric(**metric) for metric in entry["metrics"]]
-        return [Evaluation(**entry) for entry in content["evaluations"]]
+            evaluations.append(Evaluation(**entry))
+        return evaluations
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not valid: {error}. Evaluate again, or remove it.") from error
+
+
+def stored_samples(folder: Path) -> Iterator[tuple[str, dict]]:
+    """Yields the task and the content of each sample that the harness stored in a folder."""
+    for samples_file in sorted(folder.glob("samples_*.jsonl")):
+        task = samples_file.name.removeprefix("samples_").rpartition("_")[0]
+        for line in samples_file.read_text(encoding="utf-8").splitlines():
+            yield task, json_object(line.encode(), str(samples_file))
 
 
 @dataclass(frozen=True)
@@ -91,25 +139,27 @@ class Answer:
 
 
 def read_answers(folder: Path) -> list[Answer]:
-    """The answers to own questions that the harness stored in a task's folder, in their order.
+    """Reads the answers to own questions that the harness stored in a task's folder, in order.
 
-    Empty without any. White images' answers are not among them.
+    Empty without any. Answers to white images are not among them.
     """
     answers = []
-    for file in sorted(folder.glob("samples_*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            sample = json_object(line.encode(), str(file))
-            document = sample["doc"]
-            text = str(sample["filtered_resps"][0])
-            answers.append(Answer(document["prompt"], text, list(document["answers"])))
+    for _, sample in stored_samples(folder):
+        document = sample["doc"]
+        answer_text = str(sample["filtered_resps"][0])
+        answers.append(Answer(document["prompt"], answer_text, list(document["answers"])))
     return answers
 
 
 def files_hash(folder: Path, *patterns: str) -> str:
-    """SHA-256 over names and contents of the files in a folder that match one of some patterns."""
+    """Returns a SHA-256 over names and contents of the files in a folder that match a pattern."""
+    matching_files: set[Path] = set()
+    for pattern in patterns:
+        matching_files.update(folder.glob(pattern))
     digest = hashlib.sha256()
-    matching = {file for pattern in patterns for file in folder.glob(pattern)}
-    for file in sorted(filter(Path.is_file, matching)):
-        with file.open("rb") as content:
-            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    for file in sorted(matching_files):
+        if file.is_file():
+            with file.open("rb") as content:
+                content_hash = hashlib.file_digest(content, "sha256")
+            digest.update(file.name.encode() + content_hash.digest())
     return digest.hexdigest()

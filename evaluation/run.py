@@ -3,27 +3,30 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Unpack
 
+from lm_eval.tasks import TaskManager
 from rich.box import SIMPLE
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.files import finished_folder, only_writer
-from ..diagnose.load import resolve_model
+from ..diagnose.load import ModelHandle, resolve_model
 from ..errors import Console, NotWritable, Printed, device_error
 from .engine import SUITES, as_lm, chosen_tasks, run_task, task_version
+from .options import EvaluateKeywords, EvaluateOptions, ModelOptions
 from .own_data import OWN_TASK, own_task
 from .results import (
     EVALUATION,
     SUMMARY,
     WEIGHT_FILES,
+    Answer,
     Evaluation,
     files_hash,
     read_answers,
@@ -34,52 +37,101 @@ from .tasks.offline import OfflineTask
 
 EXAMPLES = 3  # answers that are printed of own data
 WIDEST = 200  # characters of a question or an answer that are printed
+FILES_BESIDE_WEIGHTS = ("*config.json", "*chat_template*", "*processor*.json", "*token*")
+TASK_FILES = ("**/*yaml", "**/*.yml", "**/*.py")
 
 
 @dataclass
 class Evaluated(Printed):
-    """Results of tasks, in `file` and as a table of whole ones; and why others could not be run."""
+    """The outcome of [`evaluate`].
+
+    Attributes:
+        file: The file that has the results.
+        results: One for each finished task.
+        failed: By name of the task, why it could not be run.
+    """
 
     file: Path
     results: list[Evaluation]
     failed: dict[str, str]
 
     def renderable(self) -> Group:
-        """The table of results and, of own data, the first answers with their truth."""
+        """Returns the table of results and, for own data, the first answers with their truth."""
         return Group(self.table(), *self.examples())
 
     def examples(self) -> list[Table]:
-        """For each task of own data the first `EXAMPLES` questions, answers and true answers."""
+        """Returns the first `EXAMPLES` questions and answers of each task of own data."""
         tables = []
         for result in self.results:
-            if not result.task.startswith(OWN_TASK):
-                continue  # answers of other tasks are stored in forms of their own
-            if not (answers := read_answers(self.file.parent / result.task)):
-                continue
-            title = f"The first answers of {result.task}"
-            table = Table("question", "answer", "true", box=SIMPLE, padding=0, show_edge=False)
-            table.title, table.title_justify = title, "left"
-            for answer in answers[:EXAMPLES]:
-                cells = [answer.question, answer.text or "(nothing)", " or ".join(answer.true)]
-                table.add_row(*(Text(shorten(cell, WIDEST, placeholder=" ...")) for cell in cells))
-            tables.append(table)
+            # Other tasks store their answers in forms of their own.
+            if result.task.startswith(OWN_TASK):
+                answers = read_answers(self.file.parent / result.task)
+                if answers:
+                    tables.append(_answer_table(result.task, answers[:EXAMPLES]))
         return tables
 
     def table(self) -> Table:
-        """A row for each metric of a whole task."""
-        pairs = [(result, metric) for result in self.results for metric in result.metrics]
-        whole = [(result, metric) for result, metric in pairs if metric.subset is None]
-        references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))
+        """Returns a table with a row for each metric of a whole task."""
+        whole_metrics = []
+        reference_names: list[str] = []
+        for result in self.results:
+            for metric in result.metrics:
+                if metric.subset is None:
+                    whole_metrics.append((result, metric))
+                    reference_names.extend(metric.references)
+        reference_names = list(dict.fromkeys(reference_names))
         table = Table("task", "metric", box=SIMPLE, padding=0, show_edge=False)
-        table.caption = "partial" if any(result.partial for result in self.results) else None
-        for name in ("value", "±", *references, "n"):
-            table.add_column(name, justify="right")
-        for result, metric in whole:
-            numbers = (metric.value, metric.stderr, *map(metric.references.get, references))
-            samples = result.samples if metric.samples is None else metric.samples
-            cells = ["" if number is None else f"{number:.3f}" for number in numbers]
-            table.add_row(result.task, metric.name, *cells, f"{samples:,}")
+        if any(result.partial for result in self.results):
+            table.caption = "partial"
+        for column_name in ("value", "±", *reference_names, "n"):
+            table.add_column(column_name, justify="right")
+        for result, metric in whole_metrics:
+            references = map(metric.references.get, reference_names)
+            cells = map(_three_decimals, (metric.value, metric.stderr, *references))
+            sample_count = metric.samples
+            if sample_count is None:
+                sample_count = result.samples
+            table.add_row(result.task, metric.name, *cells, f"{sample_count:,}")
         return table
+
+
+def _answer_table(task_name: str, answers: Sequence[Answer]) -> Table:
+    table = Table("question", "answer", "true", box=SIMPLE, padding=0, show_edge=False)
+    table.title = f"The first answers of {task_name}"
+    table.title_justify = "left"
+    for answer in answers:
+        row = (answer.question, answer.text or "(nothing)", " or ".join(answer.true))
+        shortened = [shorten(cell, WIDEST, placeholder=" ...") for cell in row]
+        table.add_row(*map(Text, shortened))  # a str would be read as rich's markup
+    return table
+
+
+def _three_decimals(number: float | None) -> str:
+    return "" if number is None else f"{number:.3f}"
+
+
+@dataclass(frozen=True)
+class ResultKey:
+    """What a result depends on, besides its task. A stored result with another key is not used.
+
+    Attributes:
+        weights: Hash of the weight files, or Hub id and commit.
+        settings: JSON values: options, precision, and hashes of the model's and tasks' other files.
+    """
+
+    weights: str
+    settings: dict[str, Any]
+
+    def matches(self, result: Evaluation, task_version: str | None) -> bool:
+        """Returns whether a new run with the installed packages would repeat a stored result."""
+        versions = {package: version(package) for package in ("lm_eval", "normalign_llava")}
+        if task_version:
+            versions[result.task] = task_version
+        return (
+            result.weights == self.weights
+            and result.settings == self.settings
+            and versions.items() <= result.versions.items()
+        )
 
 
 def evaluate(
@@ -89,103 +141,171 @@ def evaluate(
     tasks: Sequence[str] = (),
     include_path: Path | None = None,
     data: str | None = None,
-    image_folder: str | None = None,
-    columns: str | None = None,
     limit: int | None = None,
-    batch_size: int = 1,
-    dtype: str = "auto",
-    load_in_4bit: bool = False,
-    trust_remote_code: bool = False,
     output: Path | None = None,
-    base: str | None = None,
-    base_quantization: str | None = None,
+    **keywords: Unpack[EvaluateKeywords],
 ) -> Evaluated:
     """Evaluates a model with lm-evaluation-harness, and writes results to `evaluation/`.
 
-    A task is written at once, and skipped the next time if the model's files or commit, settings,
-    task files, and the versions of task, package and harness are the same. If one fails, the others
-    run.
+    Each task is written when it is finished. The next time it is skipped if the model's files or
+    commit, settings, task files, and the versions of task, package and harness are the same. If a
+    task fails, the others still run.
 
     Args:
         model: Folder or Hub id of a vision-language or language model, or an adapter's folder.
-        suites, tasks: What to evaluate on; see [`SUITES`].
-        include_path: Folder with task files of one's own, as the harness reads them.
-        data, image_folder, columns: Questions and answers of one's own; see [`own_task`].
+        suites: Names of suites, see [`SUITES`].
+        tasks: Names of further tasks of the harness.
+        include_path: Folder with the user's own task files, as the harness reads them.
+        data: The user's own questions and answers, see [`own_task`].
         limit: Use the first so many samples of each task. The result is marked as partial.
-        dtype, load_in_4bit, trust_remote_code: See [`ModelHandle.load`] and [`resolve_model`].
-        base, base_quantization: Of an adapter; see [`resolve_model`].
-        output: Folder of `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
+        output: Folder that gets `evaluation/`. The default is the model's folder; for a Hub id it
+            is `evaluations/NAME`.
+        keywords: See [`EvaluateOptions`].
 
-    Raises ValueError if model, task or data cannot be read, or a limit would replace whole results.
+    Returns:
+        The results of the finished tasks, and why the others failed.
+
+    Raises:
+        ValueError: Model, task or data cannot be read, or a limit would replace whole results.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    names, manager = chosen_tasks(suites, tasks, include_path, limit)
-    chosen: dict[str, str | OfflineTask] = {name: name for name in names}
+    options = EvaluateOptions(**keywords)
+    task_names, manager = chosen_tasks(suites, tasks, include_path, limit)
+    chosen: dict[str, str | OfflineTask] = {task_name: task_name for task_name in task_names}
     if data:
-        task_of_data = own_task(data, image_folder=image_folder, columns=columns)
+        task_of_data = own_task(data, image_folder=options.image_folder, columns=options.columns)
         chosen[task_of_data.config.task] = task_of_data
     if not chosen:
         raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
     handle = resolve_model(
         model,
-        trust_remote_code=trust_remote_code,
-        base=base,
-        base_quantization=base_quantization,
+        trust_remote_code=options.trust_remote_code,
+        base=options.base,
+        base_quantization=options.base_quantization,
     )
-    source = handle.checkpoint
-    folder = Path(source.name) if Path(source.name).is_dir() else None
-    output = output or folder or Path("evaluations", handle.name.replace("/", "--"))
-    weights = files_hash(folder, WEIGHT_FILES) if folder else f"{source.name}@{source.revision}"
-    beside_weights = ("*config.json", "*chat_template*", "*processor*.json", "*token*")
-    settings: dict[str, Any] = {"batch_size": batch_size, "limit": limit}
-    settings["files"] = files_hash(folder, *beside_weights) if folder else None
-    settings["tasks"] = include_path and files_hash(include_path, "**/*yaml", "**/*.yml", "**/*.py")
-    loading: dict[str, Any] = {"dtype": dtype, "load_in_4bit": load_in_4bit}
-    if adapter := handle.adapter:  # which is put on its base as in training
-        base = adapter.base.revision or files_hash(Path(adapter.base.name), WEIGHT_FILES)
-        settings |= {"quantization": adapter.quantization, "base": base}
-    else:
-        decided, quantization = handle.precision(dtype, load_in_4bit)
-        loading["dtype"] = str(decided).removeprefix("torch.")
-        settings |= loading
-        if quantization:  # with its defaults, such as float32
-            settings["quantization"] = json.loads(quantization.to_json_string(use_diff=False))
+    key = _result_key(handle, options, include_path, limit)
+    if output is None:
+        output = _model_folder(handle) or Path("evaluations", handle.name.replace("/", "--"))
     with only_writer(output):
         (output / EVALUATION).mkdir(exist_ok=True)
-    earlier = [r for r in read_evaluations(output) if r.task in chosen and r.weights == weights]
-    packages = {name: version(name) for name in ("lm_eval", "normalign_llava")}
-    results = {}
-    for result in earlier:
-        versions = dict(packages)
-        if of_task := task_version(chosen[result.task], manager):
-            versions[result.task] = of_task
-        if result.settings == settings and versions.items() <= result.versions.items():
-            results[result.task] = result
-    whole = [result.task for result in earlier if not result.partial and result.task not in results]
-    if limit and whole:
-        replaced = ", ".join(whole)
-        raise ValueError(f"--limit would replace results of {replaced}. Name another --output.")
+    results = _reusable_results(output, chosen, manager, key)
     console = Console(stderr=True)
-    for task in results:
-        console.print(f"{task}: done before.")
-    missing = [task for task in chosen if task not in results]
-    lm = as_lm(handle, batch_size=batch_size, **loading) if missing else None
+    for task_name in results:
+        console.print(f"{task_name}: done before.")
+    missing = [task_name for task_name in chosen if task_name not in results]
+    language_model = None
+    if missing:
+        language_model = as_lm(
+            handle,
+            batch_size=options.batch_size,
+            dtype=key.settings.get("dtype", options.dtype),
+            load_in_4bit=options.load_in_4bit,
+        )
     failed = {}
-    for number, task in enumerate(missing, 1):
-        console.print(f"{task} ({number} of {len(missing)})")
+    for number, task_name in enumerate(missing, start=1):
+        console.print(f"{task_name} ({number} of {len(missing)})")
         try:
-            place = output / EVALUATION / task
-            with finished_folder(
-                place, lambda folder: {file.name for file in folder.glob("*s_*.json*")}
-            ) as answers:
-                result = run_task(lm, chosen[task], manager, answers, weights, settings)
+            with finished_folder(output / EVALUATION / task_name, _harness_files) as folder:
+                result = run_task(
+                    language_model, chosen[task_name], manager, folder, key.weights, key.settings
+                )
             result.write(output)
-            results[task] = result
+            results[task_name] = result
         except NotWritable:
             raise
         except Exception as error:  # whatever it is, the other tasks are run
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-            failed[task] = device_error(error, "Lower batch_size, or use load_in_4bit.") or reason
-            console.print(f"{task} could not be run: {failed[task]}", style="red")
-    in_order = [results[task] for task in chosen if task in results]
-    return Evaluated(output / EVALUATION / SUMMARY, in_order, failed)
+            failed[task_name] = _failure(error)
+            console.print(f"{task_name} could not be run: {failed[task_name]}", style="red")
+    ordered = [results[task_name] for task_name in chosen if task_name in results]
+    return Evaluated(output / EVALUATION / SUMMARY, ordered, failed)
+
+
+def _model_folder(handle: ModelHandle) -> Path | None:
+    """Returns the folder of a model's files; None for a Hub id."""
+    folder = Path(handle.checkpoint.name)
+    return folder if folder.is_dir() else None
+
+
+def _precision_settings(handle: ModelHandle, options: ModelOptions) -> dict:
+    """Returns the settings that say in what precision the weights are used.
+
+    An adapter is put on its base as in training, so its settings name the base and its
+    quantization.
+    """
+    adapter = handle.adapter
+    if adapter:
+        base_version = adapter.base.revision
+        if not base_version:
+            base_version = files_hash(Path(adapter.base.name), WEIGHT_FILES)
+        return {"quantization": adapter.quantization, "base": base_version}
+    dtype, quantization = handle.precision(options.dtype, options.load_in_4bit)
+    settings: dict = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "load_in_4bit": options.load_in_4bit,
+    }
+    if quantization:
+        # Defaults such as float32 are written too.
+        settings["quantization"] = json.loads(quantization.to_json_string(use_diff=False))
+    return settings
+
+
+def _result_key(
+    handle: ModelHandle, options: EvaluateOptions, include_path: Path | None, limit: int | None
+) -> ResultKey:
+    folder = _model_folder(handle)
+    if folder is None:
+        weights = f"{handle.checkpoint.name}@{handle.checkpoint.revision}"
+        model_files = None
+    else:
+        weights = files_hash(folder, WEIGHT_FILES)
+        model_files = files_hash(folder, *FILES_BESIDE_WEIGHTS)
+    task_files = None
+    if include_path is not None:
+        task_files = files_hash(include_path, *TASK_FILES)
+    settings = {
+        "batch_size": options.batch_size,
+        "limit": limit,
+        "files": model_files,
+        "tasks": task_files,
+        **_precision_settings(handle, options),
+    }
+    return ResultKey(weights, settings)
+
+
+def _reusable_results(
+    output: Path,
+    chosen: Mapping[str, str | OfflineTask],
+    manager: TaskManager,
+    key: ResultKey,
+) -> dict[str, Evaluation]:
+    """Returns the stored results that need no new run, by name of the task.
+
+    Raises ValueError if a partial result would replace the whole one of the same weights.
+    """
+    reusable = {}
+    replaced = []
+    for result in read_evaluations(output):
+        if result.task not in chosen:
+            continue
+        if key.matches(result, task_version(chosen[result.task], manager)):
+            reusable[result.task] = result
+        elif result.weights == key.weights and not result.partial:
+            replaced.append(result.task)
+    if key.settings["limit"] and replaced:
+        task_names = ", ".join(replaced)
+        raise ValueError(f"--limit would replace results of {task_names}. Name another --output.")
+    return reusable
+
+
+def _harness_files(folder: Path) -> set[str]:
+    """Returns the names of the files in a task's folder that the harness wrote."""
+    return {file.name for file in folder.glob("*s_*.json*")}
+
+
+def _failure(error: Exception) -> str:
+    """Returns in one line why a task could not be run."""
+    on_device = device_error(error, "Lower batch_size, or use load_in_4bit.")
+    if on_device:
+        return on_device
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:400]}"

@@ -22,10 +22,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.checkpoint.weights import size_of, stored_tensors
 from normalign_llava.quickstart.train import words
-from normalign_llava.train.keeping.record import gib
+from normalign_llava.train.keeping.summary import gib
 from normalign_llava.train.memory import CONTEXT, MemoryEstimate
-from normalign_llava.train.modules.model import BATCHES, GRADIENTS, base_model, static_bytes
-from normalign_llava.train.options import parse
+from normalign_llava.train.modules.model import base_model
+from normalign_llava.train.modules.sizes import BATCHES, GRADIENTS, static_bytes
+from normalign_llava.train.parsing import parse
 from normalign_llava.train.run import make_trainer
 from normalign_llava.train.trainer import NormAlignTrainer
 

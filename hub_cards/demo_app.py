@@ -6,6 +6,7 @@ nothing else of the package.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -32,40 +33,53 @@ MAPS = (
 )
 SPACE_MEMORY = 12 * 2**30  # bytes of weights for which a free Space, of 16 GB, has room
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # EPS starts Ghostscript
+DISPLAYED_SIDE = 336  # pixels, of the longer side of heat maps, or some more
 MAX_RATIO = 200  # of the longer side: image processors that resize the shorter one take memory
 
 
 def build_app(
     model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256
 ) -> gr.Blocks:
-    """The page of a model, loaded with [`ATTENTION`]; `source` is Markdown that names it."""
-    # Once for all, since several people may ask at the same time.
+    """Returns the page of a model.
+
+    Args:
+        model: The model, loaded with [`ATTENTION`].
+        processor: Its processor.
+        title: Title of the page.
+        source: Markdown that names the model.
+        max_new_tokens: Limit of an answer.
+    """
+    # It is set once for all questions, since several people may ask at the same time.
     model.generation_config = greedy_config(model.generation_config, processor.tokenizer)
-    example = Image.new("RGB", (256, 256), "#E8E4DA")
-    ImageDraw.Draw(example).ellipse((64, 64, 192, 192), fill="red")
-    sources: list = ["upload", "clipboard"]
-    maps = gr.Gallery(label="Where the words look", format="png", object_fit="contain")
+    example_image = Image.new("RGB", (256, 256), "#E8E4DA")
+    ImageDraw.Draw(example_image).ellipse((64, 64, 192, 192), fill="red")
+    image_input = gr.Image(
+        type="filepath",  # the file as it was sent, since Gradio would open it in any format
+        image_mode=None,
+        sources=["upload", "clipboard"],
+        label="Image",
+        height=320,
+    )
+    question_input = gr.Textbox(label="Question", placeholder="What is in the image?")
+    heatmap_output = gr.Gallery(label="Where the words look", format="png", object_fit="contain")
 
     def ask(file: str | None, question: str) -> Iterator[tuple]:
+        uploads = Path(get_upload_folder()).resolve()
         # Gradio reads any path of this machine from a request that leaves out `meta`.
-        if file and not Path(file).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
+        if file and not Path(file).resolve().is_relative_to(uploads):
             fault = "The image is not among those uploaded here: choose it again."
             raise gr.Error(fault, print_exception=False)
         yield from answer(model, processor, file, question, max_new_tokens)
 
     return gr.Interface(
         ask,
-        [
-            # The file as it was sent, since Gradio would open it in any format.
-            gr.Image(type="filepath", image_mode=None, sources=sources, label="Image", height=320),
-            gr.Textbox(label="Question", placeholder="What is in the image?"),
-        ],
-        [gr.Textbox(label="Answer"), maps],
-        examples=[[example, "What is in the image?"]],
+        [image_input, question_input],
+        [gr.Textbox(label="Answer"), heatmap_output],
+        examples=[[example_image, "What is in the image?"]],
         cache_examples=False,
         title=title,
         description=f"{source} {MAPS}",
-        clear_btn=None,  # which a phone would put above the button that asks
+        clear_btn=None,  # a phone would put it above the button that asks
         flagging_mode="never",
         api_name="ask",
         analytics_enabled=False,
@@ -74,18 +88,39 @@ def build_app(
 
 
 def launch(app: gr.Blocks, **options: Any) -> None:
-    """Serves the page, with nothing from elsewhere: no tunnel, no fonts."""
-    mono = ["ui-monospace", "monospace"]
-    options["theme"] = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=mono)
-    app.launch(share=False, ssr_mode=False, show_error=True, max_file_size="20mb", **options)
+    """Serves the page without anything from elsewhere: no tunnel, no fonts."""
+    theme = gr.themes.Default(
+        font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+    )
+    app.launch(
+        share=False,
+        ssr_mode=False,
+        show_error=True,
+        max_file_size="20mb",
+        theme=theme,
+        **options,
+    )
 
 
 def answer(
     model: Any, processor: Any, file: str | None, question: str, limit: int
 ) -> Iterator[tuple]:
-    """The greedy answer of up to `limit` tokens as it grows, then with heat maps; raises gr.Error.
+    """Yields the greedy answer as it grows, and at last with its heat maps.
 
-    A thread generates it, which stops at the next token once the iterator is closed.
+    A thread generates it. It stops at the next token once the iterator is closed.
+
+    Args:
+        model: The model.
+        processor: Its processor.
+        file: The image.
+        question: The question.
+        limit: The greatest number of tokens of the answer.
+
+    Yields:
+        The answer so far, and None or the [`heatmaps`].
+
+    Raises:
+        gr.Error: There is no image or question, or the image cannot be read.
     """
     question = (question or "").strip()
     if not file or not question:
@@ -96,99 +131,168 @@ def answer(
         stream = AnswerStream(model, processor, inputs, limit)
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from error
-    text = ""
+    answer_text = ""
     for piece in stream:
-        text += piece
-        yield text, None
-    maps = heatmaps(model, processor, inputs, stream.ids)
-    yield text.strip() or "(The answer is empty.)", maps
+        answer_text += piece
+        yield answer_text, None
+    attention_maps = heatmaps(model, processor, inputs, stream.ids)
+    yield answer_text.strip() or "(The answer is empty.)", attention_maps
 
 
 def open_image(file: str) -> Image.Image:
-    """The image as upright RGB, on white where transparent, or gr.Error if it cannot be read."""
-    fault = "The image cannot be read. Save it as PNG or JPEG with 8 bits."
+    """Returns an image as upright RGB, on white where it is transparent.
+
+    Raises:
+        gr.Error: It cannot be read.
+    """
+    explanation = "The image cannot be read. Save it as PNG or JPEG with 8 bits."
     try:
-        opened = Image.open(file, formats=FORMATS)
-        if max(opened.size) > MAX_RATIO * min(opened.size):
-            fault = f"The image is too narrow: its sides may be as 1 to {MAX_RATIO} at most."
-            raise ValueError(fault)
-        image = ImageOps.exif_transpose(opened)
-        if image.mode[0] in "IF":
+        opened_image = Image.open(file, formats=FORMATS)
+        if max(opened_image.size) > MAX_RATIO * min(opened_image.size):
+            explanation = f"The image is too narrow: its sides may be as 1 to {MAX_RATIO} at most."
+            raise ValueError(explanation)
+        upright = ImageOps.exif_transpose(opened_image)
+        if upright.mode[0] in "IF":
             raise ValueError("its pixels have more than 8 bits")
-        layer = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+        upright = upright.convert("RGBA")
+        background = Image.new("RGBA", upright.size, "white")
+        return Image.alpha_composite(background, upright).convert("RGB")
     except Exception as error:  # decoders raise errors of any kind on broken files
-        raise gr.Error(fault, print_exception=False) from error
+        raise gr.Error(explanation, print_exception=False) from error
 
 
 @torch.no_grad()
 def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int, Tensor]:
-    """Attention of words after the image to its patches, averaged over heads and words, by layer.
+    """Measures how much attention the words after the image pay to its patches.
 
-    Special tokens are no words; linear attention has no map. `ids` are those of prompt and answer.
+    Special tokens do not count as words. Layers with linear attention have no map.
+
+    Args:
+        model: The model, loaded with [`ATTENTION`].
+        processor: Its processor.
+        inputs: The inputs of the prompt.
+        ids: The tokens of prompt and answer, of shape `(1, tokens)`.
+
+    Returns:
+        By number of the layer, from 1, the attention to each patch, of shape `(patches,)`, averaged
+        over heads and words.
     """
-    added = processor.tokenizer.added_tokens_decoder.items()
-    special = [number for number, token in added if token.special]
-    height, width = (side // processor.patch_size for side in inputs["pixel_values"].shape[-2:])
-    places = torch.arange(ids.shape[1], device=ids.device)
+    image_height, image_width = inputs["pixel_values"].shape[-2:]
+    patch_size = processor.patch_size
+    patch_count = (image_height // patch_size) * (image_width // patch_size)
+    token_ids = ids[0]
+    positions = torch.arange(len(token_ids), device=ids.device)
     # Class token and registers, where they are kept, come before the patches.
-    visual = places[ids[0] == model.config.image_token_id][-height * width :]
-    words = places[(places > visual[-1]) & ~torch.isin(ids[0], ids.new_tensor(special))]
-    maps, thread = dict[int, Tensor](), get_ident()
+    patch_positions = positions[token_ids == model.config.image_token_id][-patch_count:]
+    special_ids = []
+    for token_id, token in processor.tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special_ids.append(token_id)
+    is_special = torch.isin(token_ids, token_ids.new_tensor(special_ids))
+    is_after_image = positions > patch_positions[-1]
+    word_positions = positions[is_after_image & ~is_special]
+    maps: dict[int, Tensor] = {}
+    this_thread = get_ident()
 
-    def keep(number: int, module: Any, args: tuple, output: tuple) -> None:
-        if get_ident() == thread:  # an answer that was stopped may run to its next token in another
-            maps[number] = output[1][0][:, words][..., visual].float().mean((0, 1)).cpu()
+    def keep(layer_number: int, self_attention: Any, args: tuple, output: tuple) -> None:
+        if get_ident() != this_thread:
+            return  # an answer that was stopped runs to its next token in another thread
+        layer_attention = output[1][0]  # of shape (heads, tokens, tokens)
+        to_image = layer_attention[:, word_positions][..., patch_positions]
+        maps[layer_number] = to_image.float().mean((0, 1)).cpu()
 
     with ExitStack() as hooks:
-        for number, layer in enumerate(model.get_decoder().layers, 1):
-            if (module := dict(layer.named_children()).get("self_attn")) is not None:
-                hooks.enter_context(module.register_forward_hook(partial(keep, number)))
+        for layer_number, decoder_layer in enumerate(model.get_decoder().layers, start=1):
+            self_attention = getattr(decoder_layer, "self_attn", None)
+            if self_attention is not None:
+                hook = self_attention.register_forward_hook(partial(keep, layer_number))
+                hooks.enter_context(hook)
         model.base_model(input_ids=ids, pixel_values=inputs["pixel_values"], use_cache=False)
     return maps
 
 
 def heatmaps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tuple[Image.Image, str]]:
-    """The image as the encoder gets it under the attention to it: the mean of layers, then each."""
-    maps, pixels = attention(model, processor, inputs, ids), inputs["pixel_values"]
-    colors, images = pixels[0].float().cpu(), processor.image_processor
-    if images.do_normalize:
-        mean, std = torch.tensor([images.image_mean, images.image_std]).view(2, 3, 1, 1)
+    """Draws the image, as the encoder gets it, under the attention to it.
+
+    Args:
+        model: The model, loaded with [`ATTENTION`].
+        processor: Its processor.
+        inputs: The inputs of the prompt.
+        ids: The tokens of prompt and answer, of shape `(1, tokens)`.
+
+    Returns:
+        An image and its caption for the mean of layers, then for each layer.
+    """
+    maps = attention(model, processor, inputs, ids)
+    pixels = inputs["pixel_values"][0].float().cpu()
+    image = _displayed(pixels, processor.image_processor)
+    grey = image.convert("L").convert("RGB")
+    row_count = pixels.shape[1] // processor.patch_size
+    layer_maps = list(maps.values())
+    titled_maps = {"Mean": torch.stack(layer_maps).mean(0)}
+    for layer_number, layer_map in maps.items():
+        titled_maps[f"Layer {layer_number}"] = layer_map
+    pictures = []
+    for title, patch_attention in titled_maps.items():
+        brightness = patch_attention / patch_attention.max().clamp_min(1e-30)
+        levels = (255 * brightness).round().byte().view(row_count, -1)
+        heat = Image.fromarray(levels.numpy())
+        heat = ImageOps.colorize(heat, black="#000004", mid="#B73779", white="#FCFDBF")
+        heat = heat.resize(image.size, Image.Resampling.NEAREST)
+        caption = f"{title}: {patch_attention.sum():.1%}"
+        pictures.append((Image.blend(grey, heat, 0.6), caption))
+    return pictures
+
+
+def _displayed(pixels: Tensor, image_processor: Any) -> Image.Image:
+    """Returns the encoder's pixels, of shape `(3, height, width)`, as an image to look at."""
+    colors = pixels.permute(1, 2, 0)
+    if image_processor.do_normalize:
+        mean = torch.tensor(image_processor.image_mean)
+        std = torch.tensor(image_processor.image_std)
         colors = colors * std + mean
-    image = Image.fromarray((colors * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
-    size = [side * -(-336 // max(image.size)) for side in image.size]
-    image = image.resize(size, Image.Resampling.NEAREST)
-    grid = [side // processor.patch_size for side in pixels.shape[-2:]]
-    drawn = []
-    for layer, row in {"Mean": torch.stack([*maps.values()]).mean(0), **maps}.items():
-        cells = (255 * row / row.max().clamp_min(1e-30)).round().byte().view(grid).numpy()
-        heat = ImageOps.colorize(Image.fromarray(cells), "#000004", "#FCFDBF", mid="#B73779")
-        heat = heat.resize(size, Image.Resampling.NEAREST)
-        caption = f"{layer if layer == 'Mean' else f'Layer {layer}'}: {row.sum():.1%}"
-        drawn.append((Image.blend(image.convert("L").convert("RGB"), heat, 0.6), caption))
-    return drawn
+    levels = (255 * colors).round().clamp(0, 255).byte()
+    image = Image.fromarray(levels.numpy())
+    scale = math.ceil(DISPLAYED_SIDE / max(image.size))
+    displayed_size = (image.width * scale, image.height * scale)
+    return image.resize(displayed_size, Image.Resampling.NEAREST)
 
 
 def cpu_dtype(config: Any, **code: Any) -> torch.dtype | str:
-    """float32, in which every CPU is fast, if that fits into a free Space; else the model's own."""
+    """Returns float32 if it fits a free Space, since it is fast on every CPU; else "auto".
+
+    Args:
+        config: The model's configuration.
+        code: Where the model's code is, as arguments of `from_config`.
+    """
     with torch.device("meta"):
-        size = 4 * AutoModelForImageTextToText.from_config(config, **code).num_parameters()
-    return torch.float32 if size <= SPACE_MEMORY else "auto"
+        model = AutoModelForImageTextToText.from_config(config, **code)
+    float32_bytes = 4 * model.num_parameters()
+    return torch.float32 if float32_bytes <= SPACE_MEMORY else "auto"
 
 
 def main(folder: Path) -> None:
     """Serves the model that `space.json` names, with the code that comes with it."""
-    settings = json.loads((folder / "space.json").read_text(encoding="utf-8"))
-    name, commit = settings["model"], settings["revision"]
-    code: dict[str, Any] = {"code_revision": commit, "trust_remote_code": True}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = AutoConfig.from_pretrained(name, revision=commit, **code)
-    dtype = "auto" if device == "cuda" else cpu_dtype(config, **code)
-    options = {"revision": commit, "dtype": dtype, "attn_implementation": ATTENTION, **code}
-    model = AutoModelForImageTextToText.from_pretrained(name, **options).to(device).eval()
-    processor = AutoProcessor.from_pretrained(name, revision=commit, **code)
-    source = f"Ask [{name}](https://huggingface.co/{name}) about an image."
-    launch(build_app(model, processor, title=name.rpartition("/")[2], source=source))
+    settings_text = (folder / "space.json").read_text(encoding="utf-8")
+    settings = json.loads(settings_text)
+    model_id = settings["model"]
+    revision = settings["revision"]
+    code: dict[str, Any] = {"code_revision": revision, "trust_remote_code": True}
+    config = AutoConfig.from_pretrained(model_id, revision=revision, **code)
+    device = "cuda"
+    dtype: torch.dtype | str = "auto"
+    if not torch.cuda.is_available():
+        device = "cpu"
+        dtype = cpu_dtype(config, **code)
+    loaded_model = AutoModelForImageTextToText.from_pretrained(
+        model_id, revision=revision, dtype=dtype, attn_implementation=ATTENTION, **code
+    )
+    loaded_model = loaded_model.to(device).eval()
+    processor = AutoProcessor.from_pretrained(model_id, revision=revision, **code)
+    title = model_id.rpartition("/")[2]
+    source = f"Ask [{model_id}](https://huggingface.co/{model_id}) about an image."
+    app = build_app(loaded_model, processor, title=title, source=source)
+    launch(app)
 
 
 if __name__ == "__main__":

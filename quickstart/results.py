@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the quickstart asks and measures of its models, and what it prints and draws of that."""
+"""The results of the quickstart: asking and diagnosing its models, drawing and printing them."""
 
 import json
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -22,92 +23,154 @@ from ..evaluation.run import evaluate
 from ..fetched.easy_vqa import CHOICES, OVERALL, QUESTION_KINDS, Question, load_image
 
 
-EASY_VQA_TASK, EMOJI_TASK = "offline_easy_vqa", "offline_emoji"
+EASY_VQA_TASK = "offline_easy_vqa"
+EMOJI_TASK = "offline_emoji"
 METRICS = {kind: (EASY_VQA_TASK, f"acc_{kind.replace('/', '_')}") for kind in QUESTION_KINDS}
-METRICS |= {OVERALL: (EASY_VQA_TASK, "acc"), "emoji": (EMOJI_TASK, "acc")}
+METRICS[OVERALL] = (EASY_VQA_TASK, "acc")
+METRICS["emoji"] = (EMOJI_TASK, "acc")
 """Task of the offline suite and metric of each kind of question."""
 
 
 def ask_held_out(checkpoint: Path, limit: int | None, bf16: bool) -> dict[str, Any]:
-    """Asks a checkpoint the held-out questions, with `limit` the first so many of each task.
+    """Asks a checkpoint the held-out questions.
 
-    Results are kept in its folder, and those there are used. Returns `"accuracy"`, `"blank"` (with
-    a white image), `"majority"` (of always the commonest answer) and `"count"`, each by kind.
+    Results are kept in its folder, and used if they are there.
+
+    Args:
+        checkpoint: The checkpoint.
+        limit: How many questions of each task to ask; None for all.
+        bf16: Multiply matrices in bfloat16.
+
+    Returns:
+        `"accuracy"`, `"blank"` (the accuracy with a white image), `"majority"` (the accuracy of
+        always the commonest answer) and `"count"` (of questions), each by kind of question.
     """
-    tasks, device = (EASY_VQA_TASK, EMOJI_TASK), "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.autocast(device, torch.bfloat16, enabled=bf16):
-        suite = evaluate(str(checkpoint), tasks=tasks, limit=limit, batch_size=128, dtype="float32")
-    for task, reason in suite.failed.items():
-        raise RuntimeError(f"{task} could not be run: {reason}")
-    results = read_evaluations(checkpoint)
-    scores = {(result.task, metric.name): metric for result in results for metric in result.metrics}
-    metrics = [(kind, scores[key]) for kind, key in METRICS.items()]
-    return {
-        "accuracy": {kind: metric.value for kind, metric in metrics},
-        "blank": {kind: metric.references["blank image"] for kind, metric in metrics},
-        "majority": {kind: metric.references["commonest answer"] for kind, metric in metrics},
-        "count": {kind: metric.samples for kind, metric in metrics},
-    }
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.autocast(device_type, torch.bfloat16, enabled=bf16):
+        suite_results = evaluate(
+            str(checkpoint),
+            tasks=(EASY_VQA_TASK, EMOJI_TASK),
+            limit=limit,
+            batch_size=128,
+            dtype="float32",
+        )
+    for task_name, reason in suite_results.failed.items():
+        raise RuntimeError(f"{task_name} could not be run: {reason}")
+    metrics = {}
+    for evaluation in read_evaluations(checkpoint):
+        for metric in evaluation.metrics:
+            metrics[evaluation.task, metric.name] = metric
+    scores: dict[str, Any] = {"accuracy": {}, "blank": {}, "majority": {}, "count": {}}
+    for kind, task_and_metric in METRICS.items():
+        metric = metrics[task_and_metric]
+        scores["accuracy"][kind] = metric.value
+        scores["blank"][kind] = metric.references["blank image"]
+        scores["majority"][kind] = metric.references["commonest answer"]
+        scores["count"][kind] = metric.samples
+    return scores
 
 
 def diagnose_once(checkpoint: Path, baseline: Path | None, samples: int, suffix: str = "") -> Path:
-    """Diagnoses a checkpoint (and a baseline), unless its report has that; returns the page."""
-    folder = checkpoint / DIAGNOSTICS
-    if not (folder / REPORT).exists() or (baseline and not read_report(checkpoint)["against"]):
-        against = str(baseline) if baseline else None
-        name, plain = f"quickstart{suffix}", f"quickstart-no-norm{suffix}"
-        diagnose(str(checkpoint), against=against, samples=samples, name=name, against_name=plain)
-    return folder / PAGE
+    """Diagnoses a checkpoint, unless it has a report, with the baseline if there is one.
+
+    Args:
+        checkpoint: The checkpoint.
+        baseline: A checkpoint to compare it with.
+        samples: How many held-out images to measure on.
+        suffix: The end of both names in the report.
+
+    Returns:
+        The page of the report.
+    """
+    diagnosis_folder = checkpoint / DIAGNOSTICS
+    if not (diagnosis_folder / REPORT).exists() or (
+        baseline and not read_report(checkpoint)["against"]
+    ):
+        diagnose(
+            str(checkpoint),
+            against=str(baseline) if baseline else None,
+            samples=samples,
+            name=f"quickstart{suffix}",
+            against_name=f"quickstart-no-norm{suffix}",
+        )
+    return diagnosis_folder / PAGE
 
 
 def read_report(checkpoint: Path) -> dict[str, Any]:
-    """The report of a checkpoint's diagnosis."""
+    """Reads the report of a checkpoint's diagnosis."""
     return json.loads((checkpoint / DIAGNOSTICS / REPORT).read_text(encoding="utf-8"))
 
 
 def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
     """Draws held-out images with question, answer and truth into one PNG."""
-    columns, rows = 4, ceil(len(answered) / 4)
-    figure = Figure(figsize=(2.4 * columns, 2.7 * rows), layout="constrained")
-    for axes in (grid := figure.subplots(rows, columns, squeeze=False)).flat:
-        axes.set_axis_off()
-    for axes, (question, answer) in zip(grid.flat, answered, strict=False):
-        right = named(answer, CHOICES.get(question.kind, (question.answer,))) == question.answer
-        axes.imshow(load_image(question.image))
-        axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
-        style = {"transform": axes.transAxes, "ha": "center", "fontsize": 9}
-        caption, color = shorten(answer, 40, placeholder=" ..."), "green" if right else "crimson"
-        axes.text(0.5, 1.02, caption, color=color, weight="bold", **style)
-        if not right:
-            axes.text(0.5, -0.08, f"truth: {question.answer}", **style)
+    column_count = 4
+    row_count = ceil(len(answered) / column_count)
+    figure = Figure(figsize=(2.4 * column_count, 2.7 * row_count), layout="constrained")
+    grid = figure.subplots(row_count, column_count, squeeze=False)
+    for image_axes in grid.flat:
+        image_axes.set_axis_off()
+    for image_axes, (question, answer) in zip(grid.flat, answered, strict=False):
+        _draw_answer(image_axes, question, answer)
     with atomic_write(output) as partial:
         figure.savefig(partial, format="png", dpi=120, bbox_inches="tight")
 
 
+def _draw_answer(axes: Axes, question: Question, answer: str) -> None:
+    """Draws an image under its question and the answer, and the truth below if that is wrong."""
+    text_style = {"transform": axes.transAxes, "ha": "center", "fontsize": 9}
+    answer_choices = CHOICES.get(question.kind, (question.answer,))
+    is_right = named(answer, answer_choices) == question.answer
+    axes.imshow(load_image(question.image))
+    axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
+    caption = shorten(answer, 40, placeholder=" ...")
+    color = "green" if is_right else "crimson"
+    axes.text(0.5, 1.02, caption, color=color, weight="bold", **text_style)
+    if not is_right:
+        axes.text(0.5, -0.08, f"truth: {question.answer}", **text_style)
+
+
 def print_results(console: Console, results: dict, output: Path, pages: Sequence[Path]) -> None:
-    """Prints accuracy by kind with its controls, the time taken, and the verdicts."""
-    before, after, baseline = results["before"], results["after"], results["baseline"]
-    columns = {
-        "before": before["accuracy"],
-        "after": after["accuracy"],
-        "after, blank image": after["blank"],
-        **({"without the norm": baseline["accuracy"]} if baseline else {}),
-        "majority answer": results["majority"],
+    """Prints accuracy by kind with its controls, the time taken, the verdicts and the files.
+
+    Args:
+        console: Where they are printed.
+        results: The content of `results.json`.
+        output: Folder of the run.
+        pages: The pages of the diagnoses.
+    """
+    console.print(_accuracy_table(results))
+    total_seconds = sum(seconds for step, seconds in results["seconds"].items() if step != "fetch")
+    console.print(f"All but fetching took {total_seconds:.0f} seconds.")
+    logits = "the same logits" if results["reloaded_alike"] else "[red]other logits"
+    console.print(f"Reloaded in a clean process from its own code: {logits}.")
+    for checkpoint, sentences in results["verdicts"].items():
+        verdict = " ".join(sentences)
+        console.print(f"Report on {checkpoint}: {verdict}", highlight=False, markup=False)
+    model_folder = output / "model"
+    files = [
+        ("Checkpoint:", model_folder),
+        ("Model card:", model_folder / "README.md"),
+        ("Images:", output / "images.png"),
+        *[("Report:", page) for page in pages],
+    ]
+    for label, result_file in files:
+        console.print(f"{label:11} {result_file}", markup=False, soft_wrap=True)
+
+
+def _accuracy_table(results: dict) -> Table:
+    """Returns a table of accuracy by kind of question: before and after training, and controls."""
+    accuracy_columns = {
+        "before": results["before"]["accuracy"],
+        "after": results["after"]["accuracy"],
+        "after, blank image": results["after"]["blank"],
     }
+    if results["baseline"]:
+        accuracy_columns["without the norm"] = results["baseline"]["accuracy"]
+    accuracy_columns["majority answer"] = results["majority"]
     table = Table("kind", title="Held-out accuracy", title_justify="left")
-    for column in ("questions", *columns):
-        table.add_column(column, justify="right")
-    for kind in METRICS:
-        shares = [f"{cells[kind]:.2f}" for cells in columns.values()]
-        table.add_row(kind, str(results["count"][kind]), *shares)
-    console.print(table)
-    total = sum(seconds for name, seconds in results["seconds"].items() if name != "fetch")
-    console.print(f"All but fetching took {total:.0f} seconds.")
-    same = "the same logits" if results["reloaded_alike"] else "[red]other logits"
-    console.print(f"Reloaded in a clean process from its own code: {same}.")
-    for name, sentences in results["verdicts"].items():
-        console.print(f"Report on {name}: {' '.join(sentences)}", highlight=False, markup=False)
-    model, images = output / "model", output / "images.png"
-    files = {"Checkpoint": model, "Model card": model / "README.md", "Images": images}
-    for name, file in [*files.items(), *(("Report", page) for page in pages)]:
-        console.print(f"{name + ':':11} {file}", markup=False, soft_wrap=True)
+    for column_title in ("questions", *accuracy_columns):
+        table.add_column(column_title, justify="right")
+    for question_kind in METRICS:
+        accuracies = [f"{column[question_kind]:.2f}" for column in accuracy_columns.values()]
+        table.add_row(question_kind, str(results["count"][question_kind]), *accuracies)
+    return table

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart, which resumes: a step is skipped if its result, written atomically, exists."""
+"""The quickstart. It resumes: a step is skipped if its result, written atomically, exists."""
 
 import json
 import shlex
@@ -20,6 +20,7 @@ from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import LOCK, json_or_none, write_json
 from ..checkpoint.precision import half_precision_pays
+from ..evaluation.answering import answers
 from ..fetched.convert import convert_language, convert_vision
 from ..fetched.easy_vqa import QUESTION_KINDS, SYSTEM, Question, held_out, load_image, prompt
 from ..fetched.fetch import ARCHIVES, fetch
@@ -32,7 +33,7 @@ from .train import rows_of, stage, train_stage, write_data
 
 
 JOURNAL = "journal.json"  # settings, precision and seconds of finished steps, to resume with
-IMAGE_SIZE = 56  # pixels, 14 of which make one visual token
+IMAGE_SIZE = 56  # side in pixels; a visual token is 14 by 14
 
 
 @dataclass(frozen=True)
@@ -42,27 +43,99 @@ class Settings:
     stage1: dict[str, Any]  # options of the two recipes
     stage2: dict[str, Any]
     seed: int = 0  # of the data and the projector; the recipes have seeds of their own
-    asked: int | None = None  # held-out questions of each task; None for all, 300 and 48
-    asked_before: int = 12  # of the untrained model
+    asked: int | None = None  # held-out questions of each task; None for all: 300 and 48
+    asked_before: int = 12  # the same, for the untrained model
     shown_per_kind: int = 3  # questions in the image, asked after reloading
     diagnosed: int = 64  # held-out images
 
     @classmethod
     def seeded(cls, seed: int) -> "Settings":
-        """The quickstart's settings with one seed for data, projector and both recipes."""
-        return cls(stage("quickstart-align", seed=seed), stage("quickstart-tune", seed=seed), seed)
+        """Returns the quickstart's settings, with one seed for data, projector and both recipes."""
+        return cls(
+            stage1=stage("quickstart-align", seed=seed),
+            stage2=stage("quickstart-tune", seed=seed),
+            seed=seed,
+        )
+
+
+class Journal:
+    """What a run writes down to be resumed: its settings, its precision and its finished steps.
+
+    Attributes:
+        bf16: Whether matrices are multiplied in bfloat16.
+        seconds: The time of each finished step.
+        console: Where steps are announced.
+    """
+
+    def __init__(self, output: Path, settings: Settings):
+        """Opens the journal of a run, or begins one.
+
+        Raises:
+            ValueError: The run in `output` has other settings.
+        """
+        self.file = output / JOURNAL
+        self.console = Console()
+        current_settings = json.loads(json.dumps(asdict(settings)))  # as it will be read back
+        state = json_or_none(self.file)
+        if not state:
+            bf16 = half_precision_pays()
+            state = {"settings": current_settings, "bf16": bf16, "seconds": {}}
+        changed_names = []
+        for name, value in current_settings.items():
+            if state["settings"].get(name) != value:
+                changed_names.append(name)
+        if changed_names:
+            remedy = "name another output folder, or remove this one"
+            changes = ", ".join(changed_names)
+            raise ValueError(f"{output} holds a run with other settings ({changes}): {remedy}")
+        self.bf16: bool = state["bf16"]
+        self.seconds: dict[str, float] = state["seconds"]
+        self.state = state
+        write_json(self.file, state)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Announces and times a step. One that an earlier run has finished keeps its time."""
+        step_title = f"[bold]{name}[/]"
+        if name in self.seconds:
+            step_title += ", finished before"
+        self.console.rule(step_title, align="left")
+        start_time = time.perf_counter()
+        yield
+        self.seconds.setdefault(name, round(time.perf_counter() - start_time, 1))
+        write_json(self.file, self.state)
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a model is built and trained from: folders of the two parts, and of both data sets."""
+
+    vision: str
+    language: str
+    data: Path
 
 
 def run_quickstart(
     output: Path, settings: Settings, *, full_baseline: bool = False
 ) -> dict[str, Any]:
-    """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
+    """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts.
 
-    The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained
-    it, the same model without the norm is built, trained and evaluated as well, and both are
-    compared, after stage 1 and finished. Returns what `output/results.json` holds.
+    Args:
+        output: Folder of the run. The trained checkpoint is in `model`.
+        settings: The settings of the run. It is resumed only with the same ones.
+        full_baseline: Also build, train and evaluate the same model without the norm, and compare
+            both after stage 1 and finished. It is done without being asked for if an earlier run
+            has trained it.
+
+    Returns:
+        What `results.json` in the folder holds.
+
+    Raises:
+        ValueError: The folder holds something else, or a run with other settings.
     """
-    names = {path.name for path in output.iterdir()} - {LOCK} if output.exists() else set()
+    names: set[str] = set()
+    if output.exists():
+        names = {path.name for path in output.iterdir()} - {LOCK}
     if names and "settings" not in (json_or_none(output / JOURNAL) or {}):
         raise ValueError(f"{output} holds {min(names)}, which no quickstart wrote. Choose another.")
     if torch.cuda.device_count() > 1:
@@ -72,109 +145,137 @@ def run_quickstart(
 
 
 def _run_quickstart(output: Path, settings: Settings, full_baseline: bool) -> dict[str, Any]:
-    console, file = Console(), output / JOURNAL
-    wanted = json.loads(json.dumps(asdict(settings)))  # as it will be read back
-    state = json_or_none(file) or {"settings": wanted, "bf16": half_precision_pays(), "seconds": {}}
-    if keys := [key for key, value in wanted.items() if state["settings"].get(key) != value]:
-        remedy = "name another output folder, or remove this one"
-        raise ValueError(f"{output} holds a run with other settings ({', '.join(keys)}): {remedy}")
-    write_json(file, state)
+    journal = Journal(output, settings)
+    console = journal.console
     logging.disable_progress_bar()  # these parts load in a second
     disable_progress_bars()
-    bf16, data, baseline = state["bf16"], output / "data", output / "baseline"
-    full_baseline = full_baseline or (baseline / "model").exists()
-
-    @contextmanager
-    def step(name: str) -> Iterator[None]:
-        """Announces and times a step. One that an earlier run has finished keeps its time."""
-        before = ", finished before" if name in state["seconds"] else ""
-        console.rule(f"[bold]{name}[/]{before}", align="left")
-        start = time.perf_counter()
-        yield
-        state["seconds"].setdefault(name, round(time.perf_counter() - start, 1))
-        write_json(file, state)
-
-    with step("fetch"):
+    with journal.step("fetch"):
         for archive in ARCHIVES:
             console.print(f"{archive.name} {archive.version}, {archive.licence}: {archive.about}")
             fetch(archive)
-    with step("convert"):
-        parts = str(convert_vision(IMAGE_SIZE)), str(convert_language())
-        write_data(data, rows_of(settings.stage1), rows_of(settings.stage2), settings.seed)
-
-    def trained(folder: Path, arm: str, prefix: str = "") -> Path:
-        """Builds, trains and merges in a folder, with the norm (arm "gwc") or without ("none")."""
-        untrained, model = folder / "untrained", folder / "model"
-        stage1, stage2 = folder / "stage1", folder / "stage2"
-        with step(f"{prefix}build"):
-            if not untrained.exists():
-                build_checkpoint(*parts, untrained, arm=arm, feature_layer=-4, seed=settings.seed)
-        with step(f"{prefix}stage 1"):
-            train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
-        with step(f"{prefix}stage 2"):
-            train_stage(settings.stage2, stage1, data / "stage2", stage2, bf16=bf16)
-        with step(f"{prefix}merge"):
-            if not model.exists():
-                merge_adapter(stage2, model, base=str(stage1))
-        return model
-
-    model = trained(output, "gwc")
-    with step("evaluate before"):
-        before = ask_held_out(output / "untrained", settings.asked_before, bf16)
-    with step("evaluate after"):
-        after = ask_held_out(model, settings.asked, bf16)
-    with step("reload"):
-        count, kinds = settings.shown_per_kind, len(QUESTION_KINDS) + 1  # and emoji, at the end
-        questions = held_out(count)[: count * kinds]
-        answers, elsewhere_differs = reload(model, questions)
-        draw_images(list(zip(questions, answers, strict=True)), output / "images.png")
-    plain, of_baseline = None, None
-    if full_baseline:
-        plain = trained(baseline, "none", "baseline, ")
-        with step("evaluate baseline"):
-            of_baseline = ask_held_out(plain, settings.asked, bf16)
-    with step("diagnose"):
+    with journal.step("convert"):
+        vision_folder = str(convert_vision(IMAGE_SIZE))
+        materials = Materials(vision_folder, str(convert_language()), output / "data")
+        stage1_rows = rows_of(settings.stage1)
+        stage2_rows = rows_of(settings.stage2)
+        write_data(materials.data, stage1_rows, stage2_rows, settings.seed)
+    model = _train_model(output, "gwc", materials, settings, journal)
+    with journal.step("evaluate before"):
+        scores_before = ask_held_out(output / "untrained", settings.asked_before, journal.bf16)
+    with journal.step("evaluate after"):
+        scores_after = ask_held_out(model, settings.asked, journal.bf16)
+    with journal.step("reload"):
+        questions = _shown_questions(settings.shown_per_kind)
+        shown_answers, deviation = reload(model, questions)
+        draw_images(list(zip(questions, shown_answers, strict=True)), output / "images.png")
+    baseline_folder = output / "baseline"
+    baseline_model = None
+    baseline_scores = None
+    if full_baseline or (baseline_folder / "model").exists():
+        baseline_model = _train_model(baseline_folder, "none", materials, settings, journal)
+        with journal.step("evaluate baseline"):
+            scores = ask_held_out(baseline_model, settings.asked, journal.bf16)
+        baseline_scores = _chosen(scores, "accuracy", "blank")
+    with journal.step("diagnose"):
         samples = settings.diagnosed
-        pages = [diagnose_once(model, plain, samples)]
-        if full_baseline:
-            pages.append(diagnose_once(output / "stage1", baseline / "stage1", samples, "-stage1"))
-    folders = [page.parent.parent for page in pages]
+        report_pages = [diagnose_once(model, baseline_model, samples)]
+        if baseline_model is not None:
+            aligned = output / "stage1"
+            aligned_baseline = baseline_folder / "stage1"
+            report_pages.append(diagnose_once(aligned, aligned_baseline, samples, "-stage1"))
+    verdicts = {}
+    for report_page in report_pages:
+        checkpoint = report_page.parent.parent
+        verdicts[checkpoint.name] = read_report(checkpoint)["verdict"]
     results = {
-        "before": {key: before[key] for key in ("accuracy", "blank", "count")},
-        "after": {key: after[key] for key in ("accuracy", "blank")},
-        "baseline": of_baseline and {key: of_baseline[key] for key in ("accuracy", "blank")},
-        "majority": after["majority"],
-        "count": after["count"],
-        "reloaded_alike": elsewhere_differs is None,
-        "verdicts": {folder.name: read_report(folder)["verdict"] for folder in folders},
+        "before": _chosen(scores_before, "accuracy", "blank", "count"),
+        "after": _chosen(scores_after, "accuracy", "blank"),
+        "baseline": baseline_scores,
+        "majority": scores_after["majority"],
+        "count": scores_after["count"],
+        "reloaded_alike": deviation is None,
+        "verdicts": verdicts,
         "settings": asdict(settings),
-        "bf16": bf16,
-        "seconds": state["seconds"],
+        "bf16": journal.bf16,
+        "seconds": journal.seconds,
     }
     write_card(model)
     write_json(output / "results.json", results)
-    print_results(console, results, output, pages)
+    print_results(console, results, output, report_pages)
     console.print(f"Ask it: {command_to_ask(model, questions[0])}", markup=False, soft_wrap=True)
     return results
 
 
+def _train_model(
+    folder: Path, arm: str, materials: Materials, settings: Settings, journal: Journal
+) -> Path:
+    """Builds, trains and merges a model, and returns its folder.
+
+    Args:
+        folder: Where the model and what precedes it are written.
+        arm: "gwc" for a model with the norm, "none" for the baseline without it.
+        materials: What the model is made from.
+        settings: The settings of the run.
+        journal: The journal of the run, for the steps.
+    """
+    step_prefix = "baseline, " if arm == "none" else ""
+    untrained_folder = folder / "untrained"
+    stage1_folder = folder / "stage1"
+    stage2_folder = folder / "stage2"
+    model_folder = folder / "model"
+    bf16 = journal.bf16
+    with journal.step(f"{step_prefix}build"):
+        if not untrained_folder.exists():
+            build_checkpoint(
+                materials.vision,
+                materials.language,
+                untrained_folder,
+                arm=arm,
+                feature_layer=-4,
+                seed=settings.seed,
+            )
+    with journal.step(f"{step_prefix}stage 1"):
+        train_stage(
+            settings.stage1, untrained_folder, materials.data / "stage1", stage1_folder, bf16=bf16
+        )
+    with journal.step(f"{step_prefix}stage 2"):
+        train_stage(
+            settings.stage2, stage1_folder, materials.data / "stage2", stage2_folder, bf16=bf16
+        )
+    with journal.step(f"{step_prefix}merge"):
+        if not model_folder.exists():
+            merge_adapter(stage2_folder, model_folder, base=str(stage1_folder))
+    return model_folder
+
+
+def _shown_questions(count: int) -> list[Question]:
+    """Returns the held-out questions in the image: `count` of each kind, and as many of emoji."""
+    kinds = len(QUESTION_KINDS) + 1  # emoji come last
+    return held_out(count)[: count * kinds]
+
+
+def _chosen(scores: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: scores[name] for name in names}
+
+
 def command_to_ask(model: Path, question: Question) -> str:
-    """The command that asks a question of the quickstart as it was trained to be asked."""
+    """Returns the command that asks a question of the quickstart as in training."""
     words = ["normalign", "ask", str(model), str(question.image), question.text]
     return shlex.join([*words, "--system", SYSTEM])
 
 
 def reload(checkpoint: Path, questions: list[Question]) -> tuple[list[str], str | None]:
-    """Answers by this package, and how a process that has the checkpoint's own code differs."""
+    """Loads a checkpoint in this package, and with its own code in a clean process.
+
+    Returns:
+        The answers of the first to the questions, and how the logits of the second differ.
+    """
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    processor, answers = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), []
-    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
+    question_answers = []
     with torch.inference_mode():
         for question in questions:
             messages = prompt(question.text, load_image(question.image))
-            inputs = processor.apply_chat_template(messages, **chat)
-            tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0]
-            tokens = tokens[inputs["input_ids"].shape[1] :]
-            answers.append(processor.decode(tokens, skip_special_tokens=True).strip())
+            question_answers += answers(model, processor, [messages], max_new_tokens=16)
         logits = first_logits(model, processor)
-    return answers, difference(logits, ask_clean_process(checkpoint))
+    return question_answers, difference(logits, ask_clean_process(checkpoint))

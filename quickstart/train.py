@@ -12,27 +12,35 @@ from ..checkpoint.files import finished_folder
 from ..fetched.easy_vqa import training_data
 from ..train.command import read_recipe, recipe_file
 from ..train.keeping.checkpoints import checkpoints_in
-from ..train.options import parse
+from ..train.parsing import parse
 from ..train.run import train
 
 
 def stage(recipe: str, **changes: Any) -> dict[str, Any]:
-    """The options that one of the package's recipes sets, with changes."""
+    """Returns the options that one of the package's recipes sets, with changes."""
     return {**read_recipe(recipe_file(recipe)), **changes}
 
 
 def rows_of(options: dict[str, Any]) -> int:
-    """Conversations in one pass of a stage."""
+    """Returns how many conversations a stage is trained on."""
     return options["max_steps"] * options["global_batch_size"]
 
 
 def write_data(output: Path, first: int, second: int, seed: int) -> None:
-    """Writes so many conversations for each of both stages, which have none in common."""
-    if not output.exists():
-        rows = training_data(first + second, seed=seed)
-        with finished_folder(output) as folder:
-            rows.select(range(first)).save_to_disk(folder / "stage1")
-            rows.select(range(first, first + second)).save_to_disk(folder / "stage2")
+    """Writes the conversations of both stages, unless they exist. No conversation is in both.
+
+    Args:
+        output: Folder of the two data sets, `stage1` and `stage2`.
+        first: How many conversations stage 1 has.
+        second: How many conversations stage 2 has.
+        seed: What they are drawn with.
+    """
+    if output.exists():
+        return
+    rows = training_data(first + second, seed=seed)
+    with finished_folder(output) as folder:
+        rows.select(range(first)).save_to_disk(folder / "stage1")
+        rows.select(range(first, first + second)).save_to_disk(folder / "stage2")
 
 
 def train_stage(
@@ -44,26 +52,45 @@ def train_stage(
     bf16: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
-    """Trains `checkpoint` by the options of [`stage`], writing the result or adapter to `output`.
+    """Trains one stage, unless its result exists.
 
     Until it is finished the run is in the folder `OUTPUT-trainer`, from which a stopped run is
-    resumed. With `bf16` matrices are multiplied in bfloat16; trained parameters stay float32.
+    resumed.
+
+    Args:
+        options: The options of [`stage`].
+        checkpoint: What is trained.
+        data: Folder of a data set.
+        output: Folder of the result: a checkpoint or an adapter.
+        bf16: Multiply matrices in bfloat16; trained parameters stay float32.
+        callbacks: Callbacks of the trainer.
     """
-    run = output.with_name(output.name + "-trainer")
+    run_folder = output.with_name(output.name + "-trainer")
     if not output.exists():
-        paths = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run}
-        resume = {"resume_from_checkpoint": "last"} if checkpoints_in(run) else {}
-        train(*parse(words({**options, **paths, **resume, "bf16": bf16})), callbacks)
-        with finished_folder(output) as folder:
-            for file in run.iterdir():
-                if file.is_file():  # folders are the trainer's checkpoints
-                    file.rename(folder / file.name)
-    shutil.rmtree(run, ignore_errors=True)
+        settings = {
+            **options,
+            "model_name_or_path": checkpoint,
+            "dataset_name": data,
+            "output_dir": run_folder,
+            "bf16": bf16,
+        }
+        if checkpoints_in(run_folder):
+            settings["resume_from_checkpoint"] = "last"
+        train(*parse(words(settings)), callbacks)
+        with finished_folder(output) as result_folder:
+            for result_file in run_folder.iterdir():
+                if result_file.is_file():  # folders are the trainer's checkpoints
+                    result_file.rename(result_folder / result_file.name)
+    shutil.rmtree(run_folder, ignore_errors=True)
 
 
 def words(options: dict[str, Any]) -> list[str]:
-    """Options as a command line."""
-    words = []
-    for name, value in options.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return words
+    """Returns options as the words of a command line."""
+    command_line = []
+    for option_name, option_value in options.items():
+        command_line.append(f"--{option_name}")
+        if isinstance(option_value, list):
+            command_line.extend(map(str, option_value))
+        else:
+            command_line.append(str(option_value))
+    return command_line

@@ -24,7 +24,7 @@ from normalign_llava.checkpoint.untrusted import loading
 from normalign_llava.cli import app
 from normalign_llava.errors import errors_for_people, install
 from normalign_llava.train.command import SHOWN
-from normalign_llava.train.options import option_parser
+from normalign_llava.train.parsing import option_parser
 
 
 def invoke(*arguments):

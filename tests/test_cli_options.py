@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from normalign_llava.assembly.build import BuildOptions
 from normalign_llava.cli import app
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.evaluation.ask import AskOptions
+from normalign_llava.evaluation.options import EvaluateOptions, ModelOptions
+from normalign_llava.hub_cards.push.options import PublishOptions
 from normalign_llava.quickstart.run import Settings
 
 
@@ -35,6 +38,7 @@ def stopped_at(monkeypatch):
         def stop(*args, **kwargs):
             call = inspect.signature(function).bind(*args, **kwargs)
             got.update(call.arguments)
+            got.update(got.pop("keywords", {}))
             raise error or ValueError("so far")
 
         monkeypatch.setattr(import_module(module), name, stop)
@@ -96,13 +100,11 @@ CASES = {
         "evaluation.ask.ask",
         {
             **{"model": "m", "words": ["a.png", "what is it?"], "data": "d", **READ, **BASED},
-            "options": AskOptions("s", 5, 3, Path("o.jsonl")),
-            "trust_remote_code": True,
-            "loading": {"dtype": "float16", "load_in_4bit": True},
+            **{"options": AskOptions("s", 5, 3, Path("o.jsonl")), **LOADED},
         },
     ),
     f"diagnose m --against n --data d --samples 5 --output o --seed 9 {LOADING} {BASE} {ROWS}": (
-        "diagnose.run.diagnose",
+        "diagnose.run.DiagnosisOptions",
         {
             **{"model": "m", "against": "n", "data": "d", "samples": 5, "output": Path("o")},
             **{"seed": 9, "batch_size": 3, **LOADED, **BASED, **READ},
@@ -175,13 +177,19 @@ def test_a_command_without_options_means_what_its_function_means(stopped_at, com
         "assembly.build.retrofit_checkpoint"
     }
     module, _, name = f"normalign_llava.{place}".rpartition(".")
-    parameters = inspect.signature(getattr(import_module(module), name)).parameters
+    parameters = dict(inspect.signature(getattr(import_module(module), name)).parameters)
+    if command == "build":  # its keyword arguments are in a dataclass
+        parameters |= inspect.signature(BuildOptions).parameters
+    if command == "publish":  # its keyword arguments are in a dataclass
+        parameters |= inspect.signature(PublishOptions).parameters
     got = stopped_at(place)
     argument = "" if command == "build" else "c"
     invoke(f"{command} {argument} {REQUIRED.get(command, '')}")
     assert got
     for name, value in got.items():
-        default = parameters[name].default
+        default = getattr(EvaluateOptions(), name, None)  # of a keyword
+        if name in parameters:
+            default = parameters[name].default
         if default is not inspect.Parameter.empty and name != "notify":
             assert value == default or [value, default] == [[], ()], name
 
@@ -231,7 +239,7 @@ def test_a_question_without_options_is_asked_as_the_function_would(stopped_at):
     got = stopped_at("evaluation.ask.ask")
     invoke("ask c")
     assert got["words"] == [] and got["options"] == AskOptions()
-    assert got["loading"] == {"dtype": "auto", "load_in_4bit": False}
+    assert {name: got[name] for name in vars(ModelOptions())} == vars(ModelOptions())
 
 
 def test_the_gain_is_measured_at_the_commit_that_was_found(stopped_at, monkeypatch):

@@ -64,7 +64,7 @@ def made(tmp_path_factory, archives, server):
     here = root / "here"
     build_checkpoint(vision, language, here / "qwen2.5-7b")
     build_checkpoint(vision, language, here / "my-baseline", arm="none")
-    for name in ("qwen2.5-7b-align", "my-model"):
+    for name in ("qwen2.5-7b-align", "my-model", "outputs/quickstart/model"):
         shutil.copytree(here / "qwen2.5-7b", here / name)
     for part in (LlavaForConditionalGeneration, AutoProcessor):
         part.from_pretrained(here / "my-baseline").save_pretrained(root / "llava")

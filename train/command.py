@@ -24,7 +24,8 @@ from ..errors import Terminated, check_installed
 from .elsewhere import ELSEWHERE, answer_for
 
 
-RECIPES, CONFIGS = (Path(__file__).parent / name for name in ("recipes", "accelerate_configs"))
+RECIPES = Path(__file__).parent / "recipes"
+CONFIGS = Path(__file__).parent / "accelerate_configs"
 USAGE = "normalign train RECIPE [--option value ...]"
 NO_MODEL = "Check the path, or make it with `normalign build` or the stage before."
 
@@ -208,13 +209,19 @@ class ModelOptions:
 def names_in(text: str) -> list[str]:
     """The names in a text such as "q_proj,v_proj"; none in a pattern."""
     names = re.split(r"[,\s]+", text.strip())
-    return names if all(re.fullmatch(r"[\w.]+", name) for name in names) else []
+    for name in names:
+        if not re.fullmatch(r"[\w.]+", name):
+            return []
+    return names
 
 
 def check_refused(options: Any) -> None:
     """Raises ValueError, with the reason, if a refused option is neither None nor its default."""
     for field in fields(options):
-        value, text = getattr(options, field.name), field.metadata.get("help", "")
+        value = getattr(options, field.name)
+        if value is False and field.default == "no":  # which TRL takes for it
+            value = "no"
+        text = field.metadata.get("help", "")
         if text.startswith(REFUSED) and value not in (None, field.default):
             reason = text.removeprefix(REFUSED)
             raise ValueError(f"{field.name} cannot be used here: {reason} Leave it out.")
@@ -256,40 +263,52 @@ def show_help() -> None:
 
 def check_names(words: Sequence[str], recipe: dict[str, Any]) -> None:
     """Raises ValueError if options have their names in other tools, with the names here."""
-    given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-    names = [name.replace("-", "_") for name in [*given, *recipe]]
-    answers = [answer_for(name) for name in dict.fromkeys(names) if name in ELSEWHERE]
+    names = []
+    for word in words:
+        if word.startswith("--"):
+            names.append(word.removeprefix("--").partition("=")[0])
+    names += recipe
+    options = dict.fromkeys(name.replace("-", "_") for name in names)
+    answers = [answer_for(option) for option in options if option in ELSEWHERE]
     if answers:
         raise ValueError(" ".join(answers))
 
 
 def without_overruled(recipe: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """The recipe without options that the command line leaves without effect, as [`OVERRULED`]."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in (*OVERRULED, *REPLACED):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
-    given, _ = parser.parse_known_args(words)
+    given = values_in(words, [*OVERRULED, *REPLACED])
     prefixes: list[str] = []
     for name, dependent in OVERRULED.items():
-        value = getattr(given, name)
-        if value is not None and value.lower() in OFF:
+        if name in given and given[name].lower() in OFF:
             prefixes += dependent
     for name, dependent in REPLACED.items():
-        value = getattr(given, name)
-        if value is not None and value != str(recipe.get(name)):
+        if name in given and given[name] != str(recipe.get(name)):
             prefixes += dependent
     return {name: recipe[name] for name in recipe if not name.startswith(tuple(prefixes))}
 
 
+def values_in(words: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Returns the values that a command line gives for some options; "true" for one without any."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        with_hyphens = name.replace("_", "-")
+        parser.add_argument(f"--{name}", f"--{with_hyphens}", nargs="?", const="true")
+    known, _ = parser.parse_known_args(words)
+    return {name: value for name, value in vars(known).items() if value is not None}
+
+
 def read_command(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """The options of a command line, and of its recipe: the first word, or the file of --config."""
-    words = list(words)
-    if words and not words[0].startswith("-"):
-        return words[1:], read_options(recipe_file(words[0]))
-    if "--config" in words[:-1]:
-        place = words.index("--config")
-        return words[:place] + words[place + 2 :], read_options(Path(words[place + 1]).expanduser())
-    return words, {}
+    options = list(words)
+    if options and not options[0].startswith("-"):
+        recipe = options.pop(0)
+        return options, read_options(recipe_file(recipe))
+    if "--config" in options[:-1]:
+        place = options.index("--config")
+        file = Path(options[place + 1]).expanduser()
+        del options[place : place + 2]
+        return options, read_options(file)
+    return options, {}
 
 
 def recipe_file(recipe: str | os.PathLike, folder: Path = RECIPES) -> Path:
@@ -381,13 +400,10 @@ def _read_yaml(file: str | os.PathLike, loader: type[yaml.SafeLoader]) -> dict[s
 def check_command(words: Sequence[str], recipe: dict[str, Any]) -> None:
     """Checks, without importing TRL, for names, a secret, packages, and a checkpoint to train."""
     check_names(words, recipe)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("model_name_or_path", "hub_token", *PACKAGES):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
-    known, _ = parser.parse_known_args(words)
-    if known.hub_token:
+    given = values_in(words, ["model_name_or_path", "hub_token", *PACKAGES])
+    if given.get("hub_token"):
         raise ValueError("Everybody on this machine can read a command line. Set HF_TOKEN instead.")
-    options = recipe | {name: value for name, value in vars(known).items() if value is not None}
+    options = recipe | given
     for name, (package, extra) in PACKAGES.items():
         if str(options.get(name)).lower() not in OFF:
             check_installed(package, extra, name)
@@ -405,7 +421,8 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     words = ["--quiet", "--config_file", str(file)]
-    words += [f"--num_processes={processes}"] if processes else []
+    if processes:
+        words.append(f"--num_processes={processes}")
     words += ["-m", "normalign_llava.train", *arguments]
     # This logger would list the processes that are ended.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
@@ -418,7 +435,9 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
         ended = f"Process {rank} was ended by {failure.signal_name()}."
         raise ChildProcessError(f"{ended} SIGKILL is often for too much memory.") from None
     except SignalException as error:  # the processes have ended
-        raise (KeyboardInterrupt if error.sigval == signal.SIGINT else Terminated) from None
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise Terminated from None
 
 
 def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: bool) -> str:
@@ -426,8 +445,9 @@ def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: boo
     folder = shlex.quote(str(checkpoint))
     if adapters:
         return f"normalign merge {folder} --output {shlex.quote(f'{checkpoint}-merged')}"
-    if follows := {"build": "align", "align": "tune"}.get(stage or ""):
-        output = shlex.quote(f"{checkpoint}-{follows}")
-        options = f"--model_name_or_path {folder} --dataset_name DATA --output_dir {output}"
-        return f"normalign train --stage {follows} {options}"
-    return f"normalign diagnose {folder}"
+    next_stage = {"build": "align", "align": "tune"}.get(stage or "")
+    if next_stage is None:
+        return f"normalign diagnose {folder}"
+    output = shlex.quote(f"{checkpoint}-{next_stage}")
+    options = f"--model_name_or_path {folder} --dataset_name DATA --output_dir {output}"
+    return f"normalign train --stage {next_stage} {options}"

@@ -15,7 +15,7 @@ from ..checkpoint.opening import open_checkpoint
 from ..data.rows import checks
 from ..data.rows.forms import MARKER
 from ..data.sources.arguments import DataSource
-from ..data.sources.source import open_source
+from ..data.sources.source import Source, open_source
 from ..data.sources.table import RowReader, all_rows, check_rows, rows_on_access
 from .collator import ConversationCollator
 from .command import NO_MODEL
@@ -40,22 +40,32 @@ class DataCheck:
     @property
     def example(self) -> list[tuple[str, bool]]:
         """The pieces of the first example; empty without one."""
-        return self.examples[0].pieces if self.examples else []
+        if not self.examples:
+            return []
+        return self.examples[0].pieces
 
     def table(self, name: str) -> Table:
-        report, table = self.report, Table(title=name, show_header=False)
+        """Returns the counts as a table with a title."""
+        report = self.report
+        table = Table(title=name, show_header=False)
         table.add_row("rows", f"{report.found:,}")
         for file, count in report.files.items():
             table.add_row(f"in {Path(file).name}", f"{count:,}")
-        skipped = ", which training skips by default" if report.bad and not self.stops else ""
-        table.add_row("that cannot be trained on", f"{report.bad:,}{skipped}")
-        for form, count in sorted(report.forms.items(), key=lambda form: -form[1]):
+        bad_rows = f"{report.bad:,}"
+        if report.bad and not self.stops:
+            bad_rows += ", which training skips by default"
+        table.add_row("that cannot be trained on", bad_rows)
+        most_rows_first = sorted(report.forms.items(), key=lambda form: -form[1])
+        for form, count in most_rows_first:
             table.add_row(f"of the form {form}", f"{count:,}")
         table.add_row("images in the others", f"{report.images or 0:,}")
-        size = "give a checkpoint with --model to count tokens" if report.valid else "none"
-        if self.has_lengths and report.valid:
-            size = f"{report.shortest:,} to {report.longest:,} tokens, median {report.median:,.0f}"
-        table.add_row("lengths", size)
+        lengths = "none"
+        if report.valid and self.has_lengths:
+            shortest_to_longest = f"{report.shortest:,} to {report.longest:,} tokens"
+            lengths = f"{shortest_to_longest}, median {report.median:,.0f}"
+        elif report.valid:
+            lengths = "give a checkpoint with --model to count tokens"
+        table.add_row("lengths", lengths)
         for title, text in checks.not_read(report.left_out, report.changed).items():
             table.add_row(title, text)
         return table
@@ -73,13 +83,18 @@ def check_data(
     examples: int | None = None,
     rows: Sequence[int] = (),
 ) -> DataCheck:
-    """Checks all rows of a data set as training does, and every image with `check_images`.
+    """Checks all rows of a data set as training does.
 
-    The processor of a checkpoint `model` is read for lengths, control tokens and examples. Without
-    it, the turns of examples are shown in place of what the chat template makes of them.
+    Args:
+        source: The data set.
+        model: A checkpoint, whose processor gives lengths, control tokens and examples. Without it,
+            examples show turns in place of what the chat template makes of them.
+        check_images: Whether every image is opened.
+        examples: How many rows are shown; by default one if there is a `model`.
+        rows: Numbers of rows in their file, from 0, that are shown instead.
 
-    `examples` is how many rows are shown, by default one if there is a `model`; `rows` are numbers
-    of rows in their file, from 0, to show instead. Raises ValueError if there is no such row.
+    Raises:
+        ValueError: There is no such row, or the data cannot be read.
     """
     collator = None
     if model:
@@ -87,39 +102,54 @@ def check_data(
         check_architecture(checkpoint.model_type, checkpoint.name)
         collator = ConversationCollator(checkpoint.processor, bad_rows="skip")
     opened = open_source(source, streaming=False)
-    report, reader = checks.SourceReport(opened.name, "train"), RowReader((opened,))
+    reader = RowReader((opened,))
     options = checks.Checks(collator and collator.processor, check_images=check_images)
     table = all_rows(opened, 0, options)
-    valid = check_rows(table, reader, opened, options, report)
-    faults = list[str]()
-    share = checks.share_of_bad_rows(None, opened, len(table))
-    stops = len(report.dropped) > share * len(table)
-    if report.bad:
-        share = share if stops else 0.0
-        bad = checks.bad_rows_message(opened, report.dropped, len(table), shown=None, share=share)
-        faults.append(bad)
-    try:
-        checks.check_images_are_read(opened.name, len(valid), report.images or 0, report.unread)
-    except ValueError as error:
-        faults.append(str(error))
-        stops = True
+    checked = check_rows(table, reader, opened, options, "train")
+    valid = checked.table
+    report = checked.report
+    faults, stops = _faults(opened, report, len(table))
     checks.warn_of_captions(opened.name, report.forms)
     shown: list[Example] = []
     if rows:
-        shown = [example for row in rows for example in _row(row, valid, reader, report, collator)]
+        for row in rows:
+            shown += _row(row, valid, reader, report, collator)
     elif examples or collator:
         parsed = rows_on_access(valid, reader)
         shown = [_example(parsed[place], collator) for place in _places(valid, examples or 1)]
     return DataCheck(report, faults, stops, shown, collator is not None)
 
 
+def _faults(source: Source, report: checks.SourceReport, count: int) -> tuple[list[str], bool]:
+    """Returns what is wrong with the `count` rows of a source, and whether training would stop."""
+    faults = list[str]()
+    share = checks.share_of_bad_rows(None, source, count)
+    stops = len(report.dropped) > share * count
+    if report.bad:
+        allowed = share if stops else 0.0
+        faults.append(
+            checks.bad_rows_message(source, report.dropped, count, shown=None, share=allowed)
+        )
+    valid = count - len(report.dropped)
+    try:
+        checks.check_images_are_read(source.name, valid, report.images or 0, report.unread)
+    except ValueError as error:
+        faults.append(str(error))
+        stops = True
+    return faults, stops
+
+
 def _places(valid: Dataset, count: int) -> list[int]:
-    """Places of rows to show: the first with an image, or several at equal distances."""
+    """Returns places of rows to show: the first with an image, or several at equal distances."""
     if not len(valid):
         return []
-    if count == 1:
-        return [next((place for place, images in enumerate(valid["image_count"]) if images), 0)]
-    return np.unique(np.linspace(0, len(valid) - 1, count).round().astype(int)).tolist()
+    if count > 1:
+        spread = np.linspace(0, len(valid) - 1, count).round().astype(int)
+        return np.unique(spread).tolist()
+    for place, images in enumerate(valid["image_count"]):
+        if images:
+            return [place]
+    return [0]
 
 
 def _row(
@@ -130,7 +160,8 @@ def _row(
     collator: ConversationCollator | None,
 ) -> list[Example]:
     """The rows of a number, one of each file that has it, or why it cannot be trained on."""
-    places = np.flatnonzero(np.array(valid["row"][:]) == number)
+    numbers = np.array(valid["row"][:])
+    places = np.flatnonzero(numbers == number)
     parsed = rows_on_access(valid, reader)
     examples = [_example(parsed[int(place)], collator) for place in places]
     for dropped in report.dropped:
@@ -148,11 +179,13 @@ def _example(row: dict[str, Any], collator: ConversationCollator | None) -> Exam
     title = f"{Path(row['source']).name}, row {row['row']}"
     files = [Path(image["path"]).name for image in row["images"] if image["path"]]
     if files:
-        title += f" ({', '.join(files)})"
+        names = ", ".join(files)
+        title += f" ({names})"
     if collator is None:
         return Example(title, _turns(row))
     batch = collator([row])
-    return Example(title, pieces(batch["input_ids"][0], batch["labels"][0], collator.processor))
+    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    return Example(title, pieces(ids, labels, collator.processor))
 
 
 def _turns(row: dict[str, Any]) -> list[tuple[str, bool]]:
@@ -163,7 +196,9 @@ def _turns(row: dict[str, Any]) -> list[tuple[str, bool]]:
         is_learned = message["role"] == "assistant" and next(learned)
         pieces.append((f"{message['role']}: ", False))
         for part in message["content"]:
-            is_image = part["type"] == "image"
-            pieces.append((MARKER if is_image else part["text"], is_learned))
+            if part["type"] == "image":
+                pieces.append((MARKER, is_learned))
+            else:
+                pieces.append((part["text"], is_learned))
         pieces.append(("\n", False))
     return pieces

@@ -20,10 +20,11 @@ class Example:
 
 
 def marked(examples: Sequence[Example], terminal: bool = False) -> Text:
-    """The examples; what is learned is underlined, or in double brackets without a terminal."""
+    """Returns the examples. What is learned is underlined, or in double brackets in a file."""
     text = Text()
     for number, example in enumerate(examples):
-        text.append("\n\n" if number else "")
+        if number:
+            text.append("\n\n")
         text.append(f"{example.title}:\n\n")
         for piece, learned in example.pieces:
             if learned and terminal:
@@ -36,31 +37,45 @@ def marked(examples: Sequence[Example], terminal: bool = False) -> Text:
 
 
 def pieces(ids: Tensor, labels: Tensor, processor: LlavaProcessor) -> list[tuple[str, bool]]:
-    """The text of a row in pieces that are learned or not, by its ids and labels, `(N,)` each."""
-    found = list[tuple[str, bool]]()
+    """Returns a row's text in pieces that are learned or not.
+
+    Args:
+        ids: The row's tokens, `(N,)`.
+        labels: Its labels, `(N,)`, negative where nothing is learned.
+        processor: Decodes them.
+    """
+    image_token_id = processor.image_token_id
+
+    def kind(token: tuple[int, bool]) -> tuple[bool, bool]:
+        token_id, is_learned = token
+        return token_id == image_token_id, is_learned
+
+    row_pieces = list[tuple[str, bool]]()
     tokens = zip(ids.tolist(), (labels >= 0).tolist(), strict=True)
-    image = processor.image_token_id
-    for (is_image, learned), group in groupby(tokens, lambda token: (token[0] == image, token[1])):
-        own = [token for token, _ in group]
-        text = processor.tokenizer.decode(own)
+    for (is_image, is_learned), group in groupby(tokens, kind):
+        token_ids = [token_id for token_id, _ in group]
+        text = processor.tokenizer.decode(token_ids)
         if is_image:
-            text = f"{processor.image_token} x {len(own)}"
-        found.append((text, learned))
-    return found
+            text = f"{processor.image_token} x {len(token_ids)}"
+        row_pieces.append((text, is_learned))
+    return row_pieces
 
 
 def batch_examples(batch: Mapping[str, Any], processor: LlavaProcessor) -> list[Example]:
-    """The rows of a batch of training, without padding; with `padding_free`, each by itself."""
+    """Returns the rows of a training batch without padding, each by itself."""
     examples = list[Example]()
-    for row, ids in enumerate(batch["input_ids"]):
-        labels = batch["labels"][row]
+    for line, ids in enumerate(batch["input_ids"]):
+        labels = batch["labels"][line]
         if "attention_mask" in batch:
-            real = batch["attention_mask"][row].bool()
-            ids, labels = ids[real], labels[real]
+            is_real = batch["attention_mask"][line].bool()
+            ids = ids[is_real]
+            labels = labels[is_real]
         starts = [0]
-        if "position_ids" in batch:
-            starts = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
-        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-            own = pieces(ids[start:end], labels[start:end], processor)
-            examples.append(Example(f"Row {len(examples) + 1} of the first batch", own))
+        if "position_ids" in batch:  # several rows in a line
+            starts = (batch["position_ids"][line] == 0).nonzero().flatten().tolist()
+        ends = [*starts[1:], len(ids)]
+        for start, end in zip(starts, ends, strict=True):
+            row_pieces = pieces(ids[start:end], labels[start:end], processor)
+            title = f"Row {len(examples) + 1} of the first batch"
+            examples.append(Example(title, row_pieces))
     return examples

@@ -9,18 +9,20 @@ from typing import Any
 import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from rich.console import Group
+from torch import Tensor
 from transformers import DataCollator
 from trl import SFTTrainer
 
 from ..checkpoint.precision import memory_limit
 from ..errors import Printed
-from .collator import ConversationCollator, train_sampler
-from .keeping.record import gib, titled_table
-from .modules.model import BATCHES, GRADIENTS, MEMORY_PARTS, memory_shares, static_bytes
-from .options import NormAlignConfig
+from .collator import ConversationCollator
+from .keeping.summary import gib, titled_table
+from .modules.sizes import BATCHES, GRADIENTS, MEMORY_PARTS, memory_shares, static_bytes
 from .prepare import Rows
+from .samplers import train_sampler
+from .settings import RunConfig
 from .shapes import peak_bytes
 
 
@@ -54,43 +56,63 @@ class MemoryEstimate(Printed):
 
     @property
     def verdict(self) -> str:
-        """One sentence: whether it fits."""
-        kept = f" ({gib(self.reserved)} are kept free)" if self.reserved else ""
-        begin = "Fits" if self.fits else "Does not fit"
-        return f"{begin}: {gib(self.total)} of the {gib(self.available)} of {self.device}{kept}."
+        """A sentence that says whether it fits."""
+        sizes = f"{gib(self.total)} of the {gib(self.available)} of {self.device}"
+        if self.reserved:
+            sizes += f" ({gib(self.reserved)} are kept free)"
+        return f"{'Fits' if self.fits else 'Does not fit'}: {sizes}."
 
     def renderable(self) -> Group:
-        sizes = [[name, gib(size)] for name, size in {**self.parts, "all": self.total}.items()]
-        table = titled_table("Memory", [self.batch, "at the peak of a step"], sizes)
+        """What `rich` and a notebook show."""
+        sizes = {**self.parts, "all": self.total}
+        rows = [[name, gib(size)] for name, size in sizes.items()]
+        table = titled_table("Memory", [self.batch, "at the peak of a step"], rows)
         return Group(table, self.verdict)
 
 
-def largest_batch(args: NormAlignConfig, rows: Rows, collator: DataCollator) -> dict[str, Any]:
-    """The forward pass of the longest rows, as collated; with packing, the one of most tokens.
+def largest_batch(args: RunConfig, rows: Rows, collator: DataCollator) -> dict[str, Any]:
+    """Returns the collated forward pass of the longest rows; with packing, that of most tokens.
 
-    Of a stream, whose lengths are not known, the first row is repeated, and filled with learned
-    tokens up to `max_length`.
+    The lengths of a stream are not known: its first row is repeated, and filled with learned tokens
+    up to `max_length`.
     """
-    count = args.per_device_train_batch_size
     if isinstance(collator, ConversationCollator):
         collator = replace(collator, bad_rows="skip", dropped_rows=None)
     if not isinstance(rows, IterableDataset) and "length" in rows.column_names:
-        lengths = rows.with_format(None)["length"][:]
-        longest = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-        passes: Any = train_sampler(args, rows) if args.packing else [(longest * count)[:count]]
-        largest = max(passes, key=lambda chosen: sum(lengths[row] for row in chosen))
-        return collator([rows[row] for row in largest])
+        return collator([rows[number] for number in longest_pass(args, rows)])
+    count = args.per_device_train_batch_size
     batch = dict(collator(list(islice(rows, 1)) * count))
-    rows_in_one = count if args.padding_free else 1
-    missing = (args.max_length or 0) * rows_in_one - batch["input_ids"].shape[1]
-    if missing > 0:
-        repeated = {*batch} & {"input_ids", "attention_mask"}
-        more = {name: batch[name][:, -1:].expand(-1, missing) for name in repeated}
-        more["labels"] = more["input_ids"]
-        if "position_ids" in batch:
-            more["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
-        batch |= {name: torch.cat([batch[name], filling], 1) for name, filling in more.items()}
-    return batch
+    length = args.max_length or 0
+    if args.padding_free:  # all rows are in one sequence
+        length *= count
+    return lengthened(batch, length)
+
+
+def longest_pass(args: RunConfig, rows: Dataset) -> list[int]:
+    """Returns the numbers of the rows in the forward pass of the most tokens."""
+    lengths = rows.with_format(None)["length"][:]
+    if not args.packing:
+        count = args.per_device_train_batch_size
+        longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        return (longest_first * count)[:count]
+    passes: Any = train_sampler(args, rows)
+    return max(passes, key=lambda numbers: sum(lengths[number] for number in numbers))
+
+
+def lengthened(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    """Returns a batch whose rows are filled with learned tokens up to a length."""
+    missing = length - batch["input_ids"].shape[1]
+    if missing <= 0:
+        return batch
+    filling: dict[str, Tensor] = {}
+    for name in ("input_ids", "attention_mask"):
+        if name in batch:
+            filling[name] = batch[name][:, -1:].expand(-1, missing)
+    filling["labels"] = filling["input_ids"]
+    if "position_ids" in batch:
+        filling["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
+    longer = {name: torch.cat([batch[name], tokens], 1) for name, tokens in filling.items()}
+    return batch | longer
 
 
 def estimate_memory(
@@ -125,7 +147,7 @@ def estimate_memory(
     return MemoryEstimate(filled, shape, *_device(args))
 
 
-def _device(args: NormAlignConfig) -> tuple[str, int, int]:
+def _device(args: RunConfig) -> tuple[str, int, int]:
     """Name, bytes, and bytes to keep free."""
     if args.device_memory is not None:
         return "device_memory", convert_file_size_to_int(args.device_memory), CONTEXT

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What [`NormAlignTrainer`] checks before weights are loaded: options, model, adapters, rows."""
+"""The plan of a run: what [`NormAlignTrainer`] checks and finds before weights are loaded."""
 
 import copy
-from dataclasses import fields, replace
+import os
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -10,6 +11,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
+from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import HubStrategy
@@ -23,11 +25,13 @@ from ..data.rows.checks import MANY_ROWS, Checks, DataReport, SourceReport
 from ..data.rows.parse import DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data, prepare_rows
-from .collator import ConversationCollator, passes_in_step, rows_in_step
+from .collator import ConversationCollator
 from .command import NO_MODEL
 from .keeping.skipped import SKIPPED_ROWS, SkippedRows
 from .modules.load import check_architecture, config_of_arm, frozen_dtype
-from .options import NormAlignConfig, best_metric, check_fsdp
+from .options import NormAlignConfig
+from .samplers import passes_in_step, rows_in_step
+from .settings import Precision, RunConfig, best_metric, check_fsdp, complete
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -38,208 +42,428 @@ DROPPED_ROWS = "dropped_rows.jsonl"
 """File in `output_dir` with the rows that were dropped, and why."""
 
 
-def normalign_config(
-    args: TrainingArguments | None, model: Any, collator: Any = None
+@dataclass(frozen=True)
+class GivenModel:
+    """What a person gives of the model: see [`NormAlignTrainer`]."""
+
+    model: Any
+    processor: LlavaProcessor | None = None
+    quantization: BitsAndBytesConfig | None = None
+    adapters: PeftConfig | None = None
+
+
+@dataclass(frozen=True)
+class GivenData:
+    """What a person gives of the data: see [`NormAlignTrainer`]."""
+
+    train: Rows | DataArguments | None
+    held_out: Rows | dict[str, Rows] | None = None
+    collator: DataCollator | None = None
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model before its weights are loaded.
+
+    Attributes:
+        model: The model itself, or the name of its checkpoint.
+        checkpoint: The checkpoint, unless the model itself was given.
+        config: The configuration that the model has, or will have.
+        processor: A LLaVA processor that agrees with the model.
+        adapters: The adapters to train.
+        quantization: How the model will be quantized when it is loaded.
+        init_kwargs: The arguments of `from_pretrained`.
+    """
+
+    model: Any
+    checkpoint: Checkpoint | None
+    config: NormAlignLlavaConfig
+    processor: LlavaProcessor
+    adapters: LoraConfig | None
+    quantization: BitsAndBytesConfig | None
+    init_kwargs: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class CheckedData:
+    """Rows that were checked, what collates them, and what was counted."""
+
+    train: Rows
+    held_out: Any
+    collator: DataCollator
+    report: DataReport
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that follows from what a person gave to a trainer. Nothing in it changes.
+
+    Attributes:
+        settings: All options, with their values on this machine and with these rows.
+        precision: The precision of steps, and why.
+        learning_rates: The peak learning rate of each module; 0 if it is frozen.
+        model: The model before its weights are loaded.
+        data: The rows, what collates them, and the report of what was read and dropped.
+        optimizer: The optimizer's class and arguments, if they were given.
+    """
+
+    settings: RunConfig
+    precision: Precision
+    learning_rates: dict[str, float]
+    model: OpenedModel
+    data: CheckedData
+    optimizer: tuple[type[Optimizer], dict[str, Any]] | None
+
+    def trainer_config(self) -> RunConfig:
+        """Returns a copy of the options, which TRL's trainer may change."""
+        config = copy.copy(self.settings)
+        config.accelerator_config = copy.copy(config.accelerator_config)
+        return config
+
+
+def prepare(
+    args: TrainingArguments | None,
+    model: GivenModel,
+    data: GivenData,
+    *,
+    optimizer: tuple[type[Optimizer], dict[str, Any]] | None = None,
+    has_metrics: bool = False,
+) -> Plan:
+    """Checks everything that can be checked before weights are loaded, and plans the run.
+
+    All processes of a run must call it together.
+
+    Args:
+        args: The options; `None` for the defaults. They are not changed.
+        model: The model, and how it is loaded.
+        data: The rows, and what collates them.
+        optimizer: The optimizer's class and arguments. Its `lr` replaces `learning_rate`.
+        has_metrics: Whether the trainer was given `compute_metrics`.
+
+    Raises:
+        ValueError: Options, model or rows cannot be used, or do not go together.
+        TypeError: The rows are not a data set.
+    """
+    given = given_options(args, model.model, data.collator)
+    if optimizer is not None and "lr" in optimizer[1]:
+        given = replace(given, learning_rate=optimizer[1]["lr"])
+    settings, precision = complete(given)
+    if has_metrics and getattr(data.collator or settings, "padding_free", False):
+        raise ValueError("compute_metrics needs rows, which padding_free joins. Leave one out.")
+    check_options(settings, model.model)
+    settings.settle(gradient_accumulation_steps=accumulation_steps(settings))
+
+    opened = open_model(model, settings)
+    settings.settle(model_init_kwargs=opened.init_kwargs)
+    rates = settings.learning_rates(opened.adapters is not None)
+
+    collator = make_collator(data, opened.processor, settings)
+    settings.settle(padding_free=getattr(collator, "padding_free", False))
+    checked = check_data(data, collator, settings, needs_images(settings, rates))
+    check_best_metric(settings, checked.held_out, has_metrics)
+    warn_of_positions(checked.report, opened.config)
+    # TRL does so for a stream of training rows only; held-out rows may be one too.
+    accelerator_config = copy.copy(settings.accelerator_config)
+    accelerator_config.dispatch_batches = False
+    settings.settle(accelerator_config=accelerator_config)
+    if isinstance(checked.train, IterableDataset):  # which has one shard
+        settings.settle(dataloader_num_workers=min(1, settings.dataloader_num_workers or 0))
+    if settings.packing:
+        settings.settle(global_batch_size=rows_in_step(settings))
+        settings.settle(gradient_accumulation_steps=passes_in_step(settings, checked.train))
+    return Plan(settings, precision, rates, opened, checked, optimizer)
+
+
+def given_options(
+    args: TrainingArguments | None, model: Any, collator: DataCollator | None = None
 ) -> NormAlignConfig:
-    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it does in TRL, but:
+    """Returns the options as `NormAlignConfig`. An `SFTConfig` means what it does in TRL, but:
 
     The loss is on the assistant's turns, unless another collator makes the labels. Long rows are
     dropped, not cut. `packing` keeps the rows of each step. Only the end is pushed.
     """
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
+    if isinstance(args, RunConfig):
+        return args.to_give()
     if isinstance(args, NormAlignConfig):
-        own = copy.copy(args)
-        own.accelerator_config = copy.copy(args.accelerator_config)
-        return own
+        return args
     known = {field.name for field in fields(NormAlignConfig) if field.init}
     options = {name: value for name, value in vars(args).items() if name in known}
     is_ours = collator is None or isinstance(collator, ConversationCollator)
     if is_ours and not options.get("assistant_only_loss"):
         fact = "assistant_only_loss is False, but the loss is on the assistant's turns"
         logger.warning(f"{fact}. Set it to True.")
-    options |= {"assistant_only_loss": True, "remove_unused_columns": False}
+    options["assistant_only_loss"] = True
+    options["remove_unused_columns"] = False
     options["sample_count"] = 0  # TRL's trainer answers nothing
     if options.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
         options["hub_strategy"] = HubStrategy.END
     return NormAlignConfig(**options)
 
 
-def check_options(args: NormAlignConfig, model: Any) -> None:
-    """Checks that options can be used here and by this account; sets the accumulation."""
-    check_fsdp(args)
-    init_kwargs = args.model_init_kwargs or {}
+def needs_images(settings: RunConfig, learning_rates: dict[str, float]) -> bool:
+    """Returns whether rows without an image would train nothing."""
+    return settings.stage == "align" or not learning_rates["language"]
+
+
+def check_options(settings: RunConfig, model: Any) -> None:
+    """Checks that options can be used here, with this model and by this account."""
+    check_fsdp(settings)
+    init_kwargs = settings.model_init_kwargs or {}
     is_placed = getattr(model, "hf_device_map", None) or "device_map" in init_kwargs
-    if args.n_gpu > 1 and not is_placed:  # which TRL refuses after loading
-        several = f"normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}"
+    if settings.n_gpu > 1 and not is_placed:  # which TRL refuses after loading
+        gpus = settings.n_gpu
+        several = f"normalign train RECIPE --accelerate_config ddp --num_processes {gpus}"
         raise ValueError(
-            f"This process sees {args.n_gpu} GPUs and trains on one. Set CUDA_VISIBLE_DEVICES=0, "
+            f"This process sees {gpus} GPUs and trains on one. Set CUDA_VISIBLE_DEVICES=0, "
             f"or start a process for each: `{several}`."
         )
-    if args.dry_run and is_deepspeed_zero3_enabled():
+    if settings.dry_run and is_deepspeed_zero3_enabled():
         raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
-    if args.packing and args.max_length is None:
+    if settings.packing and settings.max_length is None:
         raise ValueError("packing fills forward passes up to max_length tokens. Set --max_length.")
-    args.let_follow("gradient_accumulation_steps", accumulation_steps(args))
-    if args.process_index != 0:
+    if settings.process_index != 0:
         return
-    if args.push_to_hub:
-        from ..hub_cards.card.metadata import check_replaceable
-        from ..hub_cards.push.record import check_files_of_others
-        from ..hub_cards.push.repository import find_repository, log_in
-
-        name = args.hub_model_id or Path(args.output_dir).absolute().name
-        api = log_in(name, args.hub_token)
-        name = name if "/" in name else f"{api.whoami()['name']}/{name}"
-        repository = find_repository(api, name, branch=args.hub_revision or "main")
-        check_replaceable(repository.card, name)
-        check_files_of_others(repository)
-    if not args.dry_run:
-        for dtype in ("bfloat16" if args.bf16 else None, init_kwargs.get("dtype")):
-            warn_if_slow(dtype, args.device.type)
+    if settings.push_to_hub:
+        check_repository(settings)
+    if not settings.dry_run:
+        warn_if_slow("bfloat16" if settings.bf16 else None, settings.device.type)
+        warn_if_slow(init_kwargs.get("dtype"), settings.device.type)
 
 
-def open_model(
-    model: Any,
-    processor: LlavaProcessor | None,
-    args: NormAlignConfig,
-    quantization: BitsAndBytesConfig | None,
-    adapters: PeftConfig | None,
-) -> tuple[Checkpoint | None, NormAlignLlavaConfig, LlavaProcessor, LoraConfig | None]:
-    """The checkpoint, if `model` is a name; configuration, processor; configuration of adapters."""
+def check_repository(settings: RunConfig) -> None:
+    """Raises an error unless this account can publish to the repository of a run."""
+    from ..hub_cards.card.metadata import check_replaceable
+    from ..hub_cards.push.record import check_files_of_others
+    from ..hub_cards.push.repository import find_repository, log_in
+
+    name = settings.hub_model_id or Path(settings.output_dir).absolute().name
+    api = log_in(name, settings.hub_token)
+    if "/" not in name:
+        name = f"{api.whoami()['name']}/{name}"
+    repository = find_repository(api, name, branch=settings.hub_revision or "main")
+    check_replaceable(repository.card, name)
+    check_files_of_others(repository)
+
+
+def open_model(given: GivenModel, settings: RunConfig) -> OpenedModel:
+    """Checks the model, its processor and its adapters, and how they are loaded."""
     checkpoint = None
-    if isinstance(model, nn.Module):
-        if quantization is not None:
-            raise ValueError("quantization_config is for a model loaded here. Load yours with it.")
-        if isinstance(model, PeftModel):
-            raise ValueError("The model has adapters. Give peft_config, or merge them first.")
-        if adapters is None and getattr(model.config, "quantization_config", None) is not None:
-            raise ValueError("To quantize without adapters, give a folder and quantization_config.")
-        check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
-        config = model.config
-        if args.arm not in (None, arm := arm_of(config)):
-            raise ValueError(f"The model is of arm {arm!r}. To train {args.arm!r}, give its path.")
+    if isinstance(given.model, nn.Module):
+        check_model(given, settings.arm)
+        config = given.model.config
+        init_kwargs = settings.model_init_kwargs
     else:
-        if quantization is not None and is_deepspeed_zero3_enabled():
-            raise ValueError("load_in_4bit and load_in_8bit do not go with ZeRO-3. Use zero2.")
-        init_kwargs = dict(args.model_init_kwargs or {})
-        checkpoint = open_checkpoint(model, init_kwargs.get("revision"), remedy=NO_MODEL)
-        folder = Path(checkpoint.name)
-        if folder.exists() and folder.resolve() == Path(args.output_dir).resolve():
-            raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
-        check_architecture(checkpoint.model_type, checkpoint.name)
-        suffixes = {file.suffix for file in folder.glob("*model*")}
-        if not args.dry_run or suffixes & {".safetensors", *PICKLES}:
-            checkpoint.weight_bytes  # noqa: B018  (checked as in loading, before rows are read)
-        config = config_of_arm(checkpoint, args.arm)
-        args.model_init_kwargs = {**init_kwargs, "revision": checkpoint.revision}
-        args.model_init_kwargs["dtype"] = frozen_dtype(config, args)
-    if adapters is not None or quantization is not None:
-        from .modules.adapter import check_quantized, language_adapter  # late: few runs have them
+        checkpoint = open_named(given, settings)
+        config = config_of_arm(checkpoint, settings.arm)
+        dtype = frozen_dtype(config, settings)
+        kwargs = settings.model_init_kwargs or {}
+        init_kwargs = {**kwargs, "revision": checkpoint.revision, "dtype": dtype}
+    adapters = check_adapters(given, config, settings)
     if adapters is not None:
-        adapters = language_adapter(adapters, config, args.learning_rates(use_peft=True))
-        adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores a name alone
-    if quantization is not None:
-        check_quantized(config, quantization, args, adapters)
+        adapters.revision = checkpoint.revision if checkpoint else None  # PEFT stores only a name
+    return OpenedModel(
+        model=given.model,
+        checkpoint=checkpoint,
+        config=config,
+        processor=open_processor(given, checkpoint),
+        adapters=adapters,
+        quantization=given.quantization,
+        init_kwargs=init_kwargs,
+    )
+
+
+def check_model(given: GivenModel, arm: str | None) -> None:
+    """Raises ValueError unless a model that was loaded before can be trained as `arm`."""
+    model = given.model
+    if given.quantization is not None:
+        raise ValueError("quantization_config is for a model loaded here. Load yours with it.")
+    if isinstance(model, PeftModel):
+        raise ValueError("The model has adapters. Give peft_config, or merge them first.")
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    if given.adapters is None and is_quantized:
+        raise ValueError("To quantize without adapters, give a folder and quantization_config.")
+    check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
+    own_arm = arm_of(model.config)
+    if arm not in (None, own_arm):
+        raise ValueError(f"The model is of arm {own_arm!r}. To train {arm!r}, give its path.")
+
+
+def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
+    """Returns the checkpoint to load; raises ValueError or OSError if it cannot be trained."""
+    if given.quantization is not None and is_deepspeed_zero3_enabled():
+        raise ValueError("load_in_4bit and load_in_8bit do not go with ZeRO-3. Use zero2.")
+    revision = (settings.model_init_kwargs or {}).get("revision")
+    checkpoint = open_checkpoint(os.path.expanduser(given.model), revision, remedy=NO_MODEL)
+    folder = Path(checkpoint.name)
+    if folder.exists() and folder.resolve() == Path(settings.output_dir).resolve():
+        raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
+    check_architecture(checkpoint.model_type, checkpoint.name)
+    suffixes = {file.suffix for file in folder.glob("*model*")}
+    has_weights = bool(suffixes & {".safetensors", *PICKLES})
+    if has_weights or not settings.dry_run:
+        checkpoint.weight_bytes  # noqa: B018  (checked as in loading, before rows are read)
+    return checkpoint
+
+
+def check_adapters(
+    given: GivenModel, config: NormAlignLlavaConfig, settings: RunConfig
+) -> LoraConfig | None:
+    """Returns the adapters of the language model; raises ValueError if it cannot have them."""
+    if given.adapters is None and given.quantization is None:
+        return None
+    from .modules.adapter import check_quantized, language_adapter  # late: few runs have them
+
+    adapters = None
+    if given.adapters is not None:
+        rates = settings.learning_rates(use_peft=True)
+        adapters = language_adapter(given.adapters, config, rates)
+    if given.quantization is not None:
+        rate = settings.learning_rates(use_peft=False)["language"]
+        check_quantized(config, given.quantization, rate, adapters)
+    return adapters
+
+
+def open_processor(given: GivenModel, checkpoint: Checkpoint | None) -> LlavaProcessor:
+    """Returns the processor that was given, or the checkpoint's, made to agree with itself."""
+    processor = given.processor
     if processor is None:
-        if checkpoint is None and not model.name_or_path:
+        if checkpoint is None and not given.model.name_or_path:
             raise ValueError("The model names no folder with its processor. Give processing_class.")
-        processor = (checkpoint or open_checkpoint(model.name_or_path)).processor
+        processor = (checkpoint or open_checkpoint(given.model.name_or_path)).processor
     if not isinstance(processor, LlavaProcessor):
         kind = type(processor).__name__
         raise ValueError(f"processing_class is a {kind}. Give a LlavaProcessor, or none.")
     settle(processor)
-    return checkpoint, config, processor, adapters
+    return processor
 
 
-def read_data(
-    train: Rows | DataArguments | None,
-    held_out: Rows | dict[str, Rows] | None,
-    collator: DataCollator | None,
-    processor: LlavaProcessor,
-    config: NormAlignLlavaConfig,
-    args: NormAlignConfig,
-    need_images: bool,
-) -> tuple[Rows, Any, DataCollator, DataReport]:
-    """Training rows, held-out rows (or several data sets by name), their collator, and a report."""
-    named = train if isinstance(train, DataArguments) else None
-    if named and (collator or held_out):
+def make_collator(data: GivenData, processor: LlavaProcessor, settings: RunConfig) -> DataCollator:
+    """Returns the given collator, or our own; raises ValueError if it cannot do what is asked."""
+    if isinstance(data.train, DataArguments) and (data.collator or data.held_out):
         raise ValueError("DataArguments name all rows. Leave eval_dataset and data_collator out.")
-    multiple, free = args.pad_to_multiple_of, args.padding_free
-    collator = collator or ConversationCollator(processor, multiple, padding_free=free)
+    joins_rows = settings.padding_free
+    collator = data.collator or ConversationCollator(
+        processor, settings.pad_to_multiple_of, padding_free=joins_rows
+    )
     is_ours = isinstance(collator, ConversationCollator)
-    args.padding_free = getattr(collator, "padding_free", False)
-    if free and not (args.padding_free and (is_ours or not args.packing)):
-        name = "packing" if args.packing else "padding_free"
+    can_join = getattr(collator, "padding_free", False) and (is_ours or not settings.packing)
+    if joins_rows and not can_join:
+        name = "packing" if settings.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free, or no collator.")
-    if named:
-        dropped = None if args.dry_run else DroppedRows(Path(args.output_dir) / DROPPED_ROWS)
-        collator = replace(collator, bad_rows=named.bad_rows, dropped_rows=dropped)
-        data = load_data(
-            named,
-            processor,
-            seed=args.seed,
-            with_eval=args.eval_strategy != "no",
-            need_images=need_images,
-            max_length=args.max_length,
-            dropped_rows=dropped,
-            processes=args.dataset_num_proc,
-        )
-        train, held_out, report = data.train, data.eval, data.report
+    return collator
+
+
+def check_data(
+    data: GivenData, collator: DataCollator, settings: RunConfig, need_images: bool
+) -> CheckedData:
+    """Reads and checks the rows, and gives the collator what it needs to count bad ones."""
+    if isinstance(data.train, DataArguments):
+        checked = load_named(data.train, collator, settings, need_images)
     else:
-        train, *reports = checked_rows(train, "train_dataset", collator, args, "train", need_images)
-        several = held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}
-        checked = {}
-        for name, rows in several.items() if held_out is not None else ():
-            checked[name], counted = checked_rows(rows, name, collator, args, "eval")
+        checked = check_given(data, collator, settings, need_images)
+    is_stream = isinstance(checked.train, IterableDataset)
+    if is_stream:
+        check_stream(settings)
+    if not isinstance(checked.collator, ConversationCollator):
+        return checked
+    collator = share_skip_budget(checked.collator, checked.report, is_stream)
+    if not settings.dry_run:  # all processes of the run have this file, and a resumed run has it
+        skipped = SkippedRows(Path(settings.output_dir) / SKIPPED_ROWS)
+        collator = replace(collator, skipped_rows=skipped)
+    return replace(checked, collator=collator)
+
+
+def load_named(
+    named: DataArguments,
+    collator: ConversationCollator,
+    settings: RunConfig,
+    need_images: bool,
+) -> CheckedData:
+    """Reads and checks the rows that `DataArguments` name."""
+    dropped = None
+    if not settings.dry_run:
+        dropped = DroppedRows(Path(settings.output_dir) / DROPPED_ROWS)
+    collator = replace(collator, bad_rows=named.bad_rows, dropped_rows=dropped)
+    data = load_data(
+        named,
+        collator.processor,
+        seed=settings.seed,
+        with_eval=settings.eval_strategy != "no",
+        need_images=need_images,
+        max_length=settings.max_length,
+        dropped_rows=dropped,
+        processes=settings.dataset_num_proc,
+    )
+    return CheckedData(data.train, data.eval, collator, data.report)
+
+
+def check_given(
+    data: GivenData, collator: DataCollator, settings: RunConfig, need_images: bool
+) -> CheckedData:
+    """Checks rows that were given in memory or as a stream."""
+    train, counted = checked_rows(
+        data.train, "train_dataset", collator, settings, "train", need_images
+    )
+    reports = [counted]
+    held_out: Any = None
+    if isinstance(data.held_out, dict):
+        held_out = {}
+        for name, rows in data.held_out.items():
+            held_out[name], counted = checked_rows(rows, name, collator, settings, "eval")
             reports.append(counted)
-        held_out = checked if isinstance(held_out, dict) else checked.get("eval_dataset")
-        report = DataReport([source for source in reports if source is not None])
+    elif data.held_out is not None:
+        held_out, counted = checked_rows(data.held_out, "eval_dataset", collator, settings, "eval")
+        reports.append(counted)
+    report = DataReport([source for source in reports if source is not None])
+    return CheckedData(train, held_out, collator, report)
+
+
+def share_skip_budget(
+    collator: ConversationCollator, report: DataReport, is_stream: bool
+) -> ConversationCollator:
+    """Returns the collator with the number of rows that it may skip, or their share in a stream."""
+    skippable = sum(source.skippable for source in report.sources)
+    share = 0.0
+    if is_stream:
+        share = skippable / (MANY_ROWS * max(1, len(report.sources)))
+    return replace(collator, skippable=skippable, share=share)
+
+
+def warn_of_positions(report: DataReport, config: NormAlignLlavaConfig) -> None:
+    """Warns if rows are longer than the language model has positions."""
     longest = max([source.longest or 0 for source in report.sources], default=0)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or longest
-    if longest > positions:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and longest > positions:
         logger.warning(
             f"Rows have up to {longest:,} tokens, and the language model has {positions:,} "
             f"positions. --max_length {positions} drops longer rows."
         )
-    if streams := isinstance(train, IterableDataset):
-        check_stream(args)
-        args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has one shard
-    if args.packing:
-        args.let_follow("global_batch_size", rows_in_step(args))
-        args.let_follow("gradient_accumulation_steps", passes_in_step(args, train))
-    # TRL does so for a stream of training rows alone; held-out rows may be one too.
-    args.accelerator_config.dispatch_batches = False
-    if is_ours:
-        skippable = sum(source.skippable for source in report.sources)
-        share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
-        collator = replace(collator, skippable=skippable, share=share)
-        if not args.dry_run:  # all processes of the run have this file, and a resumed run has it
-            skipped = SkippedRows(Path(args.output_dir) / SKIPPED_ROWS)
-            collator = replace(collator, skipped_rows=skipped)
-    return train, held_out, collator, report
 
 
-def check_stream(args: NormAlignConfig) -> None:
+def check_stream(settings: RunConfig) -> None:
     """Raises ValueError if a stream of training rows does not go with the options."""
-    if args.max_steps <= 0:
+    if settings.max_steps <= 0:
         raise ValueError("A streamed data set has no length. Set max_steps.")
-    if args.packing or args.train_sampling_strategy == "group_by_length":
+    if settings.packing or settings.train_sampling_strategy == "group_by_length":
         raise ValueError("A stream lacks lengths for packing and group_by_length. Use neither.")
 
 
-def check_best_metric(args: NormAlignConfig, held_out: Any, has_metrics: bool) -> None:
+def check_best_metric(settings: RunConfig, held_out: Any, has_metrics: bool) -> None:
     """Raises ValueError if what tells the best step is not measured on the held-out rows.
 
     The Trainer would find out when it saves its first checkpoint. Several data sets have their
     names in their metrics, and metrics of somebody's own are not known before.
     """
-    if not args.load_best_model_at_end:
+    if not settings.load_best_model_at_end:
         return
     if held_out is None:
         raise ValueError("load_best_model_at_end needs held-out rows. Give eval_dataset.")
-    metric = best_metric(args)
-    names = [f"{name}_" for name in held_out] if isinstance(held_out, dict) else [""]
+    metric = best_metric(settings)
+    names = [""]
+    if isinstance(held_out, dict):
+        names = [f"{name}_" for name in held_out]
     losses = [f"eval_{name}loss" for name in names]
     is_own = has_metrics and metric.startswith(tuple(f"eval_{name}" for name in names))
     if metric not in losses and not is_own:
@@ -252,32 +476,50 @@ def checked_rows(
     rows: Rows | None,
     name: str,
     collator: DataCollator,
-    args: NormAlignConfig,
+    settings: RunConfig,
     split: Literal["train", "eval"],
     need_images: bool = False,
 ) -> tuple[Rows, SourceReport | None]:
-    """Rows for a [`ConversationCollator`], and a report; for another collator, rows as they are."""
+    """Returns rows for a [`ConversationCollator`], and a report.
+
+    Rows for another collator stay as they are, and have no report.
+    """
     if not isinstance(rows, Rows):
         kind = type(rows).__name__
         raise TypeError(f"{name} is a {kind}. Give a Dataset (Dataset.from_list) or a stream.")
     if not isinstance(collator, ConversationCollator):
         return rows, None
-    bad_rows, dropped = collator.bad_rows, collator.dropped_rows
-    processes = args.dataset_num_proc
-    checks = Checks(collator.processor, args.max_length, bad_rows, False, dropped, processes)
+    checks = Checks(
+        collator.processor,
+        settings.max_length,
+        collator.bad_rows,
+        False,
+        collator.dropped_rows,
+        settings.dataset_num_proc,
+    )
     return prepare_rows(rows, checks, name=name, split=split, need_images=need_images)
 
 
-def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
-    """Forward passes per optimizer step that give the global batch on any number of processes."""
-    config, accumulation = args.accelerator_config, args.gradient_accumulation_steps
-    total, rows = args.global_batch_size, args.per_device_train_batch_size
-    in_config = config.gradient_accumulation_kwargs or {}
-    if config.split_batches or config.dispatch_batches or "num_steps" in in_config:
+def accumulation_steps(settings: RunConfig, world_size: int | None = None) -> int:
+    """Returns the forward passes of an optimizer step that give the global batch.
+
+    Args:
+        settings: The options of the run.
+        world_size: How many processes train; by default those of this run.
+
+    Raises:
+        ValueError: No number of passes gives it, or another number was asked for.
+    """
+    accelerator = settings.accelerator_config
+    accumulation = settings.gradient_accumulation_steps
+    in_config = accelerator.gradient_accumulation_kwargs or {}
+    if accelerator.split_batches or accelerator.dispatch_batches or "num_steps" in in_config:
         raise ValueError("accelerator_config would change the rows in a step. Leave it out.")
+    total = settings.global_batch_size
     if total is None:
         return accumulation
-    world_size = world_size or args.world_size
+    world_size = world_size or settings.world_size
+    rows = settings.per_device_train_batch_size
     steps, rest = divmod(total, rows * world_size)
     if rest or not steps:
         product = f"per_device_train_batch_size {rows} x {world_size} process(es)"

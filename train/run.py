@@ -17,10 +17,12 @@ from ..data.sources.arguments import DataArguments
 from ..errors import Console, Terminated
 from .command import next_command
 from .keeping.checkpoints import after_stop, only_run, resolve_resume, writing_result
-from .keeping.record import gib, render_dropped
+from .keeping.summary import gib, render_dropped
 from .modules.model import base_model
-from .options import ModelArguments, NormAlignConfig, parse
+from .options import ModelArguments, NormAlignConfig
+from .parsing import parse
 from .prepare import DROPPED_ROWS
+from .settings import complete
 from .trainer import NormAlignTrainer
 
 
@@ -50,6 +52,7 @@ def train(
 ) -> Path:
     """Trains, with further callbacks, and writes the result; raises what [`main`] raises."""
     output = Path(args.output_dir)
+    complete(args)  # opens the process group: one process locks the folder for all
     with only_run(output):
         trainer, resume = make_trainer(data, args, model, callbacks)
         console = Console(quiet=not trainer.is_world_process_zero())
@@ -62,7 +65,7 @@ def train(
                 trainer.save_state()
                 trainer.save_model(_internal_call=True)
         except (BadRow, KeyboardInterrupt, Terminated) as error:
-            advice = after_stop(output, args.world_size, trainer.state.global_step)
+            advice = after_stop(output, trainer.args.world_size, trainer.state.global_step)
             if isinstance(error, BadRow):
                 raise BadRow(f"{error} {advice}") from error
             error.add_note(advice)
@@ -80,8 +83,9 @@ def make_trainer(
 ) -> tuple[NormAlignTrainer, Path | None]:
     """The trainer of a run, and the checkpoint that it resumes, whose options must be the same."""
     output = Path(args.output_dir)
-    resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
-    if resume is None and args.process_index == 0 and not args.dry_run:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    resume = resolve_resume(args.resume_from_checkpoint, output, processes)
+    if resume is None and os.environ.get("RANK", "0") == "0" and not args.dry_run:
         (output / DROPPED_ROWS).unlink(missing_ok=True)
     trainer = NormAlignTrainer(
         str(model.model_name_or_path),
@@ -100,14 +104,17 @@ def make_trainer(
 def dry_run(words: Sequence[str], recipe: dict[str, Any] | None = None) -> bool:
     """Checks what training checks, prints summary and memory of a step; returns whether it fits."""
 
-    def make(more: Sequence[str] = ()) -> NormAlignTrainer:
-        return make_trainer(*parse([*words, *more], recipe))[0]
+    def make(further_words: Sequence[str] = ()) -> NormAlignTrainer:
+        parsed = parse([*words, *further_words], recipe)
+        trainer, _ = make_trainer(*parsed)
+        return trainer
 
     trainer = make()
     estimate = trainer.estimate_memory()
     console = Console(quiet=not trainer.is_world_process_zero())
     console.print(trainer.summary(), estimate)
-    other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
+    checkpointing = not trainer.args.gradient_checkpointing
+    other = trainer.estimate_memory(checkpointing)
     with_or_without = "With" if checkpointing else "Without"
     console.print(f"{with_or_without} gradient checkpointing: {gib(other.total)}.", soft_wrap=True)
     if not estimate.fits:
@@ -122,27 +129,48 @@ def remedy(trainer: NormAlignTrainer, make: Callable[[list[str]], NormAlignTrain
     if the language model is frozen; 4 bits; all of that: each with the rows as they are, and with
     one row in a pass. `make` takes further words.
     """
+    changes = possible_changes(trainer)
+    for words in changes:
+        with suppress(ValueError, ImportError):  # options that do not go together
+            estimate = make(words).estimate_memory()
+            if estimate.fits:
+                return f"Would fit: {' '.join(words)}. {estimate.verdict}"
+    tried = ""
+    if changes:
+        tried = f", not even {' '.join(changes[-1])}"
+    return f"Nothing that was tried fits{tried}. Fewer tokens may: lower --max_length."
+
+
+def possible_changes(trainer: NormAlignTrainer) -> list[list[str]]:
+    """Returns words that make a step take less memory, from small changes to large ones."""
     args = trainer.args
-    halves = [args.per_device_train_batch_size // 2**n for n in range(1, 16)]
-    smaller = [["--per_device_train_batch_size", str(rows)] for rows in halves if rows]
-    checkpointing = [] if args.gradient_checkpointing else ["--gradient_checkpointing", "true"]
-    half = ["--dtype", "bfloat16"] if args.model_init_kwargs["dtype"] == "float32" else []
-    in_full = trainer.learning_rates["language"] > 0 and not isinstance(trainer.model, PeftModel)
-    adapters = ["--use_peft", "true"] if in_full else half
-    in_4_bits = [*(adapters if in_full else []), "--load_in_4bit", "true", *half]
+    smaller_batches = []
+    rows = args.per_device_train_batch_size // 2
+    while rows:
+        smaller_batches.append(["--per_device_train_batch_size", str(rows)])
+        rows //= 2
+    one_row = smaller_batches[-1] if smaller_batches else []
+
+    checkpointing: list[str] = []
+    if not args.gradient_checkpointing:
+        checkpointing = ["--gradient_checkpointing", "true"]
+    half: list[str] = []
+    if args.model_init_kwargs["dtype"] == "float32":
+        half = ["--dtype", "bfloat16"]
+    has_adapters = isinstance(trainer.model, PeftModel)
+    adapters: list[str] = []
+    if trainer.learning_rates["language"] > 0 and not has_adapters:
+        adapters = ["--use_peft", "true"]
+    in_4_bits: list[str] = []
     is_in_4_bits = getattr(base_model(trainer.model), "is_loaded_in_4bit", False)
-    if is_in_4_bits or find_spec("bitsandbytes") is None:
-        in_4_bits = []
-    one_row = smaller[-1] if smaller else []
-    every = [*checkpointing, *(in_4_bits or adapters)]
-    changes = [*smaller]
-    for change in (checkpointing, adapters, in_4_bits, every):
+    if not is_in_4_bits and find_spec("bitsandbytes") is not None:
+        in_4_bits = [*adapters, "--load_in_4bit", "true", *half]
+    smaller_model = adapters or half
+    everything = [*checkpointing, *(in_4_bits or smaller_model)]
+
+    changes = list(smaller_batches)
+    for change in (checkpointing, smaller_model, in_4_bits, everything):
         for words in (change, [*change, *one_row]):
             if change and words not in changes:
                 changes.append(words)
-    for words in changes:
-        with suppress(ValueError, ImportError):  # options that do not go together
-            if (estimate := make(words).estimate_memory()).fits:
-                return f"Would fit: {' '.join(words)}. {estimate.verdict}"
-    tried = f", not even {' '.join(changes[-1])}" if changes else ""
-    return f"Nothing that was tried fits{tried}. Fewer tokens may: lower --max_length."
+    return changes

@@ -20,7 +20,11 @@ from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
-from .modules.model import ACTIVATIONS, BATCHES, COPIES, GRADIENTS, base_model, replaced
+from .modules.model import base_model, replaced
+from .modules.sizes import ACTIVATIONS, BATCHES, COPIES, GRADIENTS
+
+
+aten = torch.ops.aten
 
 
 def peak_bytes(
@@ -54,29 +58,50 @@ def peak_bytes(
 
 def _take_as_trained(trainer: SFTTrainer, checkpointing: bool | None, stack: ExitStack) -> None:
     """Has the trainer take steps as in training, on the device in question, until `stack` ends."""
-    args, model, base = trainer.args, trainer.model, base_model(trainer.model)
+    args = trainer.args
+    base = base_model(trainer.model)
+    if checkpointing is None:
+        checkpointing = args.gradient_checkpointing
     for embeddings in (base.get_input_embeddings(), base.model.vision_tower.get_input_embeddings()):
         # Disabling checkpointing leaves its hooks there, with which an input has a gradient.
         stack.enter_context(replaced(embeddings, _forward_hooks=OrderedDict()))
-    if args.gradient_checkpointing if checkpointing is None else checkpointing:
-        stack.callback(model.gradient_checkpointing_disable)  # training enables it
-        options = dict(args.gradient_checkpointing_kwargs or {})
-        own = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **own)
-    stack.callback(model.train, model.training)
-    model.train()
+    if checkpointing:
+        _enable_checkpointing(trainer, stack)
+    stack.callback(trainer.model.train, trainer.model.training)
+    trainer.model.train()
+    _keep_state(trainer, stack)
+    if args.device.type != "cpu" or args.device_memory is not None:
+        stack.enter_context(replaced(base, only_answers=False))
+        _use_kernels_of_gpus(stack)
+
+
+def _enable_checkpointing(trainer: SFTTrainer, stack: ExitStack) -> None:
+    """Enables gradient checkpointing with the run's options, until `stack` ends."""
+    model = trainer.model
+    stack.callback(model.gradient_checkpointing_disable)  # training enables it
+    options = dict(trainer.args.gradient_checkpointing_kwargs or {})
+    arguments = {}
+    for name in ("every_n_layers", "offload"):
+        if name in options:
+            arguments[name] = options.pop(name)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **arguments)
+
+
+def _keep_state(trainer: SFTTrainer, stack: ExitStack) -> None:
+    """Restores random numbers and counts when `stack` ends."""
     stack.enter_context(torch.random.fork_rng(devices=[]))
     seen = trainer.state.num_input_tokens_seen
     stack.enter_context(replaced(trainer.state, num_input_tokens_seen=seen))
     stack.enter_context(replaced(trainer, _metrics=copy.deepcopy(trainer._metrics)))
     stack.enter_context(replaced(trainer.accelerator, gather_for_metrics=lambda value: value))
-    if args.device.type != "cpu" or args.device_memory is not None:
-        stack.enter_context(replaced(base, only_answers=False))
-        # TRL's fused head: Triton writes into tiles of its products, where torch would allocate.
-        stack.enter_context(replaced(utils, _use_triton=lambda device: True))
-        kernels = ("_forward_tile", "_backward_tile", "_addmm_fp32")
-        tiles = dict.fromkeys(kernels, lambda *args, **kwargs: None)
-        stack.enter_context(replaced(chunked_logprob, _use_triton=lambda device: False, **tiles))
+
+
+def _use_kernels_of_gpus(stack: ExitStack) -> None:
+    """Has TRL's fused head allocate as with Triton, which writes into tiles of its products."""
+    stack.enter_context(replaced(utils, _use_triton=lambda device: True))
+    kernels = ("_forward_tile", "_backward_tile", "_addmm_fp32")
+    tiles = dict.fromkeys(kernels, lambda *args, **kwargs: None)
+    stack.enter_context(replaced(chunked_logprob, _use_triton=lambda device: False, **tiles))
 
 
 class _Shape(Tensor):
@@ -107,7 +132,8 @@ class _Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.parts = Counter[str]()
-        self._live, self._highest = Counter[str](), -1
+        self._live = Counter[str]()
+        self._highest = -1
         self._storages: dict[int, SimpleNamespace] = {}
         self._weights: dict[int, Tensor] = {}
 
@@ -130,38 +156,41 @@ class _Ledger(TorchDispatchMode):
             entry.part = part
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, aten = kwargs or {}, torch.ops.aten
+        kwargs = kwargs or {}
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        on_meta = any(tensor.is_meta or isinstance(tensor, _Shape) for tensor in tensors)
-        if func is aten._local_scalar_dense.default and on_meta:
+        has_shape = any(tensor.is_meta or isinstance(tensor, _Shape) for tensor in tensors)
+        if func is aten._local_scalar_dense.default and has_shape:
             return 1.0 if args[0].is_floating_point() else 1  # for the log
-        makes = not tensors and "device" in {argument.name for argument in func._schema.arguments}
-        if makes or "device" in kwargs:
+        creates = not tensors and "device" in {value.name for value in func._schema.arguments}
+        if creates or "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        real = not on_meta and not (makes and dtype.is_floating_point)
-        if not real:
-            if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-                args = (args[0], _positions(args[1]), *args[2:])
-            shapes = {id(tensor.meta): tensor for tensor in tensors if isinstance(tensor, _Shape)}
-            inputs = (args, kwargs)
-            args, kwargs = tree_map_only(Tensor, lambda tensor: _plain(tensor).to("meta"), inputs)
-            if "device" in kwargs:
-                kwargs["device"] = torch.device("meta")
-        result = func(*args, **kwargs)
-        copied = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
+        if has_shape or (creates and dtype.is_floating_point):
+            result = _on_meta(func, args, kwargs, tensors)
+        else:
+            result = func(*args, **kwargs)
+        self._count_results(result, COPIES if self._copies_weight(func, args) else ACTIVATIONS)
+        self._measure(_bytes_inside(func, args))
+        return result
+
+    def _copies_weight(self, func: Any, args: Sequence[Any]) -> bool:
+        """Returns whether an operation is autocast's copy of a weight."""
+        if func is not aten._to_copy.default:
+            return False
+        return _plain(args[0]).untyped_storage()._cdata in self._weights
+
+    def _count_results(self, result: Any, part: str) -> None:
+        """Counts the storages of an operation's results."""
         for value in tree_leaves(result):
-            if isinstance(value, Tensor):  # a copy of weights is autocast's
-                self._count(value.untyped_storage(), COPIES if copied else ACTIVATIONS)
-        inside = 0
-        if func.name() == "bitsandbytes::gemm_4bit":  # which dequantizes the weights inside
-            inside = args[0].element_size() * math.prod(args[2])
-        if (total := sum(self._live.values()) + inside) > self._highest:
-            self._highest, self.parts = total, self._live + Counter({ACTIVATIONS: inside})
-        if real:
-            return result
-        # What is changed in place stays the same tensor.
-        return tree_map_only(Tensor, lambda meta: shapes.get(id(meta), _Shape(meta)), result)
+            if isinstance(value, Tensor):
+                self._count(_plain(value).untyped_storage(), part)
+
+    def _measure(self, inside: int) -> None:
+        """Keeps the bytes by part if they are the most so far, `inside` a kernel included."""
+        total = sum(self._live.values()) + inside
+        if total > self._highest:
+            self._highest = total
+            self.parts = self._live + Counter({ACTIVATIONS: inside})
 
     def _count(self, storage: torch.UntypedStorage, part: str) -> None:
         def free(_: weakref.ref) -> None:
@@ -173,6 +202,26 @@ class _Ledger(TorchDispatchMode):
             reference = weakref.ref(storage, free)
             self._storages[key] = SimpleNamespace(part=part, size=size, reference=reference)
             self._live[part] += size
+
+
+def _on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    """Returns the shapes that an operation gives for shapes."""
+    if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        args = (args[0], _positions(args[1]), *args[2:])
+    shapes = {id(tensor.meta): tensor for tensor in tensors if isinstance(tensor, _Shape)}
+    args, kwargs = tree_map_only(Tensor, lambda tensor: _plain(tensor).to("meta"), (args, kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    result = func(*args, **kwargs)
+    # What is changed in place stays the same tensor.
+    return tree_map_only(Tensor, lambda meta: shapes.get(id(meta), _Shape(meta)), result)
+
+
+def _bytes_inside(func: Any, args: Sequence[Any]) -> int:
+    """Returns the bytes that a kernel takes inside: 4-bit products dequantize the weights there."""
+    if func.name() != "bitsandbytes::gemm_4bit":
+        return 0
+    return args[0].element_size() * math.prod(args[2])
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -35,54 +35,57 @@ from ..checkpoint import weights
 from ..checkpoint.files import BUILD_RECORD, TRAINING_RECORD, write_json
 from ..checkpoint.notices import checkpoint_notices, write_notices
 from ..checkpoint.opening import Checkpoint, read_record
-from ..checkpoint.prompts import stop_as_trained
 from ..data.rows.checks import DataReport
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import is_prepared
 from ..errors import Console, Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .callbacks.finite import FiniteCheck
 from .callbacks.loss_curve import LossCurve
-from .callbacks.steps import FiniteCheck, Measurements, show, show_lines
-from .collator import (
-    ConversationCollator,
-    PackedAttentionCheck,
-    blank_image,
-    count_rows_with_labels,
-    passes_in_step,
-    train_sampler,
-)
+from .callbacks.measurements import Measurements
+from .callbacks.packed_attention import PackedAttentionCheck
+from .callbacks.progress import show, show_lines
+from .collator import ConversationCollator, blank_image, count_rows_with_labels
 from .keeping.checkpoints import (
     began_in,
+    is_resumed,
     only_run,
     reading_checkpoint,
     resolve_resume,
     writing_checkpoint,
 )
-from .keeping.record import (
-    check_disk,
-    data_record,
-    digest_of_lengths,
-    disk_use,
-    render,
-    summary,
-    training_record,
-)
+from .keeping.disk import check_disk, disk_use
+from .keeping.record import data_record, digest_of_lengths, training_record
 from .keeping.same_run import check_resumed
+from .keeping.summary import render, summary
+from .loading import LoadedModel, load
 from .marked import batch_examples, marked
-from .memory import MemoryEstimate, estimate_memory, largest_batch
-from .modules import model as parts
-from .modules.load import load_model, settle_float16
-from .options import best_metric, is_resumed, keep_float32
+from .memory import MemoryEstimate, estimate_memory
+from .modules.forward import eval_frozen, wrap_forward
+from .modules.load import load_model
+from .modules.model import (
+    MODULES,
+    base_model,
+    freeze,
+    frozen_modules,
+    module_of,
+    replaced,
+    trained_parameters,
+)
+from .modules.precision import train_in_float32
+from .modules.sharding import fill_gradients, load_sharded, prepare_sharding, sharding
 from .prepare import (
+    GivenData,
+    GivenModel,
+    Plan,
     Rows,
-    check_best_metric,
-    check_options,
     check_stream,
     checked_rows,
-    normalign_config,
-    open_model,
-    read_data,
+    needs_images,
+    prepare,
 )
+from .samplers import passes_in_step, train_sampler
+from .settings import best_metric, keep_float32
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -106,6 +109,44 @@ class RunSummary(Printed):
         return text.getvalue()
 
 
+def refuse(formatting_func: Callable | None, optimizers: tuple) -> None:
+    """Raises ValueError for arguments of `SFTTrainer` that cannot be used here."""
+    if formatting_func is not None:
+        raise ValueError("formatting_func makes text without images. Give rows of messages.")
+    if optimizers != (None, None):
+        raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
+
+
+def refused_by_trl(plan: Plan) -> dict[str, Any]:
+    """Returns options that TRL's constructor must not see as they are, with what it sees."""
+    # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
+    seen: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
+    if not isinstance(plan.data.collator, ConversationCollator):  # another checks its rows itself
+        seen["assistant_only_loss"] = False
+        seen["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    if plan.settings.dry_run:  # the Trainer would create both
+        seen["output_dir"] = gettempdir()
+        seen["push_to_hub"] = False
+    return seen
+
+
+def pass_over_frozen(model: nn.Module, keys: Any) -> None:
+    """Takes frozen parameters from the missing keys: DeepSpeed's checkpoints lack them."""
+    keys.missing_keys[:] = trained_parameters(model).keys() & keys.missing_keys
+
+
+def by_module(
+    groups: list[dict[str, Any]], modules: dict[nn.Parameter, str], rates: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Returns an optimizer's groups, divided into modules, each with its learning rate."""
+    divided = []
+    for group, module in product(groups, MODULES):
+        parameters = [value for value in group["params"] if modules[value] == module]
+        if parameters:
+            divided.append(group | {"params": parameters, "lr": rates[module]})
+    return divided
+
+
 class NormAlignTrainer(SFTTrainer):
     """[`SFTTrainer`] for NormAlign-LLaVA, with the same arguments in the same order.
 
@@ -125,6 +166,7 @@ class NormAlignTrainer(SFTTrainer):
         options: More dataclasses of options, to be kept in `training.json`.
 
     Attributes:
+        plan: What follows from the arguments: see [`Plan`].
         learning_rates: The peak learning rate of each module.
         facts: The [`summary`]: modules, data, batch, steps; and the disk that the run takes.
 
@@ -154,86 +196,63 @@ class NormAlignTrainer(SFTTrainer):
         *,
         options: Sequence[Any] = (),
     ):
-        if formatting_func is not None:
-            raise ValueError("formatting_func makes text without images. Give rows of messages.")
-        if optimizers != (None, None):
-            raise ValueError("optimizers have other learning rates. Give optimizer_cls_and_kwargs.")
-        if isinstance(model, str):
-            model = os.path.expanduser(model)
-        args = normalign_config(args, model, data_collator)
-        _, of_optimizer = optimizer_cls_and_kwargs or (None, {})
-        if "lr" in of_optimizer:
-            args.give("learning_rate", of_optimizer["lr"])
-        if compute_metrics is not None and getattr(data_collator or args, "padding_free", False):
-            raise ValueError("compute_metrics needs rows, which padding_free joins. Leave one out.")
-        # All is checked, and args are completed, before weights are loaded.
-        check_options(args, model)
-        self.checkpoint, config, processor, peft_config = open_model(
-            model, processing_class, args, quantization_config, peft_config
-        )
-        adapted = peft_config is not None
-        self.learning_rates = rates = args.learning_rates(adapted)
-        need_images = args.stage == "align" or not rates["language"]
-        train, held_out, collator, report = read_data(
-            train_dataset, eval_dataset, data_collator, processor, config, args, need_images
-        )
-        check_best_metric(args, held_out, has_metrics=compute_metrics is not None)
-        loaded: Any = model
-        commit = None
-        self.weights_in = list[Path]()  # folders with files of frozen modules, the newest first
-        self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
-        if self.checkpoint is not None:
-            loaded = load_model(self.checkpoint, args, rates, quantization_config, adapted)
-            commit = self.checkpoint.revision
-            self.weights_in = weights.index_folder(loaded.name_or_path, commit)
-        stop_as_trained(loaded, processor)  # which may not be the checkpoint's
-        if args.fp16_is_tried and not args.dry_run:
-            settle_float16(loaded, args, largest_batch(args, train, collator))
-        self.record = training_record(
-            loaded,
-            commit,
+        refuse(formatting_func, optimizers)
+        plan = prepare(
             args,
-            rates,
-            report,
-            options,
+            GivenModel(model, processing_class, quantization_config, peft_config),
+            GivenData(train_dataset, eval_dataset, data_collator),
             optimizer=optimizer_cls_and_kwargs,
-            adapters=peft_config,
+            has_metrics=compute_metrics is not None,
         )
-        self.build = read_record(loaded.name_or_path, BUILD_RECORD, commit)
-        self.notices = checkpoint_notices(self.build, loaded.name_or_path, commit)
-        self.measurements = Measurements(args)
-        self.probe: Any = None
-        self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-        self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
-        # While rows are evaluated: the sum of their losses, their number, and that of skipped ones.
-        self._evaluated: Tensor | None = None
-        self._shows_batch = False  # of the run that begins
-        # TRL refuses the first two for images (huggingface/trl#4339), and ignores the third.
-        for_trl: dict[str, Any] = dict(padding_free=False, packing=False, model_init_kwargs=None)
-        if not isinstance(collator, ConversationCollator):  # another checks its rows itself
-            for_trl["assistant_only_loss"] = False
-            for_trl["dataset_kwargs"] = {"skip_prepare_dataset": True}
-        if args.dry_run:  # the Trainer would create both
-            for_trl |= dict(output_dir=gettempdir(), push_to_hub=False)
-        with parts.replaced(args, **for_trl):
+        loaded = load(plan)
+        self._take_over(plan, loaded, options)
+        own = loaded.settings
+        with replaced(own, **refused_by_trl(plan)):
             super().__init__(
-                loaded,
-                args,
-                collator,
-                train,
-                held_out,
-                processor,
+                loaded.model,
+                own,
+                plan.data.collator,
+                plan.data.train,
+                plan.data.held_out,
+                plan.model.processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
                 callbacks=[self.measurements, *(callbacks or [])],
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-                peft_config=peft_config,
+                peft_config=plan.model.adapters,
             )
-        self.hub_token, args.hub_token = args.hub_token, None  # options are saved too
+        self._set_up()
+
+    def _take_over(self, plan: Plan, loaded: LoadedModel, options: Sequence[Any]) -> None:
+        """Keeps what the plan and the model say, before TRL's trainer is made."""
+        self.plan = plan
+        self.checkpoint = plan.model.checkpoint
+        self.learning_rates = plan.learning_rates
+        self.precision = loaded.precision
+        self.weights_in = loaded.weights_in
+        self.unquantized: nn.Module | None = None  # the model as it is saved, on meta
+        self.record = training_record(plan, loaded, options)
+        name = loaded.model.name_or_path
+        self.build = read_record(name, BUILD_RECORD, loaded.commit)
+        self.notices = checkpoint_notices(self.build, name, loaded.commit)
+        self.measurements = Measurements(loaded.settings)
+        self.probe: Any = None
+        self.current_gradient_accumulation_steps = plan.settings.gradient_accumulation_steps
+        self._best: dict[str, Any] | None = None  # of which step the weights are, if not the last
+        # While rows are evaluated: the sum of their losses, their number, and that of skipped ones.
+        self._evaluated: Tensor | None = None
+        self._shows_batch = False  # of the run that begins
+
+    def _set_up(self) -> None:
+        """Prepares the model and the callbacks, and counts the steps of the run."""
+        self.hub_token = self.args.hub_token
+        self.args.hub_token = None  # options are saved too
+        self.args.settle()
         self._set_up_model()
+        self._add_callbacks()
         self._described: Any = self.train_dataset  # the rows that `facts` and `record` tell of
-        self._describe(report)
+        self._describe(self.plan.data.report)
 
     def _describe(self, report: DataReport) -> None:
         """Counts the steps of a run on the training rows, for `facts` and `record`."""
@@ -244,7 +263,7 @@ class NormAlignTrainer(SFTTrainer):
             self.model, self.args, steps, self.weights_in, self.optimizer_cls_and_kwargs
         )
         self.record["row_lengths"] = digest_of_lengths(self.train_dataset)
-        self.record["sharding"] = parts.sharding()
+        self.record["sharding"] = sharding()
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
 
     def _take_train_rows(self) -> None:
@@ -253,7 +272,7 @@ class NormAlignTrainer(SFTTrainer):
             return
         if isinstance(self.train_dataset, IterableDataset):
             check_stream(self.args)
-        need_images = self.args.stage == "align" or not self.learning_rates["language"]
+        need_images = needs_images(self.args, self.learning_rates)
         rows, counted = checked_rows(
             self.train_dataset,
             "train_dataset",
@@ -262,46 +281,52 @@ class NormAlignTrainer(SFTTrainer):
             "train",
             need_images,
         )
-        self.train_dataset = self._described = rows
+        self.train_dataset = rows
+        self._described = rows
         if self.args.packing:  # as many passes in a step as these rows need
             passes = passes_in_step(self.args, rows)
-            self.args.let_follow("gradient_accumulation_steps", passes)
+            self.args.settle(gradient_accumulation_steps=passes)
             self.current_gradient_accumulation_steps = passes
         if isinstance(self.data_collator, ConversationCollator) and counted is not None:
             self.data_collator.skippable = counted.skippable
-        held_out = [source for source in self.facts["data"] if source["split"] != "train"]
-        self._describe(DataReport([] if counted is None else [counted]))
-        self.facts["data"] += held_out
-        kept = [source for source in self.record["data"] if source["split"] != "train"]
-        self.record["data"] = data_record(DataReport([] if counted is None else [counted])) + kept
+        sources = []
+        if counted is not None:
+            sources.append(counted)
+        report = DataReport(sources)
+        held_out_facts = [source for source in self.facts["data"] if source["split"] != "train"]
+        self._describe(report)
+        self.facts["data"] += held_out_facts
+        held_out = [source for source in self.record["data"] if source["split"] != "train"]
+        self.record["data"] = data_record(report) + held_out
         if self.probe is not None:
             self.probe.batch = type(self.probe).of_rows(rows, self.data_collator, self.args).batch
 
     def _set_up_model(self) -> None:
-        """Freezes modules, makes the others float32, wraps the forward pass, adds callbacks."""
-        args, model = self.args, parts.base_model(self.model)
+        """Freezes modules, makes the others float32, and wraps the forward pass."""
+        args, model = self.args, base_model(self.model)
         if isinstance(self.model, PeftModel):  # whose card would have the base's local path
             self.model.create_or_update_model_card = lambda folder: None
-        parts.freeze(self.model, self.learning_rates)
-        parts.train_in_float32(self.model)
+        freeze(self.model, self.learning_rates)
+        train_in_float32(self.model)
         # On a CPU, TRL's head lacks Triton: scoring all positions takes two thirds of a small step.
         model.only_answers = args.device.type == "cpu"
-        parts.wrap_forward(model, blank_image(self.processing_class))
+        wrap_forward(model, blank_image(self.processing_class))
         if self.is_fsdp_enabled:
-            parts.prepare_sharding(self.accelerator, model)
+            prepare_sharding(self.accelerator, model)
         if self.is_deepspeed_enabled:
-
-            def pass_over_frozen(model: nn.Module, keys: Any) -> None:  # which checkpoints lack
-                keys.missing_keys[:] = parts.trained_parameters(model).keys() & keys.missing_keys
-
             self.model.register_load_state_dict_post_hook(pass_over_frozen)
+
+    def _add_callbacks(self) -> None:
+        """Adds what watches a run, records it and draws it, as the options ask."""
+        args = self.args
         self.finite = FiniteCheck(args)
         self.add_callback(self.finite)
         if args.padding_free:
             self.add_callback(PackedAttentionCheck)
         if args.early_stopping_patience is not None:
-            patience, threshold = args.early_stopping_patience, args.early_stopping_threshold
-            self.add_callback(EarlyStoppingCallback(patience, threshold))
+            self.add_callback(
+                EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_threshold)
+            )
         self.add_callback(LossCurve)
         show_lines(self)
         if args.probe_steps:
@@ -328,24 +353,22 @@ class NormAlignTrainer(SFTTrainer):
         """The Trainer's, with a learning rate for each module (huggingface/transformers#10140)."""
         if self.optimizer is None:
             named = list((model or self.model).named_parameters())
-            modules = {parameter: parts.module_of(name) for name, parameter in named}
+            modules = {parameter: module_of(name) for name, parameter in named}
             trained = {modules[value] for _, value in named if value.requires_grad}
-            first = next((module for module in parts.MODULES if module in trained), "")
+            first = next((module for module in MODULES if module in trained), "")
             # The optimizer's own rate, of which min_lr is a share, is that of its first group.
             rate = self.learning_rates.get(first, self.args.learning_rate)
-            with parts.replaced(self.args, learning_rate=rate):
+            with replaced(self.args, learning_rate=rate):
                 optimizer = super().create_optimizer(model)
-            groups = []
-            for group, module in product(optimizer.param_groups, parts.MODULES):
-                values = [value for value in group["params"] if modules[value] == module]
-                if values:
-                    groups.append(group | {"params": values, "lr": self.learning_rates[module]})
-            # The Trainer logs the rate of the first group: a norm alone has no weight decay.
-            leading = [group for group in groups if modules[group["params"][0]] == first][:1]
-            others = [group for group in groups if all(group is not one for one in leading)]
-            optimizer.param_groups = leading + others
+            groups = by_module(optimizer.param_groups, modules, self.learning_rates)
+            # The Trainer logs the rate of the first group. A norm has no group with weight decay.
+            for place, group in enumerate(groups):
+                if modules[group["params"][0]] == first:
+                    groups.insert(0, groups.pop(place))
+                    break
+            optimizer.param_groups = groups
             if self.is_fsdp_enabled:
-                optimizer.register_step_pre_hook(parts.fill_gradients)
+                optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer
 
     def _get_dataloader(self, *args, **kwargs) -> DataLoader:
@@ -357,7 +380,9 @@ class NormAlignTrainer(SFTTrainer):
         return loader
 
     def _get_train_sampler(self, train_dataset=None):
-        rows = self.train_dataset if train_dataset is None else train_dataset
+        rows = self.train_dataset
+        if train_dataset is not None:
+            rows = train_dataset
         return train_sampler(self.args, rows) or super()._get_train_sampler(rows)
 
     def get_total_train_batch_size(self, args) -> int:
@@ -431,7 +456,7 @@ class NormAlignTrainer(SFTTrainer):
         return result
 
     def _check_precision(self, resume: str | bool | None) -> None:
-        if not is_resumed(resume) or self.args.is_given("bf16"):
+        if not is_resumed(resume) or self.plan.settings.given.bf16 is not None:
             return
         began = began_in(resume, self.args.output_dir)
         if began not in (None, (self.args.bf16, self.args.fp16)):
@@ -478,16 +503,17 @@ class NormAlignTrainer(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """TRL's loss, with frozen modules in evaluation mode."""
         if self.model.training:
-            parts.eval_frozen(parts.base_model(self.model))
+            eval_frozen(base_model(self.model))
             if self.label_smoother is not None and num_items_in_batch is not None:
                 # The label smoother divides by it, and a step may have no labels.
                 num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not self.model.training:
-            self._count_evaluated(inputs, loss[0] if return_outputs else loss)
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
         if self.model.training:
-            self.finite.check_loss(loss[0] if return_outputs else loss, inputs)
-        return loss
+            self.finite.check_loss(loss, inputs)
+        else:
+            self._count_evaluated(inputs, loss)
+        return result
 
     def _count_evaluated(self, inputs: dict[str, Any], loss: Tensor) -> None:
         """Adds a batch to the sums of [`evaluation_loop`]: its loss counts for rows with labels."""
@@ -517,13 +543,16 @@ class NormAlignTrainer(SFTTrainer):
         name = f"{metric_key_prefix}_loss"
         if not others or name not in output.metrics:
             return output
-        output.metrics[name] = losses / with_labels if with_labels else float("nan")
-        # Of a batch without labels, TRL has zeros.
+        output.metrics[name] = float("nan")
+        if with_labels:
+            output.metrics[name] = losses / with_labels
+        # TRL has zeros for a batch without labels.
         averages = self._metrics["eval"]
         pairs = zip(averages["entropy"], averages["mean_token_accuracy"], strict=True)
-        if kept := [pair for pair in pairs if pair != (0.0, 0.0)]:
-            averages["entropy"] = [entropy for entropy, _ in kept]
-            averages["mean_token_accuracy"] = [accuracy for _, accuracy in kept]
+        with_label = [pair for pair in pairs if pair != (0.0, 0.0)]
+        if with_label:
+            averages["entropy"] = [entropy for entropy, _ in with_label]
+            averages["mean_token_accuracy"] = [accuracy for _, accuracy in with_label]
         return output
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
@@ -550,7 +579,8 @@ class NormAlignTrainer(SFTTrainer):
         """Adds the measurements of this step to what TRL and the Trainer log."""
         if self.model.training:
             logs |= self.measurements.collect()
-            logs |= self.probe.collect() if self.probe else {}
+            if self.probe:
+                logs |= self.probe.collect()
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -611,28 +641,33 @@ class NormAlignTrainer(SFTTrainer):
         from ..hub_cards.push.checks import recorded_base
         from ..hub_cards.push.publish import publish
 
-        folder, repo_id, token = self.args.output_dir, self.hub_model_id, token or self.hub_token
+        folder = self.args.output_dir
+        repo_id = self.hub_model_id
+        token = token or self.hub_token
         revision = revision or self.args.hub_revision or "main"
         adapter = recorded_base(Path(folder)) is not None
         try:
             return publish(folder, repo_id, revision=revision, as_adapter=adapter, token=token)
         except (ValueError, OSError) as error:
             words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
-            command = shlex.join([*words, "--adapter"] if adapter else words)
+            if adapter:
+                words.append("--adapter")
             kind = ValueError if isinstance(error, ValueError) else OSError
             result = f"The trained model is complete in {folder}."
-            raise kind(f"{error}\n{result} Once that is fixed: `{command}`.") from error
+            raise kind(f"{error}\n{result} Once that is fixed: `{shlex.join(words)}`.") from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # PEFT saves adapters. DeepSpeed gives an empty state if it does not gather weights.
         if isinstance(self.model, PeftModel) or state_dict == {} or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        folder, model = Path(output_dir or self.args.output_dir), self.model
-        frozen = parts.frozen_modules(model)
+        folder = Path(output_dir or self.args.output_dir)
+        model = self.model
+        frozen = frozen_modules(model)
         if self.checkpoint and getattr(model.config, "quantization_config", None) is not None:
-            model, state_dict = self._unquantized_model(self.checkpoint, frozen), None
-        with weights.no_progress_bar(), parts.replaced(self, model=model):
+            model = self._unquantized_model(self.checkpoint, frozen)
+            state_dict = None
+        with weights.no_progress_bar(), replaced(self, model=model):
             super()._save(str(folder), {})
         layout = weights.stored_tensors(model, state_dict)
         linked = weights.unchanged_files(layout, frozen, self.weights_in)
@@ -667,13 +702,13 @@ class NormAlignTrainer(SFTTrainer):
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         with reading_checkpoint(resume_from_checkpoint):
             if isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
-                parts.load_sharded(self.model, Path(resume_from_checkpoint))
+                load_sharded(self.model, Path(resume_from_checkpoint))
             else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
-        parts.freeze(self.model, self.learning_rates)
+        freeze(self.model, self.learning_rates)
         self.weights_in.insert(0, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
@@ -702,20 +737,19 @@ class NormAlignTrainer(SFTTrainer):
             "metric": best_metric(self.args),
             "value": self.state.best_metric,
         }
-        step, steps = self._best["step"], self._best["of_steps"]
-        metric, value = self._best["metric"], self._best["value"]
-        said = f"The weights of step {step} of {steps} are kept: {metric} {value:.4g}, the best."
-        show(self.state, said)
+        metric = f"{self._best['metric']} {self._best['value']:.4g}"
+        steps = f"step {self._best['step']} of {self._best['of_steps']}"
+        show(self.state, f"The weights of {steps} are kept: {metric}, the best.")
 
     def _save_optimizer_and_scheduler(self, output_dir) -> None:
         # The Trainer's saves all weights again where they are divided among processes.
         if self.is_deepspeed_enabled:
 
             def trained(**kwargs: bool) -> dict[str, Tensor]:
-                parameters = parts.trained_parameters(self.model)
+                parameters = trained_parameters(self.model)
                 return {name: value.data for name, value in parameters.items()}
 
-            with parts.replaced(self.model_wrapped, module_state_dict=trained):
+            with replaced(self.model_wrapped, module_state_dict=trained):
                 self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
         elif isinstance(self.model, FSDPModule) and not isinstance(self.model, PeftModel):
             plugin = self.accelerator.state.fsdp_plugin
@@ -738,7 +772,8 @@ class NormAlignTrainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
 
 
-OURS = {"_check_precision", "_describe", "_set_up_model", "_take_train_rows"}
+OURS = {"_check_precision", "_describe", "_set_up", "_set_up_model", "_take_train_rows"}
+OURS |= {"_add_callbacks", "_take_over"}
 OURS |= {"_unquantized_model", "_count_evaluated", "_forget_skipped_rows", "_show_batch"}
 """Private methods that override none."""
 

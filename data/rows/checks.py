@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of rows before training: their form, length and images; and counts of what was seen."""
+"""Checks the form, the length and the images of rows before training, and counts them."""
 
 import logging
 import re
@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -18,18 +18,23 @@ from transformers import LlavaProcessor, PreTrainedTokenizerBase
 
 from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped, printable
-from ..sources.source import Source, warn_once
 from .forms import PROMPT, image_name, is_about, looks_like, unread_image
-from .images import ImageRules, PlainFiles, image_problem
-from .parse import BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
-from .turns import Row
+from .images import ImageRules, PlainFiles, Problem, StoredImage, image_problem
+from .once import warn_once
+from .parse import BadRow, DroppedRow, DroppedRows, ParsedRow, any_of, control_tokens, parse_row
+from .turns import Message, Row
 
 
-DEFAULT_SHARE, MANY_ROWS = 0.01, 10_000
-"""By default, this share of bad rows is skipped of Hub data, or of more than `MANY_ROWS` rows.
+if TYPE_CHECKING:
+    from ..sources.source import Source
 
-The share of a stream is taken of `MANY_ROWS` rows at least. In memory, the images of `MANY_ROWS`
-rows are opened.
+
+DEFAULT_SHARE = 0.01
+"""The share of bad rows that is skipped by default, in Hub data or more than `MANY_ROWS` rows."""
+MANY_ROWS = 10_000
+"""The least number of rows that the share of a stream is computed from.
+
+In memory, the images of so many rows are opened.
 """
 
 NOT_USED = "columns not used"  # title of the columns, and keys of turns, that are not read
@@ -41,7 +46,7 @@ _VALUES = re.compile(r"\d+|, got .*")  # which differ between reasons of one kin
 
 @dataclass
 class Checks:
-    """Options of the checks; those that are not described here are options of the data."""
+    """Options of the checks. Fields without a comment are options of the data."""
 
     processor: LlavaProcessor | None  # None to count no tokens
     max_length: int | None = None  # tokens, image tokens included, above which a row is dropped
@@ -50,19 +55,21 @@ class Checks:
     dropped_rows: DroppedRows | None = None  # records dropped rows
     processes: int | None = None  # that check rows in memory; by default one for each core
 
-    def too_long(self, row: dict[str, Any]) -> DroppedRow | None:
-        """The row as a dropped one if it has too many tokens, or None."""
-        if self.max_length is None or row["length"] <= self.max_length:
+    def too_long(self, row: ParsedRow) -> DroppedRow | None:
+        """Returns the row as a dropped one if it has too many tokens, or None."""
+        length = row["length"]
+        if self.max_length is None or length <= self.max_length:
             return None
-        reason = f"{row['length']} tokens, more than max_length {self.max_length}"
-        return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
+        reason = f"{length} tokens, more than max_length {self.max_length}"
+        return DroppedRow(row["source"], row["row"], row["file"], reason, length)
 
 
 @dataclass
 class SourceReport:
-    """Counts of the rows of one data set; None for a stream, whose dropped rows are in a file.
+    """Counts of the rows of one data set.
 
-    The mappings have numbers of rows: of valid ones, but for `files`.
+    The counts of a stream are None, and its dropped rows are in a file. Values of the mappings are
+    numbers of valid rows, except for `files`.
     """
 
     source: str
@@ -94,114 +101,200 @@ class DataReport:
     sources: list[SourceReport]
 
 
-def share_of_bad_rows(option: str | float | None, source: Source, rows: int | None = None) -> float:
-    """The share of a source's rows that may be bad by `bad_rows`; `rows` is None for a stream."""
-    if option is None:
-        return DEFAULT_SHARE if source.rules.hub or (rows or 0) > MANY_ROWS else 0.0
-    return 0.0 if option == "stop" else 1.0 if option == "skip" else float(option)
+def share_of_bad_rows(
+    option: str | float | None, source: "Source", rows: int | None = None
+) -> float:
+    """Returns the share of a source's rows that may be bad.
+
+    Args:
+        option: The option `bad_rows`.
+        source: A data set.
+        rows: The number of its rows; None for a stream.
+    """
+    if option == "stop":
+        return 0.0
+    if option == "skip":
+        return 1.0
+    if option is not None:
+        return float(option)
+    has_many_rows = rows is not None and rows > MANY_ROWS
+    return DEFAULT_SHARE if source.rules.hub or has_many_rows else 0.0
 
 
 def check_share(
-    source: Source, bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0
+    source: "Source", bad: list[DroppedRow], rows: int, share: float, deviations: float = 0.0
 ) -> None:
-    """Raises ValueError if bad rows are [`too_many`], or all."""
-    if too_many(len(bad), rows, share, deviations) or len(bad) == rows > 0:
+    """Raises ValueError if all rows of a source are bad, or [`too_many`] of them.
+
+    Args:
+        source: A data set.
+        bad: Its bad rows.
+        rows: The number of all its rows.
+        share: The share of them that may be bad.
+        deviations: See [`too_many`].
+    """
+    all_are_bad = rows > 0 and len(bad) == rows
+    if all_are_bad or too_many(len(bad), rows, share, deviations):
         raise BadRow(bad_rows_message(source, bad, rows, share=share))
 
 
 def too_many(bad: int, rows: int, share: float, deviations: float = 0.0) -> bool:
-    """Whether bad rows and so many standard deviations of them are more than a share of `rows`."""
-    # The root of a count has a standard deviation of 1/2: of m the mean may be (m**0.5 + 3/2) ** 2.
-    return bad + deviations * bad**0.5 + max(0, deviations) ** 2 / 4 > share * rows
+    """Whether more than a share of rows is bad.
+
+    Args:
+        bad: The number of bad rows.
+        rows: The number of all rows.
+        share: The share that may be bad.
+        deviations: Standard deviations of the number of bad rows that are added to it. A negative
+            number makes the check milder, for a sample of rows.
+    """
+    # The square root of a count has a standard deviation of 1/2. If m rows are bad and `deviations`
+    # is 3, the mean may be (m**0.5 + 3/2) ** 2.
+    margin = deviations * bad**0.5
+    if deviations > 0:
+        margin += deviations**2 / 4
+    return bad + margin > share * rows
 
 
 def parse_rows(
     stored: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
-) -> list[dict]:
-    """Parses rows (source, number, content); those that cannot be trained on have a `reason`."""
-    tokens: dict[str, Any] = {}
+) -> list[ParsedRow]:
+    """Parses rows and counts their tokens.
+
+    Args:
+        stored: Source, number and content of each row.
+        rules: Which files images may be.
+        processor: Counts tokens, and refuses texts with control tokens. None for neither.
+
+    Returns:
+        The rows with the columns of [`parse_row`] and of [`_parse`]. A row that cannot be trained
+        on has a `reason`.
+    """
+    token_options: dict[str, Any] = {}
     if processor:
-        tokens["image_token"] = processor.image_token
-        tokens["control_tokens"] = control_tokens(processor.tokenizer)
-    rows = []
-    for name, number, raw in stored:
-        row = {**vars(Row("")), "source": name, "row": number, "file": image_name(raw)}
-        row |= {"reason": None, "length": 0}
-        try:
-            row |= parse_row(raw, rules, **tokens)
-        except ValueError as error:
-            row["reason"] = printable(str(error))
-        row["image_count"] = len(row["images"])
-        row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
-        row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
-        row["left_out"] = [name for name in row["left_out"] if f"column {name}" != row["unread"]]
-        if row["reason"] and row["unread"]:
-            row["reason"] += f"; the {row['unread']} looks like an image and is not read"
-        rows.append(row)
-    parsed = [row for row in rows if row["reason"] is None]
-    lengths = token_lengths(processor, parsed) if processor else [0] * len(parsed)
-    for row, length in zip(parsed, lengths, strict=True):
-        row["reason" if isinstance(length, str) else "length"] = length
+        token_options["image_token"] = processor.image_token
+        token_options["control_tokens"] = control_tokens(processor.tokenizer)
+    rows = [_parse(source, number, raw, rules, token_options) for source, number, raw in stored]
+    if processor:
+        parsed_rows = [parsed_row for parsed_row in rows if parsed_row["reason"] is None]
+        lengths = token_lengths(processor, parsed_rows)
+        for parsed_row, length in zip(parsed_rows, lengths, strict=True):
+            result_column = "reason" if isinstance(length, str) else "length"
+            parsed_row[result_column] = length
     return rows
 
 
-def token_lengths(processor: LlavaProcessor, rows: list[dict[str, Any]]) -> list[int | str]:
-    """Tokens of each parsed row as the collator makes them, or why it has none; opens no image."""
-    per_image, tokenizer = tokens_per_image(processor), processor.tokenizer
-    texts = rendered(processor, [row["messages"] for row in rows])
-    printed = [text for text in texts if isinstance(text, str)]
-    ids = iter(encoded(tokenizer, printed))
+def _parse(
+    source: str, number: int, raw: Any, rules: ImageRules, token_options: Mapping[str, Any]
+) -> ParsedRow:
+    """Returns a parsed row with its source, its number, and facts about its images.
+
+    If the row cannot be parsed, the columns of [`parse_row`] are empty, and `reason` says why.
+    """
+    row: ParsedRow = {
+        **vars(Row("")),
+        "source": source,
+        "row": number,
+        "file": image_name(raw),
+        "reason": None,
+        "length": 0,
+    }
+    try:
+        row.update(parse_row(raw, rules, **token_options))
+    except ValueError as error:
+        row["reason"] = printable(str(error))
+    images = row["images"]
+    unread = None if images else unread_image(raw, row["messages"])
+    row["image_count"] = len(images)
+    row["paths"] = [image["path"] for image in images if image["bytes"] is None]
+    row["unread"] = unread
+    row["left_out"] = [name for name in row["left_out"] if f"column {name}" != unread]
+    if row["reason"] and unread:
+        row["reason"] += f"; the {unread} looks like an image and is not read"
+    return row
+
+
+def token_lengths(processor: LlavaProcessor, rows: list[ParsedRow]) -> list[int | str]:
+    """Returns the number of tokens of each parsed row, or the reason why it has none.
+
+    It is the number that the collator makes. No image is opened.
+    """
+    added_by_image = tokens_per_image(processor) - 1
+    row_texts = rendered(processor, [row["messages"] for row in rows])
+    printed_texts = [row_text for row_text in row_texts if isinstance(row_text, str)]
+    token_ids = iter(encoded(processor.tokenizer, printed_texts))
     results: list[int | str] = []
-    for row, text in zip(rows, texts, strict=True):
-        if isinstance(text, Exception):
-            results.append(f"the chat template refuses it: {text}")
+    for row, row_text in zip(rows, row_texts, strict=True):
+        if isinstance(row_text, Exception):
+            results.append(f"the chat template refuses it: {row_text}")
             continue
-        tokens, images = next(ids), len(row["images"])
-        results.append(len(tokens) + images * (per_image - 1))
-        if (places := tokens.count(processor.image_token_id)) != images:
-            results[-1] = f"the chat template prints {places} image tokens for {images} images"
+        tokens = next(token_ids)
+        image_count = len(row["images"])
+        place_count = tokens.count(processor.image_token_id)
+        if place_count == image_count:
+            results.append(len(tokens) + image_count * added_by_image)
+        else:
+            found_tokens = f"{place_count} image tokens for {image_count} images"
+            results.append(f"the chat template prints {found_tokens}")
     return results
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text; of a piece that several texts have, such as a question, once.
+    """Returns the token ids of each text.
 
-    Pieces begin with special tokens. What a tokenizer makes of a piece depends on nothing before
-    it, unless an option of its special token says so: such tokens divide no text.
+    Texts are divided before special tokens. A piece that several texts have, such as a question, is
+    encoded only once. This gives the same tokens, because a special token ends the text before it.
+    Texts are not divided at special tokens whose options change that.
     """
-    dividing = []
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special and not (token.normalized or token.lstrip or token.single_word):
-            dividing.append(token.content)
-    longest_first = sorted(dividing, key=len, reverse=True)
-    special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-    pieces_of_texts = []
-    for text in texts:
-        first, *others = special.split(text)
-        pieces = [token + rest for token, rest in zip(others[::2], others[1::2], strict=True)]
-        pieces_of_texts.append([first, *pieces])
-    distinct = list(dict.fromkeys(chain.from_iterable(pieces_of_texts)))
+    dividing_tokens = _dividing_tokens(tokenizer)
+    pieces_by_text = [_pieces(text, dividing_tokens) for text in texts]
+    distinct_pieces = list(dict.fromkeys(chain.from_iterable(pieces_by_text)))
     backend = tokenizer.backend_tokenizer
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
-    encodings = backend.encode_batch_fast(distinct, add_special_tokens=False)
-    ids = {piece: found.ids for piece, found in zip(distinct, encodings, strict=True)}
-    return [list(chain.from_iterable(ids[piece] for piece in own)) for own in pieces_of_texts]
+    encodings = backend.encode_batch_fast(distinct_pieces, add_special_tokens=False)
+    ids_by_piece = {}
+    for piece, encoding in zip(distinct_pieces, encodings, strict=True):
+        ids_by_piece[piece] = encoding.ids
+    ids_by_text = []
+    for pieces in pieces_by_text:
+        ids_of_pieces = [ids_by_piece[piece] for piece in pieces]
+        ids_by_text.append(list(chain.from_iterable(ids_of_pieces)))
+    return ids_by_text
+
+
+def _dividing_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the special tokens that do not depend on what is before them."""
+    contents = []
+    for token in tokenizer.added_tokens_decoder.values():
+        depends = token.normalized or token.lstrip or token.single_word
+        if token.special and not depends:
+            contents.append(token.content)
+    return any_of(contents)
+
+
+def _pieces(text: str, dividing_tokens: re.Pattern[str]) -> list[str]:
+    """Divides a text before each of the tokens."""
+    token_starts = [match.start() for match in dividing_tokens.finditer(text)]
+    boundaries = [0, *token_starts, len(text)]
+    return [text[start:end] for start, end in pairwise(boundaries)]
 
 
 def rendered(
-    processor: LlavaProcessor, conversations: list[list[dict[str, Any]]]
+    processor: LlavaProcessor, conversations: list[list[Message]]
 ) -> list[str | Exception]:
-    """The text of each conversation, or the error with which the chat template refuses it."""
+    """Returns the text of each conversation, or the error with which the template refuses it."""
     if not conversations:
         return []
-    joined = []
+    joined_messages = []
     for messages in conversations:
-        template, texts = without_preamble(processor.chat_template, messages, processor.image_token)
-        joined.append(texts)
-    options: Any = {"chat_template": template, "tokenize": False}
+        template, joined_parts = without_preamble(
+            processor.chat_template, messages, processor.image_token
+        )
+        joined_messages.append(joined_parts)
+    template_options: Any = {"chat_template": template, "tokenize": False}
     try:
-        return processor.tokenizer.apply_chat_template(joined, **options)
+        return processor.tokenizer.apply_chat_template(joined_messages, **template_options)
     except Exception as error:  # a template may raise any
         if len(conversations) == 1:
             return [error]
@@ -212,128 +305,185 @@ def rendered(
 
 
 def tokens_per_image(processor: LlavaProcessor) -> int:
-    """Number of image tokens of an image, whatever its size."""
+    """Returns the number of image tokens of an image. It does not depend on the image's size."""
     return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
 
 
 def image_problems(
-    images: Callable[[range], list[list[dict]]], count: int, name: str, rules: ImageRules
-) -> dict[int, tuple[str | None, str]]:
-    """Opens the images of `count` rows: file and reason by number of the rows with bad ones.
+    images: Callable[[range], list[list[StoredImage]]], count: int, name: str, rules: ImageRules
+) -> dict[int, Problem]:
+    """Opens the images of rows. The processes share the work.
 
-    `images` gives those of some rows that follow each other. The processes share the work.
+    Args:
+        images: Returns the images of some rows that follow each other.
+        count: The number of rows.
+        name: The name of the data set, to be shown.
+        rules: Which files images may be.
+
+    Returns:
+        The file and the reason, by number of the rows with bad images.
     """
-    state = PartialState()
-    mine = _own_rows(count)
 
-    def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
-        few = range(start, min(start + _CHUNK, mine.stop))
-        checked = [image_problem(of_row, rules) for of_row in images(few)]
-        return [(number, found) for number, found in zip(few, checked, strict=True) if found]
+    def find_problems(numbers: range) -> list[tuple[int, Problem]]:
+        row_problems = []
+        for row_number, row_images in zip(numbers, images(numbers), strict=True):
+            row_problem = image_problem(row_images, rules)
+            if row_problem:
+                row_problems.append((row_number, row_problem))
+        return row_problems
 
-    starts = range(mine.start, mine.stop, _CHUNK)
+    chunks = _chunks(_own_rows(count), _CHUNK)
     with ThreadPoolExecutor() as threads:
         results = track(
-            threads.map(problems, starts),
+            threads.map(find_problems, chunks),
             f"Checking the images of {escape(escaped(name))}",
-            total=len(starts),
+            total=len(chunks),
             console=Console(),
             transient=True,
-            disable=not state.is_local_main_process,
+            disable=not PartialState().is_local_main_process,
         )
-        return dict(gather_object([problem for some in results for problem in some]))
+        return dict(gather_object(list(chain.from_iterable(results))))
 
 
 def file_problems(
     paths: Callable[[range], list[list[str]]], count: int, rules: ImageRules
-) -> dict[int, tuple[str | None, str]]:
-    """File and reason by number of the rows with images that do not exist, or are not allowed.
+) -> dict[int, Problem]:
+    """Finds images that do not exist or are not allowed. No image is opened.
 
-    `paths` gives those of some of the `count` rows, which follow each other. No image is opened.
     Folders are listed, and what is not a plain file in an allowed folder is looked at by itself.
     The processes share the work.
+
+    Args:
+        paths: Returns the paths of images of some rows that follow each other.
+        count: The number of rows.
+        rules: Which files images may be.
+
+    Returns:
+        The file and the reason, by number of the rows with such images.
     """
-    mine = _own_rows(count)
+    chunks = _chunks(_own_rows(count), _LISTED)
+    images_by_folder = Counter[str]()
+    for numbers in chunks:
+        for path in chain.from_iterable(paths(numbers)):
+            folder = path.rpartition("/")[0]
+            images_by_folder[folder] += 1
+    plain_files = PlainFiles(images_by_folder, rules)
+    problems: list[tuple[int, Problem]] = []
+    for numbers in chunks:
+        paths_by_row = paths(numbers)
+        all_paths = list(chain.from_iterable(paths_by_row))
+        are_plain = iter(plain_files.include(all_paths).tolist())
+        for row_number, row_paths in zip(numbers, paths_by_row, strict=True):
+            images = []
+            for path in row_paths:
+                if not next(are_plain):
+                    images.append({"path": path, "bytes": None})
+            row_problem = image_problem(images, rules, decode=False)
+            if row_problem:
+                problems.append((row_number, row_problem))
+    return dict(gather_object(problems))
+
+
+def _chunks(rows: range, size: int) -> list[range]:
+    """Divides rows into ranges of at most `size` rows."""
     chunks = []
-    for start in range(mine.start, mine.stop, _LISTED):
-        chunks.append(range(start, min(start + _LISTED, mine.stop)))
-    folders = Counter[str]()
-    for few in chunks:
-        for path in chain.from_iterable(paths(few)):
-            folders[path.rpartition("/")[0]] += 1
-    plain = PlainFiles(folders, rules)
-    problems: dict[int, tuple[str | None, str]] = {}
-    for few in chunks:
-        rows = paths(few)
-        is_plain = iter(plain.include(list(chain.from_iterable(rows))).tolist())
-        for number, of_row in zip(few, rows, strict=True):
-            others = [path for path in of_row if not next(is_plain)]
-            images = [{"path": path, "bytes": None} for path in others]
-            if problem := image_problem(images, rules, decode=False):
-                problems[number] = problem
-    return dict(gather_object(list(problems.items())))
+    for start in range(0, len(rows), size):
+        chunks.append(rows[start : start + size])
+    return chunks
 
 
 def _own_rows(count: int) -> range:
-    """Of so many rows, those that this process checks. They follow each other."""
+    """Returns the range of rows that this process checks; `count` is the number of all rows."""
     state = PartialState()
-    rank, ranks = state.process_index, state.num_processes
-    return range(count * rank // ranks, count * (rank + 1) // ranks)
+    first_row = count * state.process_index // state.num_processes
+    end_row = count * (state.process_index + 1) // state.num_processes
+    return range(first_row, end_row)
 
 
 def bad_rows_message(
-    source: Source,
+    source: "Source",
     bad: list[DroppedRow],
     total: int,
     shown: int | None = _SHOWN,
     use: str = "trained on",
     share: float = 0.0,
 ) -> str:
-    """The message of a run that stops at bad rows; `shown` kinds of reason at most, None for all.
+    """Returns the message of a run that stops at bad rows.
 
-    `share` is the share of bad rows that is skipped at most, `use` what the rows are read for.
+    Args:
+        source: A data set.
+        bad: Its bad rows.
+        total: The number of all its rows.
+        shown: How many kinds of reason are shown at most; None for all.
+        use: What the rows are read for.
+        share: The share of bad rows that is skipped at most.
     """
     lines = [f"Rows that cannot be {use}:", *by_kind(bad, shown, total)]
     if 0 < share < 1:
         lines.append(f"These are {len(bad):,} of {total:,} rows; a share of {share:g} may be bad.")
     if any(row.source != source.name for row in bad):
         lines.append("To read another file alone, name it.")
-    skip = "skip them: `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
-    lines.append("Fix them." if len(bad) == total else f"Fix them, or {skip}.")
+    if len(bad) == total:
+        lines.append("Fix them.")
+    elif use == "trained on":
+        lines.append("Fix them, or skip them: `normalign train --bad_rows skip`.")
+    else:
+        lines.append("Fix them, or remove them.")
     return "\n".join(lines)
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
-    """Warns of images that are not read; ValueError if most rows have one and none is read."""
+    """Warns of images that are not read.
+
+    Args:
+        name: The name of a data set.
+        rows: The number of its rows.
+        images: The number of images that are read.
+        unread: The number of rows for each column or text that looks like an image.
+
+    Raises:
+        ValueError: If no image is read, and most rows have something that looks like one.
+    """
     if not unread:
         return
-    most = counted(dict(Counter(unread).most_common(_SHOWN)))
-    message = f"{name}: what looks like an image is not read: {most}."
+    most_common = counted(dict(Counter(unread).most_common(_SHOWN)))
+    message = f"{name}: what looks like an image is not read: {most_common}."
     if not images and 2 * sum(unread.values()) > rows:
         raise ValueError(f"{message} No other image was found. docs/data.md shows what is read.")
     warn_once(message)
 
 
 def warn_of_captions(name: str, forms: Iterable[str]) -> None:
-    """Warns once with which question captions are trained, if a data set has captions."""
+    """Warns once that captions are trained as answers to a fixed question, if there are any."""
     if not {"caption", "text"}.isdisjoint(forms):
-        other = "For other questions, give question and answer."
-        warn_once(f"{name}: captions are trained as answers to {PROMPT!r}. {other}")
+        other_questions = "For other questions, give question and answer."
+        warn_once(f"{name}: captions are trained as answers to {PROMPT!r}. {other_questions}")
 
 
 def not_read(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
-    """Texts by title: the columns that are not used, and what was changed or is to be known.
+    """Returns texts by title: the columns that are not used, and what was changed.
 
-    Columns that look like an image, a question or an answer come first, and those that tell about a
-    row, such as ids, last.
+    Columns that look like an image, a question or an answer come first. Columns with information
+    about a row, such as ids, come last.
+
+    Args:
+        left_out: The number of rows for each column that is not read.
+        changed: The number of rows for each note on what was changed or is to be known.
     """
-    looks = {name: looks_like(name) for name in left_out}
-    loud = {f"{name}, like {looks[name]}": left_out[name] for name in left_out if looks[name]}
-    quiet = {name: left_out[name] for name in left_out if not looks[name] and not is_about(name)}
-    about = [name for name in left_out if not looks[name] and is_about(name)]
-    columns = [counted(loud), counted(quiet), ", ".join(about)]
-    lines = {NOT_USED: ", ".join(filter(None, columns)), "note": counted(changed)}
-    return {title: text for title, text in lines.items() if text}
+    loud_columns = {}
+    quiet_columns = {}
+    about_columns = []
+    for column_name, row_count in left_out.items():
+        likeness = looks_like(column_name)
+        if likeness:
+            loud_columns[f"{column_name}, like {likeness}"] = row_count
+        elif is_about(column_name):
+            about_columns.append(column_name)
+        else:
+            quiet_columns[column_name] = row_count
+    columns = [counted(loud_columns), counted(quiet_columns), ", ".join(about_columns)]
+    texts = {NOT_USED: ", ".join(filter(None, columns)), "note": counted(changed)}
+    return {title: text for title, text in texts.items() if text}
 
 
 def log_not_read(
@@ -341,26 +491,44 @@ def log_not_read(
 ) -> None:
     """Logs [`not_read`]: unused columns as a warning only if one looks as if it should be used."""
     for title, text in not_read(left_out, changed).items():
-        is_quiet = title == NOT_USED and not any(map(looks_like, left_out))
-        logger.log(logging.INFO if is_quiet else logging.WARNING, f"{name}: {title}: {text}")
+        level = logging.WARNING
+        is_quiet = not any(map(looks_like, left_out))
+        if title == NOT_USED and is_quiet:
+            level = logging.INFO
+        logger.log(level, f"{name}: {title}: {text}")
 
 
 def counted(rows: Mapping[str, int]) -> str:
-    """Numbers of rows, most first: "tools (12 rows), history (1 row)"."""
-    ordered = sorted(rows.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in ordered)
+    """Returns numbers of rows, most first: "tools (12 rows), history (1 row)"."""
+    descriptions = []
+    for name, row_count in sorted(rows.items(), key=lambda item: -item[1]):
+        row_unit = "row" if row_count == 1 else "rows"
+        descriptions.append(f"{name} ({row_count:,} {row_unit})")
+    return ", ".join(descriptions)
 
 
 def by_kind(rows: list[DroppedRow], most: int | None = None, total: int | None = None) -> list[str]:
-    """A line for each of at most `most` kinds of reason: the first row, and how many of `total`."""
+    """Returns a line for each kind of reason: the first row, and how many there are.
+
+    Args:
+        rows: Rows that cannot be trained on.
+        most: How many kinds are listed at most; None for all.
+        total: The number of all rows. If all of them have one reason, the line says so.
+    """
     kinds: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in rows:
-        kind = _VALUES.sub("", row.reason.replace(row.file or "", ""))
-        kinds.setdefault((row.source, kind), []).append(row)
-    listed = list(kinds.values())[:most]
-    lines = []
-    for alike in listed:
-        count = f" ({'all ' * (len(alike) == total)}{len(alike):,} rows)" if len(alike) > 1 else ""
-        lines.append(f"  {alike[0]}{count}")
-    more = len(rows) - sum(map(len, listed))
-    return lines + ([f"  and {more:,} more"] if more else [])
+        bare_reason = row.reason.replace(row.file or "", "")
+        reason_kind = (row.source, _VALUES.sub("", bare_reason))
+        kinds.setdefault(reason_kind, []).append(row)
+    kind_lines = []
+    unlisted = len(rows)
+    for similar in list(kinds.values())[:most]:
+        kind_line = f"  {similar[0]}"
+        if len(similar) > 1:
+            prefix = "all " if len(similar) == total else ""
+            kind_line += f" ({prefix}{len(similar):,} rows)"
+        kind_lines.append(kind_line)
+        unlisted -= len(similar)
+    if unlisted:
+        kind_lines.append(f"  and {unlisted:,} more")
+    return kind_lines

@@ -1,57 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The known forms of rows, with examples in docs/data.md; how they are read; what is not read."""
+"""The known forms of rows, reading them, and naming what is not read.
+
+docs/data.md has examples of the forms.
+"""
 
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
 from ...errors import printable
 from .images import MAX_PATH, SUFFIXES, short
-from .turns import (
-    LETTERS,
-    Row,
-    Turn,
-    accepted_answers,
-    alternating,
-    is_empty,
-    leave_out,
-    parsed,
-    place_images,
-    read_question,
-    read_turns,
-)
+from .questions import LETTERS, Question, accepted_answers, read_question
+from .turns import Message, Row, Turn, alternating, image_parts, place_images, read_turns, text_part
+from .values import as_list, is_empty, parsed, unread_keys
 
 
 MARKER = "<image>"  # of an image in LLaVA's texts, whatever the tokenizer's image token is
 PROMPT = "Describe the image."  # the question to an image with a caption, or with nothing
 
-FORMS: tuple[tuple[str | None, str | None], ...] = (
-    ("conversations", None),
-    ("messages", None),
-    ("texts", None),
-    ("prompt", "completion"),
-    ("question", "answer"),
-    (None, "caption"),
-    (None, "text"),
-    (None, None),
-)
-"""Columns of question and answer: a row has the first form of which it has all columns.
 
-Otherwise it has the first whose question it has. The first three are lists of turns; the others may
-be texts. Without a question column, the row has an image, and the question is [`PROMPT`]. Without
-an answer, it is measured but not trained on.
+class Form(NamedTuple):
+    """The columns of question and answer in a form of rows."""
+
+    question: str | None
+    answer: str | None
+
+
+FORMS = (
+    Form("conversations", None),
+    Form("messages", None),
+    Form("texts", None),
+    Form("prompt", "completion"),
+    Form("question", "answer"),
+    Form(None, "caption"),
+    Form(None, "text"),
+    Form(None, None),
+)
+"""The forms in order of precedence.
+
+A row has the first form whose columns it has. If there is none, it has the first form whose
+question it has. The first three are lists of turns; the others may be texts. In a form without a
+question column, a row has an image, and its question is [`PROMPT`]. A row without an answer is
+measured but not trained on.
 """
 
-# Columns that are read, those of a question with options among them.
-COLUMNS = {"image", "images", "system", *LETTERS}
-COLUMNS |= {"hint", "input", "choices", "answers", "answer_index"}
-COLUMNS |= {column for form in FORMS for column in form if column}
+# Columns that are read, including the columns of a question with options.
+COLUMNS = {
+    "image",
+    "images",
+    "system",
+    "hint",
+    "input",
+    "choices",
+    "answers",
+    "answer_index",
+    *LETTERS,
+}
+for _form_of_rows in FORMS:
+    COLUMNS.update(filter(None, _form_of_rows))
 
 ALIASES = {
     "conversation": "conversations",
@@ -59,23 +70,72 @@ ALIASES = {
     "options": "choices",
     "correct_choice_idx": "answer_index",
     "direct_answers": "answers",
-    **{f"{word}_{letter.lower()}": letter for word in ("choice", "option") for letter in LETTERS},
 }
 """Other names of some columns in public data sets."""
+for _letter in LETTERS:
+    ALIASES[f"choice_{_letter.lower()}"] = _letter
+    ALIASES[f"option_{_letter.lower()}"] = _letter
 
 # Ms-swift's objects, LLaMA-Factory's videos and sounds. A tag of HTML is in a sentence, or closed.
 _OTHER_MARKERS = re.compile(r"<ref-object>|<bbox>|(?:^|\n)[ \t]*<(video|audio)>(?!.*</\1>)", re.S)
-_QUESTIONS = ["question", "query", "instruction", "problem", "prefix", "human", "user", "prompt"]
-_QUESTIONS += ["input", "inputs", "text"]
-_ANSWERS = ["answer", "response", "output", "outputs", "solution", "suffix", "assistant", "gpt"]
-_ANSWERS += ["completion", "label", "target", "ground_truth", "chosen"]
-_CAPTIONS = ["captions", "description", "caption_str", "sentences", "re_caption", "raw"]
-_CAPTIONS += ["ground_truth", "summary"]
+_QUESTIONS = [
+    "question",
+    "query",
+    "instruction",
+    "problem",
+    "prefix",
+    "human",
+    "user",
+    "prompt",
+    "input",
+    "inputs",
+    "text",
+]
+_ANSWERS = [
+    "answer",
+    "response",
+    "output",
+    "outputs",
+    "solution",
+    "suffix",
+    "assistant",
+    "gpt",
+    "completion",
+    "label",
+    "target",
+    "ground_truth",
+    "chosen",
+]
+_CAPTIONS = [
+    "captions",
+    "description",
+    "caption_str",
+    "sentences",
+    "re_caption",
+    "raw",
+    "ground_truth",
+    "summary",
+]
 _ANSWERS_BY_NAME = {*_ANSWERS, *_CAPTIONS, "content", "value", "texts", "conversations", "messages"}
 _QUESTIONS_BY_NAME = {*_QUESTIONS, "system", "choices", "hint", "history"}
-_IMAGES = ["image_path", "img_path", "image_file", "image_file_name", "image_filename"]
-_IMAGES += ["file_name", "filename", "filepath", "image_name", "img_name", "image_base64_str"]
-_IMAGES += ["img", "picture", "photo", "path"]
+_IMAGES = [
+    "image_path",
+    "img_path",
+    "image_file",
+    "image_file_name",
+    "image_filename",
+    "file_name",
+    "filename",
+    "filepath",
+    "image_name",
+    "img_name",
+    "image_base64_str",
+    "img",
+    "picture",
+    "photo",
+    "path",
+]
+_UNWANTED_TURNS = {"rejected", "non_preferred_output", "history"}
 _PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
 _ABOUT = re.compile(
     r"(.*[_.-])?(ids?|uu?id|idx|index|key|hash|md5|sha256|ur[li]s?|links?|sources?|origin|dataset|"
@@ -93,7 +153,7 @@ _LIKE_A_MARKER = re.compile(
 _IMAGE_COLUMN = re.compile(r"(^|[ _-])(?i:image|img|picture|pic|photo|frame)s?($|[ _\-A-Z\d])")
 
 
-# What is told of rows, with their number.
+# Notes on rows. They are reported with the number of such rows.
 ONE_OF_ANSWERS = "of several answers, the commonest is learned, or the first of equals"
 ONE_OF_CAPTIONS = "of several captions, the commonest is learned, or the first of equals"
 _LIST_OF_ANSWERS = (
@@ -109,7 +169,10 @@ class UnknownForm(ValueError):
 
 
 def known_row(raw: Any) -> Row:
-    """[`read_row`], whose error for an unknown form says with which `columns` it would be read."""
+    """Reads a row of any known form, as [`read_row`] does.
+
+    If the form is unknown, the error names the `columns` with which the row would be read.
+    """
     try:
         return read_row(raw)
     except UnknownForm as error:
@@ -117,225 +180,411 @@ def known_row(raw: Any) -> Row:
 
 
 def read_row(raw: Any) -> Row:
-    """Reads a row of any known form; ValueError, perhaps an [`UnknownForm`], if it cannot be read.
+    """Reads a row of any known form.
 
     In a user's string, `<image>` and `<img>path</img>` become image parts, those at its beginning
     and end without the line break beside them. If there are none, the images start the first user
-    turn, as in TRL.
+    turn, as in TRL. Raises ValueError, perhaps an [`UnknownForm`], if the row cannot be read.
     """
     if isinstance(raw, bytes):
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
     if not isinstance(raw, Mapping):
         raise ValueError(f"a row must be a mapping from column to value, got {short(raw)}")
-    aliases = [name for name in raw if name in ALIASES and is_empty(raw.get(ALIASES[name]))]
-    names = {ALIASES[name]: name for name in aliases}
-    named = {**raw, **{known: raw[name] for known, name in names.items()}}
+    aliases = _aliases(raw)
+    named = dict(raw)
+    for known_column, alias in aliases.items():
+        named[known_column] = raw[alias]
     images = _images(named)
-    asks, answers = _form(named, bool(images))
-    row, read = Row(asks or answers or "image"), {asks, answers, "image", "images", "system"}
-    asked, answer = (named[asks] if asks else PROMPT), named.get(answers)
-    if answers == "caption" and "caption" in names:
+    form = _form(named, has_images=bool(images))
+    question = _read_question(named, form, aliases)
+    answer, accepted, notes = _learned_answer(question, form)
+    turns = _read_turns(question.prompt, answer, form)
+    left_out = []
+    for turn in turns:
+        left_out += turn.left_out
+    left_out += _unread_columns(raw, question, aliases)
+    _check_media(named, has_images=bool(images))
+    _check_marks(turns)
+    _check_caption(named, form)
+    _check_is_wanted(named)
+    turns, turn_changes = alternating(_with_system(turns, named.get("system")))
+    turns = place_images(turns, images)
+    return Row(
+        form=form.question or form.answer or "image",
+        messages=[{"role": turn.role, "content": turn.content} for turn in turns],
+        images=[part["image"] for part in image_parts(turns)],
+        learned=[turn.learned for turn in turns if turn.role == "assistant"],
+        options=question.options,
+        accepted=accepted,
+        left_out=list(dict.fromkeys(left_out)),
+        changed=notes + turn_changes,
+    )
+
+
+def _aliases(raw: Mapping) -> dict[str, str]:
+    """Returns the names in a row of columns that have other names there, by known name."""
+    aliases = {}
+    for alias in raw:
+        known_column = ALIASES.get(alias)
+        if known_column is not None and is_empty(raw.get(known_column)):
+            aliases[known_column] = alias
+    return aliases
+
+
+def _read_question(raw: Mapping, form: Form, aliases: Mapping[str, str]) -> Question:
+    """Returns what a row of any form asks, with the columns that are read."""
+    columns = frozenset((*form, "image", "images", "system"))
+    if form.question == "question":
+        question = read_question(raw)
+        return replace(question, columns=question.columns | columns)
+    prompt = raw[form.question] if form.question else PROMPT
+    answer = raw.get(form.answer)
+    if form.answer == "caption" and "caption" in aliases:
         answer = parsed(answer)  # several, as the name says
-    if asks == "question":
-        asked, answer = read_question(named, row, read)
-    turns = read_turns(asked, asks or "", "user" if answers or not asks else None, row.left_out)
-    if answers:
-        turns = [replace(turn, learned=False) for turn in turns]  # a prompt is not learned
-    if accepted := accepted_answers(answer):
-        row.accepted = accepted
-        answer = Counter(accepted).most_common(1)[0][0]  # the first of equals
-        if len({*accepted}) > 1:
-            row.changed.append(ONE_OF_ANSWERS if asks else ONE_OF_CAPTIONS)
+    return Question(prompt, answer, columns=columns)
+
+
+def _learned_answer(question: Question, form: Form) -> tuple[Any, list[str], list[str]]:
+    """Returns the answer that is learned, the right answers if there are several, and notes."""
+    answer = question.answer
+    accepted = question.accepted
+    notes = []
+    several_answers = accepted_answers(answer)
+    if several_answers:
+        accepted = several_answers
+        answer = max(accepted, key=accepted.count)  # the first of equals
+        if len(set(accepted)) > 1:
+            notes.append(ONE_OF_ANSWERS if form.question else ONE_OF_CAPTIONS)
     elif _is_text_of_list(answer):
-        row.changed.append(_LIST_OF_ANSWERS if asks else _LIST_OF_CAPTIONS)
+        notes.append(_LIST_OF_ANSWERS if form.question else _LIST_OF_CAPTIONS)
+    return answer, accepted, notes
+
+
+def _read_turns(prompt: Any, answer: Any, form: Form) -> list[Turn]:
+    """Returns the turns of a prompt and its answer, or of a list of turns without an answer."""
+    if form.question and not form.answer:
+        return read_turns(prompt, form.question, None)
+    prompt_turns = read_turns(prompt, form.question or "", "user")
+    turns = [replace(turn, learned=False) for turn in prompt_turns]
     if answer is not None:
-        turns += read_turns(answer, str(answers), "assistant", row.left_out)
-    leave_out(row.left_out, raw, read | {name for known, name in names.items() if known in read})
-    _check_meaning(named, turns, bool(images), None if asks else answers)
-    turns = alternating(_with_system(turns, named.get("system")), row.changed)
-    row.images = place_images(turns, images)
-    row.messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-    row.learned = [turn.learned for turn in turns if turn.role == "assistant"]
-    return row
+        turns += read_turns(answer, str(form.answer), "assistant")
+    return turns
+
+
+def _unread_columns(raw: Mapping, question: Question, aliases: Mapping[str, str]) -> list[str]:
+    read_columns = set(question.columns)
+    for known_column, alias in aliases.items():
+        if known_column in question.columns:
+            read_columns.add(alias)
+    return unread_keys(raw, read_columns)
 
 
 def image_name(raw: Any) -> str | None:
-    """The name of the first image of a raw or parsed row, or None."""
+    """Returns the name of the first image of a raw or parsed row, or None."""
     if not isinstance(raw, Mapping):
         return None
-    images = raw.get("images") or raw.get("image")
-    first = images[0] if isinstance(images, (list, tuple)) and images else images
-    name = first.get("path") if isinstance(first, Mapping) else first
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_PATH or name.startswith("data:"):
+    image = _first(raw.get("images") or raw.get("image"))
+    if isinstance(image, Mapping):
+        image = image.get("path")
+    if not isinstance(image, str) or image.startswith("data:"):
         return None
-    return printable(name)
+    if not 0 < len(image) <= MAX_PATH:
+        return None
+    return printable(image)
+
+
+def _first(value: Any) -> Any:
+    """Returns the first element of a list that has one; else the value."""
+    if isinstance(value, (list, tuple)) and value:
+        return value[0]
+    return value
 
 
 def columns(raw: Mapping) -> str:
-    """The columns of a row that are not empty, for errors."""
-    names = (str(column)[:80] for column, value in raw.items() if value is not None)
-    return ", ".join(sorted(names)) or "none"
+    """Returns the columns of a row that are not empty, for errors."""
+    column_names = []
+    for column, value in raw.items():
+        if value is not None:
+            column_names.append(str(column)[:80])
+    return ", ".join(sorted(column_names)) or "none"
 
 
-def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
-    present = {column for column, value in raw.items() if not (is_empty(value) and value != "")}
-    present |= {"answer"} if "answers" in present or "answer_index" in present else set()
-    for asks, answers in FORMS:  # a question with its answer comes before another question
-        if asks in present and (answers is None or answers in present):
-            return asks, answers
-    is_alone = has_images and present <= {"image", "images", "label"}  # no unread question
-    for asks, answers in FORMS:
-        has_answer = has_images and answers in present if answers else is_alone
-        if asks in present if asks else has_answer:
-            return asks, answers
+def _form(raw: Mapping, has_images: bool) -> Form:
+    """Returns the form that a row has: see [`FORMS`]."""
+    present_columns = _present_columns(raw)
+    for form in FORMS:  # a question with its answer comes before another question
+        has_answer = form.answer is None or form.answer in present_columns
+        if form.question in present_columns and has_answer:
+            return form
+    for form in FORMS:
+        if form.question:
+            has_form = form.question in present_columns
+        elif form.answer:
+            has_form = has_images and form.answer in present_columns
+        else:  # only images, without a column that may be an unread question
+            has_form = has_images and present_columns <= {"image", "images", "label"}
+        if has_form:
+            return form
     raise UnknownForm(
         f"its form is not known. It has the columns: {columns(raw)}; known are conversations, "
         "messages, texts, prompt with completion, question with answer, caption or text with image"
     )
 
 
+def _present_columns(raw: Mapping) -> set[Any]:
+    """Returns the columns that hold something or an empty text.
+
+    `answer` is one of them if the answer is in `answers` or `answer_index`.
+    """
+    present_columns = set()
+    for column, value in raw.items():
+        if value == "" or not is_empty(value):
+            present_columns.add(column)
+    if "answers" in present_columns or "answer_index" in present_columns:
+        present_columns.add("answer")
+    return present_columns
+
+
 def _images(raw: Mapping) -> list[Any]:
-    present = [column for column in ("image", "images") if not is_empty(raw.get(column))]
-    if len(present) > 1:
+    image_columns = [column for column in ("image", "images") if not is_empty(raw.get(column))]
+    if len(image_columns) > 1:
         raise ValueError("it has images in both image and images; use one of them")
-    if not present:
+    if not image_columns:
         return []
-    images = parsed(raw[present[0]])
-    images = list(images) if isinstance(images, (list, tuple)) else [images]
-    if empty := [number for number, image in enumerate(images) if is_empty(image)]:
-        raise ValueError(f"{present[0]} has nothing in place of image {empty[0]}; leave it out")
-    return images
+    column = image_columns[0]
+    images = as_list(parsed(raw[column]))
+    for image_number, image in enumerate(images):
+        if is_empty(image):
+            raise ValueError(f"{column} has nothing in place of image {image_number}; leave it out")
+    return list(images)
 
 
 def _is_text_of_list(answer: Any) -> bool:
-    """Whether an answer is a text that holds a list of texts, as tables store several answers."""
+    """Whether an answer is a text that holds a list of texts. Tables store several answers so."""
     if not isinstance(answer, str) or not answer.startswith("["):
         return False
     return len(accepted_answers(parsed(answer))) > 0
 
 
 def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
+    """Returns the turns with a system turn of the text of the column `system`, if it holds any.
+
+    Raises ValueError if the column holds no text, or if the turns have another system turn.
+    """
     if is_empty(system):
         return turns
-    first = Turn("system", [{"type": "text", "text": system}])
+    system_turn = Turn("system", [text_part(system)])
     has_system = bool(turns) and turns[0].role == "system"
-    if not isinstance(system, str) or has_system and turns[0].content != first.content:
+    has_other_system = has_system and turns[0].content != system_turn.content
+    if has_other_system or not isinstance(system, str):
         raise ValueError("its column system is no text, or differs from its system turn; use one")
-    return turns if has_system else [first, *turns]
+    return turns if has_system else [system_turn, *turns]
 
 
-def _check_meaning(raw: Mapping, turns: list[Turn], has_images: bool, caption: str | None) -> None:
-    """Raises ValueError if a row has more than images and text, or what is learned is no answer."""
-    for column in ("videos", "audios", *(() if has_images else ("video", "audio"))):
+def _check_media(raw: Mapping, has_images: bool) -> None:
+    """Raises ValueError if a row has videos or sounds."""
+    media_columns = ["videos", "audios"]
+    if not has_images:
+        media_columns += ["video", "audio"]
+    for column in media_columns:
         if not is_empty(raw.get(column)):
             raise ValueError(f"it has {column}, and only images are read; leave such rows out")
-    for text in (part.get("text") for turn in turns for part in turn.content):
-        if isinstance(text, str) and "<" in text and (marker := _OTHER_MARKERS.search(text)):
-            raise ValueError(f"it has {marker[0].strip()} in a text; such marks are not filled in")
-    if caption and isinstance(content := parsed(raw[caption]), Mapping):
-        raise ValueError(f"its {caption} is no caption but JSON: {', '.join(map(str, content))}")
-    if caption == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
+
+
+def _check_marks(turns: list[Turn]) -> None:
+    """Raises ValueError if a text has marks of videos, sounds or objects."""
+    for turn in turns:
+        for part in turn.content:
+            mark = None
+            part_text = part.get("text") or ""
+            if "<" in part_text:  # the expression is slow in texts without any mark
+                mark = _OTHER_MARKERS.search(part_text)
+            if mark:
+                shown = mark[0].strip()
+                raise ValueError(f"it has {shown} in a text; such marks are not filled in")
+
+
+def _check_caption(raw: Mapping, form: Form) -> None:
+    """Raises ValueError if a row has a caption that is JSON, or that may be a question."""
+    if form.question or not form.answer:
+        return
+    caption = parsed(raw[form.answer])
+    if isinstance(caption, Mapping):
+        caption_keys = ", ".join(map(str, caption))
+        raise ValueError(f"its {form.answer} is no caption but JSON: {caption_keys}")
+    if form.answer == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
         remedy = "use --columns question=text, or else --columns caption=text"
         raise ValueError(f"it has question_id, so its text may be a question; {remedy}")
+
+
+def _check_is_wanted(raw: Mapping) -> None:
+    """Raises ValueError if a row says that its answer is a bad example."""
     for column in ("label", "kto_tag"):
         if raw.get(column) is False:
             raise ValueError(f"its answer is unwanted ({column} false), for KTO: see docs/trl.md")
 
 
 def is_about(name: str) -> bool:
-    """Whether a column, by its name, tells about the row, as ids, addresses and scores do."""
+    """Whether the name of a column is one of information about a row, such as an id or a score."""
     return _ABOUT.fullmatch(name) is not None
 
 
 def looks_like(name: str) -> str | None:
-    """What a column, or a key as `messages.content`, is by its name: "an image" and so on; or None.
+    """Returns what a column is by its name: "an image", "an answer", "a question", or None.
 
-    Texts as `text <image_1>`, which [`markers`] finds, are like images.
+    Args:
+        name: A column, a key such as `messages.content`, or a text that [`markers`] finds, such as
+            `text <image_1>`. These texts look like images.
     """
-    key = name.rpartition(".")[2].strip()
-    known = ALIASES.get(key.lower(), key.lower())
+    bare_name = name.rpartition(".")[2].strip()
+    lower_name = bare_name.lower()
+    known_name = ALIASES.get(lower_name, lower_name)
     if name.startswith("text "):
         return "an image"
     if is_about(name):
         return None
-    if known in {"image", "images", *_IMAGES} or _IMAGE_COLUMN.search(key):
+    if known_name in {"image", "images", *_IMAGES} or _IMAGE_COLUMN.search(bare_name):
         return "an image"
-    if known in _ANSWERS_BY_NAME or "answer" in known or "caption" in known:
+    if known_name in _ANSWERS_BY_NAME or "answer" in known_name or "caption" in known_name:
         return "an answer"
-    if known in _QUESTIONS_BY_NAME or "question" in known or "prompt" in known:
+    if known_name in _QUESTIONS_BY_NAME or "question" in known_name or "prompt" in known_name:
         return "a question"
     return None
 
 
-def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
-    """What looks like an image in a row without any, `column img` or `text <image_1>`; or None."""
+def unread_image(raw: Any, messages: list[Message]) -> str | None:
+    """Returns what looks like an image in a row without images, or None.
+
+    It is named as `column img` or `text <image_1>`.
+    """
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
     for column, value in raw.items():
-        named = _IMAGE_COLUMN.search(str(column)) and value and not is_empty(value)
-        if named or (column != "id" and _looks_like_an_image(value)):
+        if _is_image_column(column, value):
             return f"column {str(column)[:80]}"
-    marker = next(markers(messages), None)
-    return f"text {marker}" if marker else None
+    for marker in markers(messages):
+        return f"text {marker}"
+    return None
 
 
-def markers(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Texts such as `<image_1>`, which are learned as text."""
-    texts = (part.get("text") or "" for message in messages for part in message["content"])
-    matches = (_LIKE_A_MARKER.search(text) for text in texts if "<" in text or "[" in text)
-    return (match[0] for match in matches if match)
+def _is_image_column(column: Any, value: Any) -> bool:
+    """Whether a column looks like an image, by its name or by what it holds."""
+    if column != "id" and _looks_like_an_image(value):
+        return True
+    if not value or is_empty(value):
+        return False
+    return _IMAGE_COLUMN.search(str(column)) is not None
+
+
+def markers(messages: list[Message]) -> Iterator[str]:
+    """Yields texts such as `<image_1>`. They are learned as text."""
+    for message in messages:
+        for part in message["content"]:
+            part_text = part.get("text") or ""
+            # The expression is slow in texts without any marker.
+            if "<" in part_text or "[" in part_text:
+                match = _LIKE_A_MARKER.search(part_text)
+                if match:
+                    yield match[0]
 
 
 def proposal(raw: Any) -> str:
-    """The end of an error: `columns` with which a row has question and answer, if there are any."""
+    """Returns the end of an error: `columns` with which a row has question and answer, if any."""
     if not isinstance(raw, Mapping):
         return ""
-    names = (column for column in raw if isinstance(column, str) and not is_empty(raw[column]))
-    present = {column.strip().lower(): column for column in names}
-    names_of_images = () if {"image", "images"} & {*present.values()} else ("image", *_IMAGES)
-    image = [("image", present[name]) for name in names_of_images if name in present][:1]
-    tried: list[list[tuple[str, str]]] = []
-    for asks, answers in product(_QUESTIONS, _ANSWERS):
-        if asks in present and answers in present:
-            name = present[answers]
-            known = "answers" if _is_text_of_list(raw[name]) else "answer"
-            tried.append([("question", present[asks]), (known, name)])
-    for name in (present[name] for name in _CAPTIONS if name in present):
-        known = "captions" if _is_text_of_list(raw[name]) else "caption"
-        tried.append([(known, name)])
-    for name in ("chosen", "preferred_output", *present):
-        if name in present and name not in ("rejected", "non_preferred_output", "history"):
-            is_list = isinstance(parsed(raw[present[name]]), (list, Mapping))
-            tried += [[("messages", present[name])]] if is_list else []
-    options = ([pair for pair in image + pairs if pair[0] != pair[1]] for pairs in tried)
-    read = (pairs for pairs in options if pairs and _is_read(renamed(raw, dict(pairs))))
-    named = ",".join(f"{known}={name}" for known, name in next(read, ()))
-    option = f"--columns {shlex.quote(named)}" if named else ""
-    if any(preference <= present.keys() for preference in _PREFERENCES):
-        alone = f"; the chosen answers alone are read with {option}" if option else ""
-        return f". It has preferences, as DPO learns them: see docs/trl.md{alone}"
-    return f". It is read with {option}" if option else ""
+    present_columns = {}
+    for column, value in raw.items():
+        if isinstance(column, str) and not is_empty(value):
+            present_columns[column.strip().lower()] = column
+    columns_option = ""
+    stored_names = _readable_names(raw, present_columns)
+    if stored_names:
+        named_columns = ",".join(f"{column}={name}" for column, name in stored_names.items())
+        columns_option = f"--columns {shlex.quote(named_columns)}"
+    if any(preference <= present_columns.keys() for preference in _PREFERENCES):
+        ending = ". It has preferences, as DPO learns them: see docs/trl.md"
+        if columns_option:
+            ending += f"; the chosen answers alone are read with {columns_option}"
+        return ending
+    return f". It is read with {columns_option}" if columns_option else ""
 
 
-def renamed(raw: Mapping, own: Mapping[str, str]) -> dict[str, Any]:
-    """A row with columns of one's own names: `own` has the data's name of a known column."""
-    others = raw.keys() - own.keys() - {*own.values()}
-    values = {column: raw[name] for column, name in own.items() if name in raw}
-    return {column: value for column, value in raw.items() if column in others} | values
+def _readable_names(raw: Mapping, present_columns: Mapping[str, str]) -> dict[str, str]:
+    """Returns the first names of columns with which a row is read, by known column; or none.
+
+    `present_columns` maps the names of the row's columns in lower case to the names themselves.
+    """
+    image_names = _image_names(present_columns)
+    for text_names in _text_names(raw, present_columns):
+        stored_names = {}
+        for known_column, stored_name in (image_names | text_names).items():
+            if known_column != stored_name:
+                stored_names[known_column] = stored_name
+        if stored_names and _is_read(renamed(raw, stored_names)):
+            return stored_names
+    return {}
+
+
+def _image_names(present_columns: Mapping[str, str]) -> dict[str, str]:
+    """Returns the possible name of the column `image`, if a row has no images by a known name."""
+    if {"image", "images"}.isdisjoint(present_columns.values()):
+        for column in ("image", *_IMAGES):
+            if column in present_columns:
+                return {"image": present_columns[column]}
+    return {}
+
+
+def _text_names(raw: Mapping, present_columns: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yields possible names of the columns of question and answer, of a caption, or of turns."""
+    for question_name, answer_name in product(_QUESTIONS, _ANSWERS):
+        if question_name in present_columns and answer_name in present_columns:
+            stored_name = present_columns[answer_name]
+            answer_column = "answers" if _is_text_of_list(raw[stored_name]) else "answer"
+            yield {"question": present_columns[question_name], answer_column: stored_name}
+    for caption_name in _CAPTIONS:
+        if caption_name in present_columns:
+            stored_name = present_columns[caption_name]
+            answer_column = "captions" if _is_text_of_list(raw[stored_name]) else "caption"
+            yield {answer_column: stored_name}
+    for turns_name in ("chosen", "preferred_output", *present_columns):
+        if turns_name in present_columns and turns_name not in _UNWANTED_TURNS:
+            stored_name = present_columns[turns_name]
+            if isinstance(parsed(raw[stored_name]), (list, Mapping)):
+                yield {"messages": stored_name}
+
+
+def renamed(raw: Mapping, names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a row with known columns.
+
+    Args:
+        raw: A row.
+        names: The row's name of each known column. Other columns of these names are left out.
+    """
+    replaced_columns = {*names.keys(), *names.values()}
+    renamed_row = {}
+    for column, value in raw.items():
+        if column not in replaced_columns:
+            renamed_row[column] = value
+    for column, stored_name in names.items():
+        if stored_name in raw:
+            renamed_row[column] = raw[stored_name]
+    return renamed_row
 
 
 def _is_read(raw: Mapping) -> bool:
     try:
-        roles = [message["role"] for message in read_row(raw).messages]
+        parsed_row = read_row(raw)
     except ValueError:
         return False
-    return roles[-1:] == ["assistant"] and "user" in roles
+    roles = [message["role"] for message in parsed_row.messages]
+    return "user" in roles and roles[-1] == "assistant"
 
 
-def _looks_like_an_image(value: Any) -> bool:
-    value = value[0] if isinstance(value, (list, tuple)) and value else value
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path") or value.get("url")
-    if isinstance(value, str):
-        return value.startswith("data:image/") or value.partition("?")[0].lower().endswith(SUFFIXES)
-    return isinstance(value, (bytes, Image.Image))
+def _looks_like_an_image(image: Any) -> bool:
+    image = _first(image)
+    if isinstance(image, Mapping):
+        image = image.get("bytes") or image.get("path") or image.get("url")
+    if not isinstance(image, str):
+        return isinstance(image, (bytes, Image.Image))
+    image_path = image.partition("?")[0].lower()
+    return image.startswith("data:image/") or image_path.endswith(SUFFIXES)

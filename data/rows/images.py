@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of any file format and colour mode as upright RGB, and which files they may be."""
+"""Reads images of any file format and colour mode as upright RGB, from files that are allowed."""
 
 import base64
 import functools
@@ -8,10 +8,10 @@ import itertools
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import fsspec
@@ -25,36 +25,63 @@ from .zips import MAX_IMAGE_BYTES, TOO_LARGE, find_entry, read_entry
 
 # What images may be, whatever their names say. Of Pillow's others, EPS would start Ghostscript.
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
-SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".ppm")
-SUFFIXES += (".tif", ".tiff", ".avif")
+SUFFIXES = (
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".jfif",
+    ".webp",
+    ".gif",
+    ".bmp",
+    ".ppm",
+    ".tif",
+    ".tiff",
+    ".avif",
+)
 KEPT_SIDE = 2048  # pixels, at least, of a reduced image: twice what large image processors take
 MAX_PIXELS = 89_478_485  # of an image: Pillow's own limit
 MAX_RATIO = 200  # of the longer side to the shorter one
 _LISTED_FOR_EACH = 20  # entries of a folder that are listed, at most, for each image in it
 MAX_PATH = 4096  # characters; no file system has longer paths
 
+_UNKNOWN_RANGE = "the range of its brightness is not known; save it with 8 bits"
+_IN_ARCHIVE = re.compile(r"(?s)(zip://((?!::).)*)?")  # before the path of the archive
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*|....ftypavi", re.S)
+
+StoredImage: TypeAlias = dict[str, Any]
+"""An image of a row: `{"path": str | None, "bytes": bytes | None}`. One of the two is None."""
+Problem: TypeAlias = tuple[str | None, str]
+"""The file of a bad image, and the reason."""
 
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Which files images may be; with neither field any local file, for rows made in Python."""
+    """Which files images may be. Without both fields any local file, for rows made in Python."""
 
     folder: str | None = None  # or zip file that paths start from and must stay in
     hub: str | None = None  # id of a Hub data set; what `datasets` has of it is allowed
 
-    def image(self, value: Any) -> dict[str, Any]:
-        """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
+    def image(self, value: Any) -> StoredImage:
+        """Returns an image of a row.
 
-        `value` is the file's bytes or path, a data URI or its base64 alone, a mapping with `bytes`
-        or `path`, or a PIL image. Raises ValueError if it is none of them, or a path not allowed.
+        Args:
+            value: The file's bytes or path, a data URI or only its base64, a mapping with `bytes`
+                or `path`, or a PIL image.
+
+        Raises:
+            ValueError: If the value is none of them, or a path that is not allowed.
         """
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # its file may change
-        key = "bytes" if isinstance(value, bytes) else "path"
-        fields = value if isinstance(value, Mapping) else {key: value}
-        path, content = fields.get("path"), fields.get("bytes")
+        is_mapping = isinstance(value, Mapping)
+        fields = {"path": value}
+        if is_mapping:
+            fields = value
+        elif isinstance(value, bytes):
+            fields = {"bytes": value}
+        path = fields.get("path")
+        content = fields.get("bytes")
         if content is None and isinstance(path, str):
             content = _from_base64(path)
         if isinstance(content, bytes):
@@ -67,35 +94,52 @@ class ImageRules:
             raise ValueError(f"{short(path)} is neither a valid path nor an image file in base64")
         if path.startswith("~") and not self.archive:
             path = os.path.expanduser(path)
-        return {"path": self._address(path, by_datasets=fields is value), "bytes": None}
+        return {"path": self._address(path, by_datasets=is_mapping), "bytes": None}
 
     def _address(self, path: str, by_datasets: bool) -> str:
-        """The address of an image by its path, which `datasets` may have written itself."""
-        # It writes zip://a.png::b.zip, in which b.zip is a path or an address of the Hub.
+        """Returns the address of an image.
+
+        Args:
+            path: A path, or an address.
+            by_datasets: Whether `datasets` may have written it. Only its addresses are allowed. It
+                writes zip://a.png::b.zip, where b.zip is a path or an address of the Hub.
+        """
         archive, separator, file = path.rpartition("::")
-        streamed = "://" in file
-        if streamed or separator:
-            known = by_datasets and re.fullmatch(r"(?s)(zip://((?!::).)*)?", archive)
-            start = f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/"
-            allowed = file.startswith(start) and (self.hub or not self.folder)
-            if not known or streamed and not allowed:
+        is_streamed = "://" in file
+        if is_streamed or separator:
+            is_known = by_datasets and _IN_ARCHIVE.fullmatch(archive)
+            if not is_known or (is_streamed and not self._is_of_hub(file)):
                 raise ValueError(f"{short(path)} is an address; nothing is fetched: give a path")
-            if streamed:
-                return path
-        if self.hub and not self.folder and not os.path.isabs(file):
-            raise ValueError(f"the image {path} is a path in an unknown folder: set image_folder")
-        if self.archive and not separator and not os.path.isabs(file):
-            name = posixpath.normpath(file)
-            leaves, address = name.startswith("../"), f"zip://{name}::{self.archive}"
-        else:
-            full = os.path.abspath(os.path.join(self.folder or "", file))
-            leaves, address = not self._allow(full, os.path.abspath), archive + separator + full
-        if leaves:
+        if is_streamed:
+            return path
+        if not os.path.isabs(file):
+            if self.hub and not self.folder:
+                problem = "is a path in an unknown folder: set image_folder"
+                raise ValueError(f"the image {path} {problem}")
+            if self.archive and not separator:
+                return self._address_in_archive(path)
+        full_path = os.path.abspath(os.path.join(self.folder or "", file))
+        if not self._allow(full_path, os.path.abspath):
             raise ValueError(f"the image {path} leaves {self._place}")
-        return address
+        return archive + separator + full_path
+
+    def _is_of_hub(self, address: str) -> bool:
+        """Whether an address is in the Hub's data set, or in any if no place of images is given."""
+        if self.hub:
+            return address.startswith(f"hf://datasets/{self.hub}@")
+        return address.startswith("hf://datasets/") and not self.folder
+
+    def _address_in_archive(self, path: str) -> str:
+        name = posixpath.normpath(path)
+        if name.startswith("../"):
+            raise ValueError(f"the image {path} leaves {self._place}")
+        return f"zip://{name}::{self.archive}"
 
     def check_file(self, path: str) -> None:
-        """Raises ValueError if a local path of [`image`] does not exist, or links to elsewhere."""
+        """Raises ValueError if a file does not exist, or is a link to where images may not be.
+
+        `path` is one that [`image`] returns. Addresses of the Hub are not checked.
+        """
         file = path.rpartition("::")[2]
         if "://" in file:
             return
@@ -103,8 +147,8 @@ class ImageRules:
             start = "the folder or .zip file that the paths start from"
             remedy = f"copy it there, or set image_folder to {start}"
             raise ValueError(f"{path}: there is no such image; {remedy}")
-        folder = os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)
-        if not _allows_folder(self, folder) and file != self.archive:
+        target = os.path.realpath(file) if os.path.islink(file) else file
+        if not _allows_folder(self, os.path.dirname(target)) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
         if path.startswith("zip://"):
             find_entry(path)
@@ -112,18 +156,35 @@ class ImageRules:
     @property
     def archive(self) -> str | None:
         """The zip file that `folder` is, or None."""
-        folder = self.folder or ""
-        is_zip = folder.lower().endswith(".zip") and not os.path.isdir(folder)
-        return os.path.abspath(folder) if is_zip else None
+        if self.folder and self.folder.lower().endswith(".zip") and not os.path.isdir(self.folder):
+            return os.path.abspath(self.folder)
+        return None
 
     @property
     def _place(self) -> str:
         return f"image_folder {self.folder}" if self.folder else "the cache of the Hub"
 
-    def _allow(self, file: str, whole: Callable[[str], str]) -> bool:
-        hub = (constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)) if self.hub else ()
-        roots = [os.path.join(whole(root), "") for root in (self.folder, *hub) if root is not None]
-        return not roots or os.path.join(file, "").startswith(tuple(roots))
+    def _allow(self, path: str, resolve: Callable[[str], str]) -> bool:
+        """Whether a file or folder is where images may be.
+
+        Args:
+            path: Its whole path.
+            resolve: Makes a whole path of a folder that images may be in.
+        """
+        folders = []
+        if self.folder is not None:
+            folders.append(self.folder)
+        if self.hub:
+            folders.append(constants.HF_HUB_CACHE)
+            folders.append(str(datasets.config.HF_DATASETS_CACHE))
+        if not folders:
+            return True
+        path_with_separator = os.path.join(path, "")
+        for folder in folders:
+            prefix = os.path.join(resolve(folder), "")
+            if path_with_separator.startswith(prefix):
+                return True
+        return False
 
 
 @functools.cache  # many images are in one folder
@@ -132,58 +193,88 @@ def _allows_folder(rules: ImageRules, folder: str) -> bool:
     return rules._allow(os.path.realpath(folder), os.path.realpath)
 
 
-def decode_image(image: dict[str, Any], kept_side: int = KEPT_SIDE) -> Image.Image:
+def decode_image(image: StoredImage, kept_side: int = KEPT_SIDE) -> Image.Image:
     """Decodes an image into RGB: the first frame, upright, on white where it is transparent.
 
-    If both sides are at least twice `kept_side` pixels, it is reduced by a whole number; 1 is
-    fastest, where only errors matter. Raises ValueError with the file and the reason.
+    Args:
+        image: An image as [`ImageRules.image`] returns it.
+        kept_side: Pixels. If both sides are at least twice as long, the image is reduced by a whole
+            number. 1 is fastest, if only errors matter.
+
+    Raises:
+        ValueError: If it cannot be decoded, or is too large or too narrow. The message has the file
+            and the reason.
     """
     try:
-        with Image.open(io.BytesIO(stored_bytes(image)), formats=FORMATS) as opened:
-            width, height = opened.size
-            if not 0 < width * height <= MAX_PIXELS:
-                raise ValueError(f"{width} x {height} pixels; from 1 to {MAX_PIXELS:,} are allowed")
-            # Image processors that resize the shorter side would make a narrow strip huge.
-            if max(width, height) > MAX_RATIO * min(width, height):
-                raise ValueError(f"{width} x {height} pixels; at most {MAX_RATIO}:1 is allowed")
-            opened.draft(None, (kept_side, kept_side))  # which does something to JPEG alone
+        content = io.BytesIO(stored_bytes(image))
+        with Image.open(content, formats=FORMATS) as opened:
+            _check_size(*opened.size)
+            opened.draft(None, (kept_side, kept_side))  # has an effect only on JPEG
             rgb = _upright_rgb(opened)
-            return rgb.reduce(factor) if (factor := min(rgb.size) // kept_side) > 1 else rgb
+            factor = min(rgb.size) // kept_side
+            return rgb.reduce(factor) if factor > 1 else rgb
     except Exception as error:  # decoders raise errors of any kind on broken files
         reason = str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
-            reason = f"cannot identify image file; it is broken, or not one of {', '.join(FORMATS)}"
-        raise ValueError(f"{image['path'] or 'an image inside the data'}: {reason}") from error
+            formats = ", ".join(FORMATS)
+            reason = f"cannot identify image file; it is broken, or not one of {formats}"
+        name = image["path"] or "an image inside the data"
+        raise ValueError(f"{name}: {reason}") from error
+
+
+def _check_size(width: int, height: int) -> None:
+    """Raises ValueError if an image has too many pixels, or none, or is too narrow."""
+    if not 0 < width * height <= MAX_PIXELS:
+        raise ValueError(f"{width} x {height} pixels; from 1 to {MAX_PIXELS:,} are allowed")
+    # Image processors that resize the shorter side would make a narrow strip huge.
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(f"{width} x {height} pixels; at most {MAX_RATIO}:1 is allowed")
 
 
 def _upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
-    """Decodes an opened image into RGB: upright by its EXIF data, on white where transparent.
-
-    White is the largest number of the bits that the brightest grey needs, an even number from 8 up:
-    12 bits in a file of 16 keep their brightness. Of 16-bit colours Pillow gives the higher byte.
-    """
-    deep = ";16" in str(opened.tile)
+    """Decodes an opened image into RGB: upright by its EXIF data, on white where transparent."""
+    has_deep_colours = ";16" in str(opened.tile)
     ImageOps.exif_transpose(opened, in_place=True)
     image: Image.Image = opened
-    is_unknown = image.mode == "F"
     if image.mode.startswith("I"):  # Pillow makes all above 255 white
-        values = np.asarray(image)
-        is_unknown, bits = values.min() < 0, int(values.max()).bit_length()
-        image = Image.fromarray((values >> max(0, bits + bits % 2 - 8)).astype(np.uint8))
-    elif deep:
-        is_unknown = np.asarray(image.convert("RGB")).max() < 64
-    if is_unknown:
-        raise ValueError("the range of its brightness is not known; save it with 8 bits")
+        image = _grey(image)
+    elif has_deep_colours:  # Pillow gives the higher byte
+        brightest = np.asarray(image.convert("RGB")).max()
+        if brightest < 64:
+            raise ValueError(_UNKNOWN_RANGE)
+    elif image.mode == "F":
+        raise ValueError(_UNKNOWN_RANGE)
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
     return image.convert("RGB")
 
 
+def _grey(image: Image.Image) -> Image.Image:
+    """Returns an image of whole numbers as one of 8 bits.
+
+    White is the largest number of the bits that the brightest grey needs, an even number from 8 up:
+    12 bits in a file of 16 keep their brightness.
+    """
+    values = np.asarray(image)
+    if values.min() < 0:
+        raise ValueError(_UNKNOWN_RANGE)
+    bits = int(values.max()).bit_length()
+    even_bits = bits + bits % 2
+    shifted = values >> max(0, even_bits - 8)
+    return Image.fromarray(shifted.astype(np.uint8))
+
+
 def image_problem(
-    images: list[dict[str, Any]], rules: ImageRules, decode: bool = True
-) -> tuple[str | None, str] | None:
-    """File of the first bad image, and the reason, or None."""
+    images: list[StoredImage], rules: ImageRules, decode: bool = True
+) -> Problem | None:
+    """Returns the problem of the first bad image, or None.
+
+    Args:
+        images: Images as [`ImageRules.image`] returns them.
+        rules: Which files they may be.
+        decode: Whether they are opened. Otherwise only their files are looked for.
+    """
     for image in images:
         try:
             if image["bytes"] is None:
@@ -196,35 +287,44 @@ def image_problem(
 
 
 class PlainFiles:
-    """The files of some folders that may be images, and need no look at each of them.
+    """Files of some folders that are known to exist and to be allowed as images.
 
-    They are regular files, no links, in folders where images may be. A folder is listed once, and
-    not to its end if it has many more files than images that are asked about. Of each file 8 bytes
-    are kept, a hash that differs between runs of Python.
+    They are regular files, not links, in folders where images may be. Each folder is listed once,
+    which is faster than a look at each file. The list ends early if a folder has many more files
+    than images that are asked about. 8 bytes are kept of each file, a hash that differs between
+    runs of Python.
 
     Args:
-        folders: Numbers of images that are asked about, by the folders that they are in.
+        folders: The number of images that are asked about, by folder.
         rules: Where images may be.
     """
 
     def __init__(self, folders: Mapping[str, int], rules: ImageRules):
-        listed = [np.zeros(0, np.int64)]
+        hashes = []
         for folder, images in folders.items():
             if "://" not in folder and _allows_folder(rules, folder):
                 files = _regular_files(folder, _LISTED_FOR_EACH * images)
-                listed.append(np.fromiter(map(hash, files), np.int64))
-        self._hashes = np.concatenate(listed)
+                hashes.append(_hashes(files))
+        self._hashes = np.concatenate([_hashes(()), *hashes])
         self._hashes.sort()
 
     def include(self, paths: Sequence[str]) -> np.ndarray:
-        """Which of these paths, as [`ImageRules.image`] gives them, are of such files: `(n,)`."""
-        hashes = np.fromiter(map(hash, paths), np.int64, len(paths))
+        """Returns which of n paths are such files, as booleans of the shape `(n,)`.
+
+        The paths are those of images that [`ImageRules.image`] returns.
+        """
+        hashes = _hashes(paths)
         starts = self._hashes.searchsorted(hashes, side="left")
-        return self._hashes.searchsorted(hashes, side="right") > starts
+        ends = self._hashes.searchsorted(hashes, side="right")
+        return ends > starts
+
+
+def _hashes(paths: Iterable[str]) -> np.ndarray:
+    return np.fromiter(map(hash, paths), np.int64)
 
 
 def _regular_files(folder: str, most: int) -> Iterator[str]:
-    """Paths of the files in a folder that are no links, among its first `most` entries."""
+    """Yields paths of files, not of links, among the first `most` entries of a folder."""
     with suppress(OSError), os.scandir(folder) as entries:  # it may be absent, or not readable
         for entry in itertools.islice(entries, most):
             if entry.is_file(follow_symlinks=False):
@@ -232,7 +332,7 @@ def _regular_files(folder: str, most: int) -> Iterator[str]:
 
 
 def _from_base64(text: str) -> bytes | None:
-    """The bytes of a data URI or of an image file in base64; None for other texts, as paths."""
+    """Returns the bytes of a data URI or of an image file in base64; None for paths."""
     if text.startswith("data:"):
         try:
             _, encoded = text.split(";base64,")
@@ -240,26 +340,36 @@ def _from_base64(text: str) -> bytes | None:
         except ValueError as error:
             raise ValueError(f"the data URI {short(text)} is no image in base64") from error
     try:
-        start = base64.b64decode("".join(text[:100].split())[:64])
-        return base64.b64decode(text) if _STARTS.match(start) and _BASE64.fullmatch(text) else None
+        first_characters = "".join(text[:100].split())
+        start = base64.b64decode(first_characters[:64])
+        if _STARTS.match(start) and _BASE64.fullmatch(text):
+            return base64.b64decode(text)
     except ValueError:
-        return None
+        pass
+    return None
 
 
-def stored_bytes(image: dict[str, Any]) -> bytes:
-    """The image file's content. Raises ValueError if it is too large."""
-    content, path = image["bytes"], image["path"]
-    if content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
-        content = read_entry(path)
-    elif content is None:
-        with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
-            content = file.read(MAX_IMAGE_BYTES + 1)  # a sparse or packed file may hold far more
+def stored_bytes(image: StoredImage) -> bytes:
+    """Returns the image file's content. Raises ValueError if it is too large."""
+    content = image["bytes"]
+    if content is None:
+        content = _read_file(image["path"])
     if len(content) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return content
 
 
+def _read_file(path: str) -> bytes:
+    """Reads a file or an entry of a zip file, up to a byte more than is allowed."""
+    archive = path.rpartition("::")[2]
+    if path.startswith("zip://") and "://" not in archive:
+        return read_entry(path)
+    open_file = fsspec.open if "://" in path else open
+    with open_file(path, "rb") as file:
+        return file.read(MAX_IMAGE_BYTES + 1)  # a sparse or packed file may hold far more
+
+
 def short(value: Any) -> str:
-    """The value for an error message, 80 characters at most."""
+    """Returns the value for an error message, 80 characters at most."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -3,7 +3,7 @@
 
 A parsed row has explicit content parts, with each image in the turn it belongs to:
 
-    images       list of {"path": str | None, "bytes": bytes | None}, one of which is None
+    images       list of {"path": str | None, "bytes": bytes | None}; one of the two is None
     messages     list of {"role": str, "content": [{"type": "image" | "text", "text": str | None}]}
     learned      for each assistant turn, whether it has labels; in a prompt it has none
 
@@ -13,10 +13,11 @@ After an optional system turn, user and assistant take turns, the user first and
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ...errors import printable
 from .forms import MARKER, columns as columns_of, known_row, markers, proposal
 from .images import ImageRules
-from .turns import Row
+from .turns import Message, Row, text_part
 
 
 _TEXT = Value("string")
@@ -40,6 +41,9 @@ FEATURES = Features(
 )
 """Columns of data to train on: a parsed row, its source, and its numbers of images and tokens."""
 
+ParsedRow: TypeAlias = dict[str, Any]
+"""A row with at least the columns `images`, `messages` and `learned` of [`FEATURES`]."""
+
 
 @dataclass(frozen=True)
 class DroppedRow:
@@ -51,16 +55,23 @@ class DroppedRow:
     reason: str
     tokens: int | None = None  # the row's length, if that is the reason
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identifies the row: each is recorded only once."""
+        return self.source, self.row
+
     def __str__(self) -> str:
-        file = f" ({self.file})" if self.file and self.file not in self.reason else ""
-        return f"{self.source}, row {self.row}{file}: {self.reason}"
+        description = f"{self.source}, row {self.row}"
+        if self.file and self.file not in self.reason:
+            description += f" ({self.file})"
+        return f"{description}: {self.reason}"
 
 
 class BadRow(ValueError):
     """A row that training stops at."""
 
     def __init__(self, text: str):
-        # Of a data loader's worker, torch puts the traceback before the text.
+        # If a data loader's worker raised the error, torch puts the traceback before the text.
         super().__init__(text.rpartition(f"{type(self).__name__}: ")[2].rstrip())
 
 
@@ -73,24 +84,28 @@ class DroppedRows:
 
     def add(self, dropped: DroppedRow) -> None:
         """Appends a line in one write, so that lines of several processes do not mix."""
-        self._written = self._written or {(row.source, row.row) for row in self.read()}
-        if (dropped.source, dropped.row) in self._written:
+        if not self._written:
+            self._written = {row.key for row in self.read()}
+        if dropped.key in self._written:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        json_line = json.dumps(asdict(dropped)) + "\n"
         with open(self.path, "ab", buffering=0) as file:
-            file.write(json.dumps(asdict(dropped)).encode() + b"\n")
-        self._written.add((dropped.source, dropped.row))
+            file.write(json_line.encode())
+        self._written.add(dropped.key)
 
     def read(self) -> list[DroppedRow]:
-        """The dropped rows, once each, sorted by source and number; empty without a file."""
-        rows: dict[tuple[str, int], DroppedRow] = {}
-        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
+        """Returns the dropped rows, once each, sorted by source and number."""
+        if not self.path.exists():
+            return []
+        dropped_rows: dict[tuple[str, int], DroppedRow] = {}
+        for line in self.path.read_bytes().splitlines():
             try:
                 dropped = DroppedRow(**json.loads(line))
             except ValueError:  # the line that was being written when the process was killed
                 continue
-            rows.setdefault((dropped.source, dropped.row), dropped)
-        return [rows[key] for key in sorted(rows)]
+            dropped_rows.setdefault(dropped.key, dropped)
+        return [dropped_rows[key] for key in sorted(dropped_rows)]
 
 
 def parse_row(
@@ -99,65 +114,119 @@ def parse_row(
     *,
     image_token: str = MARKER,
     control_tokens: re.Pattern[str] | None = None,
-) -> dict[str, Any]:
-    """The row in parsed form, with the other attributes of [`Row`]; its files are not checked.
+) -> ParsedRow:
+    """Returns the row in parsed form, with the other attributes of [`Row`].
 
-    White space around an answer is removed, since it would be learned. Raises ValueError with the
-    reason if it cannot be trained on, as where a text has the image token or a control token.
+    White space around an answer is removed, since it would be learned. Files of images are not
+    checked.
+
+    Args:
+        raw: A row in any known form.
+        rules: Which files images may be; by default any local file.
+        image_token: The tokenizer's image token. No text may have it.
+        control_tokens: Matches other tokens that no text may have: see [`control_tokens`].
+
+    Raises:
+        ValueError: If the row cannot be trained on, with the reason.
     """
     row = known_row(raw)
-    if row.form == "text" and isinstance(raw.get("label"), str) and (remedy := proposal(raw)):
-        raise ValueError(f"label may be the answer{remedy}; a caption with --columns caption=text")
-    images = [(rules or ImageRules()).image(image) for image in row.images]
+    if row.form == "text" and isinstance(raw.get("label"), str):
+        remedy = proposal(raw)
+        if remedy:
+            as_caption = "a caption with --columns caption=text"
+            raise ValueError(f"label may be the answer{remedy}; {as_caption}")
+    if rules is None:
+        rules = ImageRules()
+    images = [rules.image(image) for image in row.images]
     _check_turns(row, raw)
-    _check_texts(row, image_token, control_tokens)
+    _check_texts(row, {MARKER, image_token}, control_tokens)
+    messages = _stored_messages(row.messages)
+    left_out = list(row.left_out)
     if images:  # without any, they may be what should show them: see `unread_image`
-        row.left_out += dict.fromkeys(f"text {marker}" for marker in markers(row.messages))
-    return {**vars(row), "images": images}
+        left_out += dict.fromkeys(f"text {marker}" for marker in markers(messages))
+    return {**vars(row), "messages": messages, "images": images, "left_out": left_out}
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches the special tokens, which the tokenizer reads as such anywhere in a text."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special.update(tokenizer.all_special_tokens)
-    longest_first = sorted(special, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    """Returns a pattern of the special tokens. The tokenizer finds them anywhere in a text."""
+    special_tokens = set(tokenizer.all_special_tokens)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            special_tokens.add(token.content)
+    return any_of(special_tokens)
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Returns a pattern of any of the texts, the longest first. Without texts it never matches."""
+    longest_first = sorted(texts, key=lambda text: (-len(text), text))
+    expression = "|".join(map(re.escape, longest_first))
+    return re.compile(expression or "(?!)")
 
 
 def _check_turns(row: Row, raw: Mapping) -> None:
+    """Raises ValueError if no answer is learned, or user and assistant do not take turns."""
     roles = [message["role"] for message in row.messages]
-    start = int(roles[:1] == ["system"])
     if "assistant" not in roles:
-        columns = columns_of(raw)
-        add = "; add a metadata.csv with file_name, question and answer" * (columns == "image")
-        raise ValueError(f"it has no assistant turn{add}; its columns are {columns}{proposal(raw)}")
-    for number, role in enumerate(roles[start:], start):
-        if role != ("user", "assistant")[(number - start) % 2]:
-            raise ValueError(f"turn {number} is the {role}'s; turns must alternate, the user first")
+        filled_columns = columns_of(raw)
+        problem = "it has no assistant turn"
+        if filled_columns == "image":
+            problem += "; add a metadata.csv with file_name, question and answer"
+        raise ValueError(f"{problem}; its columns are {filled_columns}{proposal(raw)}")
+    first_turn = 1 if roles[0] == "system" else 0
+    expected_roles = cycle(("user", "assistant"))
+    for turn_number in range(first_turn, len(roles)):
+        role = roles[turn_number]
+        if role != next(expected_roles):
+            problem = f"turn {turn_number} is the {role}'s"
+            raise ValueError(f"{problem}; turns must alternate, the user first")
     if roles[-1] != "assistant":
         raise ValueError("the last turn is the user's; the conversation must end with an answer")
     if not any(row.learned):
         raise ValueError("no answer is learned: each is in the prompt, or has weight or loss 0")
 
 
-def _check_texts(row: Row, image_token: str, control_tokens: re.Pattern[str] | None) -> None:
+def _check_texts(row: Row, image_tokens: set[str], control_tokens: re.Pattern[str] | None) -> None:
+    """Raises ValueError if a turn has an image or a text that it may not have."""
     learned = iter(row.learned)
-    for number, message in enumerate(row.messages):
-        role, parts = message["role"], message["content"]
-        turn = f"turn {number}, the {role}'s,"
-        if role != "user" and any(part["type"] == "image" for part in parts):
-            raise ValueError(f"{turn} has an image; only the user shows images")
-        text = "".join(part["text"] for part in parts if part["type"] == "text")
-        if printable(text) != text:
-            raise ValueError(f"{turn} is not valid Unicode: half of a surrogate pair")
-        for token in {MARKER, image_token}:
-            if token in text:
-                raise ValueError(f"{turn} has {token} where no image is")
-        if control_tokens and (control := control_tokens.search(text)):
-            raise ValueError(f"{turn} has {control[0]}, a control token of the tokenizer")
+    for turn_number, message in enumerate(row.messages):
+        role = message["role"]
+        turn_name = f"turn {turn_number}, the {role}'s,"
+        if role != "user" and any(part["type"] == "image" for part in message["content"]):
+            raise ValueError(f"{turn_name} has an image; only the user shows images")
+        turn_text = _text_of(message)
+        _check_text(turn_text, turn_name, image_tokens, control_tokens)
         if role == "assistant":
-            if next(learned) and not text.strip():
-                raise ValueError(f"the answer in turn {number} is empty")
-            parts = [{"type": "text", "text": text.strip()}]
-        parts = parts or [{"type": "text", "text": ""}]
-        message["content"] = [{"type": part["type"], "text": part.get("text")} for part in parts]
+            is_learned = next(learned)
+            if is_learned and not turn_text.strip():
+                raise ValueError(f"the answer in turn {turn_number} is empty")
+
+
+def _check_text(
+    text: str, turn_name: str, image_tokens: set[str], control_tokens: re.Pattern[str] | None
+) -> None:
+    if printable(text) != text:
+        raise ValueError(f"{turn_name} is not valid Unicode: half of a surrogate pair")
+    for token in image_tokens:
+        if token in text:
+            raise ValueError(f"{turn_name} has {token} where no image is")
+    if control_tokens:
+        found = control_tokens.search(text)
+        if found:
+            raise ValueError(f"{turn_name} has {found[0]}, a control token of the tokenizer")
+
+
+def _text_of(message: Message) -> str:
+    """Returns the text of all parts of a message."""
+    return "".join(part["text"] for part in message["content"] if part["type"] == "text")
+
+
+def _stored_messages(messages: list[Message]) -> list[Message]:
+    """Returns messages as `MESSAGES` describes them. Parts of an answer become one part."""
+    stored_messages = []
+    for message in messages:
+        stored_parts = message["content"] or [text_part("")]
+        if message["role"] == "assistant":
+            stored_parts = [text_part(_text_of(message).strip())]
+        stored_content = [{"type": part["type"], "text": part.get("text")} for part in stored_parts]
+        stored_messages.append({"role": message["role"], "content": stored_content})
+    return stored_messages

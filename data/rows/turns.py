@@ -1,39 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows hold: lists of turns in all known forms, questions with options, values of tables."""
+"""Rows, and reading lists of turns in all known forms."""
 
-import ast
-import json
-import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
-from string import ascii_uppercase
-from typing import Any
+from itertools import cycle
+from typing import Any, TypeAlias
 
-from ...errors import printable
-from .images import SUFFIXES, short
+from .images import short
+from .values import as_list, as_text, is_empty, parsed, transposed, unread_keys
 
 
-ROLES = dict.fromkeys(("human", "user"), "user") | dict.fromkeys(("system", "developer"), "system")
-ROLES |= dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt"), "assistant")
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "system": "system",
+    "developer": "system",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+}
 # Keys of a question and its answer that are one element of a list of turns.
-PAIRS = [("user", "assistant"), ("human", "gpt"), ("human", "assistant")]
-PAIRS += [("question", "answer"), ("input", "output")]
+PAIRS = [
+    ("user", "assistant"),
+    ("human", "gpt"),
+    ("human", "assistant"),
+    ("question", "answer"),
+    ("input", "output"),
+]
 # Keys of a turn that say whether it is learned: OpenAI's, ms-swift's, axolotl's.
 LEARNED = {"weight", "loss", "loss_scale", "train", "training", "trainable"}
-LETTERS = "ABCDEFGHIJ"  # columns of options, if they are not in `choices`
 _MARKERS = re.compile(r"<image>|<img>([^<>\n]+)</img>")  # LLaVA's, or Qwen's with the path in it
 _FIRST_BREAK = re.compile(r"\A\r?\n")
 _LAST_BREAK = re.compile(r"\r?\n\Z")
 _BREAKS = ("", "\n", "\r\n")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "source")  # the last is Anthropic's
 _NO_IMAGES = {"type", "text", "index", "detail"}  # llava-instruct-mix has the number of the image
-_PARTS = {"text": "text", "input_text": "text", "output_text": "text"}
-_PARTS |= {"image": "image", "image_url": "image", "input_image": "image"}
-_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-# A list of texts as numpy prints it, without commas.
-_NUMPY_TEXTS = re.compile(rf"\[\s*(?:{_QUOTED})(?:\s+(?:{_QUOTED}))*\s*\]", re.S)
+_CONTENT_KEYS = {"from": "value", "role": "content"}  # by the key of the role
+_PART_KINDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+}
+
+
+Part: TypeAlias = dict[str, Any]
+"""A part of a turn: its `type` is "text", with `text`, or "image", perhaps with `image`."""
+Message: TypeAlias = dict[str, Any]
+"""A turn as chat templates read it: `role`, and parts as `content`."""
 
 
 @dataclass
@@ -41,8 +60,8 @@ class Row:
     """A row read by its form, unchecked."""
 
     form: str  # the column that identifies its form
-    messages: list[dict[str, Any]] = field(default_factory=list)  # role and content
-    images: list[Any] = field(default_factory=list)  # those of the image parts, in order
+    messages: list[Message] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)  # of the image parts, in order
     learned: list[bool] = field(default_factory=list)  # for each assistant turn
     options: dict[str, str] = field(default_factory=dict)  # of a question, by letter
     accepted: list[str] = field(default_factory=list)  # right answers, if several
@@ -52,345 +71,330 @@ class Row:
 
 @dataclass
 class Turn:
-    """A turn; the `type` of a part is "image", perhaps with `image`, or "text", with `text`."""
+    """A turn of a row's conversation."""
 
     role: str
-    content: list[dict[str, Any]]
+    content: list[Part]
     learned: bool = True  # otherwise an assistant's turn has no labels
+    left_out: list[str] = field(default_factory=list)  # its keys that are not read
 
 
-def read_turns(value: Any, column: str, text_role: str | None, left_out: list[str]) -> list[Turn]:
-    """The turns in a column: a list of them in any form, or the text of a turn of `text_role`.
+def text_part(text: Any) -> Part:
+    """Returns the part of a turn that holds a text."""
+    return {"type": "text", "text": text}
 
-    With a `text_role` a text is not parsed, whatever brackets it has. Parts of a turn are one turn.
+
+def read_turns(value: Any, column: str, text_role: str | None) -> list[Turn]:
+    """Reads the turns in a column.
+
+    Args:
+        value: A list of turns in any form, or the text of a single turn.
+        column: The column's name, for errors and for names of keys that are not read.
+        text_role: The role of the turn if the value is a text or a list of parts. Such a text is
+            not parsed, whatever brackets it has. None if only a list of turns is allowed.
     """
-    value = as_text(value) if text_role else transposed(parsed(value))
-    if text_role and (isinstance(value, str) or _are_parts(value)):
-        return [Turn(text_role, _content(left_out, 0, text_role, value, column))]
-    if not isinstance(value, (list, tuple)):
-        kinds = "text or a list of turns" if text_role else "a list of turns"
-        raise ValueError(f"{column} must be {kinds}, got {short(value)}")
-    if not text_role and column != "texts" and all(isinstance(text, str) for text in value):
-        roles = ("user", "assistant") * len(value)  # PixMo's
-        value = [{"role": role, "content": text} for role, text in zip(roles, value, strict=False)]
-    turns = (_element(left_out, number, element, column) for number, element in enumerate(value))
-    return list(chain.from_iterable(turns))
-
-
-def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[Turn]:
-    """The turn that an element of a list of turns is, or the two of a question and its answer."""
-    stored = turn if isinstance(turn, Mapping) else {}
-    fields = {key: value for key, value in stored.items() if value is not None}
-    role, text = ("from", "value") if fields.get("from") else ("role", "content")
-    pair = () if role in fields else next((pair for pair in PAIRS if fields.keys() >= {*pair}), ())
-    if not pair and role not in fields:
-        raise ValueError(f"turn {number} of {column} needs role and content, got {short(turn)}")
-    sides = [("user", pair[0]), ("assistant", pair[1])] if pair else [(fields[role], text)]
+    if text_role:
+        allowed_kinds = "text or a list of turns"
+        elements = as_text(value)
+        if isinstance(elements, str) or are_parts(elements):
+            return [_read_turn(elements, text_role, 0, column)]
+    else:
+        allowed_kinds = "a list of turns"
+        elements = transposed(parsed(value))
+    if not isinstance(elements, (list, tuple)):
+        raise ValueError(f"{column} must be {allowed_kinds}, got {short(elements)}")
+    if not text_role and column != "texts":
+        elements = _with_roles(elements)
     turns = []
-    for name, entry in sides:
-        if not (speaker := ROLES.get(str(name).lower())):
-            raise ValueError(f"turn {number} has role {short(name)}; known are {', '.join(ROLES)}")
-        turns.append(Turn(speaker, _content(left_out, number, speaker, fields.get(entry), column)))
-    if len(fields) > 2:
-        read = {role, text, *pair}
-        if key := next((key for key in ("images", "image") if not is_empty(fields.get(key))), None):
-            images = fields[key]
-            place_images(turns[:1], images if isinstance(images, (list, tuple)) else [images])
-            read.add(key)
-        if pair and not number and isinstance(fields.get("system"), str):  # XTuner's
-            turns.insert(0, Turn("system", [{"type": "text", "text": fields["system"]}]))
-            read.add("system")
-        for key in fields.keys() & LEARNED:
-            if fields[key] not in (0, 1):
-                raise ValueError(f"turn {number} has {key} {short(fields[key])}, neither 0 nor 1")
-            turns[-1].learned &= bool(fields[key])
-        is_answer = turns[-1].role == "assistant"  # others are never learned, whatever they say
-        read |= {key for key in LEARNED if is_answer or not fields.get(key)}
-        leave_out(left_out, fields, read, f"{column}.")
+    for turn_number, element in enumerate(elements):
+        turns += _read_element(element, turn_number, column)
     return turns
 
 
-def _content(left_out: list[str], number: int, role: str, content: Any, column: str) -> list[dict]:
-    """The parts of a turn. Only the user's may be JSON in a text, and only if they show an image.
+def _with_roles(elements: Sequence[Any]) -> Sequence[Any]:
+    """Returns the elements of a list of turns. If all are texts, as in PixMo, they get roles."""
+    if not all(isinstance(element, str) for element in elements):
+        return elements
+    turns = []
+    for role, text in zip(cycle(("user", "assistant")), elements, strict=False):
+        turns.append({"role": role, "content": text})
+    return turns
 
-    What the assistant says is learned as it is written, whatever it looks like.
+
+def _read_element(element: Any, turn_number: int, column: str) -> list[Turn]:
+    """Reads an element of a list of turns: a turn, or a question with its answer as two turns."""
+    fields = {}
+    if isinstance(element, Mapping):
+        fields = {key: value for key, value in element.items() if value is not None}
+    role_key = _role_key(fields)
+    contents = _pair_contents(fields)
+    if role_key is not None:
+        contents = [(fields[role_key], _CONTENT_KEYS[role_key])]
+    if not contents:
+        raise ValueError(
+            f"turn {turn_number} of {column} needs role and content, got {short(element)}"
+        )
+    turns = []
+    read_keys = {role_key}
+    for role_name, content_key in contents:
+        role = ROLES.get(str(role_name).lower())
+        if role is None:
+            known_roles = ", ".join(ROLES)
+            raise ValueError(
+                f"turn {turn_number} has role {short(role_name)}; known are {known_roles}"
+            )
+        turns.append(_read_turn(fields.get(content_key), role, turn_number, column))
+        read_keys.add(content_key)
+    if len(fields) > 2:
+        return _with_other_keys(turns, fields, read_keys, turn_number, column)
+    return turns
+
+
+def _role_key(fields: Mapping) -> str | None:
+    if fields.get("from"):
+        return "from"
+    if "role" in fields:
+        return "role"
+    return None
+
+
+def _pair_contents(fields: Mapping) -> list[tuple[str, str]]:
+    """Returns role and key of a question and of its answer; empty if an element has no pair."""
+    for question_key, answer_key in PAIRS:
+        if question_key in fields and answer_key in fields:
+            return [("user", question_key), ("assistant", answer_key)]
+    return []
+
+
+def _with_other_keys(
+    turns: list[Turn], fields: Mapping, read_keys: set[Any], turn_number: int, column: str
+) -> list[Turn]:
+    """Returns the turns of an element after its other keys are read.
+
+    These are images, a system turn before a question and its answer, and whether it is learned.
+
+    Args:
+        turns: The turns of the element, without what these keys hold.
+        fields: The element.
+        read_keys: The keys that were read.
+        turn_number: The number of the element in its list.
+        column: The column of the list.
     """
-    content = as_text(content)
-    if role == "user" and isinstance(content, str) and content.startswith("[{"):
+    is_pair = len(turns) == 2
+    read_keys = set(read_keys)
+    for images_key in ("images", "image"):
+        if not is_empty(fields.get(images_key)):
+            images = as_list(fields[images_key])
+            turns = place_images(turns[:1], images) + turns[1:]
+            read_keys.add(images_key)
+            break
+    system = fields.get("system")
+    if is_pair and turn_number == 0 and isinstance(system, str):  # XTuner's
+        turns = [Turn("system", [text_part(system)]), *turns]
+        read_keys.add("system")
+    last_turn = turns[-1]
+    is_learned = _is_learned(fields, turn_number)
+    for learned_key in LEARNED:
+        # Other turns are never learned, so a key that asks for it is not read.
+        if last_turn.role == "assistant" or not fields.get(learned_key):
+            read_keys.add(learned_key)
+    left_out = last_turn.left_out + unread_keys(fields, read_keys, f"{column}.")
+    return [*turns[:-1], replace(last_turn, learned=is_learned, left_out=left_out)]
+
+
+def _is_learned(fields: Mapping, turn_number: int) -> bool:
+    """Whether a turn is learned. Raises ValueError if a key that says it is neither 0 nor 1."""
+    is_learned = True
+    for learned_key in LEARNED.intersection(fields):
+        value = fields[learned_key]
+        if value not in (0, 1):
+            raise ValueError(
+                f"turn {turn_number} has {learned_key} {short(value)}, neither 0 nor 1"
+            )
+        is_learned = is_learned and bool(value)
+    return is_learned
+
+
+def _read_turn(stored_content: Any, role: str, turn_number: int, column: str) -> Turn:
+    """Reads the content of a turn: a text, or a list of parts."""
+    stored_content = as_text(stored_content)
+    if role == "user":
+        stored_content = _parts_in_text(stored_content)
+    if isinstance(stored_content, str):
+        if role == "user":
+            return Turn(role, _split_text(stored_content))
+        return Turn(role, [text_part(stored_content)])
+    if not isinstance(stored_content, (list, tuple)):
+        raise ValueError(
+            f"turn {turn_number} must have text or a list of parts, got {short(stored_content)}"
+        )
+    parts = []
+    left_out = []
+    for stored_part in stored_content:
+        part, part_left_out = _read_part(stored_part, turn_number, f"{column}.content.")
+        parts.append(part)
+        left_out += part_left_out
+    return Turn(role, parts, left_out=left_out)
+
+
+def _parts_in_text(content: Any) -> Any:
+    """Returns the parts that a user's text holds as JSON, if they show an image; else the content.
+
+    The assistant's texts are never parsed, since they are learned as they are written.
+    """
+    if isinstance(content, str) and content.startswith("[{"):
         parts = parsed(content)
-        if _are_parts(parts) and any(_PARTS[part["type"]] == "image" for part in parts):
-            content = parts
-    if isinstance(content, str):
-        return _split(content) if role == "user" else [{"type": "text", "text": content}]
-    if not isinstance(content, (list, tuple)):
-        raise ValueError(f"turn {number} must have text or a list of parts, got {short(content)}")
-    return [_part(left_out, number, part, column) for part in content]
+        if are_parts(parts) and "image" in map(_part_kind, parts):
+            return parts
+    return content
 
 
-def _are_parts(value: Any) -> bool:
+def _part_kind(part: Any) -> str | None:
+    """Returns "text" or "image" for a part of a turn, and None for anything else."""
+    if not isinstance(part, Mapping):
+        return None
+    return _PART_KINDS.get(str(part.get("type")))
+
+
+def are_parts(value: Any) -> bool:
     """Whether a value is a list of the parts of a turn, each of a known `type`."""
     if not isinstance(value, (list, tuple)) or not value:
         return False
-    return all(isinstance(part, Mapping) and part.get("type") in _PARTS for part in value)
+    return all(map(_part_kind, value))
 
 
-def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str, Any]:
-    kind = _PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        leave_out(left_out, part, {"type", "text", "index"}, f"{column}.content.")
-        return {"type": "text", "text": part["text"]}
-    if kind != "image":
-        raise ValueError(f"turn {number} has {short(part)}, neither a text nor an image part")
-    key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
-    others = [str(name) for name in part if name not in _NO_IMAGES and not is_empty(part[name])]
-    if key is None and others:
+def _read_part(part: Any, turn_number: int, place: str) -> tuple[Part, list[str]]:
+    """Reads a part of a turn. Returns it with the names of its keys that are not read."""
+    part_kind = _part_kind(part)
+    if part_kind == "text" and isinstance(part.get("text"), str):
+        return text_part(part["text"]), unread_keys(part, {"type", "text", "index"}, place)
+    if part_kind != "image":
+        raise ValueError(f"turn {turn_number} has {short(part)}, neither a text nor an image part")
+    return _read_image_part(part, turn_number, place)
+
+
+def _read_image_part(part: Mapping, turn_number: int, place: str) -> tuple[Part, list[str]]:
+    image_key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
+    left_out = unread_keys(part, {image_key, *_NO_IMAGES}, place)
+    if image_key is None and left_out:
+        names = ", ".join(unread_keys(part, _NO_IMAGES))
         keys = ", ".join(_IMAGE_KEYS)
-        raise ValueError(f"an image of turn {number} has {', '.join(others)}, but none of {keys}")
-    leave_out(left_out, part, {key, *_NO_IMAGES}, f"{column}.content.")
-    image = part[key] if key else None
-    if isinstance(image, Mapping) and (image.get("url") or image.get("data")):
-        name, place = "url" if image.get("url") else "data", f"{column}.content.{key}."
-        leave_out(left_out, image, {name, "type", "media_type", "detail"}, place)
-        image = image[name]
-    return {"type": "image", "image": image, "index": part.get("index")}
+        raise ValueError(f"an image of turn {turn_number} has {names}, but none of {keys}")
+    image = part.get(image_key)
+    if isinstance(image, Mapping):
+        content_key = next((key for key in ("url", "data") if image.get(key)), None)
+        if content_key is not None:  # OpenAI's, or Anthropic's
+            read_keys = {content_key, "type", "media_type", "detail"}
+            left_out += unread_keys(image, read_keys, f"{place}{image_key}.")
+            image = image[content_key]
+    return {"type": "image", "image": image, "index": part.get("index")}, left_out
 
 
-def _split(text: str) -> list[dict[str, Any]]:
-    """The parts of a user's text with markers.
+def _split_text(text: str) -> list[Part]:
+    """Splits a user's text at its markers into parts.
 
-    In LLaVA's data, images have lines of their own at the beginning or the end of a turn. What
-    stands between an image and its question is for the chat template to say, in training as when
-    the model is asked. So the line breaks beside these markers are not read. A marker between two
-    texts leaves both as they are.
+    In LLaVA's data, images have lines of their own at the beginning or the end of a turn. The chat
+    template decides what separates an image from its question, in training and in use. The line
+    breaks beside these markers are therefore not read. A marker between two texts leaves both as
+    they are.
     """
     pieces = _MARKERS.split(text)
     texts = pieces[0::2]
     paths = pieces[1::2]  # those in the markers, or None
-    for number in range(len(paths)):  # markers at the beginning
-        if texts[number] not in _BREAKS:
+    for marker_number in range(len(paths)):  # markers at the beginning
+        if texts[marker_number] not in _BREAKS:
             break
-        texts[number] = ""
-        texts[number + 1] = _FIRST_BREAK.sub("", texts[number + 1])
-    for number in reversed(range(len(paths))):  # markers at the end
-        if texts[number + 1] not in _BREAKS:
+        texts[marker_number] = ""
+        texts[marker_number + 1] = _FIRST_BREAK.sub("", texts[marker_number + 1])
+    for marker_number in reversed(range(len(paths))):  # markers at the end
+        if texts[marker_number + 1] not in _BREAKS:
             break
-        texts[number + 1] = ""
-        texts[number] = _LAST_BREAK.sub("", texts[number])
-    parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(texts):
+        texts[marker_number + 1] = ""
+        texts[marker_number] = _LAST_BREAK.sub("", texts[marker_number])
+    parts: list[Part] = []
+    for piece_number, piece in enumerate(texts):
         if piece:
-            parts.append({"type": "text", "text": piece})
-        if number < len(paths):
-            parts.append({"type": "image", "image": paths[number]})
-    return parts or [{"type": "text", "text": ""}]
+            parts.append(text_part(piece))
+        if piece_number < len(paths):
+            parts.append({"type": "image", "image": paths[piece_number]})
+    return parts or [text_part("")]
 
 
-def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Any]:
-    """The images of all parts: parts without one get the next, or the first user turn new parts."""
-    parts = [part for turn in turns for part in turn.content if part["type"] == "image"]
-    asking = next((turn for turn in turns if turn.role == "user"), None)
-    if not parts and asking:
-        parts = [{"type": "image"} for _ in images]
-        asking.content = parts + asking.content
-    places = [part for part in parts if part.get("image") is None]
-    if len(places) != len(images):
-        raise ValueError(f"it has {len(places)} <image> or image parts for {len(images)} images")
-    for number, (place, image) in enumerate(zip(places, images, strict=True)):
-        if place.get("index") not in (None, number):
-            raise ValueError(f"its part for image {number} has the index {place['index']}")
-        place["image"] = image
-    return [part["image"] for part in parts]
+def image_parts(turns: list[Turn]) -> list[Part]:
+    """Returns the image parts of all turns, in order."""
+    parts = []
+    for turn in turns:
+        parts += [part for part in turn.content if part["type"] == "image"]
+    return parts
 
 
-def alternating(turns: list[Turn], changed: list[str]) -> list[Turn]:
-    """The turns without a leading answer, and with user turns in a row as one."""
-    start = int(bool(turns) and turns[0].role == "system")
+def place_images(turns: list[Turn], images: Sequence[Any]) -> list[Turn]:
+    """Returns the turns with each image in an image part that has none yet, in order.
+
+    If there are no image parts, the images come first in the first turn of the user. Raises
+    ValueError if the images do not fit the parts.
+    """
+    if not image_parts(turns):
+        turns = _with_markers(turns, len(images))
+    empty_parts = [part for part in image_parts(turns) if part.get("image") is None]
+    if len(empty_parts) != len(images):
+        raise ValueError(
+            f"it has {len(empty_parts)} <image> or image parts for {len(images)} images"
+        )
+    for image_number, part in enumerate(empty_parts):
+        if part.get("index") not in (None, image_number):
+            raise ValueError(f"its part for image {image_number} has the index {part['index']}")
+    remaining_images = iter(images)
+    filled_turns = []
+    for turn in turns:
+        content = []
+        for part in turn.content:
+            if part["type"] == "image" and part.get("image") is None:
+                part = {**part, "image": next(remaining_images)}
+            content.append(part)
+        filled_turns.append(replace(turn, content=content))
+    return filled_turns
+
+
+def _with_markers(turns: list[Turn], count: int) -> list[Turn]:
+    """Returns the turns with `count` image parts without images before the first question."""
+    for turn_number, turn in enumerate(turns):
+        if turn.role == "user":
+            markers = [{"type": "image"} for _ in range(count)]
+            question = replace(turn, content=markers + turn.content)
+            return [*turns[:turn_number], question, *turns[turn_number + 1 :]]
+    return turns
+
+
+def alternating(turns: list[Turn]) -> tuple[list[Turn], list[str]]:
+    """Returns the turns without a leading answer and with user turns in a row as one turn.
+
+    Returns:
+        The turns, and in words what was changed.
+    """
+    changes = []
+    start = 0
+    if turns and turns[0].role == "system":
+        start = 1
     if len(turns) > start + 1 and turns[start].role == "assistant":
         turns = turns[:start] + turns[start + 1 :]
-        changed.append("a leading assistant turn is left out")
-    if any(turn.role == following.role == "user" for turn, following in pairwise(turns)):
-        changed.append("user turns in a row are one turn")
-    joined: list[Turn] = []
+        changes.append("a leading assistant turn is left out")
+    joined_turns: list[Turn] = []
     for turn in turns:
-        if joined and turn.role == joined[-1].role == "user":
-            first, second = joined[-1].content, turn.content
-            texts = first and second and first[-1]["type"] == second[0]["type"] == "text"
-            line_break = [{"type": "text", "text": "\n"}] if texts else []
-            joined[-1] = replace(turn, content=first + line_break + second)
+        if joined_turns and turn.role == joined_turns[-1].role == "user":
+            content = _join_contents(joined_turns[-1].content, turn.content)
+            joined_turns[-1] = replace(turn, content=content)
         else:
-            joined.append(turn)
-    return joined
+            joined_turns.append(turn)
+    if len(joined_turns) < len(turns):
+        changes.append("user turns in a row are one turn")
+    return joined_turns, changes
 
 
-def read_question(raw: Mapping, row: Row, read: set[Any]) -> tuple[Any, Any]:
-    """What a row with the column `question` asks, with hint, input and options, and its answer.
-
-    Fills in the row's options, and right answers that are apart from its answer; adds to `read`.
-    """
-    options = row.options = options_of(raw)
-    asked = as_text(raw["question"])
-    read.update(options if is_empty(raw.get("choices")) else ["choices"])
-    if isinstance(asked, str):
-        hint = raw.get("hint") if options and raw.get("hint") != "nan" else None  # as in MMBench
-        parts = {"hint": as_text(hint), "question": asked, "input": as_text(raw.get("input"))}
-        lines = {name: text for name, text in parts.items() if isinstance(text, str)}
-        read.update(lines)
-        patterns = (rf"\b{letter}\W{{1,3}}{re.escape(text)}" for letter, text in options.items())
-        shown = all(re.search(pattern, asked) for pattern in patterns)
-        listed = [] if shown else [f"{letter}. {text}" for letter, text in options.items()]
-        asked = "\n".join([*filter(None, lines.values()), *listed])
-        if not asked.strip():
-            raise ValueError("its question is empty; read a caption with --columns caption=answer")
-    elif options:
-        raise ValueError("it has options, but its question is a list of turns. Write it as text")
-    if not is_empty(index := raw.get("answer_index")):
-        read.add("answer_index")
-        number = str(as_text(index)).removesuffix(".0")
-        if not number.isdecimal() or int(number) >= len(options):
-            raise ValueError(f"answer_index must be a choice's number, from 0, got {short(index)}")
-        return asked, [*options][int(number)]
-    answer, several = raw.get("answer"), parsed(raw.get("answers"))
-    read.add("answer")
-    if is_empty(answer):
-        answer = None if is_empty(several) else several
-        read.add("answers")
-    elif answer in (accepted := accepted_answers(several)):
-        row.accepted = accepted
-        read.add("answers")
-    if options and not is_empty(answer):
-        if len(right := {*accepted_answers(answer)}) > 1:
-            texts = ", ".join(sorted(right))
-            raise ValueError(f"it has options and several answers, {texts}; one can be learned")
-        answer = right.pop() if right else answer
-        if isinstance(text := as_text(answer), str) and (letter := chosen_letter(text, options)):
-            by_number = plain(text).isdigit() and plain(options[letter]) != plain(text)
-            answer = letter if by_number else text
-    return asked, answer
-
-
-def accepted_answers(value: Any) -> list[str]:
-    """The texts of a list of answers, or what these have in `answer` or `text`; else empty."""
-    value = transposed(value)
-    if not isinstance(value, (list, tuple)) or _are_parts(value):
-        return []
-    texts: list[Any] = []
-    for answer in value:
-        if isinstance(answer, Mapping):
-            answer = answer.get("answer", answer.get("text"))
-        texts.append(as_text(answer))
-    are_texts = all(isinstance(text, str) for text in texts)
-    return [text for text in texts if text.strip()] if are_texts else []
-
-
-def options_of(raw: Mapping) -> dict[str, str]:
-    """The options of a row by letter: those in `choices`, or in columns `A`, `B` and so on."""
-    choices = transposed(parsed(raw.get("choices")))
-    if in_columns := is_empty(choices):
-        choices = {letter: raw.get(letter) for letter in LETTERS}
-    elif isinstance(choices, (list, tuple)) and len(choices) <= len(ascii_uppercase):
-        texts = (entry.get("text") if isinstance(entry, Mapping) else entry for entry in choices)
-        choices = dict(zip(ascii_uppercase, texts, strict=False))
-    named = choices if isinstance(choices, Mapping) else {}
-    named = {str(letter).upper(): as_text(text) for letter, text in named.items()}
-    # Questions of fewer options are filled up, in the columns of MMBench with "nan".
-    filling = "nan" if in_columns else None
-    options = {key: text for key, text in named.items() if not is_empty(text) and text != filling}
-    if in_columns and len(options) < 2:
-        return {}
-    if (
-        [*options] != list(ascii_uppercase[: len(options)])
-        or not all(isinstance(text, str) and text.strip() for text in options.values())
-        or len({*map(plain, options.values())}) < max(2, len(options))
-        or any(text.lower().endswith(SUFFIXES) for text in options.values())
-    ):
-        shown = short(options or choices)
-        raise ValueError(f"its options must be 2 to 26 different texts, and no images, got {shown}")
-    bare = {letter: _without_letter(letter, text) for letter, text in options.items()}
-    have_letters = all(bare[letter] != options[letter] for letter in options)
-    return bare if have_letters else options
-
-
-def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
-    """The letter of the option that an answer is, by text, letter or number from 0; or None."""
-    text = as_text(answer)
-    bare = plain(text)
-    for letter in options:  # "B. dog"
-        if plain(_without_letter(letter, text)) == plain(options[letter]) != bare:
-            return letter
-    by_text = [letter for letter in options if plain(options[letter]) == bare]
-    by_name = [bare.upper()] if bare.upper() in options else []
-    if bare.isascii() and bare.isdigit() and int(bare) < len(options):
-        by_name = [[*options][int(bare)]]
-    if len(letters := {*by_text, *by_name}) > 1:
-        remedy = "; if it is a number from 0, use --columns answer_index=answer" * bare.isdigit()
-        problem = "is one option's text and another's letter or number"
-        raise ValueError(f"the answer {text!r} {problem}{remedy}")
-    if not letters and re.fullmatch(r"[A-Za-z]|-?\d+", bare):
-        choices = short([*options.values()])
-        raise ValueError(f"the answer {short(answer)} is not just one of the choices {choices}")
-    return letters.pop() if letters else None
-
-
-def _without_letter(letter: str, text: Any) -> str:
-    """A text without its letter before it: "(B) dog" or "B. dog" is "dog"."""
-    return re.sub(rf"^\(?{letter}[.):]\s*(?=\S)", "", text)
-
-
-def plain(text: str) -> str:
-    """Lower case, single spaces, without marks at its ends."""
-    return " ".join(text.lower().split()).strip(" \"'*_.,:;!?()[]")
-
-
-def as_text(value: Any) -> Any:
-    """A number as text, 3.0 as 3, since tables write it so; NaN as None, and others unchanged."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value) if value == value else None
-    return value
-
-
-def is_empty(value: Any) -> bool:
-    """Whether a column holds nothing: None, NaN, an empty text, or a list or mapping of such."""
-    if isinstance(value, str):  # first, since most are
-        return not value
-    if isinstance(value, Mapping):
-        return all(map(is_empty, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(is_empty, value))
-    return value is None or value == b"" or (isinstance(value, float) and math.isnan(value))
-
-
-def parsed(value: Any) -> Any:
-    """The list or mapping in a text, as JSON or as Python prints it; else the value."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        pass
-    if len(value) > 2**16:
-        return value
-    text = value.strip()
-    try:
-        if _NUMPY_TEXTS.fullmatch(text):  # Python reads texts without commas as one
-            return [ast.literal_eval(quoted) for quoted in re.findall(_QUOTED, text, re.S)]
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return value
-
-
-def transposed(value: Any) -> Any:
-    """A mapping of lists of one length, as of older `datasets`, as a list; else the value."""
-    columns = list(value.values()) if isinstance(value, Mapping) else []
-    are_lists = all(isinstance(column, (list, tuple)) for column in columns)
-    if not columns or not are_lists or len({*map(len, columns)}) > 1:
-        return value
-    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def leave_out(left_out: list[str], values: Mapping, read: Collection[Any], place: str = "") -> None:
-    """Adds to `left_out` the keys of `values` that hold something and are not in `read`."""
-    keys = (key for key in values if key not in read and not is_empty(values[key]))
-    names = (printable(f"{place}{key}"[:80]) or "(no name)" for key in keys)
-    left_out += [name for name in names if name not in left_out]
+def _join_contents(first: list[Part], second: list[Part]) -> list[Part]:
+    """Joins the parts of two turns, with a line break between two texts."""
+    if first and second:
+        part_types = {first[-1]["type"], second[0]["type"]}
+        if part_types == {"text"}:
+            return [*first, text_part("\n"), *second]
+    return first + second

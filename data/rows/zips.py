@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in a zip file, read in place by any number of threads and forked processes.
+"""Reads images in a zip file, without unpacking it, in any number of threads and processes.
 
-`zipfile` reads the directory, of which 37 bytes an entry are kept: its own objects take 570. As it
-has one position in the file, entries are read at their places here.
+`zipfile` reads the archive's directory. Its objects take 570 bytes an entry; here 37 are kept. It
+has only one position in the file, so entries are read here, at their own offsets.
 """
 
 import os
@@ -11,7 +11,7 @@ import struct
 import zipfile
 import zlib
 from functools import lru_cache
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -19,46 +19,66 @@ import numpy as np
 MAX_IMAGE_BYTES = 256 * 2**20  # of one encoded image
 TOO_LARGE = f"the file has more than {MAX_IMAGE_BYTES >> 20} MiB. Save it smaller"
 
-_LOCAL = struct.Struct("<4s22x2H")  # the header before an entry: its mark, and two lengths
-_ENTRY = np.dtype("i8, i8, i8, u4, u1")  # place, packed size, size, checksum, method
+_LOCAL_HEADER = struct.Struct("<4s22x2H")  # before an entry: its signature, and two lengths
+_ENTRY_TYPE = np.dtype("i8, i8, i8, u4, u1")  # of the fields of an entry
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _REFUSED = 255  # as a method: a link, encrypted, or packed by another method than deflate
 
 
+class Entry(NamedTuple):
+    """Where an image is in a zip file."""
+
+    offset: int  # of its header, in bytes
+    packed_size: int  # bytes
+    size: int  # bytes
+    checksum: int
+    method: int
+
+
 def read_entry(address: str) -> bytes:
-    """The bytes of an image, `MAX_IMAGE_BYTES + 1` at most; ValueError as of [`find_entry`]."""
-    file, (place, packed, _, checksum, method) = find_entry(address)
-    mark, *lengths = _LOCAL.unpack(os.pread(file.fileno(), _LOCAL.size, place))
-    content = os.pread(file.fileno(), packed, place + _LOCAL.size + sum(lengths))
-    if method:
-        content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, MAX_IMAGE_BYTES + 1)
-    if mark != b"PK\3\4" or len(content) <= MAX_IMAGE_BYTES and zlib.crc32(content) != checksum:
+    """Returns the bytes of an image `zip://name::file`, `MAX_IMAGE_BYTES + 1` at most.
+
+    Raises ValueError if the entry is broken, and as [`find_entry`] does.
+    """
+    file, entry = find_entry(address)
+    header = os.pread(file.fileno(), _LOCAL_HEADER.size, entry.offset)
+    signature, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+    content_offset = entry.offset + _LOCAL_HEADER.size + name_length + extra_length
+    content = os.pread(file.fileno(), entry.packed_size, content_offset)
+    if entry.method != zipfile.ZIP_STORED:
+        decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
+        content = decompressor.decompress(content, MAX_IMAGE_BYTES + 1)
+    is_whole = len(content) <= MAX_IMAGE_BYTES
+    if signature != b"PK\3\4" or (is_whole and zlib.crc32(content) != entry.checksum):
         raise ValueError("it is broken in the zip file: its checksum differs")
     return content
 
 
-def find_entry(address: str) -> tuple[BinaryIO, list[int]]:
-    """The open file of an image `zip://name::file`, and its entry's numbers as in `_ENTRY`.
+def find_entry(address: str) -> tuple[BinaryIO, Entry]:
+    """Returns the open file of an image `zip://name::file`, and its entry.
 
     Raises ValueError if there is no such image, or it may not be read.
     """
     name, _, file = address.removeprefix("zip://").rpartition("::")
     archive = opened(file)
-    for written in (name, name.encode().decode("cp437")):  # so zipfile reads names without a mark
-        number = int(archive.names.searchsorted(hashed := hash(written), side="right")) - 1
-        if number >= 0 and archive.names[number] == hashed:  # of entries with one name, the last
-            break
-    else:
+    entry = archive.entry(name)
+    if entry is None:
+        # zipfile decodes a name so, unless the archive marks it as UTF-8.
+        entry = archive.entry(name.encode().decode("cp437"))
+    if entry is None:
         raise ValueError(f"there is no such image in {file}, which begins with {archive.first}")
-    numbers = archive.entries[number].tolist()
-    if numbers[-1] == _REFUSED:
+    if entry.method == _REFUSED:
         raise ValueError("it is a link, encrypted, or not stored or deflated. Zip the images again")
-    if max(numbers[1:3]) > MAX_IMAGE_BYTES:
+    if max(entry.packed_size, entry.size) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
-    return archive.file, numbers
+    return archive.file, entry
 
 
 def opened(file: str) -> "ZipImages":
-    """A zip file, opened once as long as it does not change; ValueError if it cannot be read."""
+    """Opens a zip file, once as long as it does not change.
+
+    Raises ValueError if it cannot be read.
+    """
     try:
         state = os.stat(file)
         return _opened(file, state.st_size, state.st_mtime_ns)
@@ -72,20 +92,32 @@ def _opened(file: str, size: int, changed: int) -> "ZipImages":
 
 
 class ZipImages:
-    """An open zip file, its entries' names as sorted hashes, and their numbers in this order."""
+    """An open zip file, with its entries sorted by the hashes of their names."""
 
     def __init__(self, file: str):
         self.file = open(file, "rb")  # noqa: SIM115
-        listed = zipfile.ZipFile(self.file).infolist()
-        self.first = ", ".join(entry.filename for entry in listed[:3]) or "none"
-        names = np.fromiter((hash(entry.filename) for entry in listed), np.int64, len(listed))
-        order = names.argsort(kind="stable")
-        self.names = names[order]
-        self.entries = np.fromiter(map(_numbers, listed), _ENTRY, len(listed))[order]
+        infos = zipfile.ZipFile(self.file).infolist()
+        names = [info.filename for info in infos]
+        self.first = ", ".join(names[:3]) or "none"
+        hashes = np.fromiter(map(hash, names), np.int64)
+        entries = np.fromiter(map(_entry, infos), _ENTRY_TYPE)
+        order = hashes.argsort(kind="stable")
+        self._hashes = hashes[order]
+        self._entries = entries[order]
+
+    def entry(self, name: str) -> Entry | None:
+        """Returns the last entry of a name, or None."""
+        name_hash = hash(name)
+        position = int(self._hashes.searchsorted(name_hash, side="right")) - 1
+        if position < 0 or self._hashes[position] != name_hash:
+            return None
+        return Entry(*self._entries[position].tolist())
 
 
-def _numbers(entry: zipfile.ZipInfo) -> tuple[int, int, int, int, int]:
-    method = entry.compress_type
-    if stat.S_ISLNK(entry.external_attr >> 16) or entry.flag_bits & 1 or method not in (0, 8):
+def _entry(info: zipfile.ZipInfo) -> Entry:
+    is_link = stat.S_ISLNK(info.external_attr >> 16)
+    is_encrypted = info.flag_bits & 1
+    method = info.compress_type
+    if is_link or is_encrypted or method not in _METHODS:
         method = _REFUSED
-    return entry.header_offset, entry.compress_size, entry.file_size, entry.CRC, method
+    return Entry(info.header_offset, info.compress_size, info.file_size, info.CRC, method)

@@ -14,9 +14,9 @@ from .filters import parse_filters
 FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")  # suffixes of files of rows
 
 
-def option(default: Any, help: str, **others: Any) -> Any:
-    """A field of a dataclass of options: its default, its help, and what else argparse takes."""
-    return field(default=default, metadata={"help": help, **others})
+def option(default: Any, help: str, **settings: Any) -> Any:
+    """Returns a field of a dataclass of options; `settings` are further arguments of argparse."""
+    return field(default=default, metadata={"help": help, **settings})
 
 
 @dataclass
@@ -35,40 +35,37 @@ class DataSource:
     filters: str | list[str] | None = None  # conditions on columns of the data's own names
 
     def __post_init__(self):
-        for name in ("path", "data_dir", "data_files", "image_folder"):
-            setattr(self, name, _with_home(getattr(self, name)))
+        for path_field in ("path", "data_dir", "data_files", "image_folder"):
+            setattr(self, path_field, _with_home(getattr(self, path_field)))
         if isinstance(self.fraction, str):
             with suppress(ValueError):  # refused with the fractions of the other data sets
                 self.fraction = float(self.fraction)
         parse_filters(self.filters)
         if isinstance(self.repeat, bool) or not isinstance(self.repeat, int) or self.repeat < 1:
             raise ValueError(f"repeat must be a whole number from 1 on, got {self.repeat!r}.")
-        if not self.columns:
-            return
-        from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick
-
-        columns: Any = self.columns
-        if isinstance(columns, str):
-            pairs = (pair.partition("=") for pair in columns.split(","))
-            columns = {own.strip(): column.strip() for own, _, column in pairs}
-        names = columns.values() if isinstance(columns, dict) else columns
-        if not all(isinstance(name, str) and name for name in names):
-            raise ValueError(f"columns must be pairs like image=path,answer=text, got {columns!r}.")
-        if isinstance(columns, dict) and (unknown := columns.keys() - COLUMNS - ALIASES.keys()):
-            names, known = ", ".join(map(repr, sorted(unknown))), ", ".join(sorted(COLUMNS))
-            raise ValueError(f"columns names {names}, which no form has. Known are {known}.")
-        self.columns = columns
+        if self.columns:
+            self.columns = _parsed_columns(self.columns)
 
     @classmethod
-    def named(cls, data: str, /, **others: Any) -> "DataSource":
-        """The source of `DATA`, `DATA:SPLIT`, `DATA:CONFIG:SPLIT`; local paths may have colons."""
-        path, *rest = [data] if Path(data).expanduser().exists() else data.split(":")
-        if len(rest) > 2:
-            raise ValueError(f"{data} has {len(rest)} colons; DATA:CONFIG:SPLIT has two.")
-        others |= {"name": rest[0]} if len(rest) == 2 else {}
-        others |= {"split": rest[-1]} if rest else {}
-        local = Path(path).expanduser()
-        return cls(str(local) if local.exists() else path, **others)
+    def named(cls, data: str, /, **options: Any) -> "DataSource":
+        """Returns the source that `DATA`, `DATA:SPLIT` or `DATA:CONFIG:SPLIT` names.
+
+        A local path that exists may have colons. `options` are other fields.
+        """
+        path = data
+        words = []
+        if not Path(data).expanduser().exists():
+            path, *words = data.split(":")
+        if len(words) > 2:
+            raise ValueError(f"{data} has {len(words)} colons; DATA:CONFIG:SPLIT has two.")
+        if len(words) == 2:
+            options["name"] = words[0]
+        if words:
+            options["split"] = words[-1]
+        local_path = Path(path).expanduser()
+        if local_path.exists():
+            path = str(local_path)
+        return cls(path, **options)
 
     def check_paths(self) -> None:
         """Raises ValueError if a local file or folder does not exist; the Hub is not asked."""
@@ -78,13 +75,41 @@ class DataSource:
         # With data_dir or data_files, the path may be a format that `datasets` knows.
         if not (path.exists() or is_hub_id(self.path) or self.data_dir or self.data_files):
             raise ValueError(f"{self.path} is no file or folder here, nor owner/name of the Hub.")
-        if not self.image_folder or (folder := Path(self.image_folder)).is_dir():
+        if not self.image_folder:
+            return
+        folder = Path(self.image_folder)
+        if folder.is_dir():
             return
         if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
             raise ValueError(f"There is no image folder or .zip file {folder}. Set image_folder.")
         from ..rows.zips import opened  # late, so that --help is quick
 
         opened(os.path.abspath(folder))
+
+
+def _parsed_columns(columns: Any) -> Any:
+    """Returns the option `columns` as a list or mapping; ValueError if no form has such columns."""
+    from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick
+
+    if isinstance(columns, str):
+        pairs = {}
+        for pair in columns.split(","):
+            name, _, own_name = pair.partition("=")
+            pairs[name.strip()] = own_name.strip()
+        columns = pairs
+    own_names = columns
+    unknown = set()
+    if isinstance(columns, dict):
+        own_names = columns.values()
+        unknown = columns.keys() - COLUMNS - ALIASES.keys()
+    if not all(isinstance(name, str) and name for name in own_names):
+        raise ValueError(f"columns must be pairs like image=path,answer=text, got {columns!r}.")
+    if unknown:
+        unknown_names = ", ".join(map(repr, sorted(unknown)))
+        known_names = ", ".join(sorted(COLUMNS))
+        problem = f"columns names {unknown_names}, which no form has"
+        raise ValueError(f"{problem}. Known are {known_names}.")
+    return columns
 
 
 @dataclass
@@ -135,41 +160,55 @@ class DataArguments:
         if bool(self.dataset_name) == bool(self.datasets):
             both = "not both" if self.dataset_name else "to say what to train on"
             raise ValueError(f"Give dataset_name (one data set) or datasets (a mixture), {both}.")
-        held_out = self.test_split_size
-        if held_out is not None and not 0 < held_out < 1:
-            raise ValueError(f"test_split_size must be between 0 and 1, got {held_out}.")
+        held_out_share = self.test_split_size
+        if held_out_share is not None and not 0 < held_out_share < 1:
+            raise ValueError(f"test_split_size must be between 0 and 1, got {held_out_share}.")
         parse_filters(self.filters)
         keys = set(DataSource.__dataclass_fields__)
         for source in self.datasets:
             if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
                 raise ValueError(f"A data set has path and some of {sorted(keys)}; got {source!r}.")
-        if self.bad_rows not in (None, "stop", "skip"):
-            try:
-                share = float(self.bad_rows)
-            except ValueError:
-                share = 0.0
-            if not 0 < share < 1:
-                known = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
-                raise ValueError(f"bad_rows must be {known}; got {self.bad_rows!r}.")
+        _check_bad_rows(self.bad_rows)
         if self.shuffle_buffer_size < 1:
             raise ValueError(f"shuffle_buffer_size must be 1 or more: {self.shuffle_buffer_size}.")
 
     @property
     def sources(self) -> list[DataSource]:
         """The data sets to train on."""
-        shared = {
+        if self.datasets:
+            return [DataSource(**{**self.shared_options, **source}) for source in self.datasets]
+        source = DataSource.named(
+            str(self.dataset_name),
+            name=self.dataset_config,
+            split=self.dataset_train_split,
+            **self.shared_options,
+        )
+        return [source]
+
+    @property
+    def shared_options(self) -> dict[str, Any]:
+        """Options of all data sets that do not have their own."""
+        return {
             "image_folder": self.image_folder,
             "columns": self.columns,
             "filters": self.filters,
         }
-        if self.datasets:
-            return [DataSource(**{**shared, **source}) for source in self.datasets]
-        plain = {"name": self.dataset_config, "split": self.dataset_train_split}
-        return [DataSource.named(str(self.dataset_name), **shared, **plain)]
+
+
+def _check_bad_rows(bad_rows: str | None) -> None:
+    """Raises ValueError if the option is neither a word that it knows nor a share."""
+    if bad_rows in (None, "stop", "skip"):
+        return
+    allowed_share = 0.0
+    with suppress(ValueError):
+        allowed_share = float(bad_rows)
+    if not 0 < allowed_share < 1:
+        known_values = "'stop', 'skip' or a share between 0 and 1, such as 0.01"
+        raise ValueError(f"bad_rows must be {known_values}; got {bad_rows!r}.")
 
 
 def _with_home(value: Any) -> Any:
-    """A path, or a list or mapping of paths, in which `~` is one's home folder."""
+    """Returns a path, or a list or mapping of paths, with the home folder in place of `~`."""
     if isinstance(value, str):
         return os.path.expanduser(value)
     if isinstance(value, list):
@@ -181,16 +220,21 @@ def _with_home(value: Any) -> Any:
 
 def check_choices(options: Any) -> None:
     """Raises ValueError if a value is not in its `Literal`: argparse does not check YAML's."""
-    for name, kind in get_type_hints(type(options)).items():
-        literals = (part for part in (kind, *get_args(kind)) if get_origin(part) is Literal)
-        values = [value for literal in literals for value in get_args(literal)]
-        value = getattr(options, name)
-        is_unset = value is None and type(None) in get_args(kind)
-        if values and value not in values and not is_unset:
-            listed = ", ".join(map(repr, values))
-            raise ValueError(f"{name} must be one of {listed}, got {value!r}.")
+    for option_name, annotation in get_type_hints(type(options)).items():
+        value = getattr(options, option_name)
+        allowed_values: list[Any] = []
+        for choice_type in (annotation, *get_args(annotation)):
+            if get_origin(choice_type) is Literal:
+                allowed_values.extend(get_args(choice_type))
+        if not allowed_values or value in allowed_values:
+            continue
+        if value is not None or type(None) not in get_args(annotation):
+            choices = ", ".join(map(repr, allowed_values))
+            raise ValueError(f"{option_name} must be one of {choices}, got {value!r}.")
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Returns the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of JSON, JSON lines, CSV and TSV files, whose columns may mix types, unlike in `datasets`.
 
-So a row is kept as its JSON text, which [`loaded`] parses.
+So a row is kept as its JSON text, and [`loaded`] parses it.
 """
 
 import codecs
 import csv
-import functools
 import json
 import logging
 import os
@@ -14,23 +13,27 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from accelerate import PartialState
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 
 from ..rows.forms import FORMS, renamed
 from ..rows.images import SUFFIXES, short
+from ..rows.once import warn_once
 from ..rows.turns import is_empty
 
 
 METADATA = "metadata"  # name of a file of rows about the images beside it, by their `file_name`
-_TEXT, _IMAGES = Value("string"), List(Image(decode=False))
-# Columns of rows kept as JSON: with the number in their file, or, of shards, with their images.
-ROWS = Features(file=_TEXT, number=Value("int64"), json=_TEXT, images=_IMAGES)
+ROWS = Features(
+    file=Value("string"),
+    number=Value("int64"),
+    json=Value("string"),
+    images=List(Image(decode=False)),
+)
+"""Columns of rows kept as JSON, with the number in their file, or their images if from shards."""
+
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
 _LIST_START = re.compile(r"\s*\[\s*")
 _SEPARATOR = re.compile(r"\s*[,\]]\s*")  # of the elements of a JSON list, or its end
@@ -45,40 +48,54 @@ logger = logging.getLogger(__name__)
 
 
 def open_files(files: tuple[str, ...], streaming: bool) -> Dataset | IterableDataset:
-    """The rows of files in `READERS`, with the columns `ROWS`."""
+    """Returns the rows of files, with the columns `ROWS`.
+
+    Args:
+        files: Paths of files with the suffixes in `READERS`.
+        streaming: Whether rows are read only when they are needed.
+    """
     # A tuple, since each element of a list would be a shard.
     options: dict[str, Any] = {"features": ROWS, "gen_kwargs": {"files": files}}
     if streaming:
         return IterableDataset.from_generator(_rows, **options)
-    versions = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+    versions = []
+    for file in files:
+        file_status = os.stat(file)
+        versions.append((file, file_status.st_size, file_status.st_mtime_ns))
     options["fingerprint"] = Hasher.hash([versions, Path(__file__).read_bytes()])
     try:  # few rows wait in memory to be written, since they may have images in base64
         return Dataset.from_generator(_rows, writer_batch_size=200, **options)
     except ValueError:  # raised by `datasets` without rows; what `_rows` raises is wrapped
-        return Dataset.from_dict({name: [] for name in ROWS}, features=ROWS)
+        return Dataset.from_dict({column: [] for column in ROWS}, features=ROWS)
 
 
 def _rows(files: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    names = {"file_name": "image", "file_names": "images"}
     for file in files:
-        is_metadata = Path(file).stem == METADATA
-        for number, text in enumerate(READERS[Path(file).suffix.lower()](file)):
-            if is_metadata and isinstance(raw := loaded(text), dict):
-                # A column of the known name is not replaced; the other is told as not used.
-                own = {key: name for key, name in names.items() if is_empty(raw.get(name))}
-                text = json.dumps(renamed(raw, {own[key]: key for key in own if key in raw}))
-            yield {"file": file, "number": number, "json": text, "images": None}
+        path = Path(file)
+        reader = READERS[path.suffix.lower()]
+        for number, json_text in enumerate(reader(file)):
+            if path.stem == METADATA:
+                json_text = _with_images(json_text)
+            yield {"file": file, "number": number, "json": json_text, "images": None}
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """Logs a warning in the main process, the first time."""
-    if PartialState().is_main_process:
-        logger.warning(message)
+def _with_images(text: str) -> str:
+    """Returns the JSON text of a row of metadata with the known names of columns of images.
+
+    A column of the known name is not replaced; the other is reported as not used.
+    """
+    content = loaded(text)
+    if not isinstance(content, dict):
+        return text
+    own_columns = {}
+    for own_column, known_column in (("file_name", "image"), ("file_names", "images")):
+        if own_column in content and is_empty(content.get(known_column)):
+            own_columns[known_column] = own_column
+    return json.dumps(renamed(content, own_columns))
 
 
 def loaded(text: str) -> Any:
-    """The row of a JSON text, or, which is no row, the text in bytes if it is not valid."""
+    """Returns the row of a JSON text; if it is not valid, the text in bytes, which is no row."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -86,43 +103,89 @@ def loaded(text: str) -> Any:
 
 
 def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
-    """The files of rows in a folder whose names belong to a split, and others, which are not read.
+    """Chooses the files of rows of a split in a folder, by their names.
 
-    WebDataset's shards come first, since programs write tables of their content beside them, then
-    metadata, in all of the folder if its top has no files. Empty if `datasets` has to read it.
+    WebDataset's shards come first, since programs write tables of their content beside them; then
+    metadata, which is looked for in folders within if there are no other files.
+
+    Args:
+        folder: The folder.
+        split: The name of the split. Files that name no split belong to "train".
+
+    Returns:
+        The files to read, none if `datasets` has to read the folder, and other files of rows.
+
+    Raises:
+        ValueError: The names of all files belong to other splits.
     """
-    top = sorted(path for path in folder.glob("*") if path.is_file())
-    top = [path for path in top if not path.stem.startswith("dataset_info")]
-    files = [path for path in top if path.suffix.lower() in READERS]
-    tables = [path for path in top if path.suffix.lower() in _TABLES]
-    shards = [path for path in top if path.suffix.lower() == ".tar"] if files or tables else []
-    within = files if files or tables else sorted(folder.rglob(f"{METADATA}.*"))
-    within = [path for path in within if path.suffix.lower() in READERS and path.is_file()]
-    metadata = [path for path in within if path.stem == METADATA]
-    read = shards or metadata or ([] if tables else files)
-    names = {file: str(file.relative_to(folder).with_suffix("")).lower() for file in read}
-    words = {file: set(re.split(r"[\W_]+", name)) for file, name in names.items()}
-    chosen = [file for file in read if split in words[file]]
-    if not chosen and split == "train":
-        chosen = [file for file in read if not words[file] & _HELD_OUT_WORDS]
-    if read and not chosen:
-        listed = ", ".join(str(file.relative_to(folder)) for file in read)
-        raise ValueError(f"no file in {folder} has {split!r} in its name: {listed}.")
-    others = [file for file in (*files, *(tables if read else ())) if file not in read]
-    return list(map(str, chosen)), list(map(str, others))
+    row_files = []
+    table_files = []
+    shard_files = []
+    for path in sorted(folder.glob("*")):
+        if not path.is_file() or path.stem.startswith("dataset_info"):
+            continue
+        suffix = path.suffix.lower()
+        if suffix in READERS:
+            row_files.append(path)
+        elif suffix in _TABLES:
+            table_files.append(path)
+        elif suffix == ".tar":
+            shard_files.append(path)
+    metadata_candidates = row_files
+    if not row_files and not table_files:
+        shard_files = []  # `datasets` finds shards that have nothing beside them
+        metadata_candidates = sorted(folder.rglob(f"{METADATA}.*"))
+    files_to_read = shard_files or [path for path in metadata_candidates if _is_metadata(path)]
+    if not files_to_read and not table_files:
+        files_to_read = row_files
+    unread_files = [path for path in row_files if path not in files_to_read]
+    if files_to_read:
+        unread_files += table_files
+    split_files = _files_of_split(files_to_read, folder, split)
+    return list(map(str, split_files)), list(map(str, unread_files))
+
+
+def _is_metadata(path: Path) -> bool:
+    return path.stem == METADATA and path.suffix.lower() in READERS and path.is_file()
+
+
+def _files_of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
+    """Returns the files with a split in their names, or for "train" those without another split."""
+    split_files = []
+    files_without_split = []
+    for file in files:
+        file_name = str(file.relative_to(folder).with_suffix(""))
+        words_in_name = re.split(r"[\W_]+", file_name.lower())
+        if split in words_in_name:
+            split_files.append(file)
+        elif _HELD_OUT_WORDS.isdisjoint(words_in_name):
+            files_without_split.append(file)
+    if not split_files and split == "train":
+        split_files = files_without_split
+    if files and not split_files:
+        file_names = ", ".join(str(file.relative_to(folder)) for file in files)
+        raise ValueError(f"no file in {folder} has {split!r} in its name: {file_names}.")
+    return split_files
 
 
 def images_of_folder(folder: Path) -> list[str]:
-    """Paths of the images in a folder, relative to it; empty if it has files of rows."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    if any(file.suffix.lower() in {*READERS, *_TABLES} for file in files):
-        return []
-    return [str(file.relative_to(folder)) for file in files if file.suffix.lower() in SUFFIXES]
+    """Returns the paths of the images in a folder, relative to it; none if it has files of rows."""
+    image_paths = []
+    for path in sorted(folder.rglob("*")):
+        suffix = path.suffix.lower()
+        if not path.is_file():
+            continue
+        if suffix in READERS or suffix in _TABLES:
+            return []
+        if suffix in SUFFIXES:
+            image_paths.append(str(path.relative_to(folder)))
+    return image_paths
 
 
 def _json(file: str) -> Iterator[str]:
-    with open(file, "rb") as start:
-        encoding = json.detect_encoding(start.read(4))
+    """Yields the texts of the rows in a JSON file: a list, an object, or really JSON lines."""
+    with open(file, "rb") as binary_file:
+        encoding = json.detect_encoding(binary_file.read(4))
     try:
         text = Path(file).read_text(encoding)
     except UnicodeDecodeError as error:
@@ -131,10 +194,10 @@ def _json(file: str) -> Iterator[str]:
         yield from _elements(text)
         return
     except (ValueError, RecursionError):
-        pass  # no list of rows, or an error whose place `json.loads` tells
-    lines = list(filter(None, map(str.strip, text.split("\n"))))
-    if len(lines) > 1 and isinstance(loaded(lines[0]), dict):
-        yield from lines
+        pass  # no list of rows, or an error whose place `json.loads` names
+    json_lines = [line for line in map(str.strip, text.split("\n")) if line]
+    if len(json_lines) > 1 and isinstance(loaded(json_lines[0]), dict):
+        yield from json_lines
         return
     try:
         content = json.loads(text)
@@ -149,32 +212,37 @@ def _json(file: str) -> Iterator[str]:
 
 
 def _rows_of_object(content: Any, file: str) -> Iterable[Any]:
-    """The rows of a file whose JSON is no list: one row, COCO's, or an object with a list of them.
+    """Returns the rows of JSON that is no list: one row, COCO, or an object with a list of rows.
 
-    Raises ValueError, with a command that writes the rows if there is one, in other cases.
+    Raises:
+        ValueError: It is something else. If a command can write its rows, the message has it.
     """
     problem = f"{file} is no JSON list of rows"
     if not isinstance(content, dict):
         raise ValueError(f"{problem} but {short(content)}. Correct it, or name another file.")
     if any(content.get(str(form[0] or form[1])) for form in FORMS):
         return [content]
-    lists = {key: value for key, value in content.items() if _are_objects(value)}
-    if lists.keys() >= _COCO and all(image.keys() >= _COCO_IMAGE for image in lists["images"]):
-        return _rows_of_coco(lists["images"], lists["annotations"], file)
-    if len(lists) == 1:
-        return next(iter(lists.values()))
-    held = f"an object with {short(', '.join(map(str, content)) or 'nothing')}"
-    if lists:
-        chosen = f"[{json.dumps(next(iter(lists)))}]"
+    lists_of_rows = {key: value for key, value in content.items() if _are_objects(value)}
+    if _is_coco(lists_of_rows):
+        return _rows_of_coco(lists_of_rows["images"], lists_of_rows["annotations"], file)
+    if len(lists_of_rows) == 1:
+        (rows,) = lists_of_rows.values()
+        return rows
+    key_names = ", ".join(map(str, content))
+    problem += f" but an object with {short(key_names or 'nothing')}"
+    if lists_of_rows:
+        first_list = next(iter(lists_of_rows))
+        key_in_python = f"[{json.dumps(first_list)}]"
         advice = "Write those that you want one a line, here the first:"
-    elif _are_objects([*content.values()]):
-        chosen = ".values()"
+    elif _are_objects(list(content.values())):
+        key_in_python = ".values()"
         advice = "If its values are the rows, write them one a line:"
     else:
-        raise ValueError(f"{problem} but {held}. Correct it, or name another file.")
-    code = f"import json, sys; [print(json.dumps(r)) for r in json.load(open(sys.argv[1])){chosen}]"
+        raise ValueError(f"{problem}. Correct it, or name another file.")
+    rows_in_python = f"json.load(open(sys.argv[1])){key_in_python}"
+    code = f"import json, sys; [print(json.dumps(r)) for r in {rows_in_python}]"
     command = f"python -c {shlex.quote(code)} {shlex.quote(file)} > rows.jsonl"
-    raise ValueError(f"{problem} but {held}. {advice} `{command}`. Or name another file.")
+    raise ValueError(f"{problem}. {advice} `{command}`. Or name another file.")
 
 
 def _are_objects(value: Any) -> bool:
@@ -183,96 +251,129 @@ def _are_objects(value: Any) -> bool:
     return all(isinstance(element, dict) for element in value)
 
 
+def _is_coco(lists: dict[str, list[dict]]) -> bool:
+    """Returns whether lists of objects are the content of a file of COCO."""
+    if not lists.keys() >= _COCO:
+        return False
+    return all(image.keys() >= _COCO_IMAGE for image in lists["images"])
+
+
 def _rows_of_coco(images: list[dict], annotations: list[dict], file: str) -> Iterator[dict]:
-    """A row for each annotation, with the file of its image; captions, or any columns of a row."""
+    """Yields a row for each annotation, with its image: captions, or any columns of a row."""
     files = {str(image["id"]): image["file_name"] for image in images}
-    used = set[str]()
+    used_images = set[str]()
     for annotation in annotations:
-        key = str(annotation.get("image_id"))
-        used.add(key)
-        row = {name: value for name, value in annotation.items() if name != "image_id"}
-        # A row without its image is a bad one: as text alone it would be learned.
-        row["image"] = files.get(key, f"(images has no id {key})")
+        row = dict(annotation)
+        image_id = str(row.pop("image_id", None))
+        used_images.add(image_id)
+        # A row without its image is a bad one: with only its text it would be learned.
+        row["image"] = files.get(image_id, f"(images has no id {image_id})")
         yield row
-    if unused := len(files.keys() - used):
-        warn_once(f"{file}: {unused:,} of {len(files):,} images have no annotation: left out.")
+    unused_count = len(files.keys() - used_images)
+    if unused_count:
+        counts = f"{unused_count:,} of {len(files):,} images"
+        warn_once(f"{file}: {counts} have no annotation: left out.")
 
 
 def _elements(text: str) -> Iterator[str]:
-    """The texts of a JSON list's elements, parsed one by one; ValueError if there are none."""
-    decoder, separator = json.JSONDecoder(), _LIST_START.match(text)
+    """Yields the texts of the elements of a JSON list, parsed one by one; or raises ValueError."""
+    decoder = json.JSONDecoder()
+    separator = _LIST_START.match(text)
     while separator and "]" not in separator[0]:
-        start = separator.end()
-        _, end = decoder.raw_decode(text, start)
-        yield text[start:end]
-        separator = _SEPARATOR.match(text, end)
+        element_start = separator.end()
+        _, element_end = decoder.raw_decode(text, element_start)
+        yield text[element_start:element_end]
+        separator = _SEPARATOR.match(text, element_end)
     if not separator or separator.end() < len(text):
         raise ValueError("it is no list, or goes on after it")
 
 
 def _json_lines(file: str) -> Iterator[str]:
-    if _is_utf_16(file):
-        with open(file, encoding="utf-16") as decoded:
-            yield from filter(None, map(str.strip, decoded))
+    json_lines = _decoded_lines(file)
+    first_line = next(json_lines, "")
+    if not _is_utf_16(file) and (first_line in ("{", "[") or first_line.startswith("[{")):
+        yield from _json(file)
         return
-    with open(file, "rb") as lines:
-        # No JSON has the escape that an invalid byte becomes.
-        stripped = filter(None, map(bytes.strip, lines))
-        texts = (line.decode("utf-8-sig", "backslashreplace") for line in stripped)
-        first = next(texts, "")
-        if first in ("{", "[") or first.startswith("[{"):
-            yield from _json(file)
-        else:
-            yield from chain([first] if first else [], texts)
+    if first_line:  # else only a byte order mark, or nothing
+        yield first_line
+    yield from json_lines
+
+
+def _decoded_lines(file: str) -> Iterator[str]:
+    """Yields the lines of a file that are not empty, without white space around them."""
+    if _is_utf_16(file):
+        with open(file, encoding="utf-16") as lines:
+            for line in lines:
+                if line.strip():
+                    yield line.strip()
+        return
+    with open(file, "rb") as encoded_lines:
+        for encoded_line in encoded_lines:
+            if encoded_line.strip():
+                # No JSON has the escape that an invalid byte becomes.
+                yield encoded_line.strip().decode("utf-8-sig", "backslashreplace")
 
 
 def _csv(file: str) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)
-    usual = "\t" if file.lower().endswith(".tsv") else ","
+    usual_separator = "\t" if file.lower().endswith(".tsv") else ","
     encoding = "utf-16" if _is_utf_16(file) else "utf-8-sig"
     with open(file, newline="", encoding=encoding) as lines:
         try:
-            separator = _separator(lines, usual)
-            rows = csv.DictReader(lines, delimiter=separator, strict=True)
-            names = rows.fieldnames = [name.strip() for name in rows.fieldnames or [""]]
-            if len({*names}) < len(names):
-                raise ValueError(f"{file} has columns of one name: {', '.join(names)}. Rename one.")
-            for row in rows:
-                broken = ("\t" in cell and "\n" in cell for cell in map(str, row.values()))
-                if separator == "\t" and any(broken):
-                    near = f"near line {rows.line_num}; are quotes text?"
-                    raise csv.Error(f"a cell has tabs and line breaks, {near}")
-                # Lists stay texts: which columns hold lists is for the row's form to say.
-                cells = {name: cell or None for name, cell in row.items()}
-                # More cells than the header: a comma in a text without quotes.
-                yield json.dumps(list(row.values()) if None in row else cells)
+            separator = _separator(lines, usual_separator)
+            yield from map(json.dumps, _rows_of_csv(lines, separator, file))
         except (csv.Error, UnicodeError) as error:
-            remedy = " Save it as UTF-8." if isinstance(error, UnicodeError) else ""
+            remedy = ""
+            if isinstance(error, UnicodeError):
+                remedy = " Save it as UTF-8."
             raise ValueError(f"{file} is not valid CSV in UTF-8: {error}.{remedy}") from error
 
 
-def _separator(lines: TextIO, usual: str) -> str:
-    """What separates the cells of a table: what divides its first line into most, or the usual.
+def _rows_of_csv(lines: TextIO, separator: str, file: str) -> Iterator[Any]:
+    """Yields the rows of a table. One with more cells than the header is a list, which is bad."""
+    rows = csv.DictReader(lines, delimiter=separator, strict=True)
+    column_names = [column_name.strip() for column_name in rows.fieldnames or [""]]
+    rows.fieldnames = column_names
+    if len(set(column_names)) < len(column_names):
+        raise ValueError(f"{file} has columns of one name: {', '.join(column_names)}. Rename one.")
+    for row in rows:
+        cells = list(row.values())
+        if separator == "\t":
+            for cell in map(str, cells):
+                if "\t" in cell and "\n" in cell:
+                    location = f"near line {rows.line_num}; are quotes text?"
+                    raise csv.Error(f"a cell has tabs and line breaks, {location}")
+        if None in row:  # more cells than the header: a comma in a text without quotes
+            yield cells
+        else:
+            # Lists stay texts: the row's form says which columns hold lists.
+            yield {column_name: cell or None for column_name, cell in row.items()}
+
+
+def _separator(lines: TextIO, usual_separator: str) -> str:
+    """Returns the separator of cells that divides the first line into most, or the usual one.
 
     The file is left where its header begins.
     """
-    if named := _NAMED_SEPARATOR.fullmatch(lines.readline()):
-        return named[1]
-    cells = dict[str, int]()
-    for separator in (usual, *_SEPARATORS):
+    named_separator = _NAMED_SEPARATOR.fullmatch(lines.readline())
+    if named_separator:
+        return named_separator[1]
+    cell_counts = dict[str, int]()
+    for separator in (usual_separator, *_SEPARATORS):
         lines.seek(0)
         try:
-            cells[separator] = len(next(csv.reader(lines, delimiter=separator, strict=True), []))
+            cells = next(csv.reader(lines, delimiter=separator, strict=True), [])
         except csv.Error:  # quotes that do not fit to this separator
             continue
+        cell_counts[separator] = len(cells)
     lines.seek(0)
-    return max(cells, key=lambda separator: cells[separator], default=usual)
+    return max(cell_counts, key=lambda separator: cell_counts[separator], default=usual_separator)
 
 
 def _is_utf_16(file: str) -> bool:
-    """Whether a file begins with the mark of UTF-16, as Excel's "Unicode Text"."""
-    with open(file, "rb") as start:
-        return start.read(2) in _UTF_16
+    """Returns whether a file begins with the mark of UTF-16, as Excel's "Unicode Text" does."""
+    with open(file, "rb") as binary_file:
+        return binary_file.read(2) in _UTF_16
 
 
 # By the suffix of a file of rows.

@@ -27,7 +27,7 @@ class Filter:
     value: str
 
     def keeps(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row meets the condition; without a value it does by `!=` alone.
+        """Returns whether a row meets the condition. A row without a value only meets `!=`.
 
         Raises ValueError if a value that is compared by size is no number.
         """
@@ -51,7 +51,7 @@ class Filter:
 
 
 def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
-    """The conditions of a list of texts, or of a text in which commas separate them.
+    """Returns the conditions in a list of texts, or in a text in which commas separate them.
 
     Raises ValueError if one is not valid.
     """
@@ -59,10 +59,10 @@ def parse_filters(texts: str | list[str] | None) -> tuple[Filter, ...]:
         texts = texts.split(",")
     filters = []
     for text in texts or ():
-        found = _FILTER.fullmatch(text) if isinstance(text, str) else None
-        if found is None:
+        match = isinstance(text, str) and _FILTER.fullmatch(text)
+        if not match:
             raise ValueError(f"filters has {text!r}, which is no condition. {REMEDY}")
-        column, comparison, value = found.groups()
+        column, comparison, value = match.groups()
         if comparison in _ORDERS and _number(value) is None:
             raise ValueError(f"filters compares {column} with {value!r}, which is no number.")
         filters.append(Filter(column, comparison.replace("==", "="), value))

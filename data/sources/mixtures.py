@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads data sets in any known form as parsed rows: checked, measured, mixed, perhaps streamed.
 
-No image is written on the way: a row is parsed when it is read.
+No image is written on the way, because a row is parsed only when it is read.
 """
 
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,11 +17,12 @@ from transformers import LlavaProcessor
 
 from ..rows.checks import MANY_ROWS, Checks, DataReport, SourceReport, log_not_read
 from ..rows.images import ImageRules
+from ..rows.once import warn_once
 from ..rows.parse import FEATURES
 from .arguments import DataArguments, DataSource
-from .source import AnyData, Source, open_held_out, open_source, warn_once
-from .streams import endless_rows, has_images, stream, valid_rows
-from .table import RowReader, measure, only_valid, rows_on_access, valid_table
+from .source import AnyData, ParsedRow, Source, open_held_out, open_source
+from .streams import endless_rows, has_images, stream, stream_report, valid_rows
+from .table import CheckedTable, RowReader, measure, only_valid, rows_on_access, valid_table
 
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,25 @@ class TrainingData:
     report: DataReport
 
 
+@dataclass(frozen=True)
+class _PreparedRows:
+    """Valid rows of one source. `has_images` describes the first rows of a stream."""
+
+    rows: AnyData
+    report: SourceReport
+    has_images: bool
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """Valid rows of all sources to train on, and the rows that were held out of them, if any."""
+
+    train: AnyData
+    reports: list[SourceReport]
+    has_images: bool
+    held_out: _PreparedRows | None = None
+
+
 def load_data(
     arguments: DataArguments,
     processor: LlavaProcessor,
@@ -48,70 +67,60 @@ def load_data(
 ) -> TrainingData:
     """Loads and mixes the data sets of `arguments`, checks every row, and drops those too long.
 
-    In memory, images are decoded as [`check_rows`] says; the processes share the work, so all must
-    call this at the same time. With fractions, the mixture is the largest one with these shares in
-    which no row comes twice. A stream is checked while it is read, and its first rows here. For
-    training it is shuffled in a buffer and endless; each process reads all, and takes its part.
-    Without fractions it has a row of each data set in turn. `repeat` of a data set is how often
-    each of its rows comes.
+    The images of data in memory are decoded as [`check_rows`] says. The processes share this work,
+    so all of them must call this function at the same time. If the data sets have fractions, the
+    mixture is the largest one with these shares in which no row comes twice.
 
-    `need_images` makes it an error if no training row, or none of the first of a stream, has an
-    image; `options` are those of [`Checks`] that are not in `arguments`. Raises ValueError if a
-    data set cannot be read, has too many bad rows, or no row left.
+    A stream is checked while it is read; only its first rows are checked here. The stream of
+    training rows is shuffled in a buffer and has no end. Each process reads all of its rows and
+    takes a part of them. Without fractions, it has a row of each data set in turn. `repeat` of a
+    data set is how often each of its rows comes.
+
+    Args:
+        arguments: Which data sets to read, and what to do with bad rows.
+        processor: Counts the tokens of rows.
+        seed: Decides which rows are drawn and held out.
+        with_eval: Whether to load held-out data too.
+        need_images: Whether it is an error if no training row has an image. For a stream, only the
+            first rows count.
+        options: Fields of [`Checks`] that are not in `arguments`.
+
+    Raises:
+        ValueError: A data set cannot be read, has too many bad rows, or has no row left.
     """
     streaming = arguments.dataset_streaming
     fractions = _fractions(arguments.sources)
-    splitting = bool(with_eval and arguments.test_split_size and not arguments.eval_dataset_name)
-    if streaming and splitting:
-        raise ValueError("test_split_size needs data in memory, no stream. Give eval_dataset_name.")
-    repeats = tuple(source.repeat for source in arguments.sources)
+    split_size = arguments.test_split_size
+    if not with_eval or arguments.eval_dataset_name:
+        split_size = None
     if streaming:
+        if split_size:
+            raise ValueError(
+                "test_split_size needs data in memory, no stream. Give eval_dataset_name."
+            )
         _check_streams(arguments.sources, fractions)
-    options |= {"bad_rows": arguments.bad_rows, "check_images": arguments.check_images}
-    checks = Checks(processor, **options)
-    held_out = open_held_out(arguments, checks.processes) if with_eval and not splitting else None
-    sources = [open_source(source, streaming, checks.processes) for source in arguments.sources]
-    reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
-    held_report = SourceReport("held out of training", "eval")
-    held: AnyData | None = None
+    checks = Checks(
+        processor, bad_rows=arguments.bad_rows, check_images=arguments.check_images, **options
+    )
+    held_out_source = None
+    if with_eval and not split_size:
+        held_out_source = open_held_out(arguments, checks.processes)
+    sources = tuple(open_source(named, streaming, checks.processes) for named in arguments.sources)
+    repeats = tuple(named.repeat for named in arguments.sources)
     if streaming:
-        pairs = zip(sources, reports, strict=True)
-        with_images = any([has_images(*pair, checks) for pair in pairs])
-        drawn: dict[str, Any] = {"sources": tuple(sources), "repeats": repeats, "checks": checks}
-        drawn |= {"fractions": fractions, "seed": seed}
-        # Endless: the Trainer counts batches from the start, and resumes no stream in a later pass.
-        train = stream(endless_rows, drawn | {"size": arguments.shuffle_buffer_size})
+        buffer_size = arguments.shuffle_buffer_size
+        mixture = _mix_streams(sources, repeats, fractions, checks, seed, buffer_size)
     else:
-        reader = RowReader(tuple(sources))
-        parts = [valid_table(reader, part, checks, report) for part, report in enumerate(reports)]
-        counts = [len(part) for part in parts]
-        drawn_counts = _counts_of_mixture(counts, repeats, fractions)
-        for number, (part, count) in enumerate(zip(parts, drawn_counts, strict=True)):
-            if count != len(part):
-                parts[number] = part.select(_drawn_rows(len(part), count, [seed, number]))
-            reports[number].used = count
-        names = [source.name for source in sources]
-        if warning := _unused_rows(names, counts, repeats, fractions):
-            logger.warning(warning)
-        table = concatenate_datasets(parts)
-        if splitting:
-            table, out = _split(table, arguments.test_split_size, seed)
-            trained = np.bincount(table["part"][:], minlength=len(reports))
-            for report, count in zip(reports, trained, strict=True):
-                report.used = int(count)
-            # With any file allowed: links that leave the image folder were checked with all rows.
-            mixed = Source(held_report.source, ImageRules(), out)
-            held = rows_on_access(only_valid(out, reader, mixed, checks, held_report), reader)
-        train = rows_on_access(table, reader)
-        with_images = any(report.images for report in reports)
-    if held_out:
-        held_report = SourceReport(held_out.name, "eval", dataset=held_out.dataset)
-        held, _ = _prepared(held_out, checks, held_report)
-    if need_images and not with_images:
+        mixture = _mix_tables(sources, repeats, fractions, checks, seed, split_size)
+    held_out = mixture.held_out
+    if held_out_source:
+        held_out = _prepare(held_out_source, checks, "eval")
+    if need_images and not mixture.has_images:
         raise _no_images(source.name for source in sources)
-    reports += [held_report] if with_eval else []
+    held_out_rows = held_out.rows if held_out else None
+    reports = [*mixture.reports, held_out.report] if held_out else mixture.reports
     _record_dropped(checks, reports)
-    return TrainingData(train, held, DataReport(reports))
+    return TrainingData(mixture.train, held_out_rows, DataReport(reports))
 
 
 def prepare_rows(
@@ -122,60 +131,166 @@ def prepare_rows(
     split: Literal["train", "eval"] = "train",
     need_images: bool = False,
 ) -> tuple[AnyData, SourceReport]:
-    """Parsed rows, checked and measured, of a data set that is open, in any form that files have.
+    """Returns the parsed rows of an open data set, checked and measured, and their report.
 
-    Images may also be PIL images, or any local files. A stream is neither shuffled nor repeated.
-    What this or [`load_data`] returned comes back without rows longer than `checks.max_length`. All
-    processes must call it together.
+    The data may have any form that files have. Images may also be PIL images, or any local files.
+    A stream is neither shuffled nor repeated. What this function or [`load_data`] returned comes
+    back without the rows longer than `checks.max_length`. All processes must call it together.
+
+    Args:
+        data: Rows in memory or a stream.
+        checks: Options of the checks.
+        name: What messages call the data.
+        split: What the rows are used for.
+        need_images: Whether it is an error if no row, or no early row of a stream, has an image.
+
+    Raises:
+        ValueError: Too many rows are bad, or no row is left.
     """
-    report = SourceReport(name, split)
     if is_prepared(data):
-        prepared: AnyData = _without_long_rows(data, checks, report)
-        with_images = True
+        prepared = _without_long_rows(data, checks, name, split)
     else:
-        prepared, with_images = _prepared(Source(name, ImageRules(), data), checks, report)
-    if need_images and not with_images:
+        prepared = _prepare(Source(name, ImageRules(), data), checks, split)
+    if need_images and not prepared.has_images:
         raise _no_images([name])
+    report = prepared.report
     log_not_read(logger, name, report.left_out, report.changed)
     if report.dropped:
-        count = f"{len(report.dropped):,} of {report.found:,} rows"
-        logger.warning(f"{name}: {count} dropped. First: {report.dropped[0]}")
+        dropped_count = f"{len(report.dropped):,} of {report.found:,} rows"
+        logger.warning(f"{name}: {dropped_count} dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])
-    return prepared, report
+    return prepared.rows, report
 
 
-def _without_long_rows(data: AnyData, checks: Checks, report: SourceReport) -> AnyData:
-    """Prepared rows that are not too long; fills in the report of rows in memory.
+def _mix_streams(
+    sources: tuple[Source, ...],
+    repeats: tuple[int, ...],
+    fractions: tuple[float, ...],
+    checks: Checks,
+    seed: int,
+    buffer_size: int,
+) -> _Mixture:
+    """Mixes streams to one without end."""
+    # A list, since looking for images also checks the first rows of each source.
+    with_images = [has_images(source, checks) for source in sources]
+    reports = [stream_report(source, checks, "train") for source in sources]
+    # Endless: the Trainer counts batches from the start, and resumes no stream in a later pass.
+    rows = stream(
+        endless_rows,
+        sources=sources,
+        repeats=repeats,
+        checks=checks,
+        fractions=fractions,
+        seed=seed,
+        size=buffer_size,
+    )
+    return _Mixture(rows, reports, any(with_images))
 
-    Raises ValueError if no row is left.
+
+def _mix_tables(
+    sources: tuple[Source, ...],
+    repeats: tuple[int, ...],
+    fractions: tuple[float, ...],
+    checks: Checks,
+    seed: int,
+    split_size: float | None,
+) -> _Mixture:
+    """Draws rows in memory from each source, and holds out a share of them if asked to."""
+    reader = RowReader(sources)
+    tables = []
+    reports = []
+    for part in range(len(sources)):
+        checked = valid_table(reader, part, checks, "train")
+        tables.append(checked.table)
+        reports.append(checked.report)
+    source_names = [source.name for source in sources]
+    row_counts = [len(table) for table in tables]
+    warning = _unused_rows(source_names, row_counts, repeats, fractions)
+    if warning:
+        logger.warning(warning)
+    used_counts = _counts_of_mixture(row_counts, repeats, fractions)
+    for part, (row_count, drawn_count) in enumerate(zip(row_counts, used_counts, strict=True)):
+        if drawn_count != row_count:
+            tables[part] = tables[part].select(_drawn_rows(row_count, drawn_count, [seed, part]))
+    mixed_table = concatenate_datasets(tables)
+    held_out = None
+    if split_size:
+        mixed_table, held_out_table = _split(mixed_table, split_size, seed)
+        held_out = _prepare_held_out(held_out_table, reader, checks)
+        used_counts = np.bincount(mixed_table["part"][:], minlength=len(sources)).tolist()
+    reports = [
+        replace(report, used=used) for report, used in zip(reports, used_counts, strict=True)
+    ]
+    with_images = any(report.images for report in reports)
+    return _Mixture(rows_on_access(mixed_table, reader), reports, with_images, held_out)
+
+
+def _prepare_held_out(table: Dataset, reader: RowReader, checks: Checks) -> _PreparedRows:
+    """Checks rows that were held out of training. All their images are opened."""
+    # Any file is allowed here: links that leave the image folder were checked with all rows.
+    source = Source("held out of training", ImageRules(), table)
+    checked = only_valid(table, reader, source, checks, "eval")
+    return _in_memory(checked, reader)
+
+
+def _prepare(source: Source, checks: Checks, split: str) -> _PreparedRows:
+    """Checks the rows of one source, or the first rows of a stream."""
+    if isinstance(source.data, IterableDataset):
+        rows = stream(valid_rows, source=source, checks=checks)
+        report = stream_report(source, checks, split)
+        return _PreparedRows(rows, report, has_images(source, checks))
+    reader = RowReader((source,))
+    return _in_memory(valid_table(reader, 0, checks, split), reader)
+
+
+def _in_memory(checked: CheckedTable, reader: RowReader) -> _PreparedRows:
+    """Returns the valid rows of a source, each parsed when it is read."""
+    rows = rows_on_access(checked.table, reader)
+    return _PreparedRows(rows, checked.report, bool(checked.report.images))
+
+
+def _without_long_rows(data: AnyData, checks: Checks, name: str, split: str) -> _PreparedRows:
+    """Drops rows that are too long from prepared rows.
+
+    Raises ValueError if no row is left. Prepared rows count as rows with images, since they were
+    checked before.
     """
     if isinstance(data, IterableDataset):
-        return data if checks.max_length is None else data.filter(ShortRows(report.source, checks))
+        if checks.max_length is not None:
+            data = data.filter(ShortRows(name, checks))
+        return _PreparedRows(data, SourceReport(name, split), has_images=True)
     facts = data.with_format(None).select_columns(["source", "row", "length"])
-    longest = checks.max_length or math.inf
+    longest = math.inf if checks.max_length is None else checks.max_length
     is_long = np.array(facts["length"][:]) > longest
-    report.found = len(data)
-    report.bad = 0
-    for fact in facts.select(np.flatnonzero(is_long)):
-        too_long = checks.too_long({**fact, "file": None})
-        report.dropped += [too_long] if too_long else []
-    report.too_long = len(report.dropped)
     if is_long.all():
-        raise ValueError(_no_row_left(report.source, checks))
-    short = data.select(np.flatnonzero(~is_long)) if is_long.any() else data
-    measure(short, report)
-    return short
+        raise ValueError(_no_row_left(name, checks))
+    dropped_rows = []
+    for long_row in facts.select(np.flatnonzero(is_long)):
+        too_long = checks.too_long({**long_row, "file": None})
+        assert too_long is not None
+        dropped_rows.append(too_long)
+    short_rows = data.select(np.flatnonzero(~is_long)) if dropped_rows else data
+    report = SourceReport(
+        name,
+        split,
+        found=len(data),
+        bad=0,
+        too_long=len(dropped_rows),
+        dropped=dropped_rows,
+        **measure(short_rows),
+    )
+    return _PreparedRows(short_rows, report, has_images=True)
 
 
 class ShortRows:
-    """Says of the prepared rows of a stream which are not too long, and records the others."""
+    """Says which prepared rows of a stream are not too long, and records the others."""
 
     def __init__(self, name: str, checks: Checks):
         self._name = name
         self._checks = checks
         self._dropped = 0  # since the last row that is not too long
 
-    def __call__(self, row: dict[str, Any]) -> bool:
+    def __call__(self, row: ParsedRow) -> bool:
         too_long = self._checks.too_long({**row, "file": None})
         if too_long is None:
             self._dropped = 0
@@ -194,84 +309,110 @@ def _no_row_left(name: str, checks: Checks) -> str:
 
 
 def is_prepared(data: AnyData) -> bool:
-    """Whether rows are what [`prepare_rows`] or [`load_data`] returned."""
-    transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
-    return data.features == FEATURES or isinstance(transform, RowReader)
-
-
-def _prepared(source: Source, checks: Checks, report: SourceReport) -> tuple[AnyData, bool]:
-    """The valid rows of a source, and whether they have images: of a stream, the first ones."""
-    if isinstance(source.data, IterableDataset):
-        rows = stream(valid_rows, {"source": source, "checks": checks})
-        return rows, has_images(source, report, checks)
-    reader = RowReader((source,))
-    return rows_on_access(valid_table(reader, 0, checks, report), reader), bool(report.images)
+    """Returns whether [`prepare_rows`] or [`load_data`] returned these rows."""
+    if data.features == FEATURES:
+        return True
+    if not isinstance(data, Dataset):
+        return False
+    return isinstance(data.format["format_kwargs"].get("transform"), RowReader)
 
 
 def _counts_of_mixture(
     counts: Sequence[int], repeats: Sequence[int], fractions: Sequence[float]
 ) -> list[int]:
-    """How many rows of each source are in the largest mixture of these fractions, if any."""
-    available = [count * times for count, times in zip(counts, repeats, strict=True)]
+    """Returns how many rows of each source are in the largest mixture of these fractions.
+
+    Without fractions, each source has all of its rows, as often as `repeats` says.
+    """
+    available_counts = [count * repeat for count, repeat in zip(counts, repeats, strict=True)]
     if not fractions:
-        return available
-    sizes = [count / share for count, share in zip(available, fractions, strict=True)]
-    return [round(min(sizes) * share) for share in fractions]
+        return available_counts
+    mixture_size = min(_mixture_sizes(available_counts, fractions))
+    return [round(mixture_size * share) for share in fractions]
 
 
-def _drawn_rows(rows: int, count: int, seed: list[int]) -> list[int]:
-    """The numbers of `count` of so many rows, in order; each comes as often, but for a rest."""
-    times, rest = divmod(count, rows)
-    order = np.random.default_rng(seed).permutation(rows)
-    return sorted([*range(rows)] * times + order[:rest].tolist())
+def _mixture_sizes(counts: Sequence[int], fractions: Sequence[float]) -> list[float]:
+    """Returns, for each source, the size of a mixture of which all its rows are its fraction."""
+    return [count / share for count, share in zip(counts, fractions, strict=True)]
+
+
+def _drawn_rows(row_count: int, drawn_count: int, seed: list[int]) -> list[int]:
+    """Draws numbers of rows below `row_count`, and returns them in order.
+
+    Each number is drawn as often as the others, or once more.
+    """
+    repetitions, remainder = divmod(drawn_count, row_count)
+    shuffled = np.random.default_rng(seed).permutation(row_count)
+    return sorted([*range(row_count)] * repetitions + shuffled[:remainder].tolist())
 
 
 def _unused_rows(
     names: Sequence[str], counts: Sequence[int], repeats: Sequence[int], fractions: Sequence[float]
 ) -> str | None:
-    """A warning if fractions leave rows out, which names the source that has too few, or None."""
-    used = _counts_of_mixture(counts, repeats, fractions)
-    lost = [max(0, count - taken) for count, taken in zip(counts, used, strict=True)]
-    if not any(lost):
+    """Returns a warning if fractions leave rows out, or None.
+
+    The warning names the source that has too few rows.
+    """
+    used_counts = _counts_of_mixture(counts, repeats, fractions)
+    left_out = []
+    for name, row_count, drawn_count in zip(names, counts, used_counts, strict=True):
+        if drawn_count < row_count:
+            left_out.append(f"{row_count - drawn_count:,} of the {row_count:,} rows of {name}")
+    if not left_out:
         return None
-    available = [count * times for count, times in zip(counts, repeats, strict=True)]
-    sizes = [count / share for count, share in zip(available, fractions, strict=True)]
-    least = sizes.index(min(sizes))
-    left_out, remedies = [], []
-    wanted = max(count / share for count, share in zip(counts, fractions, strict=True))
-    for name, count, missing, times, share in zip(
-        names, counts, lost, repeats, fractions, strict=True
-    ):
-        if missing:
-            left_out.append(f"{missing:,} of the {count:,} rows of {name}")
-        enough = math.ceil(wanted * share / count - 1e-9)
-        if enough > times:
-            remedies.append(f"repeat: {enough} for {name}")
-    has = f"{counts[least]:,} rows of {names[least]}"
-    if repeats[least] > 1:
-        has += f", each {repeats[least]} times"
+    available_counts = [count * repeat for count, repeat in zip(counts, repeats, strict=True)]
+    mixture_sizes = _mixture_sizes(available_counts, fractions)
+    limiting_source = mixture_sizes.index(min(mixture_sizes))
+    limiting_rows = f"{counts[limiting_source]:,} rows of {names[limiting_source]}"
+    if repeats[limiting_source] > 1:
+        limiting_rows += f", each {repeats[limiting_source]} times"
+    remedies = _sufficient_repeats(names, counts, repeats, fractions)
     return (
-        f"fraction {fractions[least]:.3g} of the mixture is {has}. So the mixture has "
-        f"{sum(used):,} rows, without {' and '.join(left_out)}. To train on all, set "
-        f"{', '.join(remedies)}, or leave fraction out of all."
+        f"fraction {fractions[limiting_source]:.3g} of the mixture is {limiting_rows}. So the "
+        f"mixture has {sum(used_counts):,} rows, without {' and '.join(left_out)}. To train on "
+        f"all, set {', '.join(remedies)}, or leave fraction out of all."
     )
 
 
-def _split(table: Dataset, share: float | None, seed: int) -> tuple[Dataset, Dataset]:
-    """A table without a share of its rows, and these, each once; copies of a row stay together."""
-    part, index = (np.array(table[name][:]) for name in ("part", "index"))
-    is_first = (np.diff(part, prepend=-1) != 0) | (np.diff(index, prepend=-1) != 0)
-    starts = np.flatnonzero(is_first)  # copies of a row follow each other
-    ends = [*starts[1:], len(table)]
-    numbers = Dataset.from_dict({"number": list(range(len(starts)))})  # cached in no file
-    split = numbers.train_test_split(share, seed=seed)
-    kept = (range(starts[number], ends[number]) for number in split["train"]["number"][:])
-    held_out = starts[split["test"]["number"][:]]
-    return table.select(list(chain.from_iterable(kept))), table.select(held_out)
+def _sufficient_repeats(
+    names: Sequence[str], counts: Sequence[int], repeats: Sequence[int], fractions: Sequence[float]
+) -> list[str]:
+    """Returns the values of `repeat` with which these fractions leave no row out."""
+    wanted_size = max(_mixture_sizes(counts, fractions))
+    remedies = []
+    for name, row_count, repeat, share in zip(names, counts, repeats, fractions, strict=True):
+        sufficient_repeat = math.ceil(wanted_size * share / row_count - 1e-9)
+        if sufficient_repeat > repeat:
+            remedies.append(f"repeat: {sufficient_repeat} for {name}")
+    return remedies
+
+
+def _split(table: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Splits a table into rows to train on and a share of its rows to hold out.
+
+    Copies of a row stay together. A row that is held out comes only once.
+    """
+    source_numbers = np.array(table["part"][:])
+    row_numbers = np.array(table["index"][:])
+    # Copies of a row follow each other.
+    is_first = (np.diff(source_numbers, prepend=-1) != 0) | (np.diff(row_numbers, prepend=-1) != 0)
+    first_places = np.flatnonzero(is_first)
+    end_places = [*first_places[1:], len(table)]
+    distinct_numbers = {"number": list(range(len(first_places)))}
+    distinct_rows = Dataset.from_dict(distinct_numbers)  # cached in no file
+    split = distinct_rows.train_test_split(share, seed=seed)
+    training_rows: list[int] = []
+    for distinct_number in split["train"]["number"][:]:
+        training_rows.extend(range(first_places[distinct_number], end_places[distinct_number]))
+    held_out_rows = first_places[split["test"]["number"][:]]
+    return table.select(training_rows), table.select(held_out_rows)
 
 
 def _check_streams(sources: list[DataSource], fractions: Sequence[float]) -> None:
-    """Raises ValueError if options of streams contradict; warns of what streams do otherwise."""
+    """Raises ValueError if options of streams contradict each other.
+
+    Warns if the streams take turns.
+    """
     repeated = [source.path for source in sources if source.repeat > 1]
     if fractions and repeated:
         problem = "A stream with fractions begins again whenever it ends, as often as they need."
@@ -291,16 +432,22 @@ def _no_images(names: Iterable[str]) -> ValueError:
 
 
 def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
-    if checks.dropped_rows and PartialState().is_main_process:
-        for dropped in (row for report in reports for row in report.dropped):
+    if not checks.dropped_rows or not PartialState().is_main_process:
+        return
+    for report in reports:
+        for dropped in report.dropped:
             checks.dropped_rows.add(dropped)
 
 
 def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
-    """Shares that sum to 1; empty without fractions."""
+    """Returns shares that sum to 1, or nothing if no source has a fraction."""
     shares: list[Any] = [source.fraction for source in sources]
     if shares.count(None) == len(shares):
         return ()
-    if not all(isinstance(share, (int, float)) and 0 < share < math.inf for share in shares):
-        raise ValueError(f"Give all data sets a fraction, a number above 0, or none; got {shares}.")
-    return tuple(share / sum(shares) for share in shares)
+    for share in shares:
+        if not isinstance(share, (int, float)) or not 0 < share < math.inf:
+            raise ValueError(
+                f"Give all data sets a fraction, a number above 0, or none; got {shares}."
+            )
+    sum_of_shares = sum(shares)
+    return tuple(share / sum_of_shares for share in shares)

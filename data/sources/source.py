@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, ClassVar, TypeAlias
+from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeAlias
 
 import datasets
 import numpy as np
@@ -24,6 +24,7 @@ from ...checkpoint.opening import hub_dataset
 from ...checkpoint.untrusted import is_inside
 from ..rows.forms import COLUMNS, renamed
 from ..rows.images import SUFFIXES, ImageRules
+from ..rows.once import warn_once
 from ..rows.zips import MAX_IMAGE_BYTES
 from .arguments import FILES, DataArguments, DataSource, cores
 from .files import (
@@ -34,195 +35,277 @@ from .files import (
     images_of_folder,
     loaded,
     open_files,
-    warn_once,
 )
 from .filters import Filter, parse_filters
 
 
 AnyData: TypeAlias = Dataset | IterableDataset
+ParsedRow: TypeAlias = dict[str, Any]  # as `data.rows.parse` describes it, perhaps with its facts
 CHUNK = 500  # rows that are read, checked and cached together
 _BLOCK = 512  # bytes, of a tar file
 _SHORT_FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32}
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
 
+class StoredRow(NamedTuple):
+    """A row as it is stored, with the file or data set that it is from, and its number there."""
+
+    source: str
+    number: int
+    content: Any
+
+
 @dataclass
 class Source:
-    """An opened data set; iterating gives the name of a file or its own, a number and a row."""
+    """An opened data set. Iterating gives its rows as they are stored, with known column names.
+
+    Attributes:
+        name: What messages call it.
+        rules: Which files its images may be.
+        data: Its rows, with images not decoded.
+        columns: Which columns are read; or, by known name, how the data names them.
+        dataset: Id, commit and licence of a Hub data set: see [`hub_dataset`].
+        filters: Which rows of a stream are read. For rows in memory see [`Source.filtered`].
+        numbers: Numbers of the rows in memory, if some rows are not read.
+    """
 
     name: str
     rules: ImageRules
-    data: AnyData  # with images not decoded
+    data: AnyData
     columns: list[str] | dict[str, str] | None = None
-    dataset: dict[str, Any] | None = None  # id, commit and licence: see [`hub_dataset`]
-    filters: tuple[Filter, ...] = ()  # which rows of a stream are read; for others see `filtered`
-    numbers: list[int] | None = None  # of the rows in memory, if some are not read
+    dataset: dict[str, Any] | None = None
+    filters: tuple[Filter, ...] = ()
+    numbers: list[int] | None = None
 
     def __post_init__(self):
         self._kept_as_text = self.data.features == ROWS
         # The types of columns that hold numbers of classes, perhaps in lists, or short floats.
-        kinds = (self.data.features or {}).items()
-        self._kinds = {column: kind for column, kind in kinds if _is_restored(kind)}
-        if isinstance(self.data, Dataset) and self.data.format["type"] != "custom":
-            # One's own transform is kept, and columns that one has hidden stay so.
-            every = self.data.format["output_all_columns"]
-            shown = self.data.column_names if every else self.data.format["columns"]
-            self.data = self.data.with_format("arrow", columns=shown)
-
-    def __iter__(self) -> Iterator[tuple[str, int, Any]]:
+        column_types = self.data.features or {}
+        self._restored_types = {}
+        for column, column_type in column_types.items():
+            if _is_restored(column_type):
+                self._restored_types[column] = column_type
         if isinstance(self.data, Dataset):
-            starts = range(0, len(self.data), CHUNK)
-            yield from chain.from_iterable(self.rows(start, CHUNK) for start in starts)
-        else:
-            stored = self.data.decode(False) if self.data.features else self.data
-            for number, row in enumerate(stored.with_format(None)):
-                name, number_in_file, raw = self._raw(number, row)
-                if not isinstance(raw, dict) or all(each.keeps(raw) for each in self.filters):
-                    yield name, number_in_file, self._named(raw)
+            self.data = _in_arrow(self.data)
 
-    def rows(self, start: int, count: int) -> list[tuple[str, int, Any]]:
-        """At most `count` rows in memory from a number on, as iterating gives them."""
+    def __iter__(self) -> Iterator[StoredRow]:
+        if isinstance(self.data, IterableDataset):
+            yield from self._stream(self.data)
+            return
+        for start in range(0, len(self.data), CHUNK):
+            yield from self.rows(start, CHUNK)
+
+    def _stream(self, data: IterableDataset) -> Iterator[StoredRow]:
+        if data.features:
+            data = data.decode(False)
+        for number, stored in enumerate(data.with_format(None)):
+            row = self._row(number, stored)
+            if _meets(row.content, self.filters):
+                yield self._named(row)
+
+    def rows(self, start: int, count: int) -> list[StoredRow]:
+        """Returns at most `count` rows in memory from a number on, as iterating gives them."""
         assert isinstance(self.data, Dataset)
-        return self.rows_at(range(start, min(start + count, len(self.data))))
+        end = min(start + count, len(self.data))
+        return self.rows_at(range(start, end))
 
-    def rows_at(self, numbers: Sequence[int]) -> list[tuple[str, int, Any]]:
-        """The rows in memory of these numbers, as iterating gives them; read at once."""
+    def rows_at(self, numbers: Sequence[int]) -> list[StoredRow]:
+        """Returns the rows in memory of these numbers, as iterating gives them; read at once."""
         assert isinstance(self.data, Dataset)
         if self.data.format["type"] != "arrow":  # one's own transform
-            stored = [self.data[number] for number in numbers]
+            stored_rows = [self.data[number] for number in numbers]
         elif isinstance(numbers, range):
-            stored = self.data[numbers.start : numbers.stop].to_pylist()
+            stored_rows = self.data[numbers.start : numbers.stop].to_pylist()
         else:
-            stored = self.data[list(numbers)].to_pylist()
-        rows = [self._raw(number, row) for number, row in zip(numbers, stored, strict=True)]
-        return [(name, number, self._named(raw)) for name, number, raw in rows]
+            stored_rows = self.data[list(numbers)].to_pylist()
+        rows = [self._row(number, row) for number, row in zip(numbers, stored_rows, strict=True)]
+        return [self._named(row) for row in rows]
 
-    def _raw(self, number: int, raw: Any) -> tuple[str, int, Any]:
-        """A stored row with its own columns, and the file and the number that name it."""
-        name = self.name
-        number = self.numbers[number] if self.numbers else number
+    def _row(self, number: int, stored: Any) -> StoredRow:
+        """Returns a stored row with its own names of columns."""
+        source_name = self.name
+        if self.numbers:
+            number = self.numbers[number]
+        content = stored
         if self._kept_as_text:
-            stored, raw = raw, loaded(raw["json"])
+            content = loaded(stored["json"])
             if stored["file"]:
-                name, number = stored["file"], stored["number"]
-            if stored["images"] and isinstance(raw, dict):
-                raw = {column: value for column, value in raw.items() if column != "image"}
-                raw["images"] = stored["images"]
-        if isinstance(raw, dict):
-            for column, kind in self._kinds.items():
-                if column in raw:
-                    raw = raw | {column: _restored(raw[column], kind)}
-        return name, number, raw
+                source_name = stored["file"]
+                number = stored["number"]
+            if stored["images"] and isinstance(content, dict):
+                content.pop("image", None)
+                content["images"] = stored["images"]
+        if isinstance(content, dict):
+            for column, column_type in self._restored_types.items():
+                if column in content:
+                    content = content | {column: _restored(content[column], column_type)}
+        return StoredRow(source_name, number, content)
 
-    def _named(self, raw: Any) -> Any:
-        """A row with known names of columns."""
-        if not isinstance(raw, dict) or not self.columns:
-            return raw
+    def _named(self, row: StoredRow) -> StoredRow:
+        """Returns a row with known names of columns."""
+        content = row.content
+        if not isinstance(content, dict) or not self.columns:
+            return row
         if isinstance(self.columns, list):
-            return {column: raw[column] for column in self.columns if column in raw}
-        return renamed(raw, self.columns)
+            content = {column: content[column] for column in self.columns if column in content}
+        else:
+            content = renamed(content, self.columns)
+        return row._replace(content=content)
 
     def check_columns(self) -> None:
         """Raises ValueError if `columns` names one that no row has, or of a stream no early row."""
-        columns = self.columns.values() if isinstance(self.columns, dict) else self.columns
-        self._check_named("columns", {*(columns or ())})
+        named_columns = set(self.columns or ())
+        if isinstance(self.columns, dict):
+            named_columns = set(self.columns.values())
+        self._check_named("columns", named_columns)
 
-    def _check_named(self, option: str, named: set[str]) -> None:
-        known = set[str]()
-        limit = 1000 if isinstance(self.data, IterableDataset) else None
-        for _, _, raw in islice(replace(self, columns=None), limit) if named else ():
-            known.update(raw if isinstance(raw, dict) else ())
-            if named <= known:
+    def _check_named(self, option: str, named_columns: set[str]) -> None:
+        if not named_columns:
+            return
+        row_limit = 1000 if isinstance(self.data, IterableDataset) else None
+        known_columns = set[str]()
+        for row in islice(replace(self, columns=None), row_limit):
+            if isinstance(row.content, dict):
+                known_columns.update(row.content)
+            if named_columns <= known_columns:
                 return
-        if absent := ", ".join(map(repr, named - known)):
-            has = ", ".join(sorted(known))
-            raise ValueError(f"{option} names {absent}, which no row has. Its columns are: {has}")
+        absent_columns = ", ".join(map(repr, named_columns - known_columns))
+        listed_columns = ", ".join(sorted(known_columns))
+        problem = f"{option} names {absent_columns}, which no row has"
+        raise ValueError(f"{problem}. Its columns are: {listed_columns}")
 
     def filtered(self, filters: tuple[Filter, ...]) -> "Source":
-        """The source with those of its rows that meet all conditions, which keep their numbers.
+        """Returns the source with only its rows that meet all conditions; they keep their numbers.
 
-        Raises ValueError if a column is in no row, or holds no number where it has to.
+        Raises:
+            ValueError: A column is in no row, or holds no number where it has to.
         """
         if not filters:
             return self
-        self._check_named("filters", {condition.column for condition in filters})
+        compared_columns = {condition.column for condition in filters}
+        self._check_named("filters", compared_columns)
         if isinstance(self.data, IterableDataset):
             return replace(self, filters=filters)
-        stored = self.data
+        stored_rows = self.data
         if not self._kept_as_text:  # only what is compared is read
-            stored = stored.select_columns(sorted({condition.column for condition in filters}))
-        kept = []
-        for number, (_, _, raw) in enumerate(replace(self, columns=None, data=stored)):
-            # What is no row is kept, since checks name it.
-            if not isinstance(raw, dict) or all(condition.keeps(raw) for condition in filters):
-                kept.append(number)
-        listed = " and ".join(map(str, filters))
-        counts = f"{len(kept):,} of {len(stored):,} rows"
-        if not kept:
-            raise ValueError(f"none of its {len(stored):,} rows has {listed}. Change filters.")
-        warn_once(f"{self.name}: {counts} have {listed}. Others are not read.")
-        return replace(self, data=self.data.select(kept), numbers=kept)
+            stored_rows = stored_rows.select_columns(sorted(compared_columns))
+        rows = enumerate(replace(self, columns=None, data=stored_rows))
+        kept_numbers = [number for number, row in rows if _meets(row.content, filters)]
+        conditions = " and ".join(map(str, filters))
+        row_count = len(stored_rows)
+        if not kept_numbers:
+            raise ValueError(f"none of its {row_count:,} rows has {conditions}. Change filters.")
+        counts = f"{len(kept_numbers):,} of {row_count:,} rows"
+        warn_once(f"{self.name}: {counts} have {conditions}. Others are not read.")
+        return replace(self, data=self.data.select(kept_numbers), numbers=kept_numbers)
+
+
+def _in_arrow(data: Dataset) -> Dataset:
+    """Returns rows that are read as Arrow tables, unless they have a transform of one's own."""
+    if data.format["type"] == "custom":
+        return data
+    # Columns that one has hidden stay so.
+    all_shown = data.format["output_all_columns"]
+    columns = data.column_names if all_shown else data.format["columns"]
+    return data.with_format("arrow", columns=columns)
+
+
+def _meets(content: Any, filters: tuple[Filter, ...]) -> bool:
+    """Returns whether a row meets all conditions, or is no row: the checks report it then."""
+    return not isinstance(content, dict) or all(condition.keeps(content) for condition in filters)
 
 
 def _is_restored(kind: Any) -> bool:
-    """Whether values of a type of `datasets` are not what their numbers are: see [`_restored`]."""
+    """Returns whether [`_restored`] changes values of this type of `datasets`."""
     return getattr(kind, "dtype", None) in _SHORT_FLOATS or "ClassLabel(" in repr(kind)
 
 
 def _restored(value: Any, kind: Any) -> Any:
-    """A value of a type of `datasets`, with the names of classes in place of their numbers.
+    """Returns a value of a type of `datasets` with the names of classes instead of their numbers.
 
-    A number of 16 or 32 bits is the shortest that is stored so: 0.1, not 0.10000000149011612.
+    A number of 16 or 32 bits becomes the shortest one that is stored so: 0.1 instead of
+    0.10000000149011612.
     """
     if isinstance(kind, ClassLabel):
-        is_number = isinstance(value, int) and 0 <= value < len(kind.names)
-        return kind.names[value] if is_number else value
+        if isinstance(value, int) and 0 <= value < len(kind.names):
+            return kind.names[value]
+        return value
     if isinstance(value, list):
         return [_restored(element, kind.feature) for element in value]
     if isinstance(value, dict):
         return {key: _restored(element, kind[key]) for key, element in value.items()}
     if isinstance(value, float) and kind.dtype in _SHORT_FLOATS:
-        return float(str(_SHORT_FLOATS[kind.dtype](value)))
+        short_float = _SHORT_FLOATS[kind.dtype]
+        return float(str(short_float(value)))
     return value
 
 
 def open_source(source: DataSource, streaming: bool, num_proc: int | None = None) -> Source:
-    """Opens a data set; `num_proc` processes, or one a core, write the cache of `datasets`."""
-    path = Path(source.path)
-    is_file = path.suffix.lower() in FILES
+    """Opens a data set.
+
+    Args:
+        source: Where its rows are, and which of them to read.
+        streaming: Whether rows are read only when they are needed.
+        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+
+    Raises:
+        ValueError: The data set does not exist or cannot be read.
+    """
     source.check_paths()
-    if is_file and source.split != "train":
+    path = Path(source.path)
+    if path.suffix.lower() in FILES and source.split != "train":
         raise ValueError(f"{path} is one file, and has no split {source.split!r}.")
-    hub = source.path if not path.exists() and is_hub_id(source.path) else None
+    hub_id = source.path if is_hub_id(source.path) and not path.exists() else None
     try:
-        data, here = _read(source, streaming, num_proc)
-        beside = str(here) if path.exists() else None if hub else source.data_dir or os.curdir
-        rules = ImageRules(source.image_folder or beside, hub)
-        opened = Source(source.path, rules, data, source.columns, hub_dataset(hub) if hub else None)
-        opened.check_columns()
-        opened = opened.filtered(parse_filters(source.filters))
+        return _opened(source, hub_id, streaming, num_proc)
     except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
-        name = f"{source.path}{' of the Hub' if hub else ''}, split {source.split!r},"
-        raise ValueError(f"The data set {name} cannot be read: {reason}") from error
-    return opened
+        source_name = f"{source.path} of the Hub" if hub_id else source.path
+        raise ValueError(
+            f"The data set {source_name}, split {source.split!r}, cannot be read: {reason}"
+        ) from error
+
+
+def _opened(
+    source: DataSource, hub_id: str | None, streaming: bool, num_proc: int | None
+) -> Source:
+    """Opens a data set of the Hub, or local files."""
+    data, folder = _read(source, streaming, num_proc)
+    image_folder = source.image_folder or None
+    dataset = None
+    if hub_id:
+        dataset = hub_dataset(hub_id)
+    elif not image_folder and Path(source.path).exists():
+        image_folder = str(folder)
+    elif not image_folder:  # the path is a format that `datasets` knows
+        image_folder = source.data_dir or os.curdir
+    rules = ImageRules(image_folder, hub_id)
+    opened = Source(source.path, rules, data, source.columns, dataset)
+    opened.check_columns()
+    return opened.filtered(parse_filters(source.filters))
 
 
 def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Source:
-    """Opens `eval_dataset_name`, whole if it has no splits, or the test split of `dataset_name`."""
-    own = arguments.eval_dataset_name
-    if (name := own or arguments.dataset_name) is None:
+    """Opens `eval_dataset_name`, whole if it has no splits, or the test split of `dataset_name`.
+
+    Args:
+        arguments: Options of the data.
+        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+
+    Raises:
+        ValueError: There is no held-out data.
+    """
+    source_name = arguments.eval_dataset_name or arguments.dataset_name
+    if source_name is None:
         raise ValueError(f"A mixture has no test split. {_REMEDY}")
-    shared = {
-        "image_folder": arguments.image_folder,
-        "columns": arguments.columns,
-        "filters": arguments.filters,
-    }
-    source = DataSource.named(name, split="", **shared)
-    if not own or not source.split:
-        whole = Path(source.path).is_file() or (Path(source.path) / "state.json").is_file()
-        source.split = "train" if own and whole else arguments.dataset_test_split
-    if name == arguments.dataset_name:
+    source = DataSource.named(source_name, split="", **arguments.shared_options)
+    if not arguments.eval_dataset_name:
+        source.split = arguments.dataset_test_split
+    elif not source.split:
+        path = Path(source.path)
+        has_splits = not path.is_file() and not (path / "state.json").is_file()
+        source.split = arguments.dataset_test_split if has_splits else "train"
+    if source_name == arguments.dataset_name:
         source.name = source.name or arguments.dataset_config
     try:
         return open_source(source, arguments.dataset_streaming, num_proc)
@@ -231,62 +314,98 @@ def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Sour
 
 
 def _read(source: DataSource, streaming: bool, num_proc: int | None) -> tuple[AnyData, Path]:
-    """The rows of a data set, and the folder that they are from."""
+    """Returns the rows of a data set, and the folder that they are from."""
     path = Path(source.path)
     if path.suffix.lower() in READERS:
         return open_files((source.path,), streaming), path.parent
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return load_saved(path, source.split), path
     if path.is_dir() and not (source.name or source.data_dir or source.data_files):
-        files, others = files_of_folder(path, source.split)
-        if others:
-            names = ", ".join(Path(file).name for file in others)
-            warn_once(f"{path} has files that are not read: {names}. To read one of them, name it.")
-        folders = sorted({Path(file).parent for file in files})
-        if len(folders) > 1:
-            listed = ", ".join(map(str, folders))
-            raise ValueError(f"it has {METADATA} in several folders. Name one: {listed}.")
-        check_within(path, files)
-        if files and not files[0].lower().endswith(".tar"):
-            return open_files(tuple(files), streaming), folders[0]
-        if files:
-            source = replace(source, path="webdataset", data_files={source.split: files})
-        elif images := images_of_folder(path):
-            if source.split != "train":
+        files = _chosen_files(path, source.split)
+        if not files:
+            images = images_of_folder(path)
+            if images and source.split != "train":
                 raise ValueError("it is a folder of images without splits. Name a folder in it.")
-            return Dataset.from_dict({"image": images}), path
-    return load(source, streaming, num_proc), path.parent if path.is_file() else path
+            if images:
+                return Dataset.from_dict({"image": images}), path
+        elif files[0].lower().endswith(".tar"):
+            source = replace(source, path="webdataset", data_files={source.split: files})
+        else:
+            return open_files(tuple(files), streaming), Path(files[0]).parent
+    folder = path.parent if path.is_file() else path
+    return load(source, streaming, num_proc), folder
+
+
+def _chosen_files(folder: Path, split: str) -> list[str]:
+    """Returns the files of rows of a split in a folder; empty if `datasets` has to read it.
+
+    Warns of files that are not read.
+
+    Raises:
+        ValueError: The files are in several folders, or links lead out of the folder.
+    """
+    files, unread_files = files_of_folder(folder, split)
+    if unread_files:
+        unread_names = ", ".join(Path(file).name for file in unread_files)
+        problem = f"{folder} has files that are not read: {unread_names}"
+        warn_once(f"{problem}. To read one of them, name it.")
+    folders = sorted({Path(file).parent for file in files})
+    if len(folders) > 1:
+        folder_names = ", ".join(map(str, folders))
+        raise ValueError(f"it has {METADATA} in several folders. Name one: {folder_names}.")
+    check_within(folder, files)
+    return files
 
 
 def load(source: DataSource, streaming: bool, num_proc: int | None) -> AnyData:
-    """The rows of a file or folder here, or of a Hub data set; errors are of any kind."""
-    is_file = (path := Path(source.path)).is_file()
-    kind = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
-    words = (kind,) if is_file else (source.path, source.name)
-    files = source.path if is_file else source.data_files
-    builder = datasets.load_dataset_builder(*words, data_dir=source.data_dir, data_files=files)
-    if path.is_dir() and not source.data_files:
-        named = builder.config.data_files or {}
-        check_within(path / (source.data_dir or ""), chain.from_iterable(named.values()))
-    if isinstance(builder, WebDataset):
-        version = Hasher.hash(Path(__file__).read_bytes())
-        builder = Shards(data_files=builder.config.data_files, hash=version)
-    if isinstance(builder, Parquet):
-        builder.config.batch_size = 100  # a row group, as by default, may become any size in memory
+    """Returns the rows of a local file or folder, or of a Hub data set; errors are of any kind.
+
+    Args:
+        source: Where its rows are.
+        streaming: Whether rows are read only when they are needed.
+        num_proc: How many processes write the cache of `datasets`; by default one for each core.
+    """
+    builder = _builder(source)
     if streaming:
         return builder.as_streaming_dataset(source.split)
     # Cards are often wrong about the number of rows; they are counted here.
-    files_of_split = max(map(len, (builder.config.data_files or {}).values()), default=1)
-    processes = min(num_proc or cores(), files_of_split)
-    num_proc = processes if processes > 1 else None
-    builder.download_and_prepare(verification_mode="no_checks", num_proc=num_proc)
+    files_by_split = builder.config.data_files or {}
+    processes = num_proc or cores()
+    processes = min(processes, max(map(len, files_by_split.values()), default=1))
+    builder.download_and_prepare(
+        verification_mode="no_checks", num_proc=processes if processes > 1 else None
+    )
     return builder.as_dataset(source.split)
 
 
+def _builder(source: DataSource) -> datasets.DatasetBuilder:
+    """Returns what reads a data set. Tar files are read by [`Shards`]."""
+    path = Path(source.path)
+    if path.is_file():
+        builder_name = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
+        builder = datasets.load_dataset_builder(
+            builder_name, data_dir=source.data_dir, data_files=source.path
+        )
+    else:
+        builder = datasets.load_dataset_builder(
+            source.path, source.name, data_dir=source.data_dir, data_files=source.data_files
+        )
+    if path.is_dir() and not source.data_files:
+        files_by_split = builder.config.data_files or {}
+        local_files = chain.from_iterable(files_by_split.values())
+        check_within(path / (source.data_dir or ""), local_files)
+    if isinstance(builder, WebDataset):
+        code_version = Hasher.hash(Path(__file__).read_bytes())
+        builder = Shards(data_files=builder.config.data_files, hash=code_version)
+    if isinstance(builder, Parquet):
+        builder.config.batch_size = 100  # a row group, as by default, may become any size in memory
+    return builder
+
+
 def load_saved(folder: Path, split: str) -> Dataset:
-    """A split of a folder that `save_to_disk` wrote; errors are of any kind."""
-    saved = datasets.load_from_disk(str(folder))
-    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    """Returns a split of a folder that `save_to_disk` wrote; errors are of any kind."""
+    saved_data = datasets.load_from_disk(str(folder))
+    splits = saved_data if isinstance(saved_data, DatasetDict) else {"train": saved_data}
     if split not in splits:
         raise ValueError(f"it has the splits {', '.join(splits)}.")
     check_within(folder, [file["filename"] for file in splits[split].cache_files])
@@ -301,9 +420,10 @@ def check_within(folder: Path, files: Iterable[str]) -> None:
 
 
 class Shards(WebDataset):
-    """The builder of `datasets` for tar files; those of one name, 7.jpg and 7.json, are a row.
+    """Reads tar files in which files of one name, 7.jpg and 7.json, are a row.
 
-    Unlike there, rows may have different files, and the .json file any columns.
+    Unlike in its parent of `datasets`, rows may have different files, and the .json file may have
+    any columns.
     """
 
     DECODERS: ClassVar[dict] = {}
@@ -316,45 +436,75 @@ class Shards(WebDataset):
         cls, tar_path: str, tar_iterator: Iterable[tuple[str, BinaryIO]]
     ) -> Iterator[dict[str, Any]]:
         _check_end(tar_path)
-        read = ((name, io.BytesIO(file.read(_bytes_to_read(name)))) for name, file in tar_iterator)
-        for sample in super()._get_pipeline_from_tar(tar_path, read):
-            key, _ = sample.pop("__key__"), sample.pop("__url__")
-            images, files = [], dict[str, str]()
-            for name in sorted(sample, key=_in_order):
-                column = "caption" if name.lower() == "txt" else name.lower().removesuffix(".txt")
-                if f".{column}".endswith(SUFFIXES):
-                    images.append({"path": f"{key}.{name}", "bytes": sample[name]})
-                elif column == "json":
-                    files[column] = sample[name].decode("utf-8-sig", "backslashreplace")
-                elif column in COLUMNS:  # half a surrogate pair makes a bad row of what is no UTF-8
-                    files[column] = sample[name].decode("utf-8-sig", "surrogateescape")
-                else:  # not read, or makes the row bad; `datasets` 4.7 has dots before extensions
-                    kinds = {"video": cls.VIDEO_EXTENSIONS, "audio": cls.AUDIO_EXTENSIONS}
-                    names = (kind for kind in kinds if {column, f".{column}"} & {*kinds[kind]})
-                    files[next(names, column)] = "a file"
-            text = files.pop("json", "{}")
-            if isinstance(row := loaded(text), dict):
-                text = json.dumps(row | files)
-            yield {"json": text, "images": images}
+        for sample in super()._get_pipeline_from_tar(tar_path, _limited(tar_iterator)):
+            key = sample.pop("__key__")
+            del sample["__url__"]
+            yield cls._row(key, sample)
+
+    @classmethod
+    def _row(cls, key: str, files: dict[str, bytes]) -> dict[str, Any]:
+        """Returns a row in the columns `ROWS`: its .json file, other columns, and images."""
+        images = []
+        columns = dict[str, str]()
+        json_text = "{}"
+        for file_name in sorted(files, key=_in_order):
+            content = files[file_name]
+            column = file_name.lower().removesuffix(".txt")
+            if file_name.lower() == "txt":
+                column = "caption"
+            if f".{column}".endswith(SUFFIXES):
+                images.append({"path": f"{key}.{file_name}", "bytes": content})
+            elif column == "json":
+                json_text = content.decode("utf-8-sig", "backslashreplace")
+            elif column in COLUMNS:  # half a surrogate pair makes a bad row of what is no UTF-8
+                columns[column] = content.decode("utf-8-sig", "surrogateescape")
+            else:
+                columns[cls._kind(column)] = "a file"
+        row = loaded(json_text)
+        if isinstance(row, dict):
+            json_text = json.dumps(row | columns)
+        return {"json": json_text, "images": images}
+
+    @classmethod
+    def _kind(cls, extension: str) -> str:
+        """Returns the column of a file that is not read, or makes the row bad."""
+        spellings = {extension, f".{extension}"}  # `datasets` 4.7 has dots before extensions
+        if not spellings.isdisjoint(cls.VIDEO_EXTENSIONS):
+            return "video"
+        if not spellings.isdisjoint(cls.AUDIO_EXTENSIONS):
+            return "audio"
+        return extension
+
+
+def _limited(files: Iterable[tuple[str, BinaryIO]]) -> Iterator[tuple[str, BinaryIO]]:
+    """Reads the files of a shard, which may be sparse or packed, only as far as they are used."""
+    for name, file in files:
+        yield name, io.BytesIO(file.read(_bytes_to_read(name)))
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """A key that sorts the files of a row, 2 before 10."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    """Returns a key that sorts the files of a row, 2 before 10."""
+    sort_key = []
+    for part in re.split(r"(\d+)", name):
+        sort_key.append((int(part), "") if part.isdigit() else (0, part))
+    return sort_key
 
 
 def _bytes_to_read(name: str) -> int:
-    """Most bytes that are read of a file, which may be sparse or packed."""
+    """Returns how many bytes of a file are read at most."""
     suffix = PurePosixPath(name).suffix.lower()
-    is_read = suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS
-    return MAX_IMAGE_BYTES + 1 if is_read else 0
+    if suffix in (*SUFFIXES, ".json", ".txt") or suffix[1:] in COLUMNS:
+        return MAX_IMAGE_BYTES + 1
+    return 0
 
 
 def _check_end(path: str) -> None:
     """Raises ValueError if a local shard is cut off, which `tarfile` takes for its end."""
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            start = file.read(_BLOCK)
-            file.seek(max(0, os.path.getsize(path) - _BLOCK))
-            if start[257:262] == b"ustar" and file.read() != bytes(_BLOCK):
-                raise ValueError(f"{path} is cut off. Copy it again")
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        first_block = file.read(_BLOCK)
+        file.seek(max(0, os.path.getsize(path) - _BLOCK))
+        last_block = file.read()
+    if first_block[257:262] == b"ustar" and last_block != bytes(_BLOCK):
+        raise ValueError(f"{path} is cut off. Copy it again")

@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, islice, repeat
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,22 @@ from ..rows import checks as row_checks
 from ..rows.checks import MANY_ROWS, Checks, SourceReport, parse_rows, share_of_bad_rows
 from ..rows.forms import looks_like
 from ..rows.images import image_problem
+from ..rows.once import warn_once
 from ..rows.parse import FEATURES, DroppedRow
-from .source import Source, warn_once
+from .source import ParsedRow, Source
 
 
 _CHUNK = 64  # rows that are parsed together
 _FIRST = 100  # rows whose images are opened before training
 
 
-def stream(rows: Callable[..., Iterator[dict]], arguments: dict[str, Any]) -> IterableDataset:
-    """The data set of what `rows` gives when it is called with `arguments`."""
+def stream(rows: Callable[..., Iterator[dict]], **arguments: Any) -> IterableDataset:
+    """Returns the data set of what a function yields.
+
+    Args:
+        rows: The function. It may be called again, for another pass.
+        arguments: Its arguments.
+    """
     # One generator without lists among its arguments is one shard. Several would be split between
     # workers and processes, which would read other sources, number rows differently and end apart.
     return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=arguments)
@@ -35,97 +41,154 @@ def endless_rows(
     fractions: tuple[float, ...],
     seed: int,
     size: int,
-) -> Iterator[dict[str, Any]]:
-    """The valid rows without end, drawn by `fractions` or from one source after another in turn.
+) -> Iterator[ParsedRow]:
+    """Yields valid rows without end, in a shuffled order.
 
-    In turn, a pass has each row of a source as often as `repeats` says. `size` rows are shuffled.
+    Args:
+        sources: Streams of rows.
+        repeats: How often each row of a source comes in one pass, if the sources take turns.
+        checks: Options of the checks.
+        fractions: Shares of the sources, by which rows are drawn. If empty, the sources take turns.
+        seed: Decides what is drawn and how rows are shuffled.
+        size: Number of rows in the buffer that shuffles them.
     """
     # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
     if fractions:
         rows = _drawn(sources, checks, fractions, seed)
     else:
-        rows = chain.from_iterable(_in_turn(sources, repeats, checks) for _ in repeat(None))
-    random = np.random.default_rng(seed)
+        passes = (_in_turn(sources, repeats, checks) for _ in count())
+        rows = chain.from_iterable(passes)
+    generator = np.random.default_rng(seed)
     buffer = list(islice(rows, size))
     for row in rows:
-        place = random.integers(size)
-        yield buffer[place]
-        buffer[place] = row
+        position = generator.integers(size)
+        yield buffer[position]
+        buffer[position] = row
 
 
 def _drawn(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
-) -> Iterator[dict[str, Any]]:
-    """Rows drawn one by one, so that a resumed run, which skips rows, continues with the same."""
+) -> Iterator[ParsedRow]:
+    """Draws rows one by one, so that a resumed run, which skips rows, continues with the same."""
     streams = [_passes(source, checks) for source in sources]
-    random = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     while True:
-        yield next(streams[random.choice(len(streams), p=fractions)])
+        source_number = generator.choice(len(streams), p=fractions)
+        yield next(streams[source_number])
 
 
-def _passes(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    """The valid rows of a source again and again."""
+def _passes(source: Source, checks: Checks) -> Iterator[ParsedRow]:
+    """Yields the valid rows of a source again and again."""
     while True:
         yield from valid_rows(source, checks)
 
 
 def _in_turn(
     sources: tuple[Source, ...], repeats: tuple[int, ...], checks: Checks
-) -> Iterator[dict[str, Any]]:
-    """One pass: a row of each source in turn, until every source has ended."""
-    waiting = []
-    for source, count in zip(sources, repeats, strict=True):
-        passes = map(valid_rows, repeat(source, count), repeat(checks))
-        waiting.append(chain.from_iterable(passes))
-    while waiting:
-        for rows in tuple(waiting):
+) -> Iterator[ParsedRow]:
+    """Yields one pass: a row of each source in turn, until every source has ended."""
+    unfinished_sources = []
+    for source, repeat in zip(sources, repeats, strict=True):
+        passes = [valid_rows(source, checks) for _ in range(repeat)]  # generators: nothing is read
+        unfinished_sources.append(chain.from_iterable(passes))
+    while unfinished_sources:
+        for rows in tuple(unfinished_sources):
             row = next(rows, None)
             if row is None:
-                waiting.remove(rows)
+                unfinished_sources.remove(rows)
             else:
                 yield row
 
 
-def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    """The rows of a source that pass all checks, in parsed form; the others are recorded."""
-    empty = True
+def valid_rows(source: Source, checks: Checks) -> Iterator[ParsedRow]:
+    """Yields the rows of a source that pass all checks, in parsed form; records the others.
+
+    Raises:
+        ValueError: Too many rows are bad, or no row is left.
+    """
+    is_empty = True
     for row in _valid(source, checks):
-        empty = False
-        unread = [f"what looks like an image is not read: {row['unread']}"] * bool(row["unread"])
-        looks = {name: looks_like(name) for name in row["left_out"]}
-        not_used = [f"column not used: {name}, like {like}" for name, like in looks.items() if like]
-        for warning in (*unread, *not_used, *row["changed"]):
+        is_empty = False
+        for warning in _warnings(row):
             warn_once(f"{source.name}: {warning}.")
         yield {column: row[column] for column in FEATURES}
-    if empty:  # repeated without end, it would never give a row
+    if is_empty:  # repeated without end, it would never give a row
         raise ValueError(f"{source.name}: no row is left. It is empty, or all are dropped.")
 
 
-def has_images(source: Source, report: SourceReport, checks: Checks) -> bool:
-    """Whether one of the first rows of a stream, whose images are opened, has an image."""
-    report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
+def _warnings(row: ParsedRow) -> Iterator[str]:
+    """Yields what a row has that is not read, and what was changed in it."""
+    if row["unread"]:
+        yield f"what looks like an image is not read: {row['unread']}"
+    for column in row["left_out"]:
+        known_column = looks_like(column)
+        if known_column:
+            yield f"column not used: {column}, like {known_column}"
+    yield from row["changed"]
+
+
+def stream_report(source: Source, checks: Checks, split: str) -> SourceReport:
+    """Returns the report of a stream. It only counts rows that may still turn out bad."""
+    skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
+    return SourceReport(source.name, split, dataset=source.dataset, skippable=skippable)
+
+
+def has_images(source: Source, checks: Checks) -> bool:
+    """Returns whether one of the first rows of a stream has an image. All their images are opened.
+
+    Raises:
+        ValueError: Too many of these rows are bad, or most show images that are not read.
+    """
     rows = list(_valid(source, checks, _FIRST))
-    images = sum(row["image_count"] for row in rows)
-    unread = Counter(row["unread"] for row in rows if row["unread"])
-    row_checks.check_images_are_read(source.name, len(rows), images, unread)
-    return images > 0
+    image_count = 0
+    unread_counts = Counter[str]()
+    for row in rows:
+        image_count += row["image_count"]
+        if row["unread"]:
+            unread_counts[row["unread"]] += 1
+    row_checks.check_images_are_read(source.name, len(rows), image_count, unread_counts)
+    return image_count > 0
 
 
-def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[dict[str, Any]]:
-    """The valid rows of a stream; of the `first` alone, the images are opened too."""
-    stored = islice(source, first)
-    chunks = iter(lambda: parse_rows(islice(stored, _CHUNK), source.rules, checks.processor), [])
-    share, bad, number = share_of_bad_rows(checks.bad_rows, source), list[DroppedRow](), 0
-    for number, row in enumerate(chain.from_iterable(chunks), 1):
+def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[ParsedRow]:
+    """Yields the valid rows of a stream.
+
+    If `first` is given, only so many rows are read, and their images are opened too.
+    """
+    allowed_share = share_of_bad_rows(checks.bad_rows, source)
+    bad_rows: list[DroppedRow] = []
+    number = 0
+    for number, row in enumerate(_parsed(source, checks, first), 1):
         dropped = checks.too_long(row)
-        problem = (row["file"], row["reason"]) if row["reason"] else None
-        if problem := problem or image_problem(row["images"], source.rules, decode=bool(first)):
+        problem = _problem(row, source, open_images=first is not None)
+        if problem:
             dropped = DroppedRow(row["source"], row["row"], *problem)
-            bad += [dropped] if share < 1 or first else []
-            row_checks.check_share(source, bad, max(number, MANY_ROWS), share)
+            # If all may be bad, a list of them would grow for ever.
+            if allowed_share < 1 or first:
+                bad_rows.append(dropped)
+            row_checks.check_share(source, bad_rows, max(number, MANY_ROWS), allowed_share)
         if not dropped:
             row_checks.warn_of_captions(source.name, [row["form"]])
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
-    row_checks.check_share(source, bad, number, share, deviations=-3 if number == first else 0)
+    # The first rows are a sample, in which more rows may be bad by chance than in the whole.
+    deviations = -3 if number == first else 0
+    row_checks.check_share(source, bad_rows, number, allowed_share, deviations)
+
+
+def _parsed(source: Source, checks: Checks, first: int | None) -> Iterator[ParsedRow]:
+    """Yields the rows of a stream, or its `first` rows, parsed some at a time."""
+    stored_rows = islice(source, first)
+    while True:
+        parsed_rows = parse_rows(islice(stored_rows, _CHUNK), source.rules, checks.processor)
+        if not parsed_rows:
+            return
+        yield from parsed_rows
+
+
+def _problem(row: ParsedRow, source: Source, open_images: bool) -> tuple[str | None, str] | None:
+    """Returns the file and the reason for which a row cannot be trained on, or None."""
+    if row["reason"]:
+        return row["file"], row["reason"]
+    return image_problem(row["images"], source.rules, decode=open_images)

@@ -3,11 +3,12 @@
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
@@ -20,27 +21,37 @@ from transformers import LlavaProcessor
 
 from ...assembly import chat_template
 from ..rows import checks as row_checks
-from ..rows.checks import (
-    MANY_ROWS,
-    Checks,
-    SourceReport,
-    file_problems,
-    image_problems,
-    tokens_per_image,
-)
+from ..rows.checks import MANY_ROWS, Checks, SourceReport, tokens_per_image
+from ..rows.forms import image_name
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from . import source as source_module
 from .arguments import cores
-from .source import CHUNK, Source
+from .source import CHUNK, ParsedRow, Source
 
 
+_TEXT = Value("string")
+_NUMBER = Value("int32")
 TABLE_COLUMNS = Features(
-    dict.fromkeys(("source", "file", "reason", "form", "unread"), Value("string"))
-    | dict.fromkeys(("left_out", "changed", "paths"), List(Value("string")))
-    | dict.fromkeys(("index", "row"), Value("int64"))
-    | dict.fromkeys(("image_count", "length"), Value("int32"))
+    source=_TEXT,
+    file=_TEXT,
+    reason=_TEXT,
+    form=_TEXT,
+    unread=_TEXT,
+    left_out=List(_TEXT),
+    changed=List(_TEXT),
+    paths=List(_TEXT),
+    index=_NUMBER,
+    row=_NUMBER,
+    image_count=_NUMBER,
+    length=_NUMBER,
 )
-"""Columns of the cached table. `index` is a row's number in its source, `row` that in its file."""
+"""Columns of the cached table.
+
+`index` is a row's number in its source, `row` its number in its file. `file` names the image of a
+row that has a `reason` not to be trained on; the names of the others would be a third of the table.
+"""
+
+Problem: TypeAlias = tuple[str | None, str]  # file and reason
 
 _ROWS = Path(__file__).parents[1] / "rows"
 _CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
@@ -48,39 +59,80 @@ _CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
 
 @dataclass(frozen=True)
 class RowReader:
-    """A transform for `datasets`: reads the rows of a table from their sources, and parses them."""
+    """A transform for `datasets` that reads the rows of a table from their sources and parses them.
+
+    Attributes:
+        sources: The sources. The column `part` of a table says which one a row is from.
+    """
 
     sources: tuple[Source, ...]
 
     def __call__(self, table: dict[str, list]) -> dict[str, list]:
-        parts, indices = table["part"], table["index"]
-        rows: list[dict[str, Any]] = [{} for _ in parts]
-        for part in set(parts):
-            source = self.sources[part]
-            places = [place for place, other in enumerate(parts) if other == part]
-            first = indices[places[0]]
-            numbers: Sequence[int] = [indices[place] for place in places]
-            if len(places) == 1:  # as in training; a slice is faster than a list
-                numbers = range(first, first + 1)
-            for place, (_, _, raw) in zip(places, source.rows_at(numbers), strict=True):
-                rows[place] = parse_row(raw, source.rules)
-        columns = {name: [row[name] for row in rows] for name in ("images", "messages", "learned")}
-        return {"row": table["row"], **columns}
+        parts = table["part"]
+        indices = table["index"]
+        positions_by_part = defaultdict[int, list[int]](list)
+        for position, part in enumerate(parts):
+            positions_by_part[part].append(position)
+        rows: list[ParsedRow] = [{}] * len(parts)
+        for part, positions in positions_by_part.items():
+            row_numbers = [indices[position] for position in positions]
+            for position, row in zip(positions, self._parsed_rows(part, row_numbers), strict=True):
+                rows[position] = row
+        columns = {"row": table["row"]}
+        for column in ("images", "messages", "learned"):
+            columns[column] = [row[column] for row in rows]
+        return columns
+
+    def _parsed_rows(self, part: int, row_numbers: Sequence[int]) -> Iterator[ParsedRow]:
+        source = self.sources[part]
+        if len(row_numbers) == 1:  # as in training; a slice is faster than a list
+            row_numbers = range(row_numbers[0], row_numbers[0] + 1)
+        for stored_row in source.rows_at(row_numbers):
+            yield parse_row(stored_row.content, source.rules)
 
 
-def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceReport) -> Dataset:
-    """The table of the valid rows of one of the reader's sources; errors as of what it calls."""
+@dataclass(frozen=True)
+class CheckedTable:
+    """The valid rows of a source.
+
+    Attributes:
+        table: A table with the columns `TABLE_COLUMNS` and `part`.
+        report: Counts of all rows of the source.
+    """
+
+    table: Dataset
+    report: SourceReport
+
+
+def valid_table(reader: RowReader, part: int, checks: Checks, split: str) -> CheckedTable:
+    """Reads and checks one of the reader's sources.
+
+    Args:
+        reader: Reads rows of all sources.
+        part: The number of the source among those of the reader.
+        checks: Options of the checks.
+        split: What the rows are used for, "train" or "eval".
+
+    Raises:
+        ValueError: The source has no rows, too many are bad, or most show images that are not read.
+    """
     source = reader.sources[part]
-    valid = only_valid(all_rows(source, part, checks), reader, source, checks, report)
+    checked = only_valid(all_rows(source, part, checks), reader, source, checks, split)
+    report = checked.report
     row_checks.warn_of_captions(source.name, report.forms)
-    row_checks.check_images_are_read(source.name, len(valid), report.images or 0, report.unread)
-    return valid
+    image_count = report.images or 0
+    row_checks.check_images_are_read(source.name, len(checked.table), image_count, report.unread)
+    return checked
 
 
 def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
-    """The rows of a table, each parsed when it is read.
+    """Returns the rows of a table, each parsed when it is read.
 
     `rows.with_format(None)` reads the columns `length` and `image_count` without parsing rows.
+
+    Args:
+        table: Rows of the reader's sources, with the columns `TABLE_COLUMNS` and `part`.
+        reader: Reads and parses them.
     """
     needed = ["part", "index", "row"]
     table = table.select_columns(["source", *needed, "image_count", "length"])
@@ -88,167 +140,279 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
 
 
 def only_valid(
-    table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport
-) -> Dataset:
-    """[`check_rows`]; ValueError if more are bad than `bad_rows` allows, or no row is left."""
-    valid = check_rows(table, reader, source, checks, report)
-    share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
-    bad = [row for row in report.dropped if row.tokens is None]
-    row_checks.check_share(source, bad, len(table), share)
-    report.skippable = max(0, int(share * len(table)) - len(bad))
-    if not len(valid):
-        longer = f"{report.too_long} longer than max_length {checks.max_length}"
-        text = f"{report.source}: no row is left. {len(table)} rows, {len(bad)} bad, {longer}."
-        raise ValueError("\n".join([text, *row_checks.by_kind(report.dropped, 5)]))
-    return valid
+    table: Dataset, reader: RowReader, source: Source, checks: Checks, split: str
+) -> CheckedTable:
+    """Checks a table as [`check_rows`] does, and raises an error if too few rows are valid.
+
+    Args:
+        table: All rows of the source, from [`all_rows`].
+        reader: Reads the rows.
+        source: What the rows are from.
+        checks: Options of the checks.
+        split: What the rows are used for, "train" or "eval".
+
+    Raises:
+        ValueError: More rows are bad than `bad_rows` allows, or no row is left.
+    """
+    checked = check_rows(table, reader, source, checks, split)
+    report = checked.report
+    bad_rows = [row for row in report.dropped if row.tokens is None]
+    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
+    row_checks.check_share(source, bad_rows, len(table), allowed_share)
+    if not len(checked.table):
+        long_rows = f"{report.too_long} longer than max_length {checks.max_length}"
+        counts = f"{len(table)} rows, {len(bad_rows)} bad, {long_rows}"
+        message = f"{source.name}: no row is left. {counts}."
+        raise ValueError("\n".join([message, *row_checks.by_kind(report.dropped, 5)]))
+    skippable = max(0, int(allowed_share * len(table)) - len(bad_rows))
+    return CheckedTable(checked.table, replace(report, skippable=skippable))
 
 
 def check_rows(
-    table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport
-) -> Dataset:
-    """The valid rows of a table of a source, which may be none; fills in the report.
+    table: Dataset, reader: RowReader, source: Source, checks: Checks, split: str
+) -> CheckedTable:
+    """Returns the valid rows of a table, perhaps none, and the report of all its rows.
 
     All images are opened if no bad row is allowed, `check_images` is set, the rows are held out, or
-    there are few. Otherwise those of `MANY_ROWS` rows drawn at random are, and the others if so
-    many of these are bad that all may have more than the allowed share.
+    there are few. Otherwise those of `MANY_ROWS` rows drawn at random are opened. If so many of
+    these are bad that all rows may have more than the allowed share, the others are opened too.
+
+    Args:
+        table: All rows of the source, from [`all_rows`].
+        reader: Reads the rows.
+        source: What the rows are from.
+        checks: Options of the checks.
+        split: What the rows are used for, "train" or "eval".
+
+    Returns:
+        The valid rows, and counts of all rows by what became of them.
     """
-    refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
-    shows = np.setdiff1d(np.flatnonzero(pc.greater(_column(table, "image_count"), 0)), refused)
-    sample = shows
-    allowed = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
-    if len(shows) > MANY_ROWS and allowed and not checks.check_images and report.split == "train":
-        sample = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
+    image_problems = _image_problems(table, reader, source, checks, split)
+    bad_rows = _bad_rows(table, image_problems)
+    long_rows = _long_rows(table, source, checks, bad_rows.keys())
+    valid_rows = table
+    if bad_rows or long_rows:
+        valid_rows = table.select(np.delete(np.arange(len(table)), [*bad_rows, *long_rows]))
+    report = SourceReport(
+        source.name,
+        split,
+        found=len(table),
+        bad=len(bad_rows),
+        too_long=len(long_rows),
+        dropped=[*bad_rows.values(), *long_rows.values()],
+        dataset=source.dataset,
+        forms=_counts(valid_rows, "form"),
+        unread=_counts(valid_rows, "unread"),
+        left_out=_counts(valid_rows, "left_out"),
+        changed=_counts(valid_rows, "changed"),
+    )
+    rows_by_file = _counts(table, "source")
+    if len(rows_by_file) > 1:
+        report = replace(report, files=rows_by_file)
+    if len(valid_rows):
+        report = replace(report, **measure(valid_rows))
+    return CheckedTable(valid_rows, report)
 
-    def opened(numbers: np.ndarray) -> dict[int, tuple[str | None, str]]:
-        """The faults of images that are opened, by number of their row."""
-        rows = rows_on_access(table.select(numbers), reader)
 
-        def images(few: range) -> list[list[dict[str, Any]]]:
-            return rows[few.start : few.stop]["images"]
+def _image_problems(
+    table: Dataset, reader: RowReader, source: Source, checks: Checks, split: str
+) -> dict[int, Problem]:
+    """Returns by number the rows with images that cannot be read.
 
-        faults = image_problems(images, len(numbers), report.source, source.rules)
-        return {int(numbers[number]): fault for number, fault in faults.items()}
+    [`check_rows`] says which images are opened. The files of the others are only looked for.
+    """
+    has_images = pc.greater(_column(table, "image_count"), 0).to_numpy()
+    row_numbers = np.flatnonzero(has_images & ~_is_refused(table))
+    allowed_share = row_checks.share_of_bad_rows(checks.bad_rows, source, len(table))
+    is_sampled = allowed_share > 0 and split == "train" and not checks.check_images
+    if len(row_numbers) <= MANY_ROWS or not is_sampled:
+        return _problems_of_opened(row_numbers, table, reader, source)
+    generator = np.random.default_rng(0)
+    sampled_numbers = np.sort(generator.choice(row_numbers, MANY_ROWS, replace=False))
+    problems = _problems_of_opened(sampled_numbers, table, reader, source)
+    unopened_numbers = np.setdiff1d(row_numbers, sampled_numbers, assume_unique=True)
+    if row_checks.too_many(len(problems), len(sampled_numbers), allowed_share, deviations=3):
+        return problems | _problems_of_opened(unopened_numbers, table, reader, source)
+    return problems | _problems_of_files(unopened_numbers, table, source)
 
-    def looked_for(numbers: np.ndarray) -> dict[int, tuple[str | None, str]]:
-        """The faults of files that are not opened, by number of their row."""
-        is_asked = np.zeros(len(table), bool)
-        is_asked[numbers] = True
-        stored = table.with_format("arrow").select_columns("paths")
 
-        def paths(few: range) -> list[list[str]]:  # whole slices: `datasets` gathers rows slowly
-            lists = stored[few.start : few.stop]["paths"].to_pylist()
-            asked = is_asked[few.start : few.stop].tolist()
-            return [own if wanted else [] for own, wanted in zip(lists, asked, strict=True)]
+def _problems_of_opened(
+    row_numbers: np.ndarray, table: Dataset, reader: RowReader, source: Source
+) -> dict[int, Problem]:
+    """Opens the images of the rows of these numbers."""
+    opened_rows = rows_on_access(table.select(row_numbers), reader)
 
-        return file_problems(paths, len(table), source.rules)
+    def images_of(positions: range) -> list[list[dict]]:
+        return opened_rows[positions.start : positions.stop]["images"]
 
-    problems = opened(sample)
-    may_be_many = row_checks.too_many(len(problems), len(sample), allowed, deviations=3)
-    others = np.setdiff1d(shows, sample)
-    problems |= opened(others) if may_be_many else looked_for(others)
-    bad, long = [], []
-    dropped = {*problems, *refused.tolist()}
-    if checks.max_length is not None:
-        is_longer = pc.greater(_column(table, "length"), checks.max_length)
-        dropped.update(np.flatnonzero(is_longer).tolist())
-    for number in sorted(dropped):
+    problems = row_checks.image_problems(images_of, len(row_numbers), source.name, source.rules)
+    return {int(row_numbers[position]): problem for position, problem in problems.items()}
+
+
+def _problems_of_files(
+    row_numbers: np.ndarray, table: Dataset, source: Source
+) -> dict[int, Problem]:
+    """Looks for the image files of the rows of these numbers, without opening them."""
+    is_wanted = np.zeros(len(table), bool)
+    is_wanted[row_numbers] = True
+    stored_paths = table.with_format("arrow").select_columns("paths")
+
+    def paths_of(rows: range) -> list[list[str]]:
+        # Whole slices, since `datasets` gathers single rows slowly.
+        paths = stored_paths[rows.start : rows.stop]["paths"].to_pylist()
+        for position, wanted in enumerate(is_wanted[rows.start : rows.stop].tolist()):
+            if not wanted:
+                paths[position] = []
+        return paths
+
+    return row_checks.file_problems(paths_of, len(table), source.rules)
+
+
+def _bad_rows(table: Dataset, problems: dict[int, Problem]) -> dict[int, DroppedRow]:
+    """Returns by number the rows that were refused when they were parsed or have a bad image."""
+    refused_numbers = np.flatnonzero(_is_refused(table)).tolist()
+    bad_rows = {}
+    for number in sorted({*refused_numbers, *problems}):
         row = table[number]
-        if row["reason"] or number in problems:
-            file, reason = problems.get(number, (row["file"], row["reason"]))
-            bad.append(DroppedRow(row["source"], row["row"], file, reason))
-        elif too_long := checks.too_long(row):
-            long.append(too_long)
-    report.found, report.dropped = len(table), bad + long
-    report.bad, report.too_long = len(bad), len(long)
-    files = _counts(table, "source")
-    report.files = files if len(files) > 1 else {}
-    if dropped:
-        table = table.select(np.delete(np.arange(len(table)), list(dropped)))
-    report.forms, report.unread = (_counts(table, name) for name in ("form", "unread"))
-    report.left_out, report.changed = (_counts(table, name) for name in ("left_out", "changed"))
-    if len(table):
-        measure(table, report)
-    return table
+        file, reason = problems.get(number, (row["file"], row["reason"]))
+        bad_rows[number] = DroppedRow(row["source"], row["row"], file, reason)
+    return bad_rows
 
 
-def measure(rows: Dataset, report: SourceReport) -> None:
-    """Fills in the numbers of rows, images and tokens of a table, or of parsed rows in memory."""
+def _long_rows(
+    table: Dataset, source: Source, checks: Checks, bad_rows: Container[int]
+) -> dict[int, DroppedRow]:
+    """Returns by number the rows that have too many tokens and are not bad."""
+    if checks.max_length is None:
+        return {}
+    is_long = pc.greater(_column(table, "length"), checks.max_length)
+    row_numbers = [number for number in np.flatnonzero(is_long).tolist() if number not in bad_rows]
+    table_rows = table.select(row_numbers)
+    long_rows = {}
+    stored_rows = source.rows_at(table_rows["index"][:])
+    for number, table_row, stored_row in zip(row_numbers, table_rows, stored_rows, strict=True):
+        dropped = checks.too_long({**table_row, "file": image_name(stored_row.content)})
+        assert dropped is not None
+        long_rows[number] = dropped
+    return long_rows
+
+
+def measure(rows: Dataset) -> dict[str, Any]:
+    """Returns the numbers of rows, images and tokens of a table, or of parsed rows in memory.
+
+    The keys are fields of [`SourceReport`]. There must be at least one row.
+    """
     lengths = _column(rows, "length").to_numpy()
-    counts = _column(rows, "image_count").to_numpy()
-    report.valid = report.used = len(rows)
-    report.images, report.text_only = int(counts.sum()), int((counts == 0).sum())
-    report.shortest, report.longest = int(lengths.min()), int(lengths.max())
-    report.median = float(np.median(lengths))
+    image_counts = _column(rows, "image_count").to_numpy()
+    return {
+        "valid": len(rows),
+        "used": len(rows),
+        "images": int(image_counts.sum()),
+        "text_only": int((image_counts == 0).sum()),
+        "shortest": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "longest": int(lengths.max()),
+    }
 
 
 def _counts(table: Dataset, name: str) -> dict[str, int]:
-    """Counts of a column's values, or of those in its lists, without nulls."""
+    """Counts the values of a column, or the values in its lists, without nulls."""
     values = _column(table, name)
-    values = pc.list_flatten(values) if pa.types.is_list(values.type) else values
+    if pa.types.is_list(values.type):
+        values = pc.list_flatten(values)
     counts = pc.value_counts(values.drop_null()).to_pylist()
     return {pair["values"]: pair["counts"] for pair in counts}
 
 
 def _column(table: Dataset, name: str) -> pa.ChunkedArray:
-    return table.with_format("arrow").select_columns(name)[:][name]
+    column = table.with_format("arrow").select_columns(name)
+    return column[:][name]
+
+
+def _is_refused(table: Dataset) -> np.ndarray:
+    """Returns for each row whether it was refused when it was parsed."""
+    return pc.is_valid(_column(table, "reason")).to_numpy()
 
 
 def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
-    """The table of all rows of a source, its reader's number `part`, from the cache of `datasets`.
+    """Returns the table of all rows of a source, from the cache of `datasets`.
 
     The first of several processes checks the rows, in `checks.processes` of its own; others wait.
+
+    Args:
+        source: A source in memory.
+        part: The number of the source among those of its reader.
+        checks: Options of the checks.
+
+    Raises:
+        ValueError: The source has no rows.
     """
-    processor, known = checks.processor, list[Any]()
-    if processor:
-        tokenizer = processor.tokenizer
-        known = [processor.chat_template, processor.image_token, tokens_per_image(processor)]
-        known += [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
-        known.append(control_tokens(tokenizer).pattern)
-    modules = [chat_template.__file__, source_module.__file__, *_ROWS.glob("*.py")]
-    code = [Path(module).read_bytes() for module in sorted(map(str, modules))]
-    rows = [source.name, source.data._fingerprint, source.columns, source.rules]
-    facts = Hasher.hash([rows, os.path.abspath(source.rules.folder or ""), known, code])
     assert isinstance(source.data, Dataset)
     if not len(source.data):
         raise ValueError(f"{source.name} has no rows.")
+    cache_key = _cache_key(source, checks.processor)
     chunks = Dataset.from_dict({"start": list(range(0, len(source.data), CHUNK))})
     processes = min(checks.processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
-    cache = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{facts}.lock"), _no_collections():
+    cache_folder = Path(datasets.config.HF_DATASETS_CACHE) / "normalign_llava"
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_folder / f"{cache_key}.lock"), _no_collections():
         table = chunks.map(
             _facts,
-            fn_kwargs={"data": source, "processor": processor},
+            fn_kwargs={"data": source, "processor": checks.processor},
             batched=True,
             batch_size=1,
             num_proc=processes if processes > 1 else None,
             remove_columns=chunks.column_names,
             features=TABLE_COLUMNS,
-            new_fingerprint=facts,
-            cache_file_name=str(cache / f"{facts}.arrow"),
+            new_fingerprint=cache_key,
+            cache_file_name=str(cache_folder / f"{cache_key}.arrow"),
             desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
         )
-    return table.add_column("part", np.full(len(table), part))
+    return table.add_column("part", np.full(len(table), part, np.int32))
+
+
+def _cache_key(source: Source, processor: LlavaProcessor | None) -> str:
+    """Returns a hash of all that the facts of rows depend on: rows, rules, processor and code."""
+    row_facts = [source.name, source.data._fingerprint, source.columns, source.rules]
+    image_folder = os.path.abspath(source.rules.folder or "")
+    token_facts: list[Any] = []
+    if processor:
+        tokenizer = processor.tokenizer
+        token_facts = [
+            processor.chat_template,
+            processor.image_token,
+            tokens_per_image(processor),
+            tokenizer.backend_tokenizer.to_str(),
+            tokenizer.special_tokens_map,
+            control_tokens(tokenizer).pattern,
+        ]
+    modules = [__file__, chat_template.__file__, source_module.__file__, *_ROWS.glob("*.py")]
+    module_code = [Path(module).read_bytes() for module in sorted(map(str, modules))]
+    return Hasher.hash([row_facts, image_folder, token_facts, module_code])
 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Within, also in processes that start there, Python collects no garbage of cycles.
+    """Keeps Python, also in processes that start within, from collecting garbage of cycles.
 
     Rows leave none, but each collection would look at the million objects that libraries have: a
     fifth of the time.
     """
-    enabled = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
+        if was_enabled:
             gc.enable()
 
 
 def _facts(chunk: dict, data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
+    """Parses a chunk of rows, and returns the columns of the table for them."""
     (start,) = chunk["start"]
     rows = row_checks.parse_rows(data.rows(start, CHUNK), data.rules, processor)
-    facts = {name: [row[name] for row in rows] for name in TABLE_COLUMNS if name != "index"}
-    return {"index": list(range(start, start + len(rows))), **facts}
+    for index, row in enumerate(rows, start):
+        row["index"] = index
+        if row["reason"] is None:
+            row["file"] = None
+    return {column: [row[column] for row in rows] for column in TABLE_COLUMNS}

@@ -11,99 +11,156 @@ import torch
 from torch import Tensor, nn
 
 from ..report import KINDS, Attention
-from .families import RESAMPLED, boundary_ids, find_parts, token_kinds
+from .families import RESAMPLED, Parts, boundary_ids, find_parts, token_kinds
 from .probe import in_evaluation_mode, model_inputs
 
 
 def attention_maps(
     model: nn.Module, batch: Mapping[str, Tensor], *, question: str, special_ids: Iterable[int] = ()
 ) -> Attention:
-    """Attention from the text after an image to the image, by layer, of a batch of one sequence.
+    """Measures attention from the text after an image to the image, by layer.
 
     It is a mean over heads and over the text tokens after the last visual one. Left out are layers
     without an attention map (linear attention), with NaN in it, or whose mask hides a part of the
     image from that text (a sliding window, chunks). One layer's map has `heads * tokens^2` numbers.
+
+    Args:
+        model: A vision-language model of transformers, also with adapters.
+        batch: Inputs of its forward pass, with a single sequence.
+        question: The sequence's question, for the report.
+        special_ids: Ids of special tokens, in addition to those in the configuration.
+
+    Raises:
+        ValueError: The batch has several sequences, no text comes after an image, or no layer has a
+            map that reaches the whole image.
     """
     parts = find_parts(model)
-    inputs, config, decoder = model_inputs(parts, batch), parts.model.config, parts.decoder
-    if (sequences := len(inputs["input_ids"])) != 1:
-        raise ValueError(f"The batch has {sequences} sequences. Give one question at a time.")
-    kinds = token_kinds(inputs, config, boundary_ids(config) | set(special_ids)).cpu()
-    visual, text = (kinds[KINDS.index(kind)].nonzero().flatten() for kind in ("visual", "text"))
-    asking = text[text > visual.max()] if len(visual) else visual
-    if not len(asking):
+    config = parts.model.config
+    inputs = model_inputs(parts, batch)
+    sequence_count = len(inputs["input_ids"])
+    if sequence_count != 1:
+        raise ValueError(f"The batch has {sequence_count} sequences. Give one question at a time.")
+    kind_masks = token_kinds(inputs, config, boundary_ids(config) | set(special_ids)).cpu()
+    visual_positions = kind_masks[KINDS.index("visual")].nonzero().flatten()
+    text_positions = kind_masks[KINDS.index("text")].nonzero().flatten()
+    asking_positions = text_positions[:0]
+    if len(visual_positions):
+        asking_positions = text_positions[text_positions > visual_positions.max()]
+    if not len(asking_positions):
         raise ValueError("No text comes after an image. Put the question after it.")
-    received: dict[int, Tensor] = {}
-
-    def reduce(number: int, module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> Any:
-        if output[1] is None:
-            return None
-        if sees_all(kwargs.get("attention_mask"), asking, visual):
-            row = output[1][0][:, asking].mean((0, 1), dtype=torch.float32)[visual]
-            received[number] = row.cpu().double()
-        return output[0], None, *output[2:]  # without the map, which the layer would keep in memory
-
-    # Through the decoder: families name its configuration within the model's differently.
-    implementation = decoder.config._attn_implementation
-    with in_evaluation_mode(parts.inner), ExitStack() as hooks:
-        hooks.callback(setattr, decoder.config, "_attn_implementation", implementation)
-        decoder.set_attn_implementation("eager")
-        for number, layer in enumerate(decoder.layers, 1):
-            if attention := dict(layer.named_children()).get("self_attn"):
-                hook = partial(reduce, number)
-                hooks.enter_context(attention.register_forward_hook(hook, with_kwargs=True))
-        parts.inner(**inputs, use_cache=False)
-    if not (received := {number: row for number, row in received.items() if row.sum() > 0}):
+    received = _attention_to_image(parts, inputs, asking_positions, visual_positions)
+    if not received:
         raise ValueError(
-            f"None of the {len(decoder.layers)} layers of {type(decoder).__name__} has an "
-            "attention map that reaches the whole image."
+            f"None of the {len(parts.decoder.layers)} layers of {type(parts.decoder).__name__} has "
+            "an attention map that reaches the whole image."
         )
-    # Learned queries are not places in the image, even if their number is a square.
-    grid = None if config.model_type in RESAMPLED else image_grid(inputs, len(visual))
-    maps = [(row / row.sum()).reshape(grid or (1, -1)) for row in received.values()]
+    grid = None
+    if config.model_type not in RESAMPLED:  # even if the number of learned queries is a square
+        grid = image_grid(inputs, len(visual_positions))
+    maps = []
+    image_shares = []
+    for image_attention in received.values():
+        image_share = image_attention.sum()
+        image_shares.append(image_share.item())
+        shares = image_attention / image_share
+        maps.append(shares.reshape(grid or (1, -1)))
     return Attention(
         question=question,
         image=None,
         grid=grid,
         maps=[shares.tolist() for shares in maps],
-        image_share=[row.sum().item() for row in received.values()],
+        image_share=image_shares,
         entropy=[relative_entropy(shares) for shares in maps],
         bottom_bias=None if grid is None else [bottom_bias(shares) for shares in maps],
         layers=list(received),
     )
 
 
+def _attention_to_image(
+    parts: Parts, inputs: Mapping[str, Any], text: Tensor, image: Tensor
+) -> dict[int, Tensor]:
+    """Mean attention from the positions `text` to each of the positions `image`, by layer from 1.
+
+    Layers whose map cannot be used are left out.
+    """
+    received: dict[int, Tensor] = {}
+
+    def reduce(
+        layer_number: int, module: nn.Module, args: tuple, kwargs: dict, output: tuple
+    ) -> Any:
+        states, attention, *rest = output
+        if attention is None:
+            return None
+        if sees_all(kwargs.get("attention_mask"), text, image):
+            mean_attention = attention[0][:, text].mean((0, 1), dtype=torch.float32)
+            image_attention = mean_attention[image].cpu().double()
+            if image_attention.sum() > 0:  # not NaN
+                received[layer_number] = image_attention
+        return states, None, *rest  # without the map, which the layer would keep in memory
+
+    # Through the decoder: families name its configuration within the model's differently.
+    decoder = parts.decoder
+    implementation = decoder.config._attn_implementation
+    with in_evaluation_mode(parts.inner), ExitStack() as hooks:
+        hooks.callback(setattr, decoder.config, "_attn_implementation", implementation)
+        decoder.set_attn_implementation("eager")
+        for layer_number, layer in enumerate(decoder.layers, start=1):
+            attention_module = dict(layer.named_children()).get("self_attn")
+            if attention_module is not None:
+                forward_hook = partial(reduce, layer_number)
+                handle = attention_module.register_forward_hook(forward_hook, with_kwargs=True)
+                hooks.enter_context(handle)
+        parts.inner(**inputs, use_cache=False)
+    return received
+
+
 def sees_all(mask: Tensor | None, text: Tensor, image: Tensor) -> bool:
     """Whether an additive mask, `(1, 1, tokens, tokens)`, hides nothing of `image` from `text`."""
-    return mask is None or bool(mask[0, 0, text][:, image].min() > torch.finfo(mask.dtype).min / 2)
+    if mask is None:
+        return True
+    lowest = mask[0, 0, text][:, image].min()
+    return bool(lowest > torch.finfo(mask.dtype).min / 2)
 
 
 def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
     """Rows and columns of an image's visual tokens, by the ratio of its height to its width.
 
-    None for several images or tiles, or with tokens of no place (class token, newline rows).
+    None for several images or tiles, or if some tokens have no place (class token, newline rows).
     """
-    patches, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
+    patches = inputs.get("image_grid_thw")
+    pixels = inputs.get("pixel_values")
     if patches is not None:
-        count, (height, width) = patches[:, 0].sum().item(), patches[0, 1:].tolist()
+        image_count = patches[:, 0].sum().item()
+        height, width = patches[0, 1:].tolist()
     elif pixels is not None and pixels.dim() > 3:
-        count, (height, width) = math.prod(pixels.shape[:-3]), pixels.shape[-2:]
+        image_count = math.prod(pixels.shape[:-3])
+        height, width = pixels.shape[-2:]
     else:
         return None
     rows = max(1, math.isqrt(tokens * height // width))
     columns = tokens // rows
-    single = count == 1 and rows * columns == tokens and rows * width == columns * height
-    return (rows, columns) if single else None
+    is_filled = rows * columns == tokens
+    is_proportional = rows * width == columns * height
+    if image_count == 1 and is_filled and is_proportional:
+        return rows, columns
+    return None
 
 
 def relative_entropy(shares: Tensor) -> float:
-    """Entropy of shares that sum to 1, of any shape, over that of even ones; 1 of a single one."""
-    even = math.log(shares.numel())
-    return torch.special.entr(shares).sum().item() / even if even else 1.0
+    """Entropy of shares that sum to 1, of any shape, over the entropy of even shares.
+
+    It is 1 for a single share.
+    """
+    entropy_if_even = math.log(shares.numel())
+    if not entropy_if_even:
+        return 1.0
+    return torch.special.entr(shares).sum().item() / entropy_if_even
 
 
 def bottom_bias(shares: Tensor) -> float:
     """Sum of the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: even is 1."""
-    rows = len(shares)  # of which the one at the third's edge counts in part
-    weights = (torch.arange(1, rows + 1, dtype=shares.dtype) - 2 * rows / 3).clamp(0, 1)
+    row_count = len(shares)
+    bottom_edges = torch.arange(1, row_count + 1, dtype=shares.dtype)
+    rows_within = bottom_edges - 2 * row_count / 3
+    weights = rows_within.clamp(0, 1)  # the row at the third's edge counts in part
     return 3 * (weights @ shares.sum(1)).item()

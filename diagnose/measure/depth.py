@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,183 +17,307 @@ from ..report import KINDS, Curve, Depth, Moments
 QUANTITIES = ("norm", "rotation", "update_norm", "update_angle", "log_norm", "log_update")
 """What is measured of each layer's input and output, in the order of [`quantities`]."""
 
+NORM = QUANTITIES.index("norm")
+ROTATION = QUANTITIES.index("rotation")
+
+State = tuple[Tensor, Tensor]  # vectors (batch * tokens, d), and their norms
+
 
 def widest(device: torch.device) -> torch.dtype:
-    """The widest float that `device` has: float64, except on Apple's GPUs."""
+    """Returns the widest float that `device` has: float64, except on Apple's GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class RunningMoments:
     """Running moments of values by group (Chan, Golub and LeVeque's update), in the widest float.
 
-    Nothing is copied from a GPU, which would have to be waited for, until they are asked for.
+    They stay on the device until they are asked for: a copy would have to wait for the GPU.
     """
 
     def __init__(self):
         self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, squared deviations
 
     def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
-        """Adds values `(..., n)`, and returns the means of these alone by group, NaN without any.
+        """Adds values, and returns only their own means by group.
 
-        Groups have boolean masks `(groups, ..., n)`, outside which values may be NaN.
+        Args:
+            values: Values `(..., n)`. They may be NaN where no group has them.
+            masks: Boolean masks `(groups, ..., n)` of the groups; by default, there is one group.
+
+        Returns:
+            The means by group, `(groups, ...)`, NaN for a group without values.
         """
         values = values.detach().to(widest(values.device))
-        masks = torch.ones_like(values) > 0 if masks is None else masks.to(values.device)
+        if masks is None:
+            masks = torch.ones_like(values, dtype=torch.bool)
+        masks = masks.to(values.device)
         count = masks.sum(-1).to(values.dtype)
-        mean = torch.where(masks, values, 0.0).sum(-1) / count.clamp(min=1)
-        squares = torch.where(masks, values - mean.unsqueeze(-1), 0.0).square().sum(-1)
-        means = torch.where(count > 0, mean, math.nan)
+        total = torch.where(masks, values, 0.0).sum(-1)
+        mean = total / count.clamp(min=1)
+        deviations = torch.where(masks, values - mean.unsqueeze(-1), 0.0)
+        self._combine(count, mean, deviations.square().sum(-1))
+        return torch.where(count > 0, mean, math.nan)
+
+    def _combine(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
+        """Combines the state with count, mean and squared deviations of new values."""
         if self._state is not None:
-            old_count, old_mean, old_squares = (part.to(values.device) for part in self._state)
-            total = (old_count + count).clamp(min=1)
-            distance = mean - old_mean
-            squares = old_squares + squares + distance.square() * old_count * count / total
-            mean, count = old_mean + distance * count / total, old_count + count
-        self._state = count, mean, squares
-        return means
+            state = (moments.to(count.device) for moments in self._state)
+            previous_count, previous_mean, previous_squares = state
+            total_count = (previous_count + count).clamp(min=1)
+            distance = mean - previous_mean
+            squares_between = distance.square() * previous_count * count / total_count
+            squares = previous_squares + squares + squares_between
+            mean = previous_mean + distance * count / total_count
+            count = previous_count + count
+        self._state = (count, mean, squares)
 
     def results(self) -> Tensor:
         """Mean, standard deviation (NaN without values) and count by group, `(3, groups, ...)`."""
         assert self._state is not None
-        count, mean, squares = (part.cpu().double() for part in self._state)
-        moments = torch.stack([mean, (squares / count.clamp(min=1)).sqrt()])
-        return torch.cat([torch.where(count > 0, moments, math.nan), count[None]])
+        count, mean, squares = (moments.cpu().double() for moments in self._state)
+        std = (squares / count.clamp(min=1)).sqrt()
+        has_values = count > 0
+        return torch.stack(
+            [
+                torch.where(has_values, mean, math.nan),
+                torch.where(has_values, std, math.nan),
+                count,
+            ]
+        )
 
     def result(self) -> Moments | None:
         """Moments of the only group; None without values."""
-        mean, std, count = (0.0, 0.0, 0) if self._state is None else self.results().tolist()
+        if self._state is None:
+            return None
+        mean, std, count = self.results().tolist()
         return Moments(mean, std, int(count)) if count else None
 
 
 def quantities(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """`QUANTITIES` of a layer's input and output `(n, d)`, and where they exist, both `(6, n)`."""
+    """Computes `QUANTITIES` from the input and output of a layer.
+
+    Args:
+        before, after: The layer's input and output, `(n, d)`.
+
+    Returns:
+        The quantities, and whether each is defined, both `(6, n)`.
+    """
     update = after - before
-    norm, size = before.norm(dim=-1), update.norm(dim=-1)
-    along = torch.linalg.vecdot(update, before) / norm
-    across = (size.square() - along.square()).clamp(min=0).sqrt()
-    rotation = torch.atan2(across, norm + along)  # eq. 8, also of an update longer than the state
-    angle = torch.atan2(across, along)
-    always, exists, moves = torch.ones_like(norm) > 0, norm > 0, size > 0
-    turns = exists & (torch.hypot(across, norm + along) > 0)
-    values = torch.stack([norm, rotation, size, angle, norm.log(), size.log()])
-    return values, torch.stack([always, turns, always, exists & moves, exists, moves])
+    input_norm = before.norm(dim=-1)
+    update_norm = update.norm(dim=-1)
+    update_along = torch.linalg.vecdot(update, before) / input_norm
+    update_across = (update_norm.square() - update_along.square()).clamp(min=0).sqrt()
+    output_along = input_norm + update_along
+    rotation = torch.atan2(update_across, output_along)  # eq. 8; updates may exceed the state
+    update_angle = torch.atan2(update_across, update_along)
+
+    always = torch.ones_like(input_norm, dtype=torch.bool)
+    has_state = input_norm > 0
+    has_update = update_norm > 0
+    has_output = torch.hypot(update_across, output_along) > 0
+    measured = [
+        input_norm,
+        rotation,
+        update_norm,
+        update_angle,
+        input_norm.log(),
+        update_norm.log(),
+    ]
+    defined = [
+        always,
+        has_state & has_output,
+        always,
+        has_state & has_update,
+        has_state,
+        has_update,
+    ]
+    return torch.stack(measured), torch.stack(defined)
+
+
+@dataclass
+class _ForwardPass:
+    """A forward pass, as far as the decoder has run."""
+
+    masks: Tensor  # of each kind, (kinds, batch * tokens)
+    last_state: State | None = None  # the input of the last layer that has run
+    rotations: list[Tensor] = field(default_factory=list)  # by layer, the mean of each kind
 
 
 class DepthProbe:
-    """Hooks on layers, and the norm after them, that keep running moments and a single state."""
+    """Hooks on layers and the final norm. They keep running moments and a single state."""
 
     def __init__(self, layers: nn.ModuleList, final_norm: nn.Module | None = None):
-        self._layers, self._final_norm = layers, final_norm
-        self._steps, self._cosines = ([RunningMoments() for _ in layers] for _ in range(2))
-        self._last, self._final = RunningMoments(), RunningMoments()
-        self._ratios = RunningMoments()  # of visual to text rotation, one for each pass
-        # Of the current pass: masks of the kinds, the last state and its norms, mean rotations.
-        self._masks: Tensor | None = None
-        self._state: tuple[Tensor, Tensor] | None = None
-        self._rotations: list[Tensor] = []
+        self._layers = layers
+        self._final_norm = final_norm
+        self._steps = [RunningMoments() for _ in layers]
+        self._cosines = [RunningMoments() for _ in layers]
+        self._last_state = RunningMoments()
+        self._normalized = RunningMoments()  # the last state, after the final norm
+        self._rotation_ratios = RunningMoments()  # visual over text rotation, one for each pass
+        self._pass: _ForwardPass | None = None
 
     @contextmanager
     def watching(self, masks: Callable[[], Tensor]) -> Iterator[None]:
         """Measures every forward pass within.
 
-        `masks` returns those of the kinds, `(kinds, batch * tokens)`, once the decoder runs: where
-        newlines are is not known earlier.
+        `masks` returns a mask for each kind, `(kinds, batch * tokens)`. It is called once the
+        decoder runs, since the places of newlines are not known earlier.
         """
 
         def begin(layer: nn.Module, args: tuple) -> None:
-            self._masks, self._state, self._rotations = masks(), None, []
+            self._pass = _ForwardPass(masks())
 
         with ExitStack() as hooks:
             hooks.enter_context(self._layers[0].register_forward_pre_hook(begin))
-            for number, layer in enumerate(self._layers):
-                hook = partial(self._after_layer, number)
-                hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
+            for layer_index, layer in enumerate(self._layers):
+                after_layer = partial(self._after_layer, layer_index)
+                handle = layer.register_forward_hook(after_layer, with_kwargs=True)
+                hooks.enter_context(handle)
             if self._final_norm is not None:
-                hooks.enter_context(self._final_norm.register_forward_hook(self._after_final_norm))
+                handle = self._final_norm.register_forward_hook(self._after_final_norm)
+                hooks.enter_context(handle)
             yield
 
     def result(self) -> Depth:
-        """Curves of all quantities, and the asymmetry; an error for states that have none."""
-        steps = torch.stack([moments.results() for moments in self._steps])
-        measured = dict(zip(QUANTITIES, steps.unbind(-1), strict=True))
-        for name, last in zip(("norm", "log_norm"), self._last.results().unbind(-1), strict=True):
-            measured[name] = torch.cat([measured[name], last[None]])
-        measured["cosine"] = torch.stack([moments.results() for moments in self._cosines])
+        """Returns the curves of all quantities, and the asymmetry.
+
+        Raises ValueError for states that are NaN or infinite, or zero for all visual or all text
+        tokens.
+        """
+        measured = self._results()
         curves: dict[str, dict[str, Curve]] = {name: {} for name in measured}
-        for place, kind in enumerate(KINDS):
-            of_kind = {name: moments[..., place].T for name, moments in measured.items()}
-            if not of_kind["norm"][2, 0]:
-                continue
-            for state in (~of_kind["norm"].isfinite().all(0)).nonzero():
-                raise ValueError(
-                    f"The {kind} tokens are NaN or infinite in state {state.item()}. "
-                    "Load the model in bfloat16 or float32, and check its weights."
-                )
-            zero = (of_kind["log_norm"][2] == 0).nonzero()
-            if len(zero) and kind in ("visual", "text"):
-                raise ValueError(
-                    f"All {kind} tokens are zero in state {zero[0].item()}, without a direction. "
-                    "Check that the projector's weights were trained and loaded."
-                )
-            if not len(zero):  # a padding token's row may be all zero
-                for name, (mean, std, _) in of_kind.items():
-                    curves[name][kind] = Curve(mean.tolist(), std.tolist())
-        # Without the last layer, which prepares the prediction rather than the next layer's input.
-        rotated = {kind: sum(curve.mean[:-1]) for kind, curve in curves["rotation"].items()}
-        visual, text = rotated.get("visual"), rotated.get("text")
-        ratios = self._ratios.result()
-        error = ratios.std / math.sqrt(ratios.count - 1) if ratios and ratios.count > 1 else None
+        for kind_index, kind in enumerate(KINDS):
+            norm = measured["norm"][..., kind_index]
+            log_norm = measured["log_norm"][..., kind_index]
+            if _has_directions(kind, norm, log_norm):
+                for quantity, moments in measured.items():
+                    mean, std, _ = moments[..., kind_index].T.tolist()
+                    curves[quantity][kind] = Curve(mean, std)
+        final_norm: dict[str, Moments] = {}
+        if self._final_norm is not None:
+            final_norm = _by_kind(self._normalized.results())
+        ratio_moments = self._rotation_ratios.result()
+        asymmetry_error = None
+        if ratio_moments is not None and ratio_moments.count > 1:
+            asymmetry_error = ratio_moments.std / math.sqrt(ratio_moments.count - 1)
         return Depth(
-            final_norm={} if self._final_norm is None else _by_kind(self._final.results()),
-            asymmetry=visual / text if visual is not None and text else None,
-            asymmetry_error=error,
+            final_norm=final_norm,
+            asymmetry=_asymmetry(curves["rotation"]),
+            asymmetry_error=asymmetry_error,
             **curves,
         )
 
     def norm_received(self) -> dict[str, Moments]:
         """Norms of the first layer's input by kind."""
-        return _by_kind(self._steps[0].results()[..., QUANTITIES.index("norm")])
+        return _by_kind(self._steps[0].results()[..., NORM])
 
-    def _after_layer(self, number: int, layer: Any, args: tuple, kwargs: dict, output: Any) -> None:
-        before = args[0] if args else kwargs["hidden_states"]
-        after = output[0] if isinstance(output, tuple) else output
-        before, after = (_rows(states, after.device) for states in (before, after))
-        assert self._masks is not None
-        masks = self._masks.to(after.device)
-        values, defined = quantities(before, after)
-        means = self._steps[number].add(values, masks.unsqueeze(1) & defined)
-        self._rotations.append(means[:, QUANTITIES.index("rotation")])
-        self._add_cosine(number - 1, masks, before, values[QUANTITIES.index("norm")])
-        if number == len(self._layers) - 1:
-            norm = after.norm(dim=-1)
-            self._add_cosine(number, masks, after, norm)
-            defined = torch.stack([torch.ones_like(norm) > 0, norm > 0])
-            self._last.add(torch.stack([norm, norm.log()]), masks.unsqueeze(1) & defined)
-            if number:  # the asymmetry leaves the last layer out
-                earlier = [rotation.to(after.device) for rotation in self._rotations[:-1]]
-                rotated = torch.stack(earlier).sum(0)
-                ratio = rotated[KINDS.index("visual")] / rotated[KINDS.index("text")]
-                self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
+    def _results(self) -> dict[str, Tensor]:
+        """Moments of each quantity, `(layers or states, 3, kinds)`."""
+        by_layer = torch.stack([moments.results() for moments in self._steps])
+        measured = dict(zip(QUANTITIES, by_layer.unbind(-1), strict=True))
+        last_norms = self._last_state.results().unbind(-1)
+        for quantity, last_norm in zip(("norm", "log_norm"), last_norms, strict=True):
+            measured[quantity] = torch.cat([measured[quantity], last_norm[None]])
+        measured["cosine"] = torch.stack([moments.results() for moments in self._cosines])
+        return measured
 
-    def _add_cosine(self, number: int, masks: Tensor, state: Tensor, norm: Tensor) -> None:
-        """Adds the cosine of layer `number`: of its input, which was kept, and the next layer's."""
-        if self._state is not None:
-            old, old_norm = (tensor.to(state.device) for tensor in self._state)
-            cosine = torch.linalg.vecdot(old, state) / (old_norm * norm)
-            self._cosines[number].add(cosine, masks & (old_norm > 0) & (norm > 0))
-        self._state = state, norm
+    def _after_layer(
+        self, layer_index: int, layer: Any, args: tuple, kwargs: dict, output: Any
+    ) -> None:
+        assert self._pass is not None
+        layer_input = args[0] if args else kwargs["hidden_states"]
+        layer_output = output[0] if isinstance(output, tuple) else output
+        before = _rows(layer_input, layer_output.device)
+        after = _rows(layer_output, layer_output.device)
+        masks = self._pass.masks.to(after.device)
+        measured, defined = quantities(before, after)
+        masks_of_defined = masks.unsqueeze(1) & defined
+        means_by_kind = self._steps[layer_index].add(measured, masks_of_defined)
+        self._pass.rotations.append(means_by_kind[:, ROTATION])
+        state = (before, measured[NORM])
+        if self._pass.last_state is not None:
+            self._add_cosine(layer_index - 1, masks, self._pass.last_state, state)
+        self._pass.last_state = state
+        if layer_index == len(self._layers) - 1:
+            output_norm = after.norm(dim=-1)
+            self._add_cosine(layer_index, masks, state, (after, output_norm))
+            self._add_last_norm(output_norm, masks)
+            self._add_rotation_ratio(self._pass.rotations, after.device)
+
+    def _add_cosine(self, layer_index: int, masks: Tensor, state: State, next_state: State) -> None:
+        """Adds the cosine between the input of a layer and the input of the next one."""
+        vectors, norm = (tensor.to(masks.device) for tensor in state)
+        next_vectors, next_norm = next_state
+        cosine = torch.linalg.vecdot(vectors, next_vectors) / (norm * next_norm)
+        is_defined = (norm > 0) & (next_norm > 0)
+        self._cosines[layer_index].add(cosine, masks & is_defined)
+
+    def _add_last_norm(self, norm: Tensor, masks: Tensor) -> None:
+        """Adds the norms of the last layer's output, and their logarithms."""
+        is_positive = norm > 0
+        measured = torch.stack([norm, norm.log()])
+        defined = torch.stack([torch.ones_like(is_positive), is_positive])
+        self._last_state.add(measured, masks.unsqueeze(1) & defined)
+
+    def _add_rotation_ratio(self, rotations: list[Tensor], device: torch.device) -> None:
+        """Adds the pass' rotation of visual tokens over text's, without the last layer."""
+        earlier_rotations = [rotation.to(device) for rotation in rotations[:-1]]
+        if earlier_rotations:
+            total_rotation = torch.stack(earlier_rotations).sum(0)
+            visual_rotation = total_rotation[KINDS.index("visual")]
+            text_rotation = total_rotation[KINDS.index("text")]
+            ratio = (visual_rotation / text_rotation).view(1)
+            self._rotation_ratios.add(ratio, ratio.isfinite())
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
-        if self._masks is not None:  # NanoChat applies it before the first layer too
-            self._final.add(_rows(output, output.device).norm(dim=-1), self._masks)
-            self._masks = None
+        if self._pass is not None:  # NanoChat applies it before the first layer too
+            states = _rows(output, output.device)
+            self._normalized.add(states.norm(dim=-1), self._pass.masks)
+            self._pass = None
 
 
 def _rows(states: Tensor, device: torch.device) -> Tensor:
-    return states.detach().reshape(-1, states.shape[-1]).to(device, widest(device))
+    """Returns states `(..., d)` as `(n, d)` on `device`, in its widest float."""
+    flat_states = states.detach().flatten(0, -2)
+    return flat_states.to(device, widest(device))
+
+
+def _has_directions(kind: str, norm: Tensor, log_norm: Tensor) -> bool:
+    """Whether tokens of a kind occur and have a direction in every state.
+
+    `norm` and `log_norm` are moments `(states, 3)`. Raises ValueError for a state that is NaN or
+    infinite, or in which all visual or all text tokens are zero.
+    """
+    if norm[0, 2] == 0:
+        return False
+    for state in (~norm.isfinite().all(1)).nonzero():
+        raise ValueError(
+            f"The {kind} tokens are NaN or infinite in state {state.item()}. "
+            "Load the model in bfloat16 or float32, and check its weights."
+        )
+    zero_states = (log_norm[:, 2] == 0).nonzero()
+    if len(zero_states) and kind in ("visual", "text"):
+        raise ValueError(
+            f"All {kind} tokens are zero in state {zero_states[0].item()}, without a direction. "
+            "Check that the projector's weights were trained and loaded."
+        )
+    return not len(zero_states)  # a padding token's row may be all zero
+
+
+def _asymmetry(rotation: dict[str, Curve]) -> float | None:
+    """Returns the rotation of visual tokens over the rotation of text, or None without both."""
+    if "visual" not in rotation or "text" not in rotation:
+        return None
+    # Without the last layer, which prepares the prediction rather than the next layer's input.
+    visual = sum(rotation["visual"].mean[:-1])
+    text = sum(rotation["text"].mean[:-1])
+    return visual / text if text else None
 
 
 def _by_kind(moments: Tensor) -> dict[str, Moments]:
-    """Moments `(3, kinds)` by kind, of the kinds that occur."""
-    by_kind = zip(KINDS, moments.T.tolist(), strict=True)
-    return {kind: Moments(mean, std, int(count)) for kind, (mean, std, count) in by_kind if count}
+    """Returns moments `(3, kinds)` by kind, for the kinds that occur."""
+    moments_by_kind: dict[str, Moments] = {}
+    for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True):
+        if count:
+            moments_by_kind[kind] = Moments(mean, std, int(count))
+    return moments_by_kind

@@ -25,7 +25,7 @@ PROJECTORS = {
     "lighton_ocr": "vision_projection",
     "ovis2": "visual_embeddings_table",
 }
-"""The projector's name in the base model, by `model_type`; of others `multi_modal_projector`."""
+"""The projector's name in the base model, by `model_type`; by default `multi_modal_projector`."""
 
 RESAMPLED = {"aria", "idefics2"}
 """Families (`model_type`) whose visual tokens are learned queries, without a place in the image."""
@@ -44,14 +44,19 @@ class Parts:
 
 
 def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
-    """A language model's layers, whatever their name."""
+    """Returns a language model's layers, whatever their name."""
     count = decoder.config.get_text_config().num_hidden_layers
-    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
-    return next(layers for layers in lists if len(layers) == count)
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(decoder).__name__} has no list of {count} layers.")
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """The parts of `model`, with or without PEFT adapters. Raises ValueError if it lacks some."""
+    """Finds the parts of `model`, with or without PEFT adapters.
+
+    Raises ValueError if it lacks some, or if its tokens cannot be told apart.
+    """
     if not isinstance(model, PreTrainedModel):
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
             raise ValueError("Prompt tuning adds tokens to a batch. Measure the model without it.")
@@ -59,71 +64,96 @@ def find_parts(model: nn.Module) -> Parts:
     family = model.config.model_type
     if family == "hunyuan_vl":
         raise ValueError("HunYuan-VL's visual tokens cannot be told from learned rows among them.")
-    inner, decoder = model.base_model, model.get_decoder()
-    needed = (model.config, "image_token_id"), (inner, "get_image_features"), (decoder, "norm")
-    lacking = any(getattr(owner, name, None) is None for owner, name in needed)
-    layers = getattr(decoder, "layers", None)
-    if lacking or decoder is inner or not isinstance(layers, nn.ModuleList):
+    inner = model.base_model
+    decoder = model.get_decoder()
+    is_multimodal = (
+        getattr(model.config, "image_token_id", None) is not None
+        and hasattr(inner, "get_image_features")
+        and decoder is not inner
+    )
+    has_layers = isinstance(getattr(decoder, "layers", None), nn.ModuleList)
+    if not is_multimodal or not has_layers or getattr(decoder, "norm", None) is None:
         raise ValueError(
             f"{type(model).__name__} ({family}) cannot be read: no language model alone can, and "
             "none with cross-attention. It needs config.image_token_id, get_image_features, and "
             "get_decoder() with layers and norm."
         )
-    name = PROJECTORS.get(family, "multi_modal_projector")
-    projector = dict(inner.named_modules()).get(name)
-    path = name if inner is model else f"{model.base_model_prefix}.{name}"
-    has_norm = family == "normalign_llava" and model.config.projector_norm != "none"
-    norm = inner.multi_modal_projector.norm if has_norm else None
-    return Parts(model, inner, decoder, path if projector is not None else None, projector, norm)
+    projector_name = PROJECTORS.get(family, "multi_modal_projector")
+    projector = dict(inner.named_modules()).get(projector_name)
+    projector_path = None
+    if projector is not None:
+        projector_path = projector_name
+        if inner is not model:
+            projector_path = f"{model.base_model_prefix}.{projector_name}"
+    projector_norm = None
+    if family == "normalign_llava" and model.config.projector_norm != "none":
+        projector_norm = inner.multi_modal_projector.norm
+    return Parts(model, inner, decoder, projector_path, projector, projector_norm)
 
 
 def boundary_ids(config: PreTrainedConfig) -> set[int]:
-    """Ids in a configuration of starts and ends of vision, of a sequence, and padding."""
-    ids: set[int] = set()
-    for part in (config, config.get_text_config()):
-        for name, value in part.to_dict().items():
-            if name.endswith(("_token_id", "_token_ids", "_token_index")):
-                values = value if isinstance(value, list) else [value]
-                ids.update(number for number in values if type(number) is int)
-    return ids - {config.image_token_id}
+    """Ids in a configuration of starts and ends of vision and of a sequence, and of padding."""
+    candidates: list[Any] = []
+    for part_config in (config, config.get_text_config()):
+        for setting, value in part_config.to_dict().items():
+            if setting.endswith(("_token_id", "_token_ids", "_token_index")):
+                candidates += value if isinstance(value, list) else [value]
+    token_ids = {candidate for candidate in candidates if type(candidate) is int}
+    return token_ids - {config.image_token_id}
 
 
 def tokenizer_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
     """Ids of a tokenizer's special tokens, including those added later."""
     if tokenizer is None:
         return set()
-    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
+    token_ids = set(tokenizer.all_special_ids)
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            token_ids.add(token_id)
+    return token_ids
 
 
 def token_positions(ids: Tensor, attention_mask: Tensor | None, image_id: int) -> dict[str, Tensor]:
-    """Masks `(batch, tokens)` of `"visual"` tokens and of all others but padding, `"text"`."""
-    image = ids == image_id
-    attended = torch.ones_like(image)
+    """Masks `(batch, tokens)` of `"visual"` tokens, and of `"text"`: all others except padding."""
+    is_image = ids == image_id
+    is_attended = torch.ones_like(is_image)
     if attention_mask is not None and attention_mask.dim() == 2:
-        attended = attention_mask.to(ids.device).bool()
-    return {"visual": image & attended, "text": ~image & attended}
+        is_attended = attention_mask.to(ids.device).bool()
+    return {"visual": is_image & is_attended, "text": ~is_image & is_attended}
 
 
 def token_kinds(
     inputs: Mapping, config: PreTrainedConfig, special: set[int], newline: Tensor | None = None
 ) -> Tensor:
-    """Boolean masks `(kinds, batch * tokens)` in the order of `report.KINDS`; padding is in none.
+    """Returns a mask for each kind of token, in the order of `report.KINDS`; padding is in none.
 
-    `special` are ids of special tokens, and `newline` tells which of the image tokens, in order,
-    are learned newlines.
+    Args:
+        inputs: Model inputs with `input_ids`, `(batch, tokens)`.
+        special: Ids of special tokens.
+        newline: Which of the image tokens, in order, are learned newlines; none by default.
+
+    Returns:
+        Boolean masks, `(kinds, batch * tokens)`.
     """
     ids = inputs["input_ids"]
-    image, text = token_positions(ids, inputs.get("attention_mask"), config.image_token_id).values()
-    ends = torch.zeros_like(image)
+    positions = token_positions(ids, inputs.get("attention_mask"), config.image_token_id)
+    is_image = positions["visual"]
+    is_text = positions["text"]
+    is_newline = torch.zeros_like(is_image)
     if newline is not None:
-        ends[ids == config.image_token_id] = newline.to(ids.device)
+        is_newline[ids == config.image_token_id] = newline.to(ids.device)
+    is_indicator = _is_among(ids, getattr(config, "visual_indicator_token_ids", None) or ())
+    is_special = _is_among(ids, special) & ~is_indicator
+    kind_masks = {
+        "visual": is_image & ~is_newline,
+        "text": is_text & ~is_indicator & ~is_special,
+        "special": is_text & is_special,
+        "newline": is_image & is_newline,
+        "indicator": is_text & is_indicator,
+    }
+    return torch.stack([mask.flatten() for mask in kind_masks.values()])
 
-    def among(wanted: Iterable[int]) -> Tensor:
-        return torch.isin(ids, torch.tensor(sorted(wanted), dtype=ids.dtype, device=ids.device))
 
-    indicators = among(getattr(config, "visual_indicator_token_ids", None) or ())
-    other = among(special) & ~indicators
-    words = text & ~indicators & ~other
-    kinds = (image & ~ends, words, text & other, image & ends, text & indicators)
-    return torch.stack([mask.flatten() for mask in kinds])
+def _is_among(ids: Tensor, token_ids: Iterable[int]) -> Tensor:
+    wanted_ids = torch.tensor(sorted(token_ids), dtype=ids.dtype, device=ids.device)
+    return torch.isin(ids, wanted_ids)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...assembly.gain import EmbeddingStatistics, counted_rows, statistics_of
 from ...configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
@@ -21,35 +21,44 @@ from .families import Parts
 
 
 class InterfaceProbe:
-    """Hooks on encoder and projector that keep running moments of the norms of rows."""
+    """Hooks on encoder and projector. They keep running moments of the norms of rows."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
-        self._table = parts.projector if isinstance(parts.projector, nn.Embedding) else None
         self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
         self._row_norms = row_norms(parts.model.get_input_embeddings())
         self.newline: Tensor | None = None  # whether image tokens of the last pass are newlines
 
+    @property
+    def _visual_table(self) -> nn.Embedding | None:
+        """The projector, if it is a table of visual embeddings (Ovis)."""
+        projector = self._parts.projector
+        return projector if isinstance(projector, nn.Embedding) else None
+
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Measures every forward pass within."""
-        inner, projector, norm = self._parts.inner, self._parts.projector, self._parts.norm
-        original = inner.get_image_features  # a method, so hooks do not see its output
+        """Measures a forward pass within."""
+        self.newline = None
+        inner = self._parts.inner
+        get_image_features = inner.get_image_features  # a method, so hooks do not see its output
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
+        def get_and_measure(*args: Any, **kwargs: Any) -> Any:
+            output = get_image_features(*args, **kwargs)
             self._at_features(output)
             return output
 
         with ExitStack() as hooks:
-            if projector is not None:
-                hook = projector.register_forward_hook(self._at_projector, with_kwargs=True)
-                hooks.enter_context(hook)
-            if norm is not None:
-                hook = norm.register_forward_pre_hook(lambda _, args: self.add("norm_input", *args))
-                hooks.enter_context(hook)
+            if self._parts.projector is not None:
+                hook_handle = self._parts.projector.register_forward_hook(
+                    self._at_projector,
+                    with_kwargs=True,
+                )
+                hooks.enter_context(hook_handle)
+            if self._parts.norm is not None:
+                hook_handle = self._parts.norm.register_forward_pre_hook(self._at_norm)
+                hooks.enter_context(hook_handle)
             hooks.callback(delattr, inner, "get_image_features")
-            inner.get_image_features = measured
+            inner.get_image_features = get_and_measure
             yield
 
     def add_text(self, ids: Tensor) -> None:
@@ -57,57 +66,95 @@ class InterfaceProbe:
         self._moments["text_raw"].add(self._row_norms[ids.cpu()])
 
     def result(self, received: dict[str, Moments]) -> Interface:
-        """The norms at all stages, given those that the decoder received, by kind."""
-        stages = {name: moments.result() for name, moments in self._moments.items()}
+        """Returns the norms at all stages, given the norms that the decoder received, by kind."""
         config = self._parts.model.config
-        stored = self._row_norms[counted_rows(self._row_norms, config.image_token_id)]
-        visual, text, raw = received.get("visual"), received.get("text"), stages.get("text_raw")
-        scale: float | None = math.prod(embedding_scales(config.get_text_config()))
-        if text and raw and raw.mean:
-            scale = text.mean / raw.mean
-            # If more than a factor changes the rows, the deviation does not scale with the mean.
-            scale = scale if abs(text.std - scale * raw.std) <= 0.01 * text.mean else None
-        vocabulary = None if scale is None else _moments(scale * stored)
-        if self._table is not None:
-            norms = row_norms(self._table)
-            rows = len(norms) - len(config.visual_indicator_token_ids)
-            stages["visual_table"] = _moments(norms[:rows])
-            stages["indicator_table"] = _moments(norms[rows:])
+        stages = {stage: moments.result() for stage, moments in self._moments.items()}
+        visual = received.get("visual")
+        text = received.get("text")
+        scale = _scale(text, stages.get("text_raw"), config)
+        is_counted = counted_rows(self._row_norms, config.image_token_id)
+        stored_norms = self._row_norms[is_counted]
+        vocabulary = None if scale is None else _moments(scale * stored_norms)
+        if self._visual_table is not None:
+            table_norms = row_norms(self._visual_table)
+            visual_rows = len(table_norms) - len(config.visual_indicator_token_ids)
+            stages["visual_table"] = _moments(table_norms[:visual_rows])
+            stages["indicator_table"] = _moments(table_norms[visual_rows:])
         return Interface(
             **stages,
             **received,
-            vocabulary_raw=_moments(stored),
+            vocabulary_raw=_moments(stored_norms),
             vocabulary=vocabulary,
             scale=scale,
-            ratio=visual.mean / vocabulary.mean if visual and vocabulary else None,
-            ratio_data=visual.mean / text.mean if visual and text and text.mean else None,
+            ratio=_ratio(visual, vocabulary),
+            ratio_data=_ratio(visual, text),
         )
 
     def _at_features(self, output: Any) -> None:
-        if (rows := output.last_hidden_state) is not None:
-            convolutional = rows.dim() == 4  # (images, d, height, width)
-            self.add("encoder_output", rows.flatten(2).mT if convolutional else rows)
-        learned = [row for row in self._parts.inner.parameters(recurse=False) if row.dim() == 1]
-        if learned:
-            rows = torch.cat([features.flatten(0, -2) for features in output.pooler_output])
-            same = [(rows == row.to(rows)).all(-1) for row in learned if len(row) == rows.shape[-1]]
-            self.newline = torch.stack(same).any(0) if same else None
+        rows = output.last_hidden_state
+        if rows is not None:
+            if rows.dim() == 4:  # a convolutional encoder's (images, d, height, width)
+                rows = rows.flatten(2).mT
+            self.add("encoder_output", rows)
+        self.newline = self._find_newlines(output.pooler_output)
+
+    def _find_newlines(self, image_features: Any) -> Tensor | None:
+        """Tells which of the image tokens are learned newlines; None if the model has none.
+
+        `image_features` are the features of each image, `(..., d)`. Newlines are among them, and
+        are parameters of the base model.
+        """
+        is_newline = None
+        for parameter in self._parts.inner.parameters(recurse=False):
+            if parameter.dim() == 1:
+                tokens = torch.cat([features.flatten(0, -2) for features in image_features])
+                if len(parameter) == tokens.shape[-1]:
+                    is_equal = (tokens == parameter.to(tokens)).all(-1)
+                    is_newline = is_equal if is_newline is None else is_newline | is_equal
+        return is_newline
 
     def _at_projector(self, projector: Any, args: tuple, kwargs: dict, output: Tensor) -> None:
         features = args[0] if args else next(iter(kwargs.values()))
         if not features.is_floating_point():  # Ovis reads its indicators from the same table
             return
-        if self._table is None:
+        if self._visual_table is None:
             self.add("projector_input", features)
         self.add("projector_output", output)
 
+    def _at_norm(self, norm: nn.Module, args: tuple) -> None:
+        self.add("norm_input", args[0])
+
     def add(self, name: str, rows: Tensor) -> None:
         """Adds the norms of rows `(..., d)` at a stage."""
-        self._moments[name].add(rows.to(widest(rows.device)).norm(dim=-1).flatten())
+        wide_rows = rows.to(widest(rows.device))
+        norms = wide_rows.norm(dim=-1)
+        self._moments[name].add(norms.flatten())
+
+
+def _scale(text: Moments | None, stored: Moments | None, config: PreTrainedConfig) -> float | None:
+    """Returns the factor between the norms of text tokens as received and as stored.
+
+    Without text, it is taken from the configuration. None if more than a factor changes the rows:
+    then the deviation does not scale with the mean.
+    """
+    if text is None or stored is None or not stored.mean:
+        return math.prod(embedding_scales(config.get_text_config()))
+    scale = text.mean / stored.mean
+    is_uniform = abs(text.std - scale * stored.std) <= 0.01 * text.mean
+    return scale if is_uniform else None
+
+
+def _ratio(norms: Moments | None, reference: Moments | None) -> float | None:
+    """Returns the ratio of the means; None if one is missing or the reference is zero."""
+    if norms is None or reference is None or not reference.mean:
+        return None
+    return norms.mean / reference.mean
 
 
 def _moments(norms: Tensor) -> Moments:
-    return Moments(norms.mean().item(), norms.std(correction=0).item(), len(norms))
+    mean = norms.mean().item()
+    std = norms.std(correction=0).item()
+    return Moments(mean, std, len(norms))
 
 
 def row_norms(embeddings: nn.Module) -> Tensor:
@@ -119,9 +166,14 @@ def row_norms(embeddings: nn.Module) -> Tensor:
 def embedding_table_of(
     model: PreTrainedModel, tokenizer: Any = None, *, name: str
 ) -> EmbeddingStatistics:
-    """The table of a model in memory, which may be offloaded, without the image token's row."""
-    config, norms = model.config, row_norms(model.get_input_embeddings())
-    return statistics_of(name, "", norms, config.get_text_config().hidden_size, config, tokenizer)
+    """Statistics of the embedding matrix of a model in memory, without the image token's row.
+
+    The matrix may be offloaded.
+    """
+    config = model.config
+    width = config.get_text_config().hidden_size
+    norms = row_norms(model.get_input_embeddings())
+    return statistics_of(name, "", norms, width, config, tokenizer)
 
 
 @torch.no_grad()
@@ -130,18 +182,24 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
     config = model.config
     if config.model_type != NormAlignLlavaConfig.model_type or config.projector_norm == "none":
         return None
-    norm = model.base_model.multi_modal_projector.norm
-    start = initial_gain(config, config.text_embedding_norm or math.nan)  # of initial embeddings
+    projector_norm = model.base_model.multi_modal_projector.norm
+    initial_norm = config.text_embedding_norm or math.nan  # of the embeddings before training
+    initial_value = initial_gain(config, initial_norm)
     # Rounded as the gain is, so that a gain that never moved has distance 0.
-    stored = torch.tensor(start, dtype=norm.weight.dtype).double()
-    with align_module_device(norm):
-        gain, *rest = (parameter.cpu().double() for parameter in norm.parameters())
-    bias = rest[0] if rest else None  # an RMSNorm has none
+    rounded_start = torch.tensor(initial_value, dtype=projector_norm.weight.dtype).double()
+    bias_mean_abs = None
+    bias_distance = None
+    with align_module_device(projector_norm):
+        gain = projector_norm.weight.cpu().double()
+        if hasattr(projector_norm, "bias"):  # an RMSNorm has none
+            bias = projector_norm.bias.cpu().double()
+            bias_mean_abs = bias.abs().mean().item()
+            bias_distance = bias.norm().item()
     return Gain(
         l2=gain.norm().item(),
         mean_abs=gain.abs().mean().item(),
-        bias_mean_abs=None if bias is None else bias.abs().mean().item(),
-        start=start,
-        distance=(gain - stored).norm().item(),
-        bias_distance=None if bias is None else bias.norm().item(),
+        bias_mean_abs=bias_mean_abs,
+        start=initial_value,
+        distance=(gain - rounded_start).norm().item(),
+        bias_distance=bias_distance,
     )

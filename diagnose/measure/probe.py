@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ...checkpoint.precision import quantization_name
-from ..report import KINDS, Report
+from ..report import KINDS, Interface, Report
 from .depth import DepthProbe
 from .families import Parts, boundary_ids, find_parts, token_kinds, tokenizer_ids
 from .interface import InterfaceProbe
@@ -27,15 +27,16 @@ def probe(
 ) -> Report:
     """Measures norms at the interface and rotation in depth (RQ1 to RQ4) in a pass over `batches`.
 
-    Memory does not grow with the number of batches or of layers. The model is unchanged afterwards;
-    its head is not run. Uses hooks, so not from two threads at once.
+    Memory does not grow with the number of batches or of layers. The model is unchanged afterwards,
+    and its head is not run. Hooks are used, so two threads must not measure a model at once.
 
     Args:
         model: A vision-language model of transformers, also quantized, offloaded or with adapters.
         batches: Inputs of its forward pass: `input_ids` with image tokens expanded, `pixel_values`,
             `attention_mask` and whatever else the family needs. Labels are ignored.
-        tokenizer: Names special tokens, in addition to the configuration; or the processor.
-        name: Name of the model; by default the last part of its folder or Hub id.
+        tokenizer: The tokenizer or the processor, which names special tokens in addition to the
+            configuration.
+        name: Name of the model; by default, the last part of its folder or Hub id.
         data: Name of the data.
 
     Returns:
@@ -46,68 +47,95 @@ def probe(
     """
     parts = find_parts(model)
     config = parts.model.config
-    interface, depth = InterfaceProbe(parts), DepthProbe(parts.decoder.layers, parts.decoder.norm)
-    special = boundary_ids(config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
-    tokens, samples = torch.zeros(len(KINDS), dtype=torch.long), 0
-    inputs: dict[str, Any] = {}
-
-    def masks() -> Tensor:
-        return token_kinds(inputs, config, special, interface.newline)
-
+    interface = InterfaceProbe(parts)
+    depth = DepthProbe(parts.decoder.layers, parts.decoder.norm)
+    special_ids = boundary_ids(config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
+    token_counts = torch.zeros(len(KINDS), dtype=torch.long)
+    sample_count = 0
     for batch in batches:
         inputs = model_inputs(parts, batch)
-        interface.newline = None
-        with in_evaluation_mode(parts.inner), interface.watching(), depth.watching(masks):
-            parts.inner(**inputs, use_cache=False)
-        kinds = masks()
-        interface.add_text(inputs["input_ids"].flatten()[kinds[KINDS.index("text")]])
-        tokens += kinds.sum(-1).cpu()
-        samples += len(inputs["input_ids"])
-    counts = {kind: count for kind, count in zip(KINDS, tokens.tolist(), strict=True) if count}
-    if "visual" not in counts:
+        kind_masks = _measure_pass(parts, inputs, special_ids, interface, depth)
+        interface.add_text(inputs["input_ids"].flatten()[kind_masks[KINDS.index("text")]])
+        token_counts += kind_masks.sum(-1).cpu()
+        sample_count += len(inputs["input_ids"])
+    count_by_kind = dict(zip(KINDS, token_counts.tolist(), strict=True))
+    if not count_by_kind["visual"]:
         raise ValueError(
-            f"None of the {samples} sequences has a visual token (config.image_token_id, "
+            f"None of the {sample_count} sequences has a visual token (config.image_token_id, "
             f"{config.image_token_id}). Put it into the prompts, as the processor does."
         )
-    norms, left_out = interface.result(depth.norm_received()), []
+    interface_norms = interface.result(depth.norm_received())
+    return Report(
+        model=name or Path(config.name_or_path).name or config.model_type,
+        model_type=config.model_type,
+        dtype=_precision(parts),
+        hidden_size=config.get_text_config().hidden_size,
+        projector=parts.projector_name,
+        data=data,
+        samples=sample_count,
+        tokens={kind: count for kind, count in count_by_kind.items() if count},
+        interface=interface_norms,
+        depth=depth.result(),
+        left_out=_left_out(parts, interface_norms),
+        norm=config.projector_norm if config.model_type == "normalign_llava" else None,
+    )
+
+
+def _measure_pass(
+    parts: Parts,
+    inputs: dict[str, Any],
+    special: set[int],
+    interface: InterfaceProbe,
+    depth: DepthProbe,
+) -> Tensor:
+    """Measures a forward pass, and returns the masks of its kinds of token: [`token_kinds`]."""
+
+    def masks() -> Tensor:
+        return token_kinds(inputs, parts.model.config, special, interface.newline)
+
+    with in_evaluation_mode(parts.inner), interface.watching(), depth.watching(masks):
+        parts.inner(**inputs, use_cache=False)
+    return masks()
+
+
+def _precision(parts: Parts) -> str:
+    """Names the dtype or the quantization of the decoder's weights."""
+    model = parts.model
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        return quantization_name(model.config.quantization_config.to_dict())
+    weight = next(parts.decoder.layers.parameters())
+    return str(weight.dtype).removeprefix("torch.")
+
+
+def _left_out(parts: Parts, norms: Interface) -> list[str]:
+    """Returns sentences about what was not measured."""
+    left_out = []
     if parts.projector is None:
-        left_out.append(f"The projector, whose name in {config.model_type!r} is not known.")
+        family = parts.model.config.model_type
+        left_out.append(f"The projector, whose name in {family!r} is not known.")
     if norms.scale is None:
         left_out.append(
             "N_text and what depends on it: text tokens' norms are not proportional to those of "
             "their embedding rows, because of an adapter on these, or of position embeddings."
         )
-    dtype = str(next(parts.decoder.layers.parameters()).dtype).removeprefix("torch.")
-    if any(getattr(parts.model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
-        dtype = quantization_name(config.quantization_config.to_dict())
-    return Report(
-        model=name or Path(config.name_or_path).name or config.model_type,
-        model_type=config.model_type,
-        dtype=dtype,
-        hidden_size=config.get_text_config().hidden_size,
-        projector=parts.projector_name,
-        data=data,
-        samples=samples,
-        tokens=counts,
-        interface=norms,
-        depth=depth.result(),
-        left_out=left_out,
-        norm=config.projector_norm if config.model_type == "normalign_llava" else None,
-    )
+    return left_out
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The batch without labels, on the model's device and in its precision."""
+    """Returns the batch without labels, on the model's device and in its precision."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise ValueError("A batch must be a mapping with input_ids. Give a list of batches.")
-    if others := {"pixel_values_videos", "input_features"} & set(batch):
-        raise ValueError(f"A batch has {others.pop()}. Give images, not video or sound.")
-    names = [name for name in batch if name not in ("labels", "use_cache")]
-    return {name: placed(batch[name], parts.model) for name in names}
+    inputs = {}
+    for name, value in batch.items():
+        if name in ("pixel_values_videos", "input_features"):
+            raise ValueError(f"A batch has {name}. Give images, not video or sound.")
+        if name not in ("labels", "use_cache"):
+            inputs[name] = placed(value, parts.model)
+    return inputs
 
 
 def placed(value: Any, model: PreTrainedModel) -> Any:
-    """A tensor on the model's device and, if it has floats, in its precision."""
+    """Moves a tensor to the model's device and, if it has floats, casts it to its precision."""
     if not isinstance(value, Tensor):
         return value
     if model.device.type != "meta":  # otherwise offloaded: accelerate's hooks move the inputs
@@ -117,7 +145,7 @@ def placed(value: Any, model: PreTrainedModel) -> Any:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is in its earlier mode."""
+    """Sets evaluation mode, without gradients, and restores each module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():

@@ -36,7 +36,12 @@ PART_OF_TYPE = {
 
 
 def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dataset]:
-    """A function that checks a split's columns, and opens its images as those of training data."""
+    """Returns a function that checks a split, and opens its images as training does.
+
+    Args:
+        columns: Columns that a split must have.
+        values: By name of a column that it must have, the values that may be in it, in lower case.
+    """
 
     def documents(split: Dataset) -> Dataset:
         changes = {"image", *columns, *values} - set(split.column_names)
@@ -45,16 +50,19 @@ def checked(*columns: str, **values: Collection[str]) -> Callable[[Dataset], Dat
                 if value.strip().lower() not in values[column]:
                     changes.add(f"{column}={value}")
         if changes:
-            named = ", ".join(sorted(changes))
-            raise ValueError(f"The data set changed: missing columns or new values: {named}.")
+            listed_changes = ", ".join(sorted(changes))
+            raise ValueError(
+                f"The data set changed: missing columns or new values: {listed_changes}."
+            )
         # `datasets` would let Pillow open any format.
         undecoded = split.cast_column("image", datasets.Image(decode=False))
-        return undecoded.with_transform(decoded, columns=["image"], output_all_columns=True)
-
-    def decoded(batch: dict[str, list]) -> dict[str, list]:
-        return {"image": [image and decode_image(image) for image in batch["image"]]}
+        return undecoded.with_transform(_decoded, columns=["image"], output_all_columns=True)
 
     return documents
+
+
+def _decoded(batch: dict[str, list]) -> dict[str, list]:
+    return {"image": [image and decode_image(image) for image in batch["image"]]}
 
 
 mmbench = checked("index", "question", "hint", "answer", *"ABCD")
@@ -68,116 +76,181 @@ ocrbench = checked("question", "answer", "dataset", question_type=PART_OF_TYPE)
 
 
 def image(document: dict) -> list[Image.Image]:
-    """The image of a question in RGB, or none: ScienceQA has questions without one."""
-    return [document["image"].convert("RGB")] if document["image"] else []
+    """Returns the image of a question in RGB, or none: ScienceQA has questions without one."""
+    if not document["image"]:
+        return []
+    return [document["image"].convert("RGB")]
 
 
 def text(document: dict) -> str:
-    """The prompt of SEED-Bench-2-Plus, AI2D and ScienceQA, where image and hint may be absent."""
-    image = "<image>" if document["image"] else ""
-    hint = f"Context: {document['hint']}\n" if document.get("hint") else ""
-    return f"{image}{hint}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
+    """Returns the prompt of SEED-Bench-2-Plus, AI2D and ScienceQA; image and hint may be absent."""
+    image_marker = "<image>" if document["image"] else ""
+    context_line = ""
+    if document.get("hint"):
+        context_line = f"Context: {document['hint']}\n"
+    return (
+        f"{image_marker}{context_line}{document['question']}\n{_listed(document)}\n{ASK_FOR_LETTER}"
+    )
 
 
 def mmbench_text(document: dict) -> str:
-    """The prompt of MMBench, which writes "nan" for no hint."""
-    hint = "" if document["hint"] in (None, "", "nan") else f"{document['hint']} "
-    question = f"{hint}{document['question']} There are several options:"
+    """Returns the prompt of MMBench. Its questions without a hint have "nan" there, or nothing."""
+    hint_before = ""
+    if document["hint"] not in (None, "", "nan"):
+        hint_before = f"{document['hint']} "
+    question = f"{hint_before}{document['question']} There are several options:"
     return f"<image>{question}\n{_listed(document)}\n\n{ASK_FOR_LETTER}"
 
 
 def target(document: dict) -> str:
-    """The letter of the right option, which ScienceQA and AI2D have as a number from 0."""
+    """Returns the letter of the right option. ScienceQA and AI2D have its number, from 0."""
     answer = str(document["answer"]).strip().upper()
     return ascii_uppercase[int(answer)] if answer.isdigit() else answer
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """`acc`, 1 if the answer names the right option, else 0; and what the other metrics take."""
-    right = float(chosen_option(answers[0], _options(document)) == target(document))
+    """Returns what the metrics take: `acc` is 1 if the answer names the right option, else 0."""
+    chosen = chosen_option(answers[0], _options(document))
+    right = float(chosen == target(document))
     if "l2_category" in document:  # MMStar
         return {"acc_by_category": (document["l2_category"], right), "acc": right}
     if "A" in document:  # MMBench
         return {"acc_circular": (int(document["index"]), right), "acc": right}
     if "question_image_type" in document:  # SEED-Bench-2-Plus
-        return {"acc": right, f"acc_{document['question_image_type'].strip().lower()}": right}
+        image_type = document["question_image_type"].strip().lower()
+        return {"acc": right, f"acc_{image_type}": right}
     return {"acc": right}
 
 
 def whole_questions(rows: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """By index, 1 if right in all rotations, else 0. Rotations without their first do not count."""
+    """Returns for each question of MMBench 1 if it is right in all rotations, else 0.
+
+    Args:
+        rows: Index and score of each rotation. Rotations without their first do not count.
+
+    Returns:
+        The scores by index of the first rotation.
+    """
     rotations = defaultdict(list)
     for index, right in rows:
         rotations[index % ROTATION].append(right)
-    return {index: float(all(rotations[index])) for index, _ in rows if index < ROTATION}
+    scores = {}
+    for index, _ in rows:
+        if index < ROTATION:
+            scores[index] = float(all(rotations[index]))
+    return scores
 
 
 def circular(rows: list[tuple[int, float]]) -> float:
-    """Share of the questions of MMBench that are answered rightly in every rotation."""
+    """Returns the share of the questions of MMBench that are right in every rotation."""
     return fmean(whole_questions(rows).values())
 
 
 def by_category(rows: Sequence[tuple[str, float]]) -> list[float]:
-    """The scores of rows (category, score), weighted so that categories count alike in the mean."""
-    sizes = Counter(category for category, _ in rows)
-    return [right * len(rows) / (len(sizes) * sizes[category]) for category, right in rows]
+    """Returns the scores of rows (category, score), weighted so that categories count alike.
+
+    Their mean is the mean over the categories.
+    """
+    category_sizes = Counter(category for category, _ in rows)
+    return [
+        right * len(rows) / (len(category_sizes) * category_sizes[category])
+        for category, right in rows
+    ]
 
 
 def mean_of_categories(rows: list[tuple[str, float]]) -> float:
-    """Mean over the 18 fine categories of MMStar of the share of right answers."""
+    """Returns the mean over the 18 fine categories of MMStar of the share of right answers."""
     return fmean(by_category(rows))
 
 
 def _listed(document: dict) -> str:
-    return "\n".join(f"{letter}. {text}" for letter, text in _options(document).items())
+    return "\n".join(
+        f"{letter}. {option_text}" for letter, option_text in _options(document).items()
+    )
 
 
 def _options(document: dict) -> dict[str, str]:
-    """Options by letter: of a list, of columns A to D or choice_A to choice_D, or of the text."""
-    if texts := document.get("options") or document.get("choices"):
-        return dict(zip(ascii_uppercase, texts, strict=False))
-    lettered = {letter: document.get(f"choice_{letter}", document.get(letter)) for letter in "ABCD"}
-    # Questions of MMBench with fewer options have "nan" or nothing there.
-    if options := {key: text for key, text in lettered.items() if text not in (None, "", "nan")}:
-        return options
-    listed = OPTION.findall(re.split(r"\b(?:Options|Choices):", document["question"])[-1].strip())
-    return dict.fromkeys("ABCD", "") | {letter: text.strip() for letter, text in listed}
+    """Returns the texts of the options, by letter."""
+    listed_options = document.get("options") or document.get("choices")
+    if listed_options:
+        return dict(zip(ascii_uppercase, listed_options, strict=False))
+    options = {}
+    for letter in "ABCD":
+        option_text = document.get(f"choice_{letter}", document.get(letter))
+        # Questions of MMBench with fewer options have "nan" or nothing there.
+        if option_text not in (None, "", "nan"):
+            options[letter] = option_text
+    return options or _options_in_question(document["question"])
+
+
+def _options_in_question(question: str) -> dict[str, str]:
+    """Returns the options that a question of MMStar lists at its end; "" for a missing one."""
+    options = dict.fromkeys("ABCD", "")
+    after_title = re.split(r"\b(?:Options|Choices):", question)[-1]
+    for letter, option_text in OPTION.findall(after_title.strip()):
+        options[letter] = option_text.strip()
+    return options
 
 
 def pope_results(document: dict, answers: list[str]) -> dict:
-    """Scores for all questions, and for the setting's. Neither yes nor no counts as no object."""
-    word, truth = yes_or_no(answers[0]), document["answer"].strip().lower()
-    says_yes, is_there = word == "yes", truth == "yes"
-    scores = {"acc": float(word == truth), "precision": (says_yes, is_there)}
-    scores |= {"recall": float(says_yes)} if is_there else {}
-    scores |= {"f1": (says_yes, is_there), "yes_ratio": float(says_yes)}
+    """Returns scores for the metrics of all questions and of the row's setting.
+
+    An answer with neither yes nor no counts as no object.
+    """
+    answer = yes_or_no(answers[0])
+    true_answer = document["answer"].strip().lower()
+    says_yes = answer == "yes"
+    is_there = true_answer == "yes"
+    scores = {"acc": float(answer == true_answer), "precision": (says_yes, is_there)}
+    if is_there:
+        scores["recall"] = float(says_yes)
+    scores["f1"] = (says_yes, is_there)
+    scores["yes_ratio"] = float(says_yes)
     setting = document["category"].strip().lower()
-    return scores | {f"{name}_{setting}": score for name, score in scores.items()}
+    return scores | {f"{metric_name}_{setting}": score for metric_name, score in scores.items()}
 
 
 def precision(pairs: list[tuple[bool, bool]]) -> float:
-    """Share of true ones among the answers "yes", from pairs of said and true; 0 without any."""
-    of_yes = [is_there for says_yes, is_there in pairs if says_yes]
-    return sum(of_yes) / len(of_yes) if of_yes else 0.0
+    """Returns the share of true ones among the answers "yes"; 0 without any.
+
+    The pairs are whether the answer is "yes", and whether that is true.
+    """
+    true_ones = [is_there for says_yes, is_there in pairs if says_yes]
+    if not true_ones:
+        return 0.0
+    return sum(true_ones) / len(true_ones)
 
 
 def f1(pairs: list[tuple[bool, bool]]) -> float:
-    """Harmonic mean of precision and recall; 0 if both are 0."""
-    right = sum(says_yes and is_there for says_yes, is_there in pairs)
-    return 2 * right / sum(map(sum, pairs)) if right else 0.0
+    """Returns the harmonic mean of precision and recall; 0 if both are 0."""
+    true_positives = sum(says_yes and is_there for says_yes, is_there in pairs)
+    if not true_positives:
+        return 0.0
+    # Answers "yes" and objects that are there.
+    positives = sum(map(sum, pairs))
+    return 2 * true_positives / positives
 
 
 def ocrbench_results(document: dict, answers: list[str]) -> dict:
-    """1 if the answer contains an accepted one, else 0: for all, the row's part, and the mean."""
+    """Returns 1 if the answer contains an accepted one, else 0: for all, the part, and the mean."""
     accepted = document["answer"]
-    texts = [answers[0], *([accepted] if isinstance(accepted, str) else accepted)]
-    if document["dataset"] == "HME100k":  # LaTeX: spaces mean nothing, case does
-        answer, *accepted = [text.strip().replace("\n", "").replace(" ", "") for text in texts]
-    else:
-        answer, *accepted = [text.lower().strip().replace("\n", " ") for text in texts]
-    right = float(any(text in answer for text in accepted))
+    if isinstance(accepted, str):
+        accepted = [accepted]
+    is_latex = document["dataset"] == "HME100k"
+    answer = _normalized(answers[0], is_latex)
+    right = float(
+        any(_normalized(accepted_answer, is_latex) in answer for accepted_answer in accepted)
+    )
     part = PART_OF_TYPE[document["question_type"].strip().lower()]
     return {"total": right, part: right, "acc": right}
+
+
+def _normalized(text: str, is_latex: bool) -> str:
+    """Returns a text for comparison. In LaTeX spaces mean nothing, but case does."""
+    stripped = text.strip()
+    if is_latex:
+        return stripped.replace("\n", "").replace(" ", "")
+    return stripped.lower().replace("\n", " ")
 
 
 points = sum  # OCRBench counts right answers: its total is out of 1000

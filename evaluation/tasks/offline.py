@@ -7,7 +7,7 @@ to all so worded: `blank` is the accuracy of the answers to the white image over
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from datasets import Dataset, Image as ImageFeature
@@ -29,64 +29,97 @@ class OfflineTask(ConfigurableTask):
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     def construct_requests(self, doc: dict, ctx: str, **options) -> Instance | list[Instance]:
-        """The question with its image, and with a white one if the document says so."""
+        """Returns the question with its image, and with a white one if the document says so."""
         request = super().construct_requests(doc, ctx, **options)
         if not doc.get("blank"):
             return request
-        *others, images = request.arguments
-        arguments = (*others, {"visual": [BLANK] * len(images["visual"])})
-        return [request, replace(request, idx=1, arguments=arguments, resps=[], filtered_resps={})]
+        *arguments, images = request.arguments
+        arguments.append({"visual": [BLANK] * len(images["visual"])})
+        blank_request = replace(
+            request, idx=1, arguments=tuple(arguments), resps=[], filtered_resps={}
+        )
+        return [request, blank_request]
 
 
 def easy_vqa(**_: object) -> dict[str, Dataset]:
-    """The quickstart's questions on easy-VQA's test images: 100 of shape, colour, and yes or no."""
-    asked = data.held_out(100)
-    of_kind = [
-        [question for question in asked if question.kind == kind] for kind in data.QUESTION_KINDS
-    ]
-    mixed = [question for trio in zip(*of_kind, strict=True) for question in trio]  # kinds by turns
-    parts = {kind: kind.replace("/", "_") for kind in data.QUESTION_KINDS}
-    return _as_test([(asked, data.CHOICES[asked.kind], parts[asked.kind]) for asked in mixed])
+    """Returns the quickstart's questions on easy-VQA's test images.
+
+    100 ask for shape, 100 for colour, and 100 for yes or no, by turns.
+    """
+    questions = data.held_out(100)
+    questions_by_kind = []
+    for kind in data.QUESTION_KINDS:
+        questions_by_kind.append([question for question in questions if question.kind == kind])
+    asked_in_turns = []
+    for questions_of_kinds in zip(*questions_by_kind, strict=True):
+        for question in questions_of_kinds:
+            category = question.kind.replace("/", "_")
+            asked_in_turns.append((question, data.CHOICES[question.kind], category))
+    return _test_split(asked_in_turns)
 
 
 def emoji(**_: object) -> dict[str, Dataset]:
-    """Names of 48 pictures of the 12 emoji, by others than Google, whose drawings are learned."""
-    return _as_test([(question, data.EMOJI, "") for question in data.emoji_by_others()])
+    """Returns 48 pictures of the 12 emoji, whose names are asked.
+
+    They are not drawn by Google: its drawings are learned.
+    """
+    return _test_split([(question, data.EMOJI, "") for question in data.emoji_by_others()])
 
 
-def _as_test(asked: list[tuple[data.Question, Collection[str], str]]) -> dict[str, Dataset]:
-    """Questions, choices and category as split `test`; a wording's first has the answers of all."""
-    worded = defaultdict(list)
-    for question, _, category in asked:
-        worded[question.text].append({"category": category, "answer": question.answer})
-    rows = []
-    for question, choices, category in asked:
-        image = {"bytes": data.png(question.shown()), "path": None}
-        row: dict = {"image": image, "question": question.text, "answer": question.answer}
-        row |= {"category": category, "choices": choices, "blank": worded.pop(question.text, [])}
-        rows.append(row)
-    return {"test": Dataset.from_list(rows).cast_column("image", ImageFeature())}
+def _test_split(
+    questions: Sequence[tuple[data.Question, Collection[str], str]],
+) -> dict[str, Dataset]:
+    """Returns questions, their choices and category as split `test`.
+
+    The first question of a wording has in `blank` the true answers to all questions so worded.
+    """
+    answers_by_wording = defaultdict(list)
+    for question, _, category in questions:
+        truth = {"category": category, "answer": question.answer}
+        answers_by_wording[question.text].append(truth)
+    documents = []
+    for question, choices, category in questions:
+        document = {
+            "image": {"bytes": data.png(question.shown()), "path": None},
+            "question": question.text,
+            "answer": question.answer,
+            "category": category,
+            "choices": choices,
+            "blank": answers_by_wording.pop(question.text, []),
+        }
+        documents.append(document)
+    return {"test": Dataset.from_list(documents).cast_column("image", ImageFeature())}
 
 
 def passages(**_: object) -> dict[str, Dataset]:
-    """32 passages of 128 words of one speech."""
+    """Returns 32 passages of 128 words of one speech."""
     return {"test": Dataset.from_list([{"text": text} for text in data.passages(32, 128)])}
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """The scores of the answers with the image and with a white one, of all and of the category."""
+    """Returns the scores of the answers, for the metrics of all questions and of the category.
+
+    Args:
+        document: A question, see [`easy_vqa`].
+        answers: The answer with the image; then, if `blank` is not empty, with a white one.
+    """
     chosen = [named(answer, document["choices"]) for answer in answers]
-    right, category = document["answer"], document["category"]
-    blanks = [chosen[1] == asked["answer"] for asked in document["blank"]]
-    scores: dict = {}
-    for part in ("", f"_{category}") if category else ("",):
-        scores |= {f"acc{part}": float(chosen[0] == right), f"commonest{part}": right}
-        scores |= {f"blank{part}": [sum(blanks), len(blanks)]} if blanks else {}
-    return scores
+    scores: dict = {
+        "acc": float(chosen[0] == document["answer"]),
+        "commonest": document["answer"],
+    }
+    true_answers = document["blank"]
+    if true_answers:
+        right_count = sum(chosen[1] == true_answer["answer"] for true_answer in true_answers)
+        scores["blank"] = [right_count, len(true_answers)]
+    category = document["category"]
+    if not category:
+        return scores
+    return scores | {f"{metric_name}_{category}": score for metric_name, score in scores.items()}
 
 
 def passage_results(document: dict, likelihoods: list[float]) -> dict:
-    """Bits per byte of a passage, by its log likelihood, and the weight of its words."""
+    """Returns bits per byte of a passage, by its log likelihood, and the weight of its words."""
     (likelihood,) = likelihoods
     return {
         "bits_per_byte": -likelihood / len(document["text"].encode()) / math.log(2),
@@ -95,10 +128,15 @@ def passage_results(document: dict, likelihoods: list[float]) -> dict:
 
 
 def blank(counts: list[list[int]]) -> float:
-    """Accuracy with a white image, from how many questions of a wording are right, of how many."""
-    return sum(right for right, _ in counts) / sum(asked for _, asked in counts)
+    """Returns the accuracy with a white image.
+
+    The pairs are, for each wording, how many questions are right, and how many there are.
+    """
+    right_count = sum(right for right, _ in counts)
+    question_count = sum(asked for _, asked in counts)
+    return right_count / question_count
 
 
 def commonest(answers: list[str]) -> float:
-    """Share of the commonest of the true answers, which is the accuracy of always giving it."""
+    """Returns the share of the commonest true answer: the accuracy of always giving it."""
     return max(Counter(answers).values()) / len(answers)

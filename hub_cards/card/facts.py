@@ -4,7 +4,6 @@
 import json
 import math
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,28 @@ import torch
 from ...checkpoint.files import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD, is_hub_id
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
-from ...evaluation.results import WEIGHT_FILES, files_hash, read_evaluations
+from ...evaluation.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
-from ..push.source import DIAGNOSTICS, notices, public_report, read_config, read_json, read_norm
+from ..reading import DIAGNOSTICS, notices, public_report, read_config, read_json, read_norm
 
 
 LLAVA = "LLaVA checkpoint"  # the role of one that had both parts
+ROLES = {"vision": "vision encoder", "language": "language model"}
 FIGURES = ("interface.png", "rotation.png")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A model or data set that the model was made from; `name` may be a folder's.
+    """A model or data set that the model was made from.
 
-    `role` is "vision encoder", "language model", [`LLAVA`], "base model" or "data"; `licence` is as
-    in the Hub's metadata: `license`, and `license_name` and `license_link` if that is "other".
+    Attributes:
+        role: "vision encoder", "language model", [`LLAVA`], "base model" or "data".
+        name: Its Hub id, or the name of a folder.
+        hub_id: Its Hub id, if it is known to be on the Hub.
+        revision: Its commit or branch.
+        licence: As in the Hub's metadata: `license`, and `license_name` and `license_link` if that
+            is "other".
+        languages: The languages of a data set.
     """
 
     role: str
@@ -44,11 +50,26 @@ class Part:
 
 
 class Facts:
-    """What a card is rendered from: a checkpoint's or adapter's records; None or empty if absent.
+    """What a card is rendered from: the records of a checkpoint or adapter.
 
-    `stages` has the `training.json` of each stage in order, `gain` is that of the norm, as in
-    `report.json`; `moved`: whether the norm differs from a newly built one; `outdated`: tasks that
-    were evaluated with other weights; `notices`: paths of the licences and notices of its parts.
+    A record that does not exist is None or empty.
+
+    Attributes:
+        name: The folder's name.
+        config: The configuration; None for an adapter.
+        adapter: `adapter_config.json`.
+        build: `build.json`.
+        has_processor: Whether the folder has a processor.
+        notices: The paths of the licences and notices of its parts.
+        stages: The `training.json` of each stage in order, with learning rates among the options.
+        parts: The models that it was built from.
+        data: The data sets that it was trained on, each once.
+        gain: Mean magnitude of the norm's gain and bias, and the gain's start, as in `report.json`.
+        moved: Whether the norm differs from a newly built one; None if that is not known.
+        diagnosis: `report.json` without samples.
+        figures: What `report.json` says of the figures in the card.
+        evaluations: The results on all tasks.
+        outdated: The tasks that were evaluated with other weights.
     """
 
     def __init__(self, checkpoint: Path):
@@ -58,75 +79,169 @@ class Facts:
         self.build = read_json(checkpoint / BUILD_RECORD)
         self.has_processor = (checkpoint / "processor_config.json").is_file()
         self.notices = notices(checkpoint)
-        self.stages: list[dict[str, Any]] = []
-        record: dict[str, Any] | None = read_json(checkpoint / TRAINING_RECORD)
-        while record:
-            rates = record.get("learning_rates", {}).items()
-            options = record.get("options", {}) | {f"{key}_learning_rate": lr for key, lr in rates}
-            self.stages.insert(0, {"versions": {}, **record, "options": options})
-            record = record.get("before")
-        self.parts: list[Part] = []
-        roles = {"vision": "vision encoder", "language": "language model"}
-        for key, role in ({"vision": LLAVA} if self.build.get("from_llava") else roles).items():
-            stated = (self.build.get("licenses") or {}).get(key) or {}
-            licence = {term: value for term, value in stated.items() if value}
-            if name := self.build.get(key):
-                revision = self.build.get(f"{key}_revision")
-                self.parts.append(Part(role, name, _hub_id(name), revision, licence))
-        by_name = {}
-        for source in chain.from_iterable(stage.get("data", ()) for stage in self.stages):
-            if source.get("split") == "train":
-                dataset = source.get("dataset") or {}
-                licence = {"license": dataset["license"]} if dataset.get("license") else {}
-                languages = tuple(dataset.get("language") or ())
-                hub_id, revision = dataset.get("id"), dataset.get("revision")
-                name = hub_id or source["source"]
-                by_name[name] = Part("data", name, _hub_id(hub_id), revision, licence, languages)
-        self.data = list(by_name.values())
+        self.stages = _stages(checkpoint)
+        self.parts = _parts(self.build)
+        self.data = _training_data(self.stages)
         self.gain: dict[str, float | None] = {}
         self.moved: bool | None = None
-        norm = {key.split(".")[-1]: value.double() for key, value in read_norm(checkpoint).items()}
-        if (gain := norm.get("weight")) is not None:
-            bias, start, n_text = norm.get("bias"), None, self.setting("text_embedding_norm")
-            if self.config and (n_text is not None or self.config.projector_gain_init == "one"):
-                start = initial_gain(self.config, n_text or math.nan)
-                stayed = torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
-                self.moved = not stayed or (bias is not None and bool(bias.any()))
-            mean = {key: value.abs().mean().item() for key, value in norm.items()}
-            self.gain = dict(start=start, mean_abs=mean["weight"], bias_mean_abs=mean.get("bias"))
-        folder, self.diagnosis = checkpoint / DIAGNOSTICS, dict[str, Any]()
-        if (folder / REPORT).is_file():
-            self.diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0])
-        shown = [drawn for drawn in self.diagnosis.get("figures", ()) if drawn["file"] in FIGURES]
-        self.figures = [drawn for drawn in shown if (folder / drawn["file"]).is_file()]
+        norm = _norm_tensors(checkpoint)
+        if "weight" in norm:
+            start = _gain_at_start(self.config)
+            self.gain = _mean_magnitudes(norm, start)
+            if start is not None:
+                self.moved = _has_moved(norm, start)
+        self.diagnosis = _diagnosis(checkpoint)
+        self.figures = []
+        for figure in self.diagnosis.get("figures", ()):
+            figure_file = checkpoint / DIAGNOSTICS / figure["file"]
+            if figure["file"] in FIGURES and figure_file.is_file():
+                self.figures.append(figure)
         self.evaluations = read_evaluations(checkpoint)
-        hashed = [result for result in self.evaluations if "@" not in (result.weights or "@")]
-        now = files_hash(checkpoint, WEIGHT_FILES) if hashed else None
-        self.outdated = [result.task for result in hashed if result.weights != now]
+        self.outdated = _outdated(checkpoint, self.evaluations)
 
     def setting(self, name: str) -> Any:
-        """A field of the configuration; of an adapter, the value that its training recorded."""
+        """Returns a field of the configuration; for an adapter, the value of its training."""
         if self.config is not None:
             return getattr(self.config, name)
-        record = self.stages[-1] if self.stages else {}
-        return record.get("config_changes", {}).get(name, record.get(name))
+        if not self.stages:
+            return None
+        last_stage = self.stages[-1]
+        return last_stage.get("config_changes", {}).get(name, last_stage.get(name))
 
     @property
     def started_from(self) -> str | None:
         """Hub id of the checkpoint that the last stage started from; None for a folder."""
-        options = self.stages[-1]["options"] if self.stages else {}
-        return _hub_id(options.get("model_name_or_path"))
+        if not self.stages:
+            return None
+        return _hub_id(self.stages[-1]["options"].get("model_name_or_path"))
 
     @property
     def stale(self) -> bool:
         """Whether the diagnosis is of other weights: another norm, or a gain more than 1 % away."""
         report = self.diagnosis.get("report") or {}
-        norm, then = self.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
-        if None not in (norm, report.get("norm")) and norm != report["norm"]:
+        norm = self.setting("projector_norm")
+        diagnosed_norm = report.get("norm")
+        if None not in (norm, diagnosed_norm) and norm != diagnosed_norm:
             return True
-        now = self.gain.get("mean_abs")
-        return now is not None and then is not None and not math.isclose(now, then, rel_tol=0.01)
+        gain = self.gain.get("mean_abs")
+        diagnosed_gain = (report.get("gain") or {}).get("mean_abs")
+        if gain is None or diagnosed_gain is None:
+            return False
+        return not math.isclose(gain, diagnosed_gain, rel_tol=0.01)
+
+
+def _norm_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Returns the gain of the norm as "weight" and its bias as "bias", in float64."""
+    norm = {}
+    for tensor_name, tensor in read_norm(checkpoint).items():
+        norm[tensor_name.split(".")[-1]] = tensor.double()
+    return norm
+
+
+def _gain_at_start(config: NormAlignLlavaConfig | None) -> float | None:
+    """Returns every element of the gain of a newly built model, if that is known."""
+    if config is None:
+        return None
+    if config.projector_gain_init == "one":
+        return 1.0
+    if config.text_embedding_norm is None:
+        return None
+    return initial_gain(config, config.text_embedding_norm)
+
+
+def _mean_magnitudes(norm: dict[str, torch.Tensor], start: float | None) -> dict[str, float | None]:
+    """Returns the mean magnitudes of gain and bias beside the gain's start, as in `report.json`."""
+    magnitudes = {"start": start, "mean_abs": norm["weight"].abs().mean().item()}
+    magnitudes["bias_mean_abs"] = None
+    if "bias" in norm:
+        magnitudes["bias_mean_abs"] = norm["bias"].abs().mean().item()
+    return magnitudes
+
+
+def _has_moved(norm: dict[str, torch.Tensor], start: float) -> bool:
+    """Returns whether a gain differs from its start, or a bias from 0."""
+    gain = norm["weight"]
+    if "bias" in norm and norm["bias"].any():
+        return True
+    return not torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
+
+
+def _stages(checkpoint: Path) -> list[dict[str, Any]]:
+    stages = []
+    record: dict[str, Any] | None = read_json(checkpoint / TRAINING_RECORD)
+    while record:
+        options = {**record.get("options", {})}
+        for module, learning_rate in record.get("learning_rates", {}).items():
+            options[f"{module}_learning_rate"] = learning_rate
+        stages.append({"versions": {}, **record, "options": options})
+        record = record.get("before")
+    return stages[::-1]
+
+
+def _parts(build: dict[str, Any]) -> list[Part]:
+    """Returns the parts that `build.json` names, or the LLaVA checkpoint."""
+    roles = {"vision": LLAVA} if build.get("from_llava") else ROLES
+    licences = build.get("licenses") or {}
+    parts = []
+    for part_key, role in roles.items():
+        part_name = build.get(part_key)
+        if part_name:
+            stated_licence = licences.get(part_key) or {}
+            licence = {field: value for field, value in stated_licence.items() if value}
+            parts.append(
+                Part(
+                    role, part_name, _hub_id(part_name), build.get(f"{part_key}_revision"), licence
+                )
+            )
+    return parts
+
+
+def _training_data(stages: list[dict[str, Any]]) -> list[Part]:
+    part_by_name = {}
+    for stage in stages:
+        for source in stage.get("data", ()):
+            if source.get("split") == "train":
+                data_set = _data_set(source)
+                part_by_name[data_set.name] = data_set
+    return list(part_by_name.values())
+
+
+def _data_set(source: dict[str, Any]) -> Part:
+    dataset = source.get("dataset") or {}
+    dataset_id = dataset.get("id")
+    licence = {}
+    if dataset.get("license"):
+        licence["license"] = dataset["license"]
+    return Part(
+        role="data",
+        name=dataset_id or source["source"],
+        hub_id=_hub_id(dataset_id),
+        revision=dataset.get("revision"),
+        licence=licence,
+        languages=tuple(dataset.get("language") or ()),
+    )
+
+
+def _diagnosis(checkpoint: Path) -> dict[str, Any]:
+    report_file = checkpoint / DIAGNOSTICS / REPORT
+    if not report_file.is_file():
+        return {}
+    report, _ = public_report(report_file.read_text("utf-8"))
+    return json.loads(report)
+
+
+def _outdated(checkpoint: Path, evaluations: list[Evaluation]) -> list[str]:
+    """Returns the tasks whose results have the hash of other files of weights."""
+    # Other weights are named by Hub id and commit, with an "@", and cannot be compared.
+    hashed = [result for result in evaluations if result.weights and "@" not in result.weights]
+    if not hashed:
+        return []
+    current_hash = files_hash(checkpoint, WEIGHT_FILES)
+    return [result.task for result in hashed if result.weights != current_hash]
 
 
 def _hub_id(name: str | None) -> str | None:
-    return name if name and is_hub_id(name) else None  # records have a folder's last part
+    """Returns a name if it is a Hub id. Folders are recorded only with the last part of a path."""
+    if name and is_hub_id(name):
+        return name
+    return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A card's front matter, which the Hub reads, and what people write into the card by hand."""
+"""A card's front matter, and what people write into the card by hand."""
 
 import re
 from collections.abc import Sequence
@@ -17,14 +17,20 @@ from .facts import LLAVA, Facts, Part
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
 """The most demanding last: parts under several of them may be distributed under that one."""
-SECTIONS = ("introduction", "notes")  # of a card, which people write
+SECTIONS = ("introduction", "notes")  # parts of a card that people write
 
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
-_START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
+_START = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE)
+_END = "<!-- end by hand -->"
 
 
 def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
-    """What follows from the parts' licences: metadata, a sentence, and a warning if none does."""
+    """Returns what follows from the licences of the parts for the whole.
+
+    Returns:
+        The licence's fields of the front matter, a sentence for the card, and a warning for its
+        author if no licence follows.
+    """
     known = {str(part.terms): part.licence for part in parts}
     # Two licences called "other" may differ, so one without a name is not known.
     unknown = [part.name for part in parts if part.terms in (None, "other", "unknown")]
@@ -34,64 +40,94 @@ def terms(parts: Sequence[Part]) -> tuple[dict[str, Any], str, str | None]:
         sentence = f"The licence of {missing} is not recorded here, so none follows for the whole."
         return {}, sentence, f"No licence is known for {missing}. Write `license:` {keep}"
     if len(known) == 1:
-        ((name, licence),) = known.items()
+        [(name, licence)] = known.items()
         return licence, f"All parts are under {name}, and so is the whole.", None
-    if known.keys() <= {*PERMISSIVE}:
-        whole = max(known, key=PERMISSIVE.index)
-        names = ", ".join(sorted(known))
-        sentence = f"Parts are under {names}; the whole is under {whole}."
-        return {"license": whole}, sentence, None
-    named = ", ".join(f"{part.name} ({part.terms})" for part in parts)
-    differ = f"The metadata has `license: other`: the licences of the parts differ, {named}. "
-    differ += f"If one is that of the whole, write it {keep}"
-    return {"license": "other"}, "No licence covers all parts: the conditions of all apply.", differ
+    if known.keys() <= set(PERMISSIVE):
+        most_demanding = max(known, key=PERMISSIVE.index)
+        licence_names = ", ".join(sorted(known))
+        sentence = f"Parts are under {licence_names}; the whole is under {most_demanding}."
+        return {"license": most_demanding}, sentence, None
+    licence_list = ", ".join(f"{part.name} ({part.terms})" for part in parts)
+    warning = (
+        f"The metadata has `license: other`: the licences of the parts differ, {licence_list}. "
+        f"If one is that of the whole, write it {keep}"
+    )
+    sentence = "No licence covers all parts: the conditions of all apply."
+    return {"license": "other"}, sentence, warning
 
 
 def metadata(facts: Facts, base: Part | None, licence: dict[str, Any], name: str) -> dict[str, Any]:
-    """The front matter that follows from `facts`, an adapter's base, and the licence of `terms`.
+    """Returns the front matter that follows from the records of a folder.
 
-    `name` is the model's, beside its scores.
+    Args:
+        facts: The records.
+        base: The base of an adapter.
+        licence: The licence's fields, from [`terms`].
+        name: The name of the model, for its scores.
     """
-    models, relation = list(dict.fromkeys(part.hub_id for part in facts.parts if part.hub_id)), None
-    if facts.adapter:
-        models, relation = [str(base.hub_id)] if base else [], "adapter"
-    elif facts.started_from:
-        models, relation = [facts.started_from], "finetune"
-    elif facts.parts and facts.parts[0].role == LLAVA:
-        relation = "finetune"
-    elif len(models) > 1:  # with only one of them on the Hub, the Hub infers the relation
-        relation = "merge"
-    languages = [part.languages for part in facts.data]
+    base_models, base_relation = _base_models(facts, base)
     scores = eval_results(facts)
     content = {
         **licence,
-        # An incomplete list would mislead.
-        "language": list(dict.fromkeys(sum(languages, ()))) if all(languages) else None,
+        "language": _languages(facts.data),
         "library_name": "peft" if facts.adapter else "transformers",
         "pipeline_tag": "image-text-to-text",
-        "base_model": models,
-        "base_model_relation": relation if models else None,
-        "datasets": list(dict.fromkeys(part.hub_id for part in facts.data if part.hub_id)),
+        "base_model": base_models,
+        "base_model_relation": base_relation if base_models else None,
+        "datasets": _hub_ids(facts.data),
         "tags": TAGS,
         "model-index": eval_results_to_model_index(name, scores) if scores else None,
     }
-    return {key: value for key, value in content.items() if value}
+    return {field: value for field, value in content.items() if value}
+
+
+def _base_models(facts: Facts, base: Part | None) -> tuple[list[str], str | None]:
+    """Returns the Hub ids of the models that this one was made from, and how."""
+    if facts.adapter:
+        return ([str(base.hub_id)] if base else []), "adapter"
+    if facts.started_from:
+        return [facts.started_from], "finetune"
+    base_models = _hub_ids(facts.parts)
+    if facts.parts and facts.parts[0].role == LLAVA:
+        return base_models, "finetune"
+    if len(base_models) > 1:
+        return base_models, "merge"
+    return base_models, None  # with only one of two parts on the Hub, the Hub infers the relation
+
+
+def _languages(data: Sequence[Part]) -> list[str]:
+    """Returns the languages of all data sets. An incomplete list would mislead, so it is empty."""
+    languages: dict[str, None] = {}
+    for part in data:
+        if not part.languages:
+            return []
+        languages |= dict.fromkeys(part.languages)
+    return list(languages)
+
+
+def _hub_ids(parts: Sequence[Part]) -> list[str]:
+    return list(dict.fromkeys(part.hub_id for part in parts if part.hub_id))
 
 
 def eval_results(facts: Facts) -> list[EvalResult]:
-    """The scores of this model on whole tasks, as the Hub reads them. The card's text has all."""
+    """Returns the scores of this model on whole tasks, as the Hub reads them.
+
+    The text of the card has all scores.
+    """
     results = []
     for evaluation in facts.evaluations:
         if evaluation.partial or evaluation.task in facts.outdated:
             continue
         for metric in evaluation.metrics:
-            of_subset = f"{metric.name}, {metric.subset}" if metric.subset else metric.name
+            metric_name = metric.name
+            if metric.subset:
+                metric_name += f", {metric.subset}"
             result = EvalResult(
                 task_type="image-text-to-text",
                 dataset_type=evaluation.task,
                 dataset_name=evaluation.title,
                 metric_type=metric.name,
-                metric_name=of_subset,
+                metric_name=metric_name,
                 metric_value=metric.value,
             )
             results.append(result)
@@ -99,47 +135,64 @@ def eval_results(facts: Facts) -> list[EvalResult]:
 
 
 def card_in(folder: Path) -> str | None:
-    """`README.md` of a folder, line ends unchanged, or None. Raises ValueError if not UTF-8."""
+    """Returns `README.md` of a folder, with its line ends, or None if there is none.
+
+    Raises:
+        ValueError: It is not UTF-8.
+    """
     file = folder / CARD
+    if not file.is_file():
+        return None
     with loading(str(file), remedy="Save it as UTF-8."):
-        return file.read_bytes().decode("utf-8-sig") if file.is_file() else None
+        return file.read_bytes().decode("utf-8-sig")
 
 
 def is_ours(card: str) -> bool:
-    """Whether this package rendered a card."""
+    """Returns whether this package rendered a card."""
     return _OURS.search(card) is not None
 
 
 def added(card: str) -> dict[str, Any]:
-    """What the author of a card added to its front matter: what this package did not derive."""
+    """Returns the fields of a card's front matter that this package did not derive."""
+    derived: list[str] = []
     mark = _OURS.search(card)
-    derived = mark[1].split(", ") if mark else []
+    if mark:
+        derived = mark[1].split(", ")
     with loading("The front matter of README.md", remedy="Fix it."):
         content = ModelCard(card).data.to_dict()
-        return {key: value for key, value in content.items() if key not in derived}
+    return {field: value for field, value in content.items() if field not in derived}
 
 
 def by_hand(card: str, where: str = CARD) -> dict[str, str]:
-    """The parts of a card that were written by hand, by name, byte for byte.
+    """Returns the sections of a card that were written by hand, by name, byte for byte.
 
-    Raises ValueError, naming `where`, if a part has no end, comes twice, or is none of `SECTIONS`.
+    Raises:
+        ValueError: A section has no end, comes twice, or is not in `SECTIONS`. It names `where`.
     """
-    parts: dict[str, str] = {}
+    sections: dict[str, str] = {}
     _, *pieces = _START.split(card)
-    for name, part in zip(pieces[::2], pieces[1::2], strict=True):
-        fault = f"{where} has a part by hand {name!r}"
-        if name not in SECTIONS or name in parts:
-            room = " and one ".join(SECTIONS)
-            raise ValueError(f"{fault}, but room for one {room}. Move its text there.")
-        if _END not in part:
+    for section, following in zip(pieces[::2], pieces[1::2], strict=True):
+        fault = f"{where} has a part by hand {section!r}"
+        if section not in SECTIONS or section in sections:
+            known_sections = " and one ".join(SECTIONS)
+            raise ValueError(f"{fault}, but room for one {known_sections}. Move its text there.")
+        section_text, end, _ = following.partition(_END)
+        if not end:
             raise ValueError(f"{fault} without end. Put the line {_END} after it.")
-        parts[name] = part.partition(_END)[0]
-    return parts
+        sections[section] = section_text
+    return sections
 
 
 def check_replaceable(card: str | None, where: str) -> None:
-    """Raises ValueError if others wrote the `README.md` of `where`. Metadata may be replaced."""
-    if card and not is_ours(card) and ModelCard(card, ignore_metadata_errors=True).text.strip():
+    """Raises ValueError if a card has text by others. One with only metadata may be replaced.
+
+    Args:
+        card: The text of `README.md`; None if there is none.
+        where: The folder or repository, for the message.
+    """
+    if not card or is_ours(card):
+        return
+    if ModelCard(card, ignore_metadata_errors=True).text.strip():
         raise ValueError(
             f"README.md of {where} was not written by this package. Move it away, or replace it by "
             "`normalign card --replace` or `normalign publish --replace-card`, and write what you "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before publishing, of what loading cannot see: code, norm, secrets, an adapter's base."""
+"""Checks before publishing that loading does not make: code, norm, secrets, an adapter's base."""
 
 import json
 import re
@@ -14,7 +14,8 @@ from ...checkpoint.files import ADAPTER_CONFIG, TRAINING_RECORD, find_checkpoint
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ..card.facts import Part
-from .source import CODE, PublishSource, read_config, read_json, read_norm
+from ..reading import read_config, read_json, read_norm
+from .source import CODE, PublishSource
 
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -26,99 +27,169 @@ _PUBLISH_BASE = f"Publish the base first, and name it: --base user/name. Or publ
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuses foreign code, padding on the right, and a norm that is not finite or not float32."""
-    (stored, config), faults = read_config(folder), list[str]()
-    if config:
-        files = [folder / name for name in CODE if (folder / name).is_file()]
-        for name in _foreign(stored, files):
-            faults.append(f"{name} is not this version's of the package. {_SAVE_AGAIN}")
+    """Raises ValueError if the model would not be served as it was trained.
+
+    It refuses foreign code, padding on the right, embeddings that are tied in only one of the two
+    configurations, and a norm that is not finite or not float32.
+    """
+    faults = []
+    config_json, config = read_config(folder)
+    if config is not None:
+        code_files = [folder / name for name in CODE if (folder / name).is_file()]
+        for foreign_code in _foreign(config_json, code_files):
+            faults.append(f"{foreign_code} is not this version's of the package. {_SAVE_AGAIN}")
         if read_json(folder / "tokenizer_config.json").get("padding_side") != "left":
             faults.append('tokenizer_config.json pads on the right. Write "padding_side": "left".')
-        tied = getattr(config.text_config, "tie_word_embeddings", False)  # as servers read it
-        if stored.get("tie_word_embeddings", False) != tied:
+        text_tied = getattr(config.text_config, "tie_word_embeddings", False)  # as servers read it
+        if config_json.get("tie_word_embeddings", False) != text_tied:
             faults.append(f"config.json: its text_config ties embeddings otherwise. {_SAVE_AGAIN}")
-    for name, tensor in read_norm(folder).items():
+    for tensor_name, tensor in read_norm(folder).items():
         if tensor.dtype != torch.float32:
-            faults.append(f"{name} is {tensor.dtype}, not float32: it loses updates. {_SAVE_AGAIN}")
-        if bad := int((~tensor.isfinite()).sum()):
-            faults.append(f"{name} has {bad} NaN or infinite values. Use an earlier checkpoint.")
+            faults.append(
+                f"{tensor_name} is {tensor.dtype}, not float32: it loses updates. {_SAVE_AGAIN}"
+            )
+        not_finite = int((~tensor.isfinite()).sum())
+        if not_finite:
+            faults.append(
+                f"{tensor_name} has {not_finite} NaN or infinite values. Use an earlier checkpoint."
+            )
     if faults:
         raise ValueError("\n- ".join([f"{folder} cannot be published:", *faults]))
 
 
 def check_private(source: PublishSource, token: str) -> None:
-    """Refuses tokens, that of the publisher among them, paths of this machine, and pickles.
+    """Raises ValueError if files have tokens or paths of this machine, or are pickles.
 
-    Of weights, only metadata are read. The error lists every place, and 4 characters of a token.
+    Only the metadata of weights is read. The error lists every place, and shows 4 characters of a
+    token.
+
+    Args:
+        source: The files that are to be published.
+        token: The publisher's token, or "".
     """
-    # The home folder, the checkpoint's and its parent, unless they are as common as "/root".
-    folders = {Path.home(), Path.home().resolve(), source.folder, source.folder.parent}
-    local = {str(path) for path in folders if len(path.parts) > 2}
-    local |= {json.dumps(path)[1:-1] for path in local}  # as JSON escapes letters beyond ASCII
-    longest_first = map(re.escape, sorted(local, key=len, reverse=True))
-    needles = "|".join([*([re.escape(token)] if token else []), _HUB_TOKEN, *longest_first])
+    local_paths = _local_paths(source.folder)
+    longest_first = sorted(local_paths, key=len, reverse=True)
+    patterns = [_HUB_TOKEN, *map(re.escape, longest_first)]
+    if token:
+        patterns.insert(0, re.escape(token))
+    private = re.compile("|".join(patterns))
     faults = []
-    for path, content in source.files.items():
+    for repo_path, content in source.files.items():
         if isinstance(content, Path):
-            with safe_open(content, "pt") as file:
-                text = json.dumps(file.metadata())
+            with safe_open(content, "pt") as tensors:
+                text = json.dumps(tensors.metadata())
         elif content.startswith(_PICKLED):
-            faults.append(f"{path}: a pickle, which runs code when read. Save it as safetensors.")
+            faults.append(
+                f"{repo_path}: a pickle, which runs code when read. Save it as safetensors."
+            )
             continue
         else:
             text = content.decode("utf-8", "replace")
-        for match in re.finditer(needles, text):
-            secret, line = match[0], text.count("\n", 0, match.start()) + 1
-            what = f"a local path, {secret}. Write the name that others know it by, or remove it."
-            if secret not in local:
-                whose = "your token" if secret == token else "a Hugging Face token"
-                what = f"{whose}, {secret[:4]}... Remove and revoke it: others may have read it."
-            faults.append(f"{path}, line {line}: {what}")
+        for occurrence in private.finditer(text):
+            secret = occurrence[0]
+            line_number = text.count("\n", 0, occurrence.start()) + 1
+            if secret in local_paths:
+                remedy = "Write the name that others know it by, or remove it."
+                description = f"a local path, {secret}. {remedy}"
+            else:
+                owner = "your token" if secret == token else "a Hugging Face token"
+                remedy = "Remove and revoke it: others may have read it."
+                description = f"{owner}, {secret[:4]}... {remedy}"
+            faults.append(f"{repo_path}, line {line_number}: {description}")
     if faults:
         raise ValueError("\n- ".join(["This must not be published:", *faults]))
 
 
+def _local_paths(checkpoint: Path) -> set[str]:
+    """Returns the home folder, the checkpoint's and its parent, also as they are in JSON.
+
+    Paths that are as common as "/root" are left out.
+    """
+    paths = set()
+    for folder in (Path.home(), Path.home().resolve(), checkpoint, checkpoint.parent):
+        if len(folder.parts) > 2:
+            paths.add(str(folder))
+            paths.add(json.dumps(str(folder))[1:-1])  # JSON escapes letters beyond ASCII
+    return paths
+
+
 def recorded_base(adapter: Path) -> Part | None:
-    """The base that an adapter names; None if it names none, or a folder of this machine."""
-    config = read_json(adapter / ADAPTER_CONFIG)
-    name = config.get("base_model_name_or_path")
-    if not name or Path(name).exists():
+    """Returns the base that an adapter names; None for none, or for a folder of this machine."""
+    adapter_config = read_json(adapter / ADAPTER_CONFIG)
+    base_name = adapter_config.get("base_model_name_or_path")
+    if not base_name or Path(base_name).exists():
         return None
-    return Part("base model", name, name, config.get("revision") or "main")
+    return Part("base model", base_name, base_name, adapter_config.get("revision") or "main")
 
 
 def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
-    """The base of an adapter: `base`, or the one that it names, with `ask_hub` at its commit."""
-    part = recorded_base(adapter)
-    if base is not None and (part is None or base != part.hub_id):
-        part = None if Path(base).exists() else Part("base model", base, base, "main")
-    if part is None:
+    """Returns the base that an adapter is published with.
+
+    Args:
+        adapter: Folder of the adapter.
+        base: Hub id of its base; by default the one that the adapter names.
+        ask_hub: Pin the base to its commit, and check that it is as it was in training.
+
+    Raises:
+        ValueError: The base is not on the Hub, would run foreign code, or has another architecture
+            than in training.
+        OSError: The base cannot be fetched.
+    """
+    base_part = recorded_base(adapter)
+    if base is not None and (base_part is None or base != base_part.hub_id):
+        base_part = None
+        if not Path(base).exists():
+            base_part = Part("base model", base, base, "main")
+    if base_part is None:
         raise ValueError(f"The adapter's base is a folder, so nobody can load it. {_PUBLISH_BASE}")
     if not ask_hub:
-        return part
-    base, commit = find_checkpoint(part.name, part.revision, remedy=_PUBLISH_BASE)
-    config = check_files(base, commit)
-    files = cached_files(base, CODE, revision=commit, _raise_exceptions_for_missing_entries=False)
-    if foreign := _foreign(config, [Path(file) for file in files or ()]):
+        return base_part
+    base, base_commit = find_checkpoint(base_part.name, base_part.revision, remedy=_PUBLISH_BASE)
+    base_config = check_files(base, base_commit)
+    code_files = cached_files(
+        base, CODE, revision=base_commit, _raise_exceptions_for_missing_entries=False
+    )
+    foreign_code = _foreign(base_config, [Path(file) for file in code_files or ()])
+    if foreign_code:
         raise ValueError(
-            f"The adapter's base, {base} at {commit}, would run code that is not this version's of "
-            f"this package: {', '.join(foreign)}. Publish the base anew, or {_MERGED}"
+            f"The adapter's base, {base} at {base_commit}, would run code that is not this "
+            f"version's of this package: {', '.join(foreign_code)}. Publish the base anew, or "
+            f"{_MERGED}"
         )
-    changed = [
-        f"{name} {value!r}, not {base_value!r}"
-        for name, value in read_json(adapter / TRAINING_RECORD).get("config_changes", {}).items()
-        if value != (base_value := config.get(name, getattr(NormAlignLlavaConfig, name)))
-    ]
-    if changed:  # PEFT would load it on the base as that is
-        trained = f"The adapter was trained with {'; '.join(changed)} as in its base {base}"
-        raise ValueError(f"{trained}. Publish {_MERGED}")
-    return Part("base model", base, base, commit)
+    _check_unchanged(adapter, base, base_config)
+    return Part("base model", base, base, base_commit)
+
+
+def _check_unchanged(adapter: Path, base: str, config: dict[str, Any]) -> None:
+    """Raises ValueError if training changed the configuration of the base.
+
+    PEFT would load the adapter on the base as that is.
+    """
+    changed_settings = []
+    training_record = read_json(adapter / TRAINING_RECORD)
+    for setting, trained_value in training_record.get("config_changes", {}).items():
+        base_value = config.get(setting, getattr(NormAlignLlavaConfig, setting))
+        if trained_value != base_value:
+            changed_settings.append(f"{setting} {trained_value!r}, not {base_value!r}")
+    if changed_settings:
+        changes = "; ".join(changed_settings)
+        raise ValueError(
+            f"The adapter was trained with {changes} as in its base {base}. Publish {_MERGED}"
+        )
 
 
 def _foreign(config: dict[str, Any], files: list[Path]) -> list[str]:
-    """Code that is not this package's: names of code files, if missing or other, and `auto_map`."""
-    code = {file.name: file.read_bytes() for file in files}
-    foreign = [name for name in CODE if code.get(name) != (PACKAGE / name).read_bytes()]
+    """Returns what is not this package's code.
+
+    Args:
+        config: `config.json`, whose `auto_map` names the code.
+        files: The files of code that exist.
+
+    Returns:
+        Names of code files that are missing or differ, and "auto_map in config.json".
+    """
+    content_by_name = {file.name: file.read_bytes() for file in files}
+    foreign = [name for name in CODE if content_by_name.get(name) != (PACKAGE / name).read_bytes()]
     if config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries:
         foreign.append("auto_map in config.json")
     return foreign

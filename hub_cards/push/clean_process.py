@@ -14,6 +14,8 @@ from PIL import Image
 
 
 TOLERANCE = 1e-5  # by how much logits of the same weights may differ, as a share of the largest
+_HUB_SETTINGS = re.compile("(HF_|HUGGING|TRANSFORMERS_).*(TOKEN|CACHE|OFFLINE)")
+"""Environment variables that configure the Hub's client on this machine only."""
 
 
 def ask_clean_process(
@@ -24,48 +26,90 @@ def ask_clean_process(
     base_revision: str | None = None,
     token: str | None = None,
 ) -> list[float]:
-    """The [`first_logits`] of a checkpoint, with its own code in a process without this package.
+    """Loads a checkpoint with its own code, in a process without this package and with no cache.
 
-    `source` is a folder or, with `revision`, a Hub id; with `base`, that of an adapter. The process
-    starts from an empty cache in the temporary folder, and sends no token but `token`. Raises
-    ValueError, with its output, if the checkpoint does not load.
+    Args:
+        source: Folder of a checkpoint or adapter, or with `revision` its Hub id.
+        revision: Commit of `source` on the Hub.
+        base: Hub id of an adapter's base.
+        base_revision: Commit of the base.
+        token: The only access token that the process may send.
+
+    Returns:
+        The [`first_logits`] of the model.
+
+    Raises:
+        ValueError: The checkpoint does not load; with the output of the process.
     """
-    request = [str(source if revision else Path(source).resolve()), revision, base, base_revision]
-    # Settings of the Hub's client on this machine, which others do not have.
-    settings = re.compile("(HF_|HUGGING|TRANSFORMERS_).*(TOKEN|CACHE|OFFLINE)")
-    environment = {name: value for name, value in os.environ.items() if not settings.match(name)}
-    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    environment |= {"HF_TOKEN": token} if token else {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
-    environment |= {} if revision or base_revision else {"HF_HUB_OFFLINE": "1"}
+    source_name = str(source) if revision else str(Path(source).resolve())
     with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
-        run = subprocess.run(
+        environment = _environment(token, is_offline=not revision and not base_revision)
+        environment["HF_HOME"] = f"{folder}/home"
+        completed = subprocess.run(
             [sys.executable, "-P", __file__],  # files beside this one would shadow other modules
-            cwd=folder, env=environment | {"HF_HOME": f"{folder}/home"},
-            input=json.dumps(request), capture_output=True, text=True,
-        )  # fmt: skip
-    if run.returncode:
-        output = run.stderr[-2000:].strip() or f"It ended with status {run.returncode}."
-        output = output.replace(token, "[token]") if token else output
+            cwd=folder,
+            env=environment,
+            input=json.dumps([source_name, revision, base, base_revision]),
+            capture_output=True,
+            text=True,
+        )
+    if completed.returncode != 0:
+        output = completed.stderr[-2000:].strip()
+        if not output:
+            output = f"It ended with status {completed.returncode}."
+        if token:
+            output = output.replace(token, "[token]")
         raise ValueError(f"{source} does not work in a process without this package:\n{output}")
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(completed.stdout.splitlines()[-1])
+
+
+def _environment(token: str | None, is_offline: bool) -> dict[str, str]:
+    """Returns this process's environment variables, with other settings of the Hub's client."""
+    environment = {}
+    for variable, value in os.environ.items():
+        if not _HUB_SETTINGS.match(variable):
+            environment[variable] = value
+    environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if token:
+        environment["HF_TOKEN"] = token
+    else:
+        environment["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
+    if is_offline:
+        environment["HF_HUB_OFFLINE"] = "1"
+    return environment
 
 
 def difference(before: list[float], after: list[float]) -> str | None:
-    """A sentence if logits differ by more than `TOLERANCE`."""
-    apart = max(abs(new - old) for old, new in zip(before, after, strict=True))
-    if apart > TOLERANCE * (largest := max(map(abs, before))):
-        return f"It answers differently: logits differ by {apart:.3g}, of at most {largest:.3g}."
+    """Returns a sentence if logits differ by more than `TOLERANCE`."""
+    largest = max(map(abs, before))
+    deviation = max(
+        abs(logit_after - logit_before)
+        for logit_before, logit_after in zip(before, after, strict=True)
+    )
+    if deviation > TOLERANCE * largest:
+        return (
+            f"It answers differently: logits differ by {deviation:.3g}, of at most {largest:.3g}."
+        )
     return None
 
 
 def first_logits(model: Any, processor: Any) -> list[float]:
-    """The logits of the first token of a model's answer to a fixed image and question."""
+    """Returns the logits of the first token of a model's answer to a fixed image and question."""
     ramp = Image.linear_gradient("L")
-    image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
-    content = [{"type": "image", "image": image}, {"type": "text", "text": "What is in the image?"}]
-    chat = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
-    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **chat)
-    logits = model(**inputs.to(model.device, model.dtype)).logits[0, -1].double().cpu()
+    picture = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
+    content = [
+        {"type": "image", "image": picture},
+        {"type": "text", "text": "What is in the image?"},
+    ]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    output = model(**inputs.to(model.device, model.dtype))
+    logits = output.logits[0, -1].double().cpu()
     if not logits.isfinite().all():
         raise ValueError("the model's logits are NaN or infinite")
     return logits.tolist()
@@ -75,27 +119,51 @@ def main() -> None:
     """Loads what the request on the standard input names, and prints its logits."""
     sys.modules["normalign_llava"] = None  # type: ignore[assignment]  # importing it fails
     import torch
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoProcessor
     from transformers.utils import cached_file, logging
 
     logging.disable_progress_bar()
     source, revision, base, base_revision = json.load(sys.stdin)
-    name, at = (base, base_revision) if base else (source, revision)
-    model, info = AutoModelForImageTextToText.from_pretrained(
-        name, revision=at, code_revision=at, trust_remote_code=True, output_loading_info=True
-    )
-    if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
-        raise ValueError(f"tensors missing, or not in the model of config.json: {wrong[:10]}")
-    if base:
+    processor_source = source
+    processor_revision = revision
+    if base is None:
+        model = _load_model(source, revision)
+    else:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, source, revision=revision)
+        base_model = _load_model(base, base_revision)
+        model = PeftModel.from_pretrained(base_model, source, revision=revision)
         options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-        if cached_file(source, "processor_config.json", **options):
-            name, at = source, revision
-    processor = AutoProcessor.from_pretrained(name, revision=at, trust_remote_code=True)
+        if not cached_file(source, "processor_config.json", **options):
+            processor_source = base
+            processor_revision = base_revision
+    processor = AutoProcessor.from_pretrained(
+        processor_source, revision=processor_revision, trust_remote_code=True
+    )
     with torch.inference_mode():
-        print(json.dumps(first_logits(model.eval(), processor)))
+        answer_logits = first_logits(model.eval(), processor)
+    print(json.dumps(answer_logits))
+
+
+def _load_model(source: str, revision: str | None) -> Any:
+    """Loads a model with its own code. Raises ValueError unless it has exactly its tensors."""
+    from transformers import AutoModelForImageTextToText
+
+    model, loading_info = AutoModelForImageTextToText.from_pretrained(
+        source,
+        revision=revision,
+        code_revision=revision,
+        trust_remote_code=True,
+        output_loading_info=True,
+    )
+    wrong_tensors = []
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        wrong_tensors += loading_info[problem]
+    if wrong_tensors:
+        raise ValueError(
+            f"tensors missing, or not in the model of config.json: {wrong_tensors[:10]}"
+        )
+    return model
 
 
 if __name__ == "__main__":

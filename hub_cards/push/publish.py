@@ -3,33 +3,41 @@
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 
 from ...checkpoint.files import ADAPTER_CONFIG, CARD, check_folder, check_free, check_repo_id
+from ...evaluation.results import EVALUATION
+from ..card.facts import Part
 from ..card.metadata import card_in, check_replaceable
 from ..card.write import render_card
 from ..demo import find_space, push_space
+from ..reading import DIAGNOSTICS, read_json
 from .checks import check_checkpoint, check_private, pinned_base
 from .clean_process import ask_clean_process, difference
+from .options import PublishKeywords, PublishOptions
 from .record import additions, check_files_of_others, files_of_others, stale_files
 from .repository import Repository, find_repository, log_in, push
-from .source import DIAGNOSTICS, EVALUATION, PublishSource, choose_files, read_json
+from .source import PublishSource, choose_files
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What was published to `repository`, the branch before, or would be by a dry run.
+    """What was published, or what a dry run would publish.
 
-    `commit` holds the files: a new one, or the head if nothing had to change; None for a dry run.
-    `removed` are the paths that it took away; `space` is the page of the Space, if one was
-    published.
+    Attributes:
+        source: The files, and what stays in the folder.
+        repository: The branch as it was before.
+        commit: The commit that holds the files: a new one, or the head if nothing had to change;
+            None for a dry run.
+        space: The page of the Space, if one was published.
+        removed: The paths that the commit removed.
     """
 
     source: PublishSource
@@ -40,156 +48,249 @@ class Publication:
 
 
 def publish(
-    checkpoint: str | os.PathLike,
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    revision: str = "main",
-    create_pr: bool = False,
-    space: bool = False,
-    as_adapter: bool = False,
-    base: str | None = None,
-    base_quantization: str | None = None,
-    dry_run: bool = False,
-    check_loading: bool = True,
-    replace_card: bool = False,
-    replace_files: bool = False,
-    token: str | None = None,
-    notify: Callable[[str], object] = print,
+    checkpoint: str | os.PathLike, repo_id: str, **keywords: Unpack[PublishKeywords]
 ) -> Publication:
     """Checks a checkpoint, sends it with its card in one commit, and loads that in a clean process.
 
     It may be repeated at any time, also after a failure: only what the Hub lacks is sent. The same
-    commit writes `publication.json`, a record of its files, and removes those that an earlier
-    record names, that nobody has changed since, and that this publication lacks. Files of others
-    stay; it is refused if they would be overwritten, or read beside the model.
+    commit writes `publication.json`, a record of its files. It also removes the files that an
+    earlier record names, if nobody has changed them since and this publication lacks them. Files
+    of others stay; publishing is refused if they would be overwritten, or read beside the model.
 
     Args:
-        checkpoint: Folder of a checkpoint, or of an adapter, which is merged into its base first.
+        checkpoint: Folder of a checkpoint or adapter. An adapter is merged into its base first.
         repo_id: `"namespace/name"`. The repository is created if it does not exist.
-        private: For a new repository; None leaves it to the namespace's default.
-        revision: Branch; created if it does not exist.
+        private: For a new repository; None (the default) leaves it to the namespace's default.
+        revision: Branch, by default `"main"`; created if it does not exist.
         create_pr: Open a pull request against the branch, in anyone's repository.
         space: Publish the demo as well, as the Space `{repo_id}-demo`.
         as_adapter: Publish an adapter as one, with its base, on the Hub, pinned to a commit.
         base: The adapter's base, if it has moved: a folder or a Hub id.
-        base_quantization: How that was quantized in training, see [`merge_adapter`].
+        base_quantization: How the base was quantized in training, see [`merge_adapter`].
         dry_run: Check, and list what would be sent. Needs no token, and a network only for a base.
-        check_loading: Load the folder before, and the commit after, in a clean process. Each takes
-            the model's memory, and the second its size on disk (of an adapter twice).
+        check_loading: Load the folder before, and the commit after, in a clean process (the
+            default). Each needs memory for the model, and the second also disk space for it (for
+            an adapter twice).
         replace_card: Replace a card, on the Hub or in the folder, that this package did not write.
         replace_files: Overwrite files of others on the Hub, and remove those that would be read
             beside the model. Without it, the error lists them.
-        token: Access token; by default that of `hf auth login` or HF_TOKEN.
-        notify: Receives messages about the progress.
+        token: Access token; by default from `hf auth login` or HF_TOKEN.
+        notify: Receives messages about the progress; by default `print`.
+
+    Returns:
+        What was sent, and the commit.
 
     Raises:
         ValueError: Checkpoint, token, repository or an option is not valid; nothing was committed.
         OSError: The Hub, the connection or the disk failed, another publisher was faster, or the
             commit loads differently from the folder. It says what was sent, and never the token.
     """
+    options = PublishOptions(**keywords)
     checkpoint = Path(checkpoint)
     check_repo_id(repo_id)
     check_folder(checkpoint)
     check_free(checkpoint)
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
-    if (as_adapter or base or base_quantization) and not is_adapter:
-        raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
-    if space and (create_pr or as_adapter):
-        remedy = "Leave out --space, or --create-pr and --adapter"
-        raise ValueError(f"A Space needs a published whole model. {remedy}.")
-    repository, demo = Repository(HfApi(token=token), repo_id, branch=revision), None
-    if not dry_run:
-        repository = find_repository(log_in(repo_id, token, create_pr), repo_id, branch=revision)
-        if repository.commit and private not in (None, repository.private):
-            is_now = "private" if repository.private else "public"
-            raise ValueError(f"{repo_id} is {is_now}. Change that in its settings on the Hub.")
-        if is_adapter and not as_adapter and not replace_files:  # before it is merged
-            check_files_of_others(repository)
-        demo = find_space(repository.api, repo_id, replace_files) if space else None
-    if not replace_card:
+    _check_options(checkpoint, is_adapter, options)
+    merges = is_adapter and not options.as_adapter
+    repository = _open_repository(repo_id, merges, options)
+    space = None
+    if options.space and not options.dry_run:
+        space = find_space(repository.api, repo_id, options.replace_files)
+    if not options.replace_card:
         check_replaceable(card_in(checkpoint), str(checkpoint))
         check_replaceable(repository.card, repo_id)
-    with ExitStack() as temporary:
-        folder, pinned, generated = checkpoint, None, dict[str, bytes]()
-        access: dict[str, Any] = {"token": str(repository.api.token or "") or None}
-        if as_adapter:
-            pinned = pinned_base(checkpoint, base, ask_hub=not dry_run)
-            access |= {"base": pinned.hub_id, "base_revision": pinned.revision}
-            named = {"base_model_name_or_path": pinned.hub_id, "revision": pinned.revision}
-            settings = read_json(checkpoint / ADAPTER_CONFIG) | named
-            generated[ADAPTER_CONFIG] = json.dumps(settings, indent=2, sort_keys=True).encode()
-        elif is_adapter:
-            from ...assembly.merge import merge_adapter
-
-            merged = temporary.enter_context(TemporaryDirectory(prefix="normalign-merged-"))
-            folder = Path(merged, checkpoint.resolve().name)
-            merge_adapter(checkpoint, folder, base=base, base_quantization=base_quantization)
-            for name in (EVALUATION, DIAGNOSTICS):
-                if (checkpoint / name).exists():
-                    notify(f"Warning: {name} of the adapter stays here, since it is merged.")
-        check_checkpoint(folder)
-        theirs = repository.card
-        card = render_card(folder, repo_id=repo_id, revision=revision, hub_card=theirs, base=pinned)
-        for warning in card.warnings:
-            notify(f"Warning: {warning}")
-        source = choose_files(folder, {**generated, CARD: card.text.encode()})
-        check_private(source, access["token"] or "")
-        added: list[CommitOperationAdd] = []
-        removed: list[str] = []
-        if not dry_run:
-            added = additions(source.files)
-            removed = _to_remove(repository, added, replace_files)
-        before = None
-        if check_loading and not (dry_run and pinned):
-            notify("Loading it in a clean process.")
-            before = ask_clean_process(folder, **access)
-        if dry_run:
-            notify("It passed the checks." + ("" if before else " It was not loaded."))
+    base = None
+    if options.as_adapter:
+        base = pinned_base(checkpoint, options.base, ask_hub=not options.dry_run)
+    access = _access(repository, base)
+    with _model_folder(checkpoint, merges, options) as folder:
+        source = _checked_source(folder, repository, base, options)
+        if options.dry_run:
+            _finish_dry_run(folder, access, options)
             return Publication(source, repository)
-        notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
-        commit = push(repository, added, removed, private=private, create_pr=create_pr)
-    if before:
-        notify(f"Loading {repo_id} in the same way, at {commit.oid}.")
-        try:
-            problem = difference(before, ask_clean_process(repo_id, revision=commit.oid, **access))
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        if problem is not None:
-            raise OSError(
-                f"{repo_id} is at {commit.oid}, but does not load as the folder does. {problem} "
-                f"Publish again to load it once more. The commit before is {repository.commit}."
-            )
+        added = additions(source.files)
+        removed_paths = _files_to_remove(repository, added, options.replace_files)
+        folder_logits = None
+        if options.check_loading:
+            options.notify("Loading it in a clean process.")
+            folder_logits = ask_clean_process(folder, **access)
+        options.notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
+        new_commit = push(
+            repository, added, removed_paths, private=options.private, create_pr=options.create_pr
+        )
+    if folder_logits is None:
+        options.notify(
+            f"{repo_id} was loaded neither from the folder nor from the Hub: it may not load."
+        )
     else:
-        notify(f"{repo_id} was loaded neither from the folder nor from the Hub: it may not load.")
-    page = push_space(demo, repo_id, commit.oid, notify) if demo else None
-    return Publication(source, repository, commit, page, removed)
+        options.notify(f"Loading {repo_id} in the same way, at {new_commit.oid}.")
+        _check_commit(repository, new_commit, folder_logits, access)
+    space_page = None
+    if space is not None:
+        space_page = push_space(space, repo_id, new_commit.oid, options.notify)
+    return Publication(source, repository, new_commit, space_page, removed_paths)
 
 
-def _to_remove(
+def _check_options(checkpoint: Path, is_adapter: bool, options: PublishOptions) -> None:
+    """Raises ValueError if options contradict each other or the checkpoint."""
+    adapter_options = options.as_adapter or options.base or options.base_quantization
+    if adapter_options and not is_adapter:
+        raise ValueError(f"{checkpoint} is not an adapter: leave out --adapter and --base.")
+    if options.space and (options.create_pr or options.as_adapter):
+        remedy = "Leave out --space, or --create-pr and --adapter"
+        raise ValueError(f"A Space needs a published whole model. {remedy}.")
+
+
+def _open_repository(repo_id: str, merges: bool, options: PublishOptions) -> Repository:
+    """Reads the repository. A dry run does not, and returns one without files.
+
+    Raises ValueError if its visibility is not the requested one. Merging an adapter takes long, so
+    before it, this also refuses files of others that are read with any model.
+    """
+    if options.dry_run:
+        return Repository(HfApi(token=options.token), repo_id, branch=options.revision)
+    api = log_in(repo_id, options.token, options.create_pr)
+    repository = find_repository(api, repo_id, branch=options.revision)
+    if repository.commit and options.private not in (None, repository.private):
+        visibility = "private" if repository.private else "public"
+        raise ValueError(f"{repo_id} is {visibility}. Change that in its settings on the Hub.")
+    if merges and not options.replace_files:
+        check_files_of_others(repository)
+    return repository
+
+
+def _access(repository: Repository, base: Part | None) -> dict[str, Any]:
+    """Returns the arguments of [`ask_clean_process`] that the folder and the commit share."""
+    access: dict[str, Any] = {"token": repository.api.token or None}
+    if base is not None:
+        access["base"] = base.hub_id
+        access["base_revision"] = base.revision
+    return access
+
+
+@contextmanager
+def _model_folder(checkpoint: Path, merges: bool, options: PublishOptions) -> Iterator[Path]:
+    """Yields the folder to publish: the checkpoint, or a temporary folder with the merged model."""
+    if not merges:
+        yield checkpoint
+        return
+    from ...assembly.merge import merge_adapter
+
+    with TemporaryDirectory(prefix="normalign-merged-") as temporary:
+        merged_folder = Path(temporary, checkpoint.resolve().name)
+        quantization = options.base_quantization
+        merge_adapter(checkpoint, merged_folder, base=options.base, base_quantization=quantization)
+        for name in (EVALUATION, DIAGNOSTICS):
+            if (checkpoint / name).exists():
+                options.notify(f"Warning: {name} of the adapter stays here, since it is merged.")
+        yield merged_folder
+
+
+def _checked_source(
+    folder: Path, repository: Repository, base: Part | None, options: PublishOptions
+) -> PublishSource:
+    """Checks a folder, renders its card, and chooses and checks the files to send.
+
+    Args:
+        folder: Folder of a model, or of an adapter if there is a `base`.
+        repository: The repository, whose card may have text by hand.
+        base: The base that an adapter is pinned to.
+        options: The options of the publication.
+    """
+    check_checkpoint(folder)
+    card = render_card(
+        folder,
+        repo_id=repository.repo_id,
+        revision=options.revision,
+        hub_card=repository.card,
+        base=base,
+    )
+    for warning in card.warnings:
+        options.notify(f"Warning: {warning}")
+    generated = {CARD: card.text.encode()}
+    if base is not None:
+        generated[ADAPTER_CONFIG] = _pinned_config(folder, base)
+    source = choose_files(folder, generated)
+    check_private(source, str(repository.api.token or ""))
+    return source
+
+
+def _pinned_config(adapter: Path, base: Part) -> bytes:
+    """Returns `adapter_config.json` of an adapter with its base, on the Hub, at a commit."""
+    config = read_json(adapter / ADAPTER_CONFIG)
+    config["base_model_name_or_path"] = base.hub_id
+    config["revision"] = base.revision
+    return json.dumps(config, indent=2, sort_keys=True).encode()
+
+
+def _finish_dry_run(folder: Path, access: dict[str, Any], options: PublishOptions) -> None:
+    """Loads the folder if that needs no base from the Hub, and says that the checks are passed."""
+    conclusion = "It passed the checks."
+    if options.check_loading and "base" not in access:
+        options.notify("Loading it in a clean process.")
+        ask_clean_process(folder, **access)
+    else:
+        conclusion += " It was not loaded."
+    options.notify(conclusion)
+
+
+def _files_to_remove(
     repository: Repository, added: list[CommitOperationAdd], replace_files: bool
 ) -> list[str]:
-    """What the commit takes away. Raises ValueError if files of others stand in the way."""
+    """Returns what the commit removes. Raises ValueError if files of others stand in the way."""
     if not replace_files:
         check_files_of_others(repository, added)
-    sent = {addition.path_in_repo for addition in added}
-    beside = set(files_of_others(repository, added)) - sent
-    return sorted({*stale_files(repository, added), *beside})
+    sent_paths = {addition.path_in_repo for addition in added}
+    read_beside = set(files_of_others(repository, added)) - sent_paths
+    return sorted({*stale_files(repository, added), *read_beside})
+
+
+def _check_commit(
+    repository: Repository, commit: CommitInfo, logits: list[float], access: dict[str, Any]
+) -> None:
+    """Raises OSError unless a commit loads, and answers with the logits of the folder."""
+    repo_id = repository.repo_id
+    try:
+        commit_logits = ask_clean_process(repo_id, revision=commit.oid, **access)
+        problem = difference(logits, commit_logits)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem is not None:
+        raise OSError(
+            f"{repo_id} is at {commit.oid}, but does not load as the folder does. {problem} "
+            f"Publish again to load it once more. The commit before is {repository.commit}."
+        )
 
 
 def summary(publication: Publication) -> str:
-    """What was sent and where to; of a dry run what would be sent, and what would not."""
-    repository, source, commit = publication.repository, publication.source, publication.commit
-    if commit is None:
-        files = (f"  {path}: {size:,} bytes" for path, size in source.sizes.items())
-        kept = f"Stays here: {', '.join(source.excluded) or 'nothing'}."
-        return "\n".join([f"Would be sent to {repository.repo_id}:", *files, kept])
-    changed = commit.oid != repository.commit
-    sent = f"{len(source.files)} files in one commit" if changed else "nothing changed"
-    removed = ", ".join(publication.removed) or "nothing"
-    lines = [f"Sent to {repository.repo_id}: {sent}; removed: {removed}."]
-    lines += [f"Commit: {commit.oid}", f"Repository: {repository.url}"]
-    lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []
-    lines += [f"Space: {publication.space}"] if publication.space else []
-    lines += [f'To load exactly this, set revision = "{commit.oid}" in the code of its card.']
+    """Returns what was sent and where to; for a dry run, what would be sent and what would not."""
+    if publication.commit is None:
+        return _summary_of_dry_run(publication)
+    repository = publication.repository
+    commit = publication.commit
+    sent = "nothing changed"
+    if commit.oid != repository.commit:
+        sent = f"{len(publication.source.files)} files in one commit"
+    removed_paths = ", ".join(publication.removed) or "nothing"
+    lines = [
+        f"Sent to {repository.repo_id}: {sent}; removed: {removed_paths}.",
+        f"Commit: {commit.oid}",
+        f"Repository: {repository.url}",
+    ]
+    if commit.pr_url:
+        lines.append(f"Pull request: {commit.pr_url}")
+    if publication.space:
+        lines.append(f"Space: {publication.space}")
+    lines.append(f'To load exactly this, set revision = "{commit.oid}" in the code of its card.')
+    return "\n".join(lines)
+
+
+def _summary_of_dry_run(publication: Publication) -> str:
+    source = publication.source
+    lines = [f"Would be sent to {publication.repository.repo_id}:"]
+    for repo_path, byte_count in source.sizes.items():
+        lines.append(f"  {repo_path}: {byte_count:,} bytes")
+    excluded_paths = ", ".join(source.excluded) or "nothing"
+    lines.append(f"Stays here: {excluded_paths}.")
     return "\n".join(lines)

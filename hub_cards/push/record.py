@@ -14,73 +14,77 @@ from .source import is_read, is_written
 
 
 def additions(files: Mapping[str, bytes | Path]) -> list[CommitOperationAdd]:
-    """What a commit adds of files by path, their SHA-256 computed, and the record of them."""
+    """Returns what a commit adds: files by path, and the record of them."""
     added = [CommitOperationAdd(path, content) for path, content in files.items()]
-    content = {"schema_version": 1, "written_by": "normalign-llava", "files": content_ids(added)}
-    record = json.dumps(content, indent=2, sort_keys=True) + "\n"
-    return [*added, CommitOperationAdd(RECORD, record.encode())]
+    record = {"schema_version": 1, "written_by": "normalign-llava", "files": content_ids(added)}
+    record_text = json.dumps(record, indent=2, sort_keys=True) + "\n"
+    return [*added, CommitOperationAdd(RECORD, record_text.encode())]
 
 
 def content_ids(added: Sequence[CommitOperationAdd]) -> dict[str, list[str]]:
-    """By path, the ids that the Hub may give a content: its SHA-256, and its git blob id.
+    """Returns by path the ids that the Hub may give a content: its SHA-256, and its git blob id.
 
     The Hub names what is in LFS by the first and other files by the second. Weights are always in
     LFS, so they are not read once more for the second.
     """
-    ids: dict[str, list[str]] = {}
+    ids_by_path = {}
     for addition in added:
-        ids[addition.path_in_repo] = [addition.upload_info.sha256.hex()]
+        identifiers = [addition.upload_info.sha256.hex()]
         if isinstance(addition.path_or_fileobj, bytes):
-            ids[addition.path_in_repo].append(git_hash(addition.path_or_fileobj))
-    return ids
+            identifiers.append(git_hash(addition.path_or_fileobj))
+        ids_by_path[addition.path_in_repo] = identifiers
+    return ids_by_path
 
 
 def stale_files(repository: Repository, added: Sequence[CommitOperationAdd]) -> list[str]:
-    """The files that an earlier publication wrote, nobody changed since, and this one lacks."""
-    sent = {addition.path_in_repo for addition in added}
-    return sorted(
-        path
-        for path in repository.files
-        if path not in sent and is_written(path) and repository.wrote(path)
-    )
+    """Returns the files of an earlier publication that nobody changed and this one lacks."""
+    sent_paths = {addition.path_in_repo for addition in added}
+    stale_paths = []
+    for repo_path in repository.files:
+        if repo_path not in sent_paths and is_written(repo_path) and repository.wrote(repo_path):
+            stale_paths.append(repo_path)
+    return sorted(stale_paths)
 
 
 def files_of_others(
     repository: Repository, added: Sequence[CommitOperationAdd] | None = None
 ) -> list[str]:
-    """The files of a repository that stand in the way: others wrote them, or changed them since.
+    """Returns the files that others wrote or changed, and that stand in the way of a publication.
 
     They would be overwritten with another content, or be read together with the model. Without
-    `added`, those that are read, whatever is sent. A model's card is no such file: it has a mark.
+    `added`, it returns only the files that are read, whatever is sent. A model's card does not
+    count, since a mark in it says who wrote it.
     """
-    sent = content_ids(added or ())
-    others = []
-    for path, on_hub in sorted(repository.files.items()):
-        is_card = path == CARD and repository.kind == "model"
-        is_same = on_hub in sent.get(path, ())
-        if is_card or is_same or repository.wrote(path):
+    is_model = repository.kind == "model"
+    sent_ids = content_ids(added or ())
+    obstacles = []
+    for repo_path, content_id in sorted(repository.files.items()):
+        is_card = is_model and repo_path == CARD
+        is_same = content_id in sent_ids.get(repo_path, ())
+        if is_card or is_same or repository.wrote(repo_path):
             continue
-        if path in sent or (repository.kind == "model" and is_read(path)):
-            others.append(path)
-    return others
+        if repo_path in sent_ids or (is_model and is_read(repo_path)):
+            obstacles.append(repo_path)
+    return obstacles
 
 
 def check_files_of_others(
     repository: Repository, added: Sequence[CommitOperationAdd] | None = None
 ) -> None:
-    """Raises ValueError if there are [`files_of_others`]: lists them, and says what can be done."""
-    others = files_of_others(repository, added)
-    if not others:
+    """Raises ValueError if there are [`files_of_others`]. It lists them, and what can be done."""
+    obstacles = files_of_others(repository, added)
+    if not obstacles:
         return
-    sent = {addition.path_in_repo for addition in added or ()}
-    listed = []
-    for path in others:
-        fate = "would be overwritten" if path in sent else "would be read beside the model"
-        listed.append(f"- {path}, which {fate}")
-    lines = "\n".join(listed)
+    sent_paths = {addition.path_in_repo for addition in added or ()}
+    file_list = ""
+    for repo_path in obstacles:
+        consequence = (
+            "would be overwritten" if repo_path in sent_paths else "would be read beside the model"
+        )
+        file_list += f"- {repo_path}, which {consequence}\n"
     raise ValueError(
         f"{repository.repo_id} has files that no publication of this package wrote, or that were "
-        f"changed since:\n{lines}\nNothing was sent. Choose another repository, or let them be "
+        f"changed since:\n{file_list}Nothing was sent. Choose another repository, or let them be "
         "overwritten or removed: `normalign publish` with --replace-files, and with the same "
         "repository and branch (in Python, replace_files=True)."
     )

@@ -25,18 +25,26 @@ from ...checkpoint.files import CARD
 
 RECORD = "publication.json"  # in a repository: what this package wrote to it
 NOTHING_IGNORED = "# Everything that is published is sent.\n"
-"""In place of the repository's own `.gitignore`: the client skips what is in it without a word."""
+"""Replaces the repository's own `.gitignore`, whose files the client would silently skip."""
 LOG_IN = "Use `hf auth login` or HF_TOKEN, with a token of https://huggingface.co/settings/tokens"
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A branch of a repository, as it was when somebody looked.
+    """A branch of a repository, as it was when [`find_repository`] read it.
 
-    `commit` is its head, that of `main` if there is no such branch, None without a repository;
-    `files` has for each path the id of its content, in LFS the SHA-256, else git's blob id;
-    `written` has the ids of what earlier publications of this package wrote, by their record.
-    `card` is the text of its `README.md`. `kind` is "model" or "space".
+    Attributes:
+        api: The client of the account that reads it.
+        repo_id: Its Hub id.
+        kind: "model" or "space".
+        branch: The name of the branch.
+        commit: The head of the branch, or of `main` if there is no such branch; None if there is
+            no repository.
+        private: Whether it is private.
+        files: The id of each file's content by path: the SHA-256 if it is in LFS, else git's blob
+            id.
+        written: The ids by path of what earlier publications wrote, according to their record.
+        card: The text of its `README.md`.
     """
 
     api: HfApi
@@ -50,7 +58,7 @@ class Repository:
     card: str | None = None
 
     def wrote(self, path: str) -> bool:
-        """Whether this package wrote a file, and nobody has changed it since."""
+        """Returns whether this package wrote a file, and nobody has changed it since."""
         return self.files[path] in self.written.get(path, ())
 
     @property
@@ -61,76 +69,118 @@ class Repository:
 
 @contextmanager
 def hub_errors(state: str = "Nothing was sent.") -> Iterator[None]:
-    """Turns errors of Hub, connection and uploads into an OSError, a line that ends in `state`."""
+    """Turns errors of the Hub, the connection and uploads into an OSError of one line.
+
+    Args:
+        state: The last sentence of the error: what has been sent.
+    """
     try:
         yield
-    except (errors.HTTPError, RuntimeError) as error:  # RuntimeError: of uploads
-        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        text = str(cause)
-        if isinstance(cause, errors.HfHubHTTPError):
-            text = f"({cause.response.status_code}) {cause.server_message or cause}"
-        text = " ".join(text.split()).rstrip(".")
-        raise OSError(f"{ENDPOINT} failed: {text}. {state}") from None
+    except (errors.HTTPError, RuntimeError) as error:
+        root_cause: BaseException = error
+        if isinstance(error, RuntimeError) and error.__cause__ is not None:
+            root_cause = error.__cause__  # uploads raise a RuntimeError from the error itself
+        description = str(root_cause)
+        if isinstance(root_cause, errors.HfHubHTTPError):
+            description = (
+                f"({root_cause.response.status_code}) {root_cause.server_message or root_cause}"
+            )
+        description = " ".join(description.split()).rstrip(".")
+        raise OSError(f"{ENDPOINT} failed: {description}. {state}") from None
 
 
 def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> HfApi:
-    """The client of an account that may publish as `repo_id`, or with `create_pr` propose it."""
+    """Returns the client of an account that may publish.
+
+    Args:
+        repo_id: Hub id of the repository to publish.
+        token: Access token; by default from `hf auth login` or HF_TOKEN.
+        create_pr: Whether a pull request is enough. Any account may open one.
+
+    Raises:
+        ValueError: There is no token, or it may not write to the repository.
+        OSError: The Hub or the connection failed.
+    """
     token = (token or get_token() or "").strip()
     if not token:
         raise ValueError(f"There is no token to publish with. {LOG_IN}.")
     api = HfApi(token=token, library_name="normalign-llava", library_version=__version__)
     with hub_errors():
         account = api.whoami()
-    name = account["name"]
+    user_name = account["name"]
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise ValueError(f'The token of {name} may only read. {LOG_IN}, with the role "write".')
-    names = [name, *(organisation["name"] for organisation in account.get("orgs", []))]
-    owner = repo_id.rpartition("/")[0]
-    if owner and not create_pr and owner.lower() not in map(str.lower, names):
-        own = " or ".join(f"{user}/..." for user in names)
-        raise ValueError(f"{name} may publish as {own}, not as {repo_id}. Propose it: --create-pr.")
+        raise ValueError(
+            f'The token of {user_name} may only read. {LOG_IN}, with the role "write".'
+        )
+    namespaces = [user_name]
+    for organisation in account.get("orgs", []):
+        namespaces.append(organisation["name"])
+    owner_name, _, _ = repo_id.rpartition("/")
+    is_member = owner_name.lower() in map(str.lower, namespaces)
+    if owner_name and not create_pr and not is_member:
+        choices = " or ".join(f"{namespace}/..." for namespace in namespaces)
+        raise ValueError(
+            f"{user_name} may publish as {choices}, not as {repo_id}. Propose it: --create-pr."
+        )
     return api
 
 
 def find_repository(api: HfApi, name: str, kind: str = "model", branch: str = "main") -> Repository:
-    """The repository as it is now. Raises OSError if the Hub or the connection failed."""
+    """Reads a repository as it is now. Raises OSError if the Hub or the connection failed."""
     with hub_errors():
         try:
-            info = api.repo_info(name, repo_type=kind, revision=branch)
+            repo_info = api.repo_info(name, repo_type=kind, revision=branch)
         except errors.RevisionNotFoundError:
-            info = api.repo_info(name, repo_type=kind)
+            repo_info = api.repo_info(name, repo_type=kind)
         except errors.RepositoryNotFoundError:
             return Repository(api, name, kind, branch)
-        files: dict[str, str] = {}
-        tree = api.list_repo_tree(name, recursive=True, repo_type=kind, revision=info.sha)
-        for entry in tree:
+        commit = repo_info.sha
+        content_ids = {}
+        for entry in api.list_repo_tree(name, recursive=True, repo_type=kind, revision=commit):
             if isinstance(entry, RepoFile):
-                files[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
-        card = None
-        if CARD in files:
-            file = api.hf_hub_download(name, CARD, repo_type=kind, revision=info.sha)
-            card = Path(file).read_bytes().decode("utf-8-sig", "replace")
-        written: dict[str, Sequence[str]] = {}
-        if RECORD in files:
-            file = api.hf_hub_download(name, RECORD, repo_type=kind, revision=info.sha)
-            written = _recorded(Path(file).read_bytes())
-            if written:  # somebody else's file of that name is not ours
-                written[RECORD] = [files[RECORD]]
-    return Repository(api, name, kind, branch, info.sha, bool(info.private), files, written, card)
+                content_ids[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
+
+        def download(path: str) -> bytes:
+            file = api.hf_hub_download(name, path, repo_type=kind, revision=commit)
+            return Path(file).read_bytes()
+
+        card_text = None
+        if CARD in content_ids:
+            card_text = download(CARD).decode("utf-8-sig", "replace")
+        written_ids: dict[str, Sequence[str]] = {}
+        if RECORD in content_ids:
+            written_ids = _recorded(download(RECORD))
+        if written_ids:  # a file of that name without our records is somebody else's
+            written_ids[RECORD] = [content_ids[RECORD]]
+    return Repository(
+        api,
+        name,
+        kind,
+        branch,
+        commit=commit,
+        private=bool(repo_info.private),
+        files=content_ids,
+        written=written_ids,
+        card=card_text,
+    )
 
 
 def _recorded(record: bytes) -> dict[str, Sequence[str]]:
-    """The ids by path in the content of `RECORD`; none if this package did not write it."""
+    """Returns the ids by path in the content of `RECORD`; none if this package did not write it."""
     try:
         content = json.loads(record)
     except (ValueError, RecursionError):
         return {}
     if not isinstance(content, dict) or content.get("written_by") != "normalign-llava":
         return {}
-    files = content.get("files")
-    if content.get("schema_version") != 1 or not isinstance(files, dict):
+    ids_by_path = content.get("files")
+    if content.get("schema_version") != 1 or not isinstance(ids_by_path, dict):
         return {}
-    return {path: ids for path, ids in files.items() if isinstance(ids, list)}
+    return {
+        path: content_ids
+        for path, content_ids in ids_by_path.items()
+        if isinstance(content_ids, list)
+    }
 
 
 def push(
@@ -141,20 +191,39 @@ def push(
     private: bool | None = None,
     create_pr: bool = False,
 ) -> CommitInfo:
-    """Makes a branch hold `added` and no longer `removed`: one commit, or none if it does already.
+    """Sends one commit to a branch, or none if nothing has to change.
 
-    At any moment it is at the commit before or at the new one; after a failure the same call sends
-    the rest. What the repository ignores is sent too. Raises OSError also if somebody has made a
-    commit since `repository` was read, and ValueError if the Hub refuses the card's front matter.
+    At any moment the branch is at the commit before or at the new one. After a failure the same
+    call sends the rest. Files that the repository ignores are sent too.
+
+    Args:
+        repository: The branch as it was read.
+        added: The files to add to it, or to replace in it.
+        removed: The paths to remove from it.
+        private: Whether a new repository is private; None leaves it to the namespace's default.
+        create_pr: Open a pull request instead.
+
+    Returns:
+        The commit; the head if nothing had to change.
+
+    Raises:
+        ValueError: The Hub refuses the card's front matter.
+        OSError: The Hub or the connection failed, or somebody has made a commit since `repository`
+            was read.
     """
-    api, repo_id, head = repository.api, repository.repo_id, repository.commit
-    kind, branch = repository.kind, repository.branch
+    api = repository.api
+    repo_id = repository.repo_id
+    kind = repository.kind
+    branch = repository.branch
+    parent_commit = repository.commit
     with hub_errors(f"{repo_id} is as it was or complete. Run the command again to send the rest."):
-        if head is None:
-            sdk = "gradio" if kind == "space" else None
-            api.create_repo(repo_id, repo_type=kind, private=private, space_sdk=sdk)
+        if parent_commit is None:
+            space_sdk = "gradio" if kind == "space" else None
+            api.create_repo(repo_id, repo_type=kind, private=private, space_sdk=space_sdk)
         if branch != "main" and not create_pr:
-            api.create_branch(repo_id, repo_type=kind, branch=branch, revision=head, exist_ok=True)
+            api.create_branch(
+                repo_id, repo_type=kind, branch=branch, revision=parent_commit, exist_ok=True
+            )
         check_front_matter(added, kind)  # before the upload
         api.preupload_lfs_files(
             repo_id,
@@ -171,7 +240,7 @@ def push(
             commit_message="Publish with normalign-llava",
             repo_type=kind,
             revision=branch,
-            parent_commit=head,
+            parent_commit=parent_commit,
             create_pr=create_pr,
         )
 
@@ -182,9 +251,9 @@ def check_front_matter(added: Sequence[CommitOperationAdd], kind: str) -> None:
         if addition.path_in_repo != CARD:
             continue
         with addition.as_file() as file:
-            card = RepoCard(file.read().decode("utf-8"), ignore_metadata_errors=True)
+            repo_card = RepoCard(file.read().decode("utf-8"), ignore_metadata_errors=True)
         try:
-            card.validate(repo_type=kind)
+            repo_card.validate(repo_type=kind)
         except ValueError as error:
             remedy = f"Correct the front matter of {CARD}, which the Hub refuses"
             raise ValueError(f"{remedy}: {error}") from error

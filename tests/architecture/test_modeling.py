@@ -9,7 +9,13 @@ import torch
 import transformers
 
 from normalign_llava import NormAlignLlavaConfig, modeling_normalign_llava as modeling
-from normalign_llava.modeling_normalign_llava import mean_embedding_norm
+from normalign_llava.modeling_normalign_llava import mean_embedding_norm, rows_of_token
+
+
+def test_rows_of_a_token_are_those_with_its_norm_and_none_if_it_is_outside():
+    norms = torch.tensor([2.0, 3.0, 2.0, 1.0])
+    assert rows_of_token(norms, 2) == [0, 2] and rows_of_token(norms, 3) == [3]
+    assert rows_of_token(norms, 4) == rows_of_token(norms, -2) == []  # -200: older LLaVAs' image
 
 
 def test_mean_embedding_norm_is_the_float64_mean_over_rows_that_count():

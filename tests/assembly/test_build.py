@@ -23,7 +23,6 @@ from normalign_llava.assembly.build import (
     ARMS,
     build_checkpoint,
     retrofit_checkpoint,
-    torch_dtype,
 )
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.assembly.generation import copied_generation, flags_of, in_words
@@ -36,6 +35,7 @@ from normalign_llava.assembly.parts import (
 from normalign_llava.assembly.processing import arm_of, check_feature_layer
 from normalign_llava.checkpoint.notices import checkpoint_notices
 from normalign_llava.checkpoint.opening import open_checkpoint
+from normalign_llava.checkpoint.precision import torch_dtype
 from normalign_llava.diagnose.data import Sample, batches
 from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluation.engine import as_lm

@@ -1,6 +1,7 @@
 """Merging loses nothing of an adapter, whatever PEFT trained: compared with PEFT's own model."""
 
 import json
+import math
 import re
 import shutil
 from functools import partial
@@ -27,12 +28,8 @@ from normalign_llava.assembly.adapter import open_adapter
 from normalign_llava.assembly.base_tensors import BaseTensors
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.assembly.merged_tensors import (
-    MergedLayer,
-    MergedTensors,
-    check_settings,
-    relative_change,
-)
+from normalign_llava.assembly.merged_layer import MergedLayer, relative_change
+from normalign_llava.assembly.merged_tensors import MergedTensors, check_settings
 from normalign_llava.checkpoint.files import ADAPTER_WEIGHTS
 
 
@@ -311,6 +308,14 @@ def test_a_change_is_a_share_of_the_largest_number_of_its_tensor():
     # Whole numbers, empty tensors and zeros have no share.
     others = {"a": torch.tensor([1]), "b": torch.zeros(0), "c": torch.zeros(2)}
     assert relative_change({name: value + 1 for name, value in others.items()}, others) == 0.0
+
+
+def test_a_change_that_is_not_a_number_is_not_taken_for_none():
+    """As of outputs that overflow: infinity less infinity is NaN, and merging is then refused."""
+    expected = {"a": torch.tensor([1.0, torch.inf]), "b": torch.tensor([1.0, 2.0])}
+    changed = {"a": torch.tensor([1.5, torch.inf]), "b": torch.tensor([1.5, 2.0])}
+    assert math.isnan(relative_change(changed, expected))
+    assert relative_change({"a": expected["a"].clone(), "b": changed["b"]}, expected) == 0.25
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -21,8 +21,10 @@ ASK = """
 import sys
 from normalign_llava.checkpoint import precision
 precision._seconds = lambda: {"float32": 1.0, "bfloat16": float(sys.argv[1])}
-from normalign_llava.train.options import NormAlignConfig
-print("bf16", NormAlignConfig(output_dir=sys.argv[2], use_cpu=True, learning_rate=1e-3).bf16)
+from normalign_llava import NormAlignConfig
+from normalign_llava.train.settings import complete
+given = NormAlignConfig(output_dir=sys.argv[2], use_cpu=True, learning_rate=1e-3)
+print("bf16", complete(given)[0].bf16)
 """
 
 

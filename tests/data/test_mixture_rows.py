@@ -8,9 +8,9 @@ from train_data import answers, llava, read, write_json
 
 from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.images import ImageRules
+from normalign_llava.data.rows.once import warn_once
 from normalign_llava.data.sources import mixtures, source, streams
 from normalign_llava.data.sources.arguments import DataSource
-from normalign_llava.data.sources.files import warn_once
 from normalign_llava.data.sources.mixtures import ShortRows, prepare_rows
 from normalign_llava.data.sources.source import Source
 from normalign_llava.data.sources.streams import valid_rows

@@ -68,7 +68,7 @@ def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_pa
     assert (source.images, source.text_only, source.longest) == (2, 2, limit)
     lengths = short.train["length"][:]
     assert (source.shortest, source.median) == (min(lengths), np.median(lengths))
-    assert [(row.row, row.tokens) for row in source.dropped] == [(2, 75)]
+    assert [(row.row, row.file, row.tokens) for row in source.dropped] == [(2, "red.png", 75)]
     assert len(both(path, max_length=limit)) == 4
     with pytest.raises(ValueError, match="no row is left. 5 rows, 0 bad, 5 longer than max_length"):
         load(path, max_length=10)

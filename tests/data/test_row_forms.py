@@ -18,16 +18,15 @@ from normalign_llava.data.rows.forms import (
 )
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.rows.parse import parse_row
-from normalign_llava.data.rows.turns import (
-    LEARNED,
-    accepted_answers,
+from normalign_llava.data.rows.questions import accepted_answers, options_of
+from normalign_llava.data.rows.turns import LEARNED
+from normalign_llava.data.rows.values import (
     as_text,
     is_empty,
-    leave_out,
-    options_of,
     parsed,
     plain,
     transposed,
+    unread_keys,
 )
 
 
@@ -554,6 +553,18 @@ def test_values_of_tables():
 
 
 def test_what_is_left_out_is_named_once():
-    left_out = ["a.x"]
-    leave_out(left_out, {"x": 1, "y": 2, "z": None, "w" * 99: 1, 7: "b"}, {"y"}, "a.")
-    assert left_out == ["a.x", f"a.{'w' * 78}", "a.7"]
+    values = {"x": 1, "y": 2, "z": None, "w" * 99: 1, 7: "b"}
+    assert unread_keys(values, {"y"}, "a.") == ["a.x", f"a.{'w' * 78}", "a.7"]
+    turns = [user("Q") | {"x": 1}, assistant("A") | {"x": 1}]
+    assert read_row({"messages": turns}).left_out == ["messages.x"]
+
+
+def test_content_beside_a_pair_is_left_out():
+    assert read_row({"messages": [PAIR | {"content": "x"}]}).left_out == ["messages.content"]
+
+
+def test_a_part_whose_type_is_a_list_is_refused():
+    with pytest.raises(ValueError, match="neither a text nor an image part"):
+        read_row({"messages": [user([{"type": ["text"]}]), assistant("A")]})
+    with pytest.raises(ValueError, match="needs role and content"):
+        read_row({"question": [{"type": ["text"]}], "answer": "A"})

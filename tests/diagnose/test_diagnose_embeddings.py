@@ -92,12 +92,15 @@ def test_offloaded_quantized_and_with_adapters(tmp_path):
     quantized = AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=FOUR_BITS)
     assert gain_of(quantized) == expected
     targets = r".*\.language_model\..*\.q_proj"
-    lora = LoraConfig(target_modules=targets, modules_to_save=["multi_modal_projector"])
-    adapted = get_peft_model(AutoModelForImageTextToText.from_pretrained(tmp_path), lora)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "modules_to_save" in name and name.endswith("norm.weight"):
-                parameter += 0.5  # the copy that is trained counts
-    assert gain_of(adapted.get_base_model()).mean_abs > expected.mean_abs + 0.3
+    for module in ("multi_modal_projector", "multi_modal_projector.norm"):
+        lora = LoraConfig(target_modules=targets, modules_to_save=[module])
+        adapted = get_peft_model(AutoModelForImageTextToText.from_pretrained(tmp_path), lora)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad and parameter.dim() == 1:  # of the norm
+                    parameter += 0.5  # the copy that is trained counts
+        measured = gain_of(adapted.get_base_model())
+        assert measured.mean_abs > expected.mean_abs + 0.3
+        assert measured.bias_mean_abs > expected.bias_mean_abs + 0.3
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert model.model.multi_modal_projector.norm.weight.is_meta and gain_of(model) == expected

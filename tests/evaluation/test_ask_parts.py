@@ -26,7 +26,7 @@ from normalign_llava.evaluation.questions import Question
 
 
 ENDS = ("print_answer", "answer_all", "converse")
-LOADING = {"dtype": "float16"}
+LOADING = {"dtype": "float16", "load_in_4bit": True}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from cost import StageCost, memory_on, print_cost, run_cost
 from plan import read_plan
 
 from normalign_llava.train.memory import MemoryEstimate
-from normalign_llava.train.modules.model import BATCHES, GRADIENTS
+from normalign_llava.train.modules.sizes import BATCHES, GRADIENTS
 
 
 PLAN = {

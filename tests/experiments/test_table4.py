@@ -38,7 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from normalign_llava.evaluation.results import Evaluation, Metric
 from normalign_llava.train.memory import largest_batch
 from normalign_llava.train.modules.model import base_model
-from normalign_llava.train.options import parse
+from normalign_llava.train.parsing import parse
 from normalign_llava.train.run import make_trainer
 
 

@@ -19,6 +19,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkp
 from normalign_llava.checkpoint.weights import save_model
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.train.options import ModelArguments, NormAlignConfig
+from normalign_llava.train.settings import RunConfig, complete
 from normalign_llava.train.trainer import NormAlignTrainer
 
 
@@ -97,6 +98,11 @@ def arguments(folder: Path, **options) -> NormAlignConfig:
     answers = {"sample_count": 0, "sample_max_new_tokens": 2}
     own = {"output_dir": str(folder), "seed": 0, **answers, **SHORT}
     return NormAlignConfig(**{**own, **options})
+
+
+def settings(folder: Path, **options) -> RunConfig:
+    """`arguments` with their values on this machine."""
+    return complete(arguments(folder, **options))[0]
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

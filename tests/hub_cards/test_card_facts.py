@@ -66,6 +66,15 @@ def test_a_licence_that_is_not_known_is_told_by_the_part_s_name(folder, unknown)
     assert "The licence of google/encoder is not recorded" in section(card, "Licence")
 
 
+def test_an_empty_licence_of_the_author_settles_nothing(folder):
+    (folder / "build.json").unlink()
+    text = render_card(folder).text.replace("---\n", "---\nlicense: ''\n", 1)
+    (folder / "README.md").write_text(text)
+    card = render_card(folder)
+    assert "No licence is known for its parts" in card.warnings[0]
+    assert "Its author states" not in card.text
+
+
 def test_parts_and_data_are_linked_at_their_commits_and_named_once(full):
     made.edit(full / "build.json", language_revision="e" * 40)
     text = section(render_card(full), "Licence")

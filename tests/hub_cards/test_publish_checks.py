@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint.files import INDEX, WEIGHTS
 from normalign_llava.diagnose.report import SCHEMA_VERSION
+from normalign_llava.hub_cards import reading
 from normalign_llava.hub_cards.push import source
 from normalign_llava.hub_cards.push.checks import check_checkpoint, check_private
 from normalign_llava.hub_cards.push.source import PublishSource, choose_files
@@ -76,7 +77,7 @@ def test_notices_of_the_parts_are_sent(folder):
     assert chosen.files[notices[0]] == (folder / notices[0]).read_bytes()
     left = ["notices/other/", "notices/vision/.a", "notices/vision/deep/"]
     assert chosen.excluded == left
-    assert source.notices(folder) == sorted(notices)
+    assert reading.notices(folder) == sorted(notices)
     (folder / notices[1]).write_bytes(b"a" * 2**20)
     assert len(choose_files(folder, {}).files[notices[1]]) == 2**20
 

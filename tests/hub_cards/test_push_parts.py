@@ -43,7 +43,8 @@ from normalign_llava.hub_cards.push.repository import (
     check_front_matter,
     hub_errors,
 )
-from normalign_llava.hub_cards.push.source import PublishSource, public_report
+from normalign_llava.hub_cards.push.source import PublishSource
+from normalign_llava.hub_cards.reading import public_report
 
 
 def git(content):

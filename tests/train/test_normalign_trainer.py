@@ -27,10 +27,11 @@ from trl import SFTConfig, SFTTrainer
 from normalign_llava import NormAlignConfig, NormAlignTrainer
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.callbacks.steps import ProgressLines
+from normalign_llava.train.callbacks.progress import ProgressLines
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.prepare import normalign_config
+from normalign_llava.train.prepare import given_options
 from normalign_llava.train.run import main
+from normalign_llava.train.settings import RunConfig, complete
 
 
 pytestmark = pytest.mark.slow
@@ -121,9 +122,11 @@ def test_without_options_it_trains_on_a_cpu_by_trls_defaults(
         assert args.bf16 is bf16 or not args.use_cpu
 
 
-def test_several_gpus_in_one_process_are_refused_before_anything_is_read(tmp_path, model):
+def test_several_gpus_in_one_process_are_refused_before_anything_is_read(
+    tmp_path, model, monkeypatch
+):
+    monkeypatch.setattr(RunConfig, "n_gpu", 2)  # how many this process sees
     args = options(tmp_path)
-    args._n_gpu = 2  # where transformers keeps how many this process sees
     for start in (str(tmp_path / "nothing"), model):
         with pytest.raises(ValueError, match="sees 2 GPUs.*VISIBLE_DEVICES=0.*--num_processes 2"):
             NormAlignTrainer(start, args, train_dataset="not rows")
@@ -164,13 +167,14 @@ def test_every_option_of_trl_arrives(tmp_path):
     )
     decided = dict(assistant_only_loss=True, hub_strategy="end", logging_nan_inf_filter=False)
     decided |= dict(remove_unused_columns=False, router_aux_loss_coef=0.0)
-    ours = normalign_config(given, "model")
+    ours = given_options(given, "model")
     assert isinstance(ours, NormAlignConfig) and ours is not given
+    settings = complete(ours)[0]
     for name in (field.name for field in fields(SFTConfig) if field.init):
-        assert getattr(ours, name) == decided.get(name, getattr(given, name)), name
+        assert getattr(settings, name) == decided.get(name, getattr(given, name)), name
     assert {*ours.learning_rates(use_peft=False).values()} == {2e-5}
     plain = TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4)
-    assert normalign_config(plain, "").learning_rate == 3e-4
+    assert given_options(plain, "").learning_rate == 3e-4
 
 
 def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpoint, caplog):

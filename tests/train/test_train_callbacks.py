@@ -28,9 +28,9 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from normalign_llava import NormAlignTrainer
-from normalign_llava.train.callbacks import steps
+from normalign_llava.train.callbacks import progress
 from normalign_llava.train.callbacks.depth_probe import DYNAMICS, CosineProbe, layer_cosines
-from normalign_llava.train.callbacks.steps import GRADIENT_PARTS
+from normalign_llava.train.callbacks.measurements import GRADIENT_PARTS, Measurements
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.modules.model import base_model
 
@@ -146,9 +146,9 @@ def test_clip_share_counts_the_steps_since_the_last_log(checkpoint, tmp_path):
 
 def test_the_time_left_does_not_count_what_comes_before_the_first_step(monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     state = TrainerState(global_step=10, max_steps=14, is_world_process_zero=True)
-    args, control, lines = TrainingArguments(), TrainerControl(), steps.ProgressLines()
+    args, control, lines = TrainingArguments(), TrainerControl(), progress.ProgressLines()
     lines.on_train_begin(args, state, control)
     lines.on_step_begin(args, state, control)
     lines.on_log(args, state, control, logs={"loss": 1.0})
@@ -173,7 +173,7 @@ def told(logs: list[dict], capsys, first=0, max_steps=10, **own) -> list[str]:
     """What is printed of logs at step 3 of 10, in a run that began at a step."""
     state = TrainerState(global_step=first, max_steps=max_steps, is_world_process_zero=True)
     args, control, lines = TrainingArguments(max_grad_norm=2.5), TrainerControl(), None
-    lines = steps.ProgressLines()
+    lines = progress.ProgressLines()
     lines.on_train_begin(args, state, control)
     state.global_step = 3
     for name, value in own.items():
@@ -208,7 +208,7 @@ def test_held_out_losses_and_the_end_of_a_run_have_lines(capsys):
 
 def test_what_is_logged_before_training_has_lines_too(capsys):
     state = TrainerState(max_steps=10, is_world_process_zero=True)
-    lines, args = steps.ProgressLines(), TrainingArguments()
+    lines, args = progress.ProgressLines(), TrainingArguments()
     for logs in ({"eval_loss": 0.5}, {"loss": 2.0}):
         lines.on_log(args, state, TrainerControl(), logs=logs)
     held_out, line = capsys.readouterr().out.splitlines()
@@ -247,9 +247,9 @@ class Table(TrainerCallback):
 @pytest.mark.parametrize(
     ("theirs", "is_terminal", "ours"),
     [
-        (ProgressCallback, True, {steps.Bars, steps.ProgressLines}),
-        (ProgressCallback, False, {steps.ProgressLines}),
-        (PrinterCallback, True, {steps.ProgressLines}),
+        (ProgressCallback, True, {progress.Bars, progress.ProgressLines}),
+        (ProgressCallback, False, {progress.ProgressLines}),
+        (PrinterCallback, True, {progress.ProgressLines}),
         (Table, True, {Table}),
     ],
 )
@@ -258,7 +258,7 @@ def test_bars_are_for_terminals_and_a_notebook_keeps_its_table(
 ):
     handler = CallbackHandler([theirs()], None, None, None, None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    steps.show_lines(handler)
+    progress.show_lines(handler)
     assert {type(callback) for callback in handler.callbacks} - {DefaultFlowCallback} == ours
 
 
@@ -280,9 +280,9 @@ def test_the_first_step_is_measured_too_if_it_is_logged(checkpoint, tmp_path):
 def test_which_steps_are_measured_is_an_option_of_this_run(
     tmp_path, options, steps_measured, strategy
 ):
-    args = training.arguments(tmp_path, **options, logging_strategy=strategy)
+    args = training.settings(tmp_path, **options, logging_strategy=strategy)
     Accelerator(cpu=True)  # the options have made accelerate forget its state
-    watch, model, found = steps.Measurements(args), tiny.model(), []
+    watch, model, found = Measurements(args), tiny.model(), []
     state = TrainerState(max_steps=4, logging_steps=1)  # as a run that is resumed had it
     watch.on_train_begin(args, state, None, model=model)
     for state.global_step in range(4):
@@ -294,9 +294,9 @@ def test_which_steps_are_measured_is_an_option_of_this_run(
 
 
 def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_share(tmp_path):
-    args = training.arguments(tmp_path, max_grad_norm=1.0)
+    args = training.settings(tmp_path, max_grad_norm=1.0)
     Accelerator(cpu=True)
-    watch, model, state = steps.Measurements(args), tiny.model(), TrainerState(max_steps=4)
+    watch, model, state = Measurements(args), tiny.model(), TrainerState(max_steps=4)
     watch.after_clip(torch.tensor(9.0))
     watch.on_train_begin(args, state, None, model=model)
     shares = []
@@ -310,9 +310,9 @@ def test_steps_of_an_earlier_run_and_those_of_an_unknown_norm_are_not_in_the_sha
 
 
 def test_each_measured_step_has_its_own_norms_and_gradients_as_before_clipping(tmp_path):
-    args = training.arguments(tmp_path, max_grad_norm=4.0)
+    args = training.settings(tmp_path, max_grad_norm=4.0)
     Accelerator(cpu=True)
-    watch, model, state = steps.Measurements(args), tiny.model(), TrainerState(max_steps=2)
+    watch, model, state = Measurements(args), tiny.model(), TrainerState(max_steps=2)
     watch.on_train_begin(args, state, None, model=model)
     gain = model.model.multi_modal_projector.norm.weight
     gain.grad = torch.full_like(gain, 0.25)
@@ -339,7 +339,7 @@ def test_each_measured_step_has_its_own_norms_and_gradients_as_before_clipping(t
 def test_a_line_is_in_a_file_as_soon_as_it_is_printed(monkeypatch):
     file = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
-    steps.show(TrainerState(is_world_process_zero=True), "3/10")
+    progress.show(TrainerState(is_world_process_zero=True), "3/10")
     assert file.getvalue() == b"3/10\n"
 
 
@@ -414,7 +414,7 @@ def test_cosines_are_those_of_the_hidden_states():
 
 
 def test_of_a_batch_without_images_the_probe_measures_text_alone(tmp_path):
-    args, model, state = training.arguments(tmp_path), tiny.model(), TrainerState(global_step=2)
+    args, model, state = training.settings(tmp_path), tiny.model(), TrainerState(global_step=2)
     batch = tiny.inputs(images=0, batch=2)
     for layer in model.model.language_model.layers:
         layer.self_attn.attention_dropout = 0.9
@@ -464,7 +464,7 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
 
 def test_the_probe_s_batch_has_padding_in_a_run_without(checkpoint, tmp_path):
     padded = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
-    rows, args = list(training.rows(4)), training.arguments(tmp_path, probe_rows=3, probe_steps=[1])
+    rows, args = list(training.rows(4)), training.settings(tmp_path, probe_rows=3, probe_steps=[1])
     probe = CosineProbe.of_rows(rows, replace(padded, padding_free=True), args)
     expected = dict(padded(rows[:3]))
     del expected["labels"]

@@ -16,7 +16,7 @@ import training
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping import checkpoints
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, resolve_resume
-from normalign_llava.train.keeping.record import check_disk
+from normalign_llava.train.keeping.disk import check_disk
 from normalign_llava.train.run import main
 
 
@@ -144,7 +144,7 @@ def test_an_earlier_folder_does_not_mix_with_the_new_one_and_a_complete_one_stay
 FULL_DISK = """
 import json, os, resource, sys
 from transformers import TrainerCallback
-from normalign_llava.train.options import parse
+from normalign_llava.train.parsing import parse
 from normalign_llava.train.run import train
 
 stdout = os.dup(1)

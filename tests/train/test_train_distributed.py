@@ -21,7 +21,7 @@ from prepared import Prepared
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.parse import DroppedRows
-from normalign_llava.train.callbacks.steps import GRADIENT_PARTS
+from normalign_llava.train.callbacks.measurements import GRADIENT_PARTS
 from normalign_llava.train.command import CONFIGS
 from normalign_llava.train.keeping.checkpoints import missing_from, only_run
 

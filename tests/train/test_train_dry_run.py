@@ -21,10 +21,12 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.checkpoint import precision
 from normalign_llava.cli import app
 from normalign_llava.train import run
-from normalign_llava.train.keeping.record import modules
+from normalign_llava.train.keeping.summary import modules
 from normalign_llava.train.memory import CONTEXT, MemoryEstimate, largest_batch
-from normalign_llava.train.modules.model import base_model, sharding, static_bytes
-from normalign_llava.train.options import parse
+from normalign_llava.train.modules.model import base_model
+from normalign_llava.train.modules.sharding import sharding
+from normalign_llava.train.modules.sizes import static_bytes
+from normalign_llava.train.parsing import parse
 from normalign_llava.train.run import make_trainer, remedy
 from normalign_llava.train.shapes import _take_as_trained, peak_bytes
 
@@ -274,7 +276,7 @@ def test_a_dry_run_is_told_by_the_first_process(monkeypatch, capsys, is_first, c
     trainer = SimpleNamespace(estimate_memory=estimate, summary=lambda: "the summary")
     trainer.args = SimpleNamespace(gradient_checkpointing=checkpointing)
     trainer.is_world_process_zero = lambda: is_first
-    monkeypatch.setattr(run, "parse", lambda *given: given)
+    monkeypatch.setattr(run, "parse", lambda words, recipe: (words, recipe, None))
     monkeypatch.setattr(run, "make_trainer", lambda *parsed: (trainer, None))
     monkeypatch.setattr(run, "remedy", lambda made, make: f"a change of {type(made).__name__}")
     assert run.dry_run(["--words"]) is fits

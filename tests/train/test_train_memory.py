@@ -52,10 +52,10 @@ def test_the_memory_of_a_gpu_that_is_named_of_this_machine_or_of_its_container(
     tmp_path, monkeypatch
 ):
     for size, expected in (("24GiB", 24 * 2**30), ("80GB", 80 * 10**9)):
-        args = training.arguments(tmp_path, dry_run=True, device_memory=size)
+        args = training.settings(tmp_path, dry_run=True, device_memory=size)
         assert memory._device(args) == ("device_memory", expected, CONTEXT)
     monkeypatch.setattr(precision, "GROUPS", tmp_path)
-    args, total = training.arguments(tmp_path), psutil.virtual_memory().total
+    args, total = training.settings(tmp_path), psutil.virtual_memory().total
     limits = {"max": ("this machine", total, 0), str(total): ("this machine", total, 0)}
     limits |= {str(2**28): ("this container", 2**28, 0)}
     for limit, expected in limits.items():
@@ -66,7 +66,7 @@ def test_the_memory_of_a_gpu_that_is_named_of_this_machine_or_of_its_container(
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_the_largest_batch_has_the_longest_rows_also_if_there_are_few(tmp_path, collator, count):
     rows = training.rows(3, images=lambda number: 1 + number % 2, turns=lambda number: 1 + number)
-    args = training.arguments(tmp_path, per_device_train_batch_size=count)
+    args = training.settings(tmp_path, per_device_train_batch_size=count)
     batch = largest_batch(args, rows, collator)
     order = sorted(range(3), key=lambda number: -rows["length"][number])
     assert rows["length"][order[0]] > rows["length"][order[1]]
@@ -79,7 +79,7 @@ def test_the_largest_batch_has_the_longest_rows_also_if_there_are_few(tmp_path, 
 
 def test_another_collator_gets_the_longest_rows_too(tmp_path):
     rows = training.rows(4, turns=lambda number: 1 + (number * 3) % 4)
-    args = training.arguments(tmp_path, per_device_train_batch_size=2)
+    args = training.settings(tmp_path, per_device_train_batch_size=2)
     numbers = largest_batch(args, rows, lambda chosen: [row["row"] for row in chosen])
     assert numbers == sorted(range(4), key=lambda number: -rows["length"][number])[:2]
 
@@ -88,7 +88,7 @@ def test_with_packing_the_largest_batch_is_the_pass_of_most_tokens(tmp_path, col
     rows = training.rows(8, turns=lambda number: 1 + number % 4)
     free = replace(collator, padding_free=True)
     options = dict(packing=True, global_batch_size=4, per_device_train_batch_size=1)
-    args = training.arguments(tmp_path, **options, train_sampling_strategy="sequential")
+    args = training.settings(tmp_path, **options, train_sampling_strategy="sequential")
     args.gradient_accumulation_steps = 2
     batch = largest_batch(args, rows, free)
     # By hand: of each step of four rows, the longest and the shortest are in one pass.
@@ -105,7 +105,7 @@ def test_a_bad_image_does_not_keep_the_largest_batch_from_being_made(tmp_path, c
     made[1]["images"] = [{"path": None, "bytes": b"no image"}]
     rows = Dataset.from_list(made, features=FEATURES)
     listing = replace(collator, dropped_rows=DroppedRows(tmp_path / "dropped.jsonl"))
-    batch = largest_batch(training.arguments(tmp_path), rows, listing)
+    batch = largest_batch(training.settings(tmp_path), rows, listing)
     assert len(batch["pixel_values"]) == 2
     assert not (tmp_path / "dropped.jsonl").exists()  # it is met again in training
     with pytest.raises(ValueError):
@@ -114,7 +114,7 @@ def test_a_bad_image_does_not_keep_the_largest_batch_from_being_made(tmp_path, c
 
 def test_of_rows_whose_lengths_are_unknown_the_first_is_repeated(tmp_path, collator):
     rows = training.rows(3).remove_columns("length")
-    args = training.arguments(tmp_path, max_length=None)
+    args = training.settings(tmp_path, max_length=None)
     batch, expected = largest_batch(args, rows, collator), collator([rows[0], rows[0]])
     assert batch.keys() == expected.keys()
     for name, value in expected.items():
@@ -129,7 +129,7 @@ def test_of_a_stream_the_first_row_is_filled_up_to_max_length(tmp_path, collator
     length = rows["length"][0]
     for most in (None, length - 1, length, length + 40):
         options = dict(max_length=most, padding_free=padding_free, per_device_train_batch_size=2)
-        args = training.arguments(tmp_path, **options)
+        args = training.settings(tmp_path, **options)
         batch = largest_batch(args, rows.to_iterable_dataset(), own)
         tokens = max(length, most or 0)
         shape = (1, 2 * tokens) if padding_free else (2, tokens)

@@ -25,14 +25,36 @@ from transformers import BitsAndBytesConfig
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.processing import arm_of
 from normalign_llava.checkpoint.opening import open_checkpoint
-from normalign_llava.train.modules import model as parts
 from normalign_llava.train.modules.adapter import check_quantized, language_adapter
+from normalign_llava.train.modules.forward import (
+    _answers,
+    eval_frozen,
+    watching_outputs,
+    wrap_forward,
+)
 from normalign_llava.train.modules.load import (
     check_architecture,
     config_of_arm,
     frozen_dtype,
     load_model,
     settle_float16,
+)
+from normalign_llava.train.modules.model import (
+    base_model,
+    freeze,
+    frozen_modules,
+    module_of,
+    projector_norm,
+    replaced,
+    trained_parameters,
+)
+from normalign_llava.train.modules.precision import evaluating, train_in_float32
+from normalign_llava.train.modules.sharding import fill_gradients, load_sharded, prepare_sharding
+from normalign_llava.train.modules.sizes import (
+    memory_shares,
+    optimizer_bytes,
+    parameter_count,
+    tensor_bytes,
 )
 
 
@@ -54,37 +76,35 @@ def test_what_has_no_learning_rate_is_frozen_and_its_file_is_not_written(frozen)
         "projector": "linear_",
         "norm": "multi_modal_projector.norm",
     }
-    parts.freeze(model, rates)
+    freeze(model, rates)
     for name, parameter in model.named_parameters():
         module = "language"
         for known, place in places.items():
             module = known if place in name else module
         assert parameter.requires_grad == (rates[module] > 0), name
-    assert parts.trained_parameters(model).keys() == {
+    assert trained_parameters(model).keys() == {
         name for name, parameter in model.named_parameters() if parameter.requires_grad
     }
     files = {"vision": {"vision_tower"}, "language": {"language_model"}}
     files |= {"projector norm": {"multi_modal_projector"}, "": set()}
     files |= {"vision language": {"vision_tower", "language_model"}}
-    assert parts.frozen_modules(model) == files.get(frozen, set())
-    parts.freeze(model, RATES)  # what was frozen by hand is trained too
+    assert frozen_modules(model) == files.get(frozen, set())
+    freeze(model, RATES)  # what was frozen by hand is trained too
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_beside_adapters_the_layers_below_stay_frozen():
     model = with_adapters(tiny.model())
-    parts.freeze(model, RATES)
-    trained = parts.trained_parameters(model)
-    assert {parts.module_of(name) for name in trained} == {"projector", "norm", "language"}
+    freeze(model, RATES)
+    trained = trained_parameters(model)
+    assert {module_of(name) for name in trained} == {"projector", "norm", "language"}
     for name in trained:
         assert ".lora_" in name or "modules_to_save" in name
-    parts.freeze(model, {**RATES, "language": 0.0})
-    assert {parts.module_of(name) for name in parts.trained_parameters(model)} == {
-        *("projector", "norm")
-    }
-    assert parts.projector_norm(model) is parts.base_model(model).model.multi_modal_projector.norm
-    parts.train_in_float32(model)
-    saved = parts.base_model(model).model.multi_modal_projector
+    freeze(model, {**RATES, "language": 0.0})
+    assert {module_of(name) for name in trained_parameters(model)} == {*("projector", "norm")}
+    assert projector_norm(model) is base_model(model).model.multi_modal_projector.norm
+    train_in_float32(model)
+    saved = base_model(model).model.multi_modal_projector
     original = saved.original_module.linear_1.weight.clone()
     with torch.no_grad():
         saved.modules_to_save["default"].linear_1.weight += 1.0
@@ -99,12 +119,12 @@ def test_trained_modules_beside_others_in_bfloat16_compute_in_float32(bf16):
     targets = r".*language_model.*q_proj"
     options = LoraConfig(r=2, target_modules=targets, modules_to_save=saved)
     model = get_peft_model(model, options, autocast_adapter_dtype=False)
-    parts.freeze(model, RATES)
-    parts.train_in_float32(model)
+    freeze(model, RATES)
+    train_in_float32(model)
     dtypes = {}
     for parameter in model.parameters():
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
-    base = parts.base_model(model)
+    base = base_model(model)
 
     def see(name):
         def hook(module, inputs, output):
@@ -129,8 +149,8 @@ def test_trained_modules_beside_others_in_bfloat16_compute_in_float32(bf16):
 
 def test_a_norm_is_trained_after_a_frozen_projector_in_bfloat16():
     model = tiny.model(tied=False).to(torch.bfloat16)
-    parts.freeze(model, {**dict.fromkeys(RATES, 0.0), "norm": 1e-3})
-    parts.train_in_float32(model)
+    freeze(model, {**dict.fromkeys(RATES, 0.0), "norm": 1e-3})
+    train_in_float32(model)
     projector = model.model.multi_modal_projector
     assert projector.norm.weight.dtype == torch.float32
     assert projector.linear_1.weight.dtype == torch.bfloat16
@@ -148,7 +168,7 @@ def test_after_an_evaluation_modes_and_random_numbers_are_what_they_were(fails):
     random = torch.get_rng_state()
     raised = None
     try:
-        with parts.evaluating(model, args):
+        with evaluating(model, args):
             assert not any(module.training for module in model.modules())
             assert not torch.is_grad_enabled()
             torch.rand(3)
@@ -167,14 +187,14 @@ def test_after_an_evaluation_modes_and_random_numbers_are_what_they_were(fails):
 )
 def test_an_evaluation_is_in_the_precision_of_training(bf16, fp16, dtype):
     layer, args = nn.Linear(3, 3), SimpleNamespace(device=torch.device("cpu"), bf16=bf16, fp16=fp16)
-    with parts.evaluating(layer, args):
+    with evaluating(layer, args):
         assert layer(torch.ones(1, 3)).dtype == dtype
     assert layer(torch.ones(1, 3)).dtype == torch.float32
 
 
 def test_attributes_that_are_replaced_for_a_time_come_back():
     owner = SimpleNamespace(kept=1, changed=2)
-    with pytest.raises(KeyError), parts.replaced(owner, changed=3, added=4):
+    with pytest.raises(KeyError), replaced(owner, changed=3, added=4):
         assert vars(owner) == dict(kept=1, changed=3, added=4)
         raise KeyError
     assert vars(owner) == dict(kept=1, changed=2)
@@ -187,7 +207,7 @@ def test_outputs_are_seen_in_order_by_name_until_the_watch_ends():
 
     model = nn.Sequential(nn.Linear(2, 2), Pair())
     seen = []
-    with parts.watching_outputs(model, lambda name, outputs: seen.append((name, len(outputs)))):
+    with watching_outputs(model, lambda name, outputs: seen.append((name, len(outputs)))):
         model(torch.ones(1, 2))
     assert seen == [("0", 1), ("1", 1)]
     model(torch.ones(1, 2))
@@ -196,7 +216,7 @@ def test_outputs_are_seen_in_order_by_name_until_the_watch_ends():
 
 def test_modules_under_adapters_are_seen_by_the_names_that_they_have_without():
     seen, model = [], with_adapters(tiny.model())
-    with parts.watching_outputs(model, lambda name, outputs: seen.append(name)):
+    with watching_outputs(model, lambda name, outputs: seen.append(name)):
         model(**tiny.inputs())
     assert seen[-1] == "lm_head"
     assert {name.partition(".")[0] for name in seen} == {"model", "lm_head"}
@@ -207,7 +227,7 @@ def test_a_blank_image_is_seen_in_a_pass_of_words_alone_that_is_of_training():
     embedded = model.get_input_embeddings()(words).detach()
     with torch.no_grad():
         expected = model(input_ids=words).logits
-        parts.wrap_forward(model, torch.ones(1, 3, 16, 16))
+        wrap_forward(model, torch.ones(1, 3, 16, 16))
         model.model.vision_tower.register_forward_hook(lambda *args: shown.append(1))
         for passes, inputs in (
             (1, dict(input_ids=words, use_cache=False)),
@@ -225,15 +245,15 @@ def test_a_blank_image_is_seen_in_a_pass_of_words_alone_that_is_of_training():
 
 def test_a_module_that_is_frozen_has_no_dropout_and_the_others_have():
     model = tiny.model().train()
-    parts.freeze(model, {**RATES, "vision": 0.0})
-    parts.eval_frozen(model)
+    freeze(model, {**RATES, "vision": 0.0})
+    eval_frozen(model)
     inner = model.model
     assert not any(module.training for module in inner.vision_tower.modules())
     assert all(module.training for module in inner.language_model.modules())
     assert inner.multi_modal_projector.training
-    parts.freeze(model, {**RATES, "projector": 0.0, "norm": 0.0, "language": 0.0})
+    freeze(model, {**RATES, "projector": 0.0, "norm": 0.0, "language": 0.0})
     model.train()
-    parts.eval_frozen(model)
+    eval_frozen(model)
     assert inner.vision_tower.training
     assert not (inner.language_model.training or inner.multi_modal_projector.training)
 
@@ -243,22 +263,22 @@ def test_parameters_without_a_gradient_get_zeros_in_a_step_that_has_some():
     frozen.requires_grad_(False)
     groups = [{"params": [used, frozen]}, {"params": [unused]}]
     optimizer = torch.optim.AdamW(groups)
-    parts.fill_gradients(optimizer, (), {})
+    fill_gradients(optimizer, (), {})
     assert used.grad is None and unused.grad is None  # a step without any
     used.grad = torch.full((2,), 3.0)
-    parts.fill_gradients(optimizer, (), {})
+    fill_gradients(optimizer, (), {})
     assert used.grad.tolist() == [3.0, 3.0] and unused.grad.tolist() == [0.0, 0.0]
     assert frozen.grad is None
 
 
 def test_the_labels_that_are_learned_are_where_they_are_predicted():
     labels = torch.tensor([[-100, 7, -100, 8], [5, -100, -100, 9]])
-    found = parts._answers(labels)
+    found = _answers(labels)
     # The first position is predicted by none, and each other one by the position before it.
     assert found["answers"].tolist() == [[True, False, True], [False, False, True]]
     assert found["shift_labels"].tolist() == [[7, 8, 9]]
     none = torch.tensor([[5, -100], [-100, -100]])
-    assert [*parts._answers(none)] == ["labels"]
+    assert [*_answers(none)] == ["labels"]
 
 
 def bitsandbytes_bytes(cls, parameters, embedding) -> int:
@@ -294,24 +314,24 @@ def test_states_in_8_bits_are_those_of_large_tensors_but_embeddings(tmp_path, na
     sizes = (4095, 4096, 4097, 5000)
     parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
     embedding = parameters[-1]
-    args = training.arguments(tmp_path, optim=name)
-    found = parts.optimizer_bytes(parameters, args, None, {embedding})
+    args = training.settings(tmp_path, optim=name)
+    found = optimizer_bytes(parameters, args, None, {embedding})
     optimizer = getattr(bitsandbytes.optim, cls)
     assert found == bitsandbytes_bytes(optimizer, parameters, embedding)
 
 
 def test_an_optimizer_of_two_averages_has_three_states(tmp_path):
     """On a CPU bitsandbytes takes no step of it: a slow and a fast average, and one of squares."""
-    args, parameters = training.arguments(tmp_path, optim="ademamix"), [nn.Parameter(torch.ones(9))]
-    assert parts.optimizer_bytes(parameters, args, None, ()) == 3 * 4 * 9
+    args, parameters = training.settings(tmp_path, optim="ademamix"), [nn.Parameter(torch.ones(9))]
+    assert optimizer_bytes(parameters, args, None, ()) == 3 * 4 * 9
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_states_have_the_precision_of_their_parameters(tmp_path, dtype, size):
     parameters = [nn.Parameter(torch.ones(5, 3, dtype=dtype)) for _ in range(2)]
     momentum = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-    args = training.arguments(tmp_path)
-    assert parts.optimizer_bytes(parameters, args, momentum, ()) == 2 * 15 * size
+    args = training.settings(tmp_path)
+    assert optimizer_bytes(parameters, args, momentum, ()) == 2 * 15 * size
 
 
 EACH_PART = ("weights", "adapters", "gradients", "optimizer")
@@ -338,7 +358,7 @@ def test_of_four_processes_each_has_a_quarter_of_what_is_divided(monkeypatch, ki
     expected = {name: 0.25 if name in divided else 1.0 for name in EACH_PART}
     if kind.startswith("MULTI"):
         expected["gradients"] = 2.0  # and once more in the buckets of DDP
-    assert parts.memory_shares(SimpleNamespace(world_size=4)) == expected
+    assert memory_shares(SimpleNamespace(world_size=4)) == expected
 
 
 def test_weights_in_8_bits_count_with_a_factor_for_each_row(checkpoint):
@@ -350,8 +370,8 @@ def test_weights_in_8_bits_count_with_a_factor_for_each_row(checkpoint):
     linears = [value for name, value in named if name.endswith("_proj.weight")]
     expected = sum(parameter.nbytes for parameter in plain.parameters())
     expected += sum(-value.nbytes + value.numel() + 4 * len(value) for value in linears)
-    assert sum(map(parts.tensor_bytes, model.parameters())) == expected
-    counts = [sum(map(parts.parameter_count, each.parameters())) for each in (plain, model)]
+    assert sum(map(tensor_bytes, model.parameters())) == expected
+    counts = [sum(map(parameter_count, each.parameters())) for each in (plain, model)]
     assert counts[0] == counts[1] == plain.num_parameters()
 
 
@@ -371,8 +391,8 @@ def test_fsdp_wraps_layers_and_the_norm_or_what_is_named_and_the_norm():
             return module
 
         accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), prepare=prepare)
-        parts.prepare_sharding(accelerator, model)
-        norm = type(parts.projector_norm(model)).__name__
+        prepare_sharding(accelerator, model)
+        norm = type(projector_norm(model)).__name__
         assert plugin.transformer_cls_names_to_wrap == sorted([*expected, norm])
         assert plugin.state_dict_type.name == "FULL_STATE_DICT"
         plain = fsdp.fully_shard
@@ -394,7 +414,7 @@ def test_fsdp_gathers_the_gain_in_float32_and_other_layers_in_the_precision_of_s
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), prepare=prepare)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        parts.prepare_sharding(accelerator, model)
+        prepare_sharding(accelerator, model)
         accelerator.prepare(model)
         for module, dtype in ((inner.norm, torch.float32), (inner.linear_1, torch.bfloat16)):
             module.unshard()
@@ -412,7 +432,7 @@ def test_weights_are_read_into_a_model_that_fsdp_divides(checkpoint):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         fsdp.fully_shard(model)
-        parts.load_sharded(model, checkpoint)
+        load_sharded(model, checkpoint)
         found = {name: part.full_tensor().detach() for name, part in model.named_parameters()}
     finally:
         dist.destroy_process_group()
@@ -465,25 +485,25 @@ def test_a_configuration_becomes_the_arm_that_is_asked_for(tmp_path, of_arms, st
 
 @pytest.mark.parametrize("arm", [None, *ARMS])
 def test_a_gain_is_kept_unless_the_arm_has_another(tmp_path, checkpoint, arm):
-    args = training.arguments(tmp_path, arm=arm)
+    args = training.settings(tmp_path, arm=arm)
     args.model_init_kwargs = {"dtype": "float32"}
     opened = open_checkpoint(checkpoint)
     model = load_model(opened, args, RATES)
     assert model.name_or_path == model.config.name_or_path == str(checkpoint)
     assert arm_of(model.config) == (arm or "gwc")
-    norm = parts.projector_norm(model)
+    norm = projector_norm(model)
     if arm == "none":
         assert not [*norm.parameters()]
     elif arm == "unit":
         assert torch.equal(norm.weight, torch.ones(32)) and not norm.bias.any()
     else:
         stored = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-        assert torch.equal(norm.weight, parts.projector_norm(stored).weight)
+        assert torch.equal(norm.weight, projector_norm(stored).weight)
     assert type(model) is NormAlignLlavaForConditionalGeneration
 
 
 def test_what_a_dry_run_cannot_count_is_refused(tmp_path, checkpoint):
-    args = training.arguments(tmp_path, dry_run=True)
+    args = training.settings(tmp_path, dry_run=True)
     args.model_init_kwargs = {"dtype": "float32"}
     eight_bits = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(ValueError, match="dry_run cannot count load_in_8bit"):
@@ -494,7 +514,7 @@ def test_what_a_dry_run_cannot_count_is_refused(tmp_path, checkpoint):
 def test_the_settings_of_4_bits_are_copied_and_products_are_in_the_precision_of_steps(
     tmp_path, checkpoint, bf16
 ):
-    args = training.arguments(tmp_path, dry_run=True, bf16=bf16)
+    args = training.settings(tmp_path, dry_run=True, bf16=bf16)
     args.model_init_kwargs = {"dtype": "float32", "revision": "main"}
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
     given = settings.to_dict()
@@ -519,7 +539,7 @@ def test_a_dry_run_leaves_no_table_without_values_to_later_quantization(
 ):
     tables = bitsandbytes.functional.name2qmap
     monkeypatch.delitem(tables, "dynamic", raising=False)
-    args = training.arguments(tmp_path, dry_run=True)
+    args = training.settings(tmp_path, dry_run=True)
     args.model_init_kwargs = {"dtype": "float32"}
     twice = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
     load_model(open_checkpoint(checkpoint), args, {**RATES, "language": 0.0}, twice)
@@ -527,11 +547,11 @@ def test_a_dry_run_leaves_no_table_without_values_to_later_quantization(
 
 
 def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_path, checkpoint):
-    args, rates = training.arguments(tmp_path), {**dict.fromkeys(RATES, 0.0), "norm": 1e-3}
+    args, rates = training.settings(tmp_path), {**dict.fromkeys(RATES, 0.0), "norm": 1e-3}
     args.model_init_kwargs = {"dtype": "float32"}
     settings = BitsAndBytesConfig(load_in_4bit=True)
     model = load_model(open_checkpoint(checkpoint), args, rates, settings)
-    parts.freeze(model, rates)
+    freeze(model, rates)
     before = training.weights(model)
     plain = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     model.load_state_dict({name: value + 1 for name, value in plain.state_dict().items()}, False)
@@ -540,33 +560,29 @@ def test_states_that_are_loaded_leave_quantized_and_other_frozen_weights(tmp_pat
 
 
 @pytest.mark.parametrize("size", [20_000.0, -20_000.0, float("nan")])
-def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(tmp_path, size):
-    args, model = training.arguments(tmp_path), tiny.model()
-    Accelerator(cpu=True)  # the options have made accelerate forget its state
-    args.fp16, args.model_init_kwargs = True, {"attn_implementation": "eager"}
+def test_hidden_states_near_the_end_of_float16_of_either_sign_turn_it_off(size):
+    model, cpu = tiny.model(), torch.device("cpu")
+    Accelerator(cpu=True)  # earlier options have made accelerate forget its state
     model.config.quantization_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16
     )
     model.packed = bitsandbytes.nn.Linear4bit(4, 4, compute_dtype=torch.float16)
-    settle_float16(model, args, tiny.inputs())
-    assert args.fp16
+    assert settle_float16(model, cpu, tiny.inputs()).fp16
     with torch.no_grad():
         model.model.multi_modal_projector.linear_2.bias.fill_(12_000.0)
-    settle_float16(model, args, tiny.inputs())
-    assert args.fp16  # it is below a quarter of 65,504
+    assert settle_float16(model, cpu, tiny.inputs()).fp16  # it is below a quarter of 65,504
     model.frozen = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
     with torch.no_grad():
         model.model.multi_modal_projector.linear_2.bias.fill_(size)
-    settle_float16(model, args, tiny.inputs())
-    assert (args.fp16, args.mixed_precision) == (False, "no")
-    assert args.model_init_kwargs == {"attn_implementation": "eager", "dtype": "float32"}
+    settled = settle_float16(model, cpu, tiny.inputs())
+    assert (settled.bf16, settled.fp16, settled.is_tried) == (False, False, False)
     assert model.config.quantization_config.bnb_4bit_compute_dtype == torch.float32
     assert model.packed.compute_dtype == model.frozen.weight.dtype == torch.float32
-    assert ("overflow" in args.precision_because) == math.isnan(size)
+    assert ("overflow" in settled.because) == math.isnan(size)
 
 
 def test_without_options_a_checkpoint_is_loaded_in_its_own_precision(tmp_path, checkpoint):
-    args = training.arguments(tmp_path)
+    args = training.settings(tmp_path)
     args.model_init_kwargs = None
     model = load_model(open_checkpoint(checkpoint), args, RATES)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -631,20 +647,19 @@ def test_adapters_of_another_kind_or_without_a_learning_rate_are_refused():
 
 
 def test_what_is_quantized_is_not_trained_in_full_and_what_is_not_may_be():
-    args = SimpleNamespace(learning_rates=lambda use_peft: {"language": 2e-4 if use_peft else 1e-5})
     four_bits, config = BitsAndBytesConfig(load_in_4bit=True), tiny.config(tied=False)
+    rate = 1e-5
     for saved in (None, ["embed_tokens"], ["lm_head"], ["norm"]):
-        check_quantized(config, four_bits, args, LoraConfig(modules_to_save=saved))
-    frozen = SimpleNamespace(learning_rates=lambda use_peft: {"language": 0.0})
-    check_quantized(config, four_bits, frozen, None)
+        check_quantized(config, four_bits, rate, LoraConfig(modules_to_save=saved))
+    check_quantized(config, four_bits, 0.0, None)
     for saved in ("gate_proj", "mlp"):
         with pytest.raises(ValueError, match=f"{saved}, which would be quantized"):
-            check_quantized(config, four_bits, args, LoraConfig(modules_to_save=[saved]))
+            check_quantized(config, four_bits, rate, LoraConfig(modules_to_save=[saved]))
     with pytest.raises(ValueError, match="language_learning_rate 1e-05 would train"):
-        check_quantized(config, four_bits, args, None)
+        check_quantized(config, four_bits, rate, None)
     four_bits.llm_int8_skip_modules = ["lm_head"]
     with pytest.raises(ValueError, match="llm_int8_skip_modules is set here"):
-        check_quantized(config, four_bits, args, LoraConfig())
+        check_quantized(config, four_bits, rate, LoraConfig())
 
 
 def test_patterns_name_modules_as_peft_reads_them():
@@ -676,7 +691,7 @@ def test_weights_that_are_not_read_have_the_precision_of_those_that_are(
     rates = {**RATES, "vision": 0.0}
     loaded = []
     for dry_run in (True, False):
-        args = training.arguments(tmp_path, dry_run=dry_run)
+        args = training.settings(tmp_path, dry_run=dry_run)
         args.model_init_kwargs = {"dtype": dtype}
         model = load_model(open_checkpoint(checkpoint), args, rates, use_peft=use_peft)
         loaded.append({name: value.dtype for name, value in model.named_parameters()})
@@ -684,7 +699,7 @@ def test_weights_that_are_not_read_have_the_precision_of_those_that_are(
     assert loaded[0] == loaded[1]
     frozen = ["vision", "language"] if use_peft else ["vision"]
     for name, found in loaded[1].items():
-        is_frozen = parts.module_of(name) in frozen
+        is_frozen = module_of(name) in frozen
         assert found == (getattr(torch, dtype) if is_frozen else torch.float32), name
 
 
@@ -724,7 +739,7 @@ def test_the_precision_of_what_is_frozen(tmp_path, stored, asked, steps, expecte
     config = NormAlignLlavaConfig(text_config=tiny.text_config(dtype="bfloat16"))
     config.dtype = stored
     own = {"bf16": False} | ({steps: True} if steps else {})
-    args = training.arguments(tmp_path, **own)
+    args = training.settings(tmp_path, **own)
     args.model_init_kwargs = {"dtype": asked} if asked else None
     if expected:
         assert frozen_dtype(config, args) == expected

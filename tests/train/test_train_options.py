@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env
@@ -32,6 +32,7 @@ from transformers.integrations.deepspeed import deepspeed_config, unset_hf_deeps
 from trl import SFTConfig
 
 from normalign_llava import NormAlignLlavaConfig
+from normalign_llava.checkpoint import precision
 from normalign_llava.errors import Terminated
 from normalign_llava.train.command import (
     OVERRULED,
@@ -51,18 +52,10 @@ from normalign_llava.train.command import (
 )
 from normalign_llava.train.elsewhere import ELSEWHERE, answer_for
 from normalign_llava.train.modules.load import frozen_dtype
-from normalign_llava.train.options import (
-    WITHOUT_WARMUP,
-    ModelArguments,
-    NormAlignConfig,
-    best_metric,
-    number,
-    option_parser,
-    parse,
-    truth,
-    whole_number,
-)
-from normalign_llava.train.prepare import accumulation_steps, check_options, open_model
+from normalign_llava.train.options import WITHOUT_WARMUP, ModelArguments, NormAlignConfig
+from normalign_llava.train.parsing import number, option_parser, parse, truth, whole_number
+from normalign_llava.train.prepare import GivenModel, accumulation_steps, check_options, open_model
+from normalign_llava.train.settings import RunConfig, best_metric, complete
 
 
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
@@ -76,14 +69,19 @@ REFUSALS = {
 
 
 def options(tmp_path, *words, **recipe):
-    """What a run with this recipe file and these words on the command line is told."""
+    """The options of a run with this recipe file and these words on the command line."""
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), **recipe}))
-    return parse([str(file), *BASE, *words])[1]
+    return complete(parse([str(file), *BASE, *words])[1])[0]
 
 
-def config(folder, **options) -> NormAlignConfig:
+def as_given(folder, **options) -> NormAlignConfig:
     return NormAlignConfig(**{"output_dir": str(folder), "bf16": False, "use_cpu": True, **options})
+
+
+def config(folder, **options) -> RunConfig:
+    """Options with their values on this machine."""
+    return complete(as_given(folder, **options))[0]
 
 
 def rates(args, use_peft=False) -> list[float]:
@@ -135,7 +133,7 @@ COPIES = {
 def test_a_copy_of_the_options_means_the_same(tmp_path, way, stage):
     held_out = dict(eval_strategy="steps", load_best_model_at_end=True)
     for own in ({}, dict(packing=True, learning_rate=3e-4), held_out):
-        args = NormAlignConfig(str(tmp_path), stage=stage, use_cpu=True, **own)
+        args = as_given(tmp_path, stage=stage, **own)
         copied = COPIES[way](COPIES[way](args))
         assert plain(copied) == plain(args)
         assert [rates(copied, adapters) for adapters in (True, False)] == [
@@ -172,46 +170,49 @@ def test_a_copy_of_the_options_means_the_same(tmp_path, way, stage):
 def test_options_that_are_replaced_are_as_if_given_at_once(tmp_path, processor, given, changes):
     processor(5.0)
     at_once = config(tmp_path, **{**given, **changes})
-    for copied in (config(tmp_path, **given), COPIES["pickle"](config(tmp_path, **given))):
-        replaced = dataclasses.replace(copied, **changes)
+    for copied in (as_given(tmp_path, **given), COPIES["pickle"](as_given(tmp_path, **given))):
+        replaced = complete(dataclasses.replace(copied, **changes))[0]
         assert plain(replaced) == plain(at_once)
         for adapters in (True, False):
             assert rates(replaced, adapters) == rates(at_once, adapters)
 
 
 def test_an_option_that_is_set_later_is_a_given_one(tmp_path):
-    args = config(tmp_path, stage="tune")
+    args = as_given(tmp_path, stage="tune")
     args.learning_rate = 3e-4
     assert rates(args) == rates(config(tmp_path, stage="tune", learning_rate=3e-4)) == [3e-4] * 4
     assert rates(dataclasses.replace(COPIES["pickle"](args), seed=2), True)[1:] == [3e-4] * 3
 
 
-def test_what_follows_gives_way_to_what_was_given(tmp_path):
-    name = "gradient_accumulation_steps"
-    args = batches(tmp_path, 8, 2, accumulation=4)
-    args.let_follow(name, 4)  # as it was given
-    assert args.is_given(name)
-    assert dataclasses.replace(args, global_batch_size=None).gradient_accumulation_steps == 4
-    args = batches(tmp_path, 8, 2, accumulation=1)
-    args.let_follow(name, 4)
-    assert args.gradient_accumulation_steps == 4 and not args.is_given(name)
-    assert not args.is_given("learning_rate")  # nor what followed before
-    assert dataclasses.replace(args, global_batch_size=None).gradient_accumulation_steps == 1
-    args.give(name, args.gradient_accumulation_steps)
-    assert args.is_given(name) and not args.is_given("learning_rate")
-    assert dataclasses.replace(args, global_batch_size=None).gradient_accumulation_steps == 4
+@pytest.mark.parametrize("copied", [lambda args: args, COPIES["pickle"], COPIES["copy"]])
+def test_the_options_of_a_run_may_be_given_to_another_one(tmp_path, copied):
+    given = as_given(tmp_path, stage="tune", global_batch_size=8, weight_decay=0.1)
+    settings = copied(complete(given)[0])
+    settings.settle(gradient_accumulation_steps=4)  # which follows
+    assert plain(settings.to_give()) == plain(given)
+    changed = dataclasses.replace(settings, seed=7, global_batch_size=16)
+    expected = dataclasses.replace(given, seed=7, global_batch_size=16)
+    assert plain(changed.to_give()) == plain(expected)
+    assert rates(changed, True) == rates(given, True)
+    settings.learning_rate = 3e-4  # somebody's own from now on
+    assert settings.to_give().learning_rate == 3e-4
+    assert rates(settings) == [3e-4] * 4
 
 
-def test_precision_that_followed_follows_anew(tmp_path, monkeypatch, processor):
-    processor(5.0)
-    for name in ("bf16", "fp16"):
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
-        args = config(tmp_path, bf16=None)
-        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-        replaced = dataclasses.replace(args, seed=1)
-        assert (replaced.bf16, replaced.fp16) == (False, False)
-    given = dataclasses.replace(config(tmp_path, bf16=True), seed=1)
-    assert (given.bf16, given.fp16) == (True, False)
+def test_a_config_is_passive(tmp_path, monkeypatch):
+    """It measures nothing, sets nothing in the environment, and opens no process group."""
+    monkeypatch.setattr(precision, "_seconds", lambda: pytest.fail("the machine was measured"))
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    environment = dict(os.environ)
+    args = NormAlignConfig(str(tmp_path), stage="tune")
+    before = dict(vars(args))
+    for way in COPIES.values():
+        assert vars(way(args)) == vars(args) == before
+    complete_again = dataclasses.replace(args, seed=args.seed)
+    assert vars(complete_again) == before and PartialState._shared_state == {}
+    assert (args.bf16, args.learning_rate, args.dataloader_num_workers) == (None, None, None)
+    assert dict(os.environ) == environment
 
 
 def test_a_token_is_not_printed(tmp_path):
@@ -317,7 +318,7 @@ def test_precision_follows_the_machine_or_an_option(tmp_path, monkeypatch, proce
     words = [*BASE[:4], "--output_dir", str(tmp_path), "--use_cpu"]
 
     def parsed(*more) -> tuple:
-        args = parse([*words, *more])[1]
+        args = complete(parse([*words, *more])[1])[0]
         return args.bf16, args.fp16, args.mixed_precision
 
     assert parsed() == (pays, False, "bf16" if pays else "no")
@@ -565,7 +566,7 @@ def test_under_zero_3_nothing_is_counted_or_quantized_and_all_is_float32(zero, c
         check_options(args, str(checkpoint))
     four_bits = BitsAndBytesConfig(load_in_4bit=True)
     with pytest.raises(ValueError, match="do not go with ZeRO-3. Use zero2"):
-        open_model(str(checkpoint), None, args, four_bits, None)
+        open_model(GivenModel(str(checkpoint), quantization=four_bits), args)
     half = NormAlignLlavaConfig(dtype="bfloat16")
     assert frozen_dtype(half, args) == "float32"
     two = zero(stage=2, bf16=True, dry_run=True)
@@ -578,7 +579,8 @@ def read(tmp_path, text: str, *words: str):
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
     model = ["--model_name_or_path", "model", "--bf16", "false", "--output_dir", str(tmp_path)]
-    return parse([str(file), *model, *words])
+    data, training, arguments = parse([str(file), *model, *words])
+    return data, complete(training)[0], arguments
 
 
 FALSE, TRUE = ("no", "No", "off", "false", "False", "n"), ("yes", "on", "True", "true", "y")

@@ -17,7 +17,8 @@ from torch.utils.data import BatchSampler
 from transformers import AutoProcessor, Gemma2Config, Lfm2Config, OPTConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train import collator
+from normalign_llava.train import collator, samplers
+from normalign_llava.train.callbacks.packed_attention import PackedAttentionCheck
 from normalign_llava.train.prepare import accumulation_steps
 
 
@@ -99,30 +100,30 @@ def test_rows_of_a_sequence_have_their_places_and_no_label_after_another_row():
     }
 
 
-def sampler(count, rank=0, processes=1, drop_last=False, passes=2) -> collator.BalancedSampler:
+def sampler(count, rank=0, processes=1, drop_last=False, passes=2) -> samplers.BalancedSampler:
     """Without packing two passes of two rows a step in each process; in it, `passes`."""
     args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=passes)
     args.global_batch_size = 4 * processes
     args.dataloader_drop_last, args.world_size, args.process_index = drop_last, processes, rank
     order = SeedableRandomSampler(range(count), data_seed=5)
-    return collator.BalancedSampler(order, LENGTHS[:count], args)
+    return samplers.BalancedSampler(order, LENGTHS[:count], args)
 
 
 def test_rows_go_longest_first_to_the_pass_with_the_fewest_tokens():
     # By hand: 9, 7, 5 and 4 open passes; 3 joins 4, and 1 joins 5: 9, 7, 4 + 3, 5 + 1.
-    assert collator.balanced([4, 9, 1, 7, 5, 3], passes=4) == [[1], [3], [0, 5], [4, 2]]
+    assert samplers.balanced([4, 9, 1, 7, 5, 3], passes=4) == [[1], [3], [0, 5], [4, 2]]
 
 
 def test_passes_of_two_processes_alternate_so_that_their_sums_are_close():
     # By hand: passes of 9, 7, 5 and 4 tokens. The first process has 9 and 4, the other 7 and 5.
-    assert collator.balanced([5, 9, 4, 7], passes=4, processes=2) == [[1], [3], [2], [0]]
+    assert samplers.balanced([5, 9, 4, 7], passes=4, processes=2) == [[1], [3], [2], [0]]
     six = [20, 19, 14, 12, 8, 7]
-    assert collator.balanced(six, passes=6, processes=2) == [[0], [1], [3], [2], [4], [5]]
+    assert samplers.balanced(six, passes=6, processes=2) == [[0], [1], [3], [2], [4], [5]]
 
 
 @pytest.mark.parametrize("passes", [1, 3, 8, 43])
 def test_passes_differ_by_no_more_than_the_longest_row(passes):
-    found = collator.balanced(LENGTHS, passes)
+    found = samplers.balanced(LENGTHS, passes)
     assert sorted(position for rows in found for position in rows) == list(range(43))
     tokens = [sum(LENGTHS[position] for position in rows) for rows in found]
     assert tokens == sorted(tokens, reverse=True)
@@ -171,9 +172,9 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(
 
 def arguments(tmp_path, **options):
     """Options as the trainer has them when the rows are known."""
-    args = training.arguments(tmp_path, packing=True, **options)
+    args = training.settings(tmp_path, packing=True, **options)
     args.gradient_accumulation_steps = accumulation_steps(args)
-    args.global_batch_size = collator.rows_in_step(args)
+    args.global_batch_size = samplers.rows_in_step(args)
     return args
 
 
@@ -195,16 +196,16 @@ def test_passes_are_the_fewest_in_which_no_pass_has_too_many_tokens(
             order = list(order)
             for start in range(0, 43, 8):
                 step = [LENGTHS[row] for row in order[start : start + 8]]
-                dealt = collator.balanced(step, min(passes, len(step)))
+                dealt = samplers.balanced(step, min(passes, len(step)))
                 sizes += [sum(step[position] for position in own) for own in dealt]
         return max(sizes)
 
-    found = collator.passes_in_step(args, rows)
+    found = samplers.passes_in_step(args, rows)
     assert largest(found) <= rows_in_pass * max_length
     assert found == 1 or largest(found - 1) > rows_in_pass * max_length
     args.max_length = 899 // rows_in_pass
     with pytest.raises(ValueError, match="A row has 900 tokens.*Set --max_length 900, or leave"):
-        collator.passes_in_step(args, rows)
+        samplers.passes_in_step(args, rows)
 
 
 def test_passes_are_those_of_the_epochs_that_max_steps_takes(tmp_path):
@@ -215,7 +216,7 @@ def test_passes_are_those_of_the_epochs_that_max_steps_takes(tmp_path):
 
     def passes(steps, epochs):
         args = arguments(tmp_path, max_steps=steps, num_train_epochs=epochs, **options)
-        return collator.passes_in_step(args, rows)
+        return samplers.passes_in_step(args, rows)
 
     two, three = passes(-1, 2), passes(-1, 3)
     assert two < three == passes(-1, 2.5)
@@ -227,7 +228,7 @@ def test_rows_of_a_step_are_those_of_all_processes(tmp_path):
     args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=3, world_size=2)
     for asked, rows in ((None, 12), (8, 8)):
         args.global_batch_size = asked
-        assert collator.rows_in_step(args) == rows
+        assert samplers.rows_in_step(args) == rows
 
 
 @pytest.mark.parametrize("processes, passes", [(1, 2), (2, 1)])
@@ -238,7 +239,7 @@ def test_processes_share_the_tokens_of_a_step(processes, passes):
     args.packing, args.train_sampling_strategy, args.max_length = True, "sequential", 10
     args.seed, args.data_seed, args.max_steps, args.num_train_epochs = 0, None, -1, 1
     rows = Dataset.from_dict({"length": [5] * 4})
-    assert collator.passes_in_step(args, rows) == passes
+    assert samplers.passes_in_step(args, rows) == passes
 
 
 def test_the_order_of_rows_is_that_of_the_strategy_and_of_the_seed_for_data(tmp_path):
@@ -246,13 +247,13 @@ def test_the_order_of_rows_is_that_of_the_strategy_and_of_the_seed_for_data(tmp_
 
     def order(packing=False, **own):
         options = dict(packing=packing, global_batch_size=8, seed=3, max_length=900, **own)
-        args = training.arguments(tmp_path, **options)
-        sampler = collator.train_sampler(args, rows)
+        args = training.settings(tmp_path, **options)
+        sampler = samplers.train_sampler(args, rows)
         return list(sampler.steps()) if packing else list(sampler)
 
     grouped = {"train_sampling_strategy": "group_by_length"}
     for own, seed in ((grouped, 3), ({**grouped, "data_seed": 0}, 0)):
-        expected = list(collator.SeededLengthGroups(LENGTHS, 8, seed))
+        expected = list(samplers.SeededLengthGroups(LENGTHS, 8, seed))
         assert order(**own) == expected
         assert list(chain(*order(packing=True, **own))) == expected
     steps = order(packing=True, train_sampling_strategy="sequential")
@@ -261,12 +262,12 @@ def test_the_order_of_rows_is_that_of_the_strategy_and_of_the_seed_for_data(tmp_
         assert list(chain(*order(packing=True, **own))) == list(
             SeedableRandomSampler(range(43), data_seed=seed)
         )
-    args = training.arguments(tmp_path)
-    assert collator.train_sampler(args, rows) is None  # the Trainer's own
-    args = training.arguments(tmp_path, **grouped)
-    assert collator.train_sampler(args, rows.rename_column("length", "other")) is None
+    args = training.settings(tmp_path)
+    assert samplers.train_sampler(args, rows) is None  # the Trainer's own
+    args = training.settings(tmp_path, **grouped)
+    assert samplers.train_sampler(args, rows.rename_column("length", "other")) is None
     stream = IterableDataset.from_generator(lambda: iter([{"length": 3}]))
-    assert stream.column_names is None and collator.train_sampler(args, stream) is None
+    assert stream.column_names is None and samplers.train_sampler(args, stream) is None
 
 
 def test_packing_without_a_largest_number_of_tokens_is_refused(tmp_path, checkpoint):
@@ -360,13 +361,13 @@ def test_a_language_model_that_mixes_rows_is_refused_by_its_name(tmp_path, cls, 
     model = tiny.model(text=tiny.text_config(cls=cls, **settings))
     refused = pytest.raises(ValueError, match=rf"padding_free .* {cls.model_type}\. Leave it out")
     with nullcontext() if apart else refused:
-        check, args = collator.PackedAttentionCheck(), training.arguments(tmp_path)
+        check, args = PackedAttentionCheck(), training.settings(tmp_path)
         check.on_train_begin(args, None, None, model=model)
 
 
 def test_dropout_is_not_taken_for_rows_that_mix(tmp_path):
     model = tiny.model(text=tiny.text_config(attention_dropout=0.9)).train()
-    check, args = collator.PackedAttentionCheck(), training.arguments(tmp_path)
+    check, args = PackedAttentionCheck(), training.settings(tmp_path)
     check.on_train_begin(args, None, None, model=model)
     assert all(module.training for module in model.modules())
 
@@ -394,7 +395,7 @@ class Leaks(torch.nn.Module):
 def test_rows_are_apart_but_for_rounding_in_the_precision_of_steps(half):
     args = SimpleNamespace(device=torch.device("cpu"), bf16=half == "bf16", fp16=half == "fp16")
     place, others = (0.05, 0.01) if half else (1e-3, 1e-5)
-    check = collator.PackedAttentionCheck()
+    check = PackedAttentionCheck()
     check.on_train_begin(args, None, None, model=Leaks(0.8 * place, 0.8 * others))
     for leaks in (Leaks(1.2 * place, 0.0), Leaks(0.0, 1.2 * others)):
         with pytest.raises(ValueError, match="padding_free would mix rows in a llama"):

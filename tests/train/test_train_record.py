@@ -22,8 +22,11 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from normalign_llava.data.rows.checks import DataReport, SourceReport
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows
-from normalign_llava.train.keeping import record
+from normalign_llava.train.keeping import disk, machine, record, summary
 from normalign_llava.train.keeping.same_run import check_resumed
+from normalign_llava.train.loading import LoadedModel
+from normalign_llava.train.prepare import CheckedData, OpenedModel, Plan
+from normalign_llava.train.settings import Precision
 
 
 MIB, GIB = 2**20, 2**30
@@ -41,19 +44,19 @@ LANGUAGE = r".*language_model.*q_proj"
     ],
 )
 def test_bytes_are_read_in_the_unit_that_suits_them(size, read):
-    assert record.gib(size) == read
+    assert summary.gib(size) == read
 
 
 def test_dropped_rows_are_counted_and_told_by_kind_of_reason(tmp_path):
     dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
-    assert record.render_dropped(dropped) == []
+    assert summary.render_dropped(dropped) == []
     dropped.add(DroppedRow("a.json", 3, "x.png", "x.png: is truncated"))
-    said, line = record.render_dropped(dropped)
+    said, line = summary.render_dropped(dropped)
     assert said.startswith("1 row ") and str(dropped.path) in said
     assert "a.json, row 3" in line
     for number in range(4, 15):
         dropped.add(DroppedRow("a.json", number, None, f"reason {chr(60 + number)}"))
-    said, *lines = record.render_dropped(dropped)
+    said, *lines = summary.render_dropped(dropped)
     assert said.startswith("12 rows ")
     assert len(lines) == 11 and "2 more" in lines[-1]
 
@@ -71,7 +74,7 @@ def installed(tmp_path, monkeypatch):
     (root / "train" / "keeping").mkdir(parents=True)
     file = root / "train" / "keeping" / "record.py"
     file.write_text("a = 1\n")
-    monkeypatch.setattr(record, "__file__", str(file))
+    monkeypatch.setattr(machine, "__file__", str(file))
     return root
 
 
@@ -82,12 +85,12 @@ def test_the_commit_of_a_checkout_says_whether_files_were_changed(installed, mon
     git(installed, "tag", "v1")  # names of tags are no commits
     head = git(installed, "rev-parse", "HEAD")
     monkeypatch.chdir(installed.parent)
-    assert record.code_commit() == head
+    assert machine.code_commit() == head
     (installed / "train" / "keeping" / "record.py").write_text("a = 2\n")
-    assert record.code_commit() == f"{head}-dirty"
+    assert machine.code_commit() == f"{head}-dirty"
     (installed / ".git").rename(installed.parent / ".git")  # of what the package is copied into
     assert git(installed, "rev-parse", "HEAD") == head
-    assert head not in (record.code_commit() or "")
+    assert head not in (machine.code_commit() or "")
 
 
 @pytest.mark.parametrize(
@@ -108,11 +111,11 @@ def test_without_a_checkout_the_commit_is_that_which_pip_installed(
     if content:
         (folder / "direct_url.json").write_text(content)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert record.code_commit() == commit
+    assert machine.code_commit() == commit
     monkeypatch.setenv("PATH", str(tmp_path))  # where git is not installed
-    assert record.code_commit() == commit
+    assert machine.code_commit() == commit
     monkeypatch.setattr(sys, "path", [])  # nor is this package
-    assert record.code_commit() is None
+    assert machine.code_commit() is None
 
 
 @dataclass
@@ -191,7 +194,7 @@ def test_of_accelerator_and_adapters_a_record_has_what_is_not_the_default():
     switched_off = LoraConfig(init_lora_weights=False)  # which is True by default
     assert record._changes_of_adapters(switched_off) == {"init_lora_weights": False}
     optimizer = (torch.optim.SGD, {"lr": 0.1})
-    assert record._named(optimizer) == {"class": "torch.optim.sgd.SGD", "lr": 0.1}
+    assert record._optimizer_record(optimizer) == {"class": "torch.optim.sgd.SGD", "lr": 0.1}
 
 
 def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(
@@ -199,7 +202,7 @@ def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(
 ):
     told_elsewhere = dict(run_name="mine", hub_token="secret", learning_rate=0.5)
     told_elsewhere |= dict(resume_from_checkpoint="last", logging_nan_inf_filter=False)
-    args = training.arguments(tmp_path, stage="tune", **told_elsewhere)
+    args = training.settings(tmp_path, stage="tune", **told_elsewhere)
     args.do_eval, args.dataloader_pin_memory = True, not args.dataloader_pin_memory
     args.accelerator_config = AcceleratorConfig(even_batches=False)
     Accelerator(cpu=True)  # the options have made accelerate forget its state
@@ -208,8 +211,13 @@ def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(
     report = DataReport([SourceReport("a.json", "train", dropped=dropped)])
     model, rates = tiny.model(), {"norm": 1e-3}
     model.config.text_embedding_norm = 0.75
+    opened = OpenedModel(model, None, model.config, None, None, None, None)
+    data = CheckedData(None, None, None, report)
+    float32 = Precision(bf16=False, fp16=False)
+    plan = Plan(args, float32, rates, opened, data, optimizer=None)
+    loading = LoadedModel(model, args, float32, commit="c" * 40, weights_in=[])
     others = (Options(None, number=6), Options(None, names=["b"]))
-    made = record.training_record(model, "c" * 40, args, rates, report, others)
+    made = record.training_record(plan, loading, others)
     options = made["options"]
     assert (options["number"], options["names"]) == (6, ["b"])  # of the data and of the model
     assert options["accelerator_config"] == {"even_batches": False}
@@ -226,7 +234,7 @@ def test_a_record_has_options_that_decide_at_their_defaults_too_and_no_secret(
         name: version(name) for name in packages
     }
     args.model_init_kwargs = {"dtype": "bfloat16", "attn_implementation": None, "revision": "b"}
-    loaded = record.training_record(model, None, args, rates, report)["options"]
+    loaded = record.training_record(plan, loading)["options"]
     assert loaded["dtype"] == "bfloat16" and not {"attn_implementation", "revision"} & loaded.keys()
     for name in ("max_length", "num_train_epochs", "weight_decay", "global_batch_size"):
         assert options[name] == getattr(args, name)
@@ -248,9 +256,9 @@ def test_a_processor_has_the_name_that_the_system_gives_it(tmp_path, monkeypatch
     file = tmp_path / "cpuinfo"
     if lines:
         file.write_text(lines)
-    monkeypatch.setattr(record, "Path", lambda path: file)
+    monkeypatch.setattr(machine, "Path", lambda path: file)
     Accelerator(cpu=True)
-    assert record.hardware(torch.device("cpu"))["devices"] == [named]
+    assert machine.hardware(torch.device("cpu"))["devices"] == [named]
 
 
 @pytest.fixture(scope="module")
@@ -265,9 +273,9 @@ def used(trainer, tmp_path):
     """Counts the disk that a run with some options takes."""
 
     def count(steps=100, **options) -> dict:
-        args = training.arguments(tmp_path, max_steps=steps, **options)
+        args = training.settings(tmp_path, max_steps=steps, **options)
         Accelerator(cpu=True)  # the options have made accelerate forget its state
-        return record.disk_use(trainer.model, args, steps, [])
+        return disk.disk_use(trainer.model, args, steps, [])
 
     return count
 
@@ -318,7 +326,7 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_weights_may_be_all(used
 def test_a_checkpoint_has_the_states_of_all_processes(
     tmp_path, trainer, monkeypatch, kind, stage, whole, adapters
 ):
-    args = training.arguments(tmp_path, save_strategy="steps", save_steps=10)
+    args = training.settings(tmp_path, save_strategy="steps", save_steps=10)
     Accelerator(cpu=True)
     states = AcceleratorState._shared_state
     for shared in (states, PartialState._shared_state):
@@ -330,7 +338,7 @@ def test_a_checkpoint_has_the_states_of_all_processes(
     adapted = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=LANGUAGE))
     for model, size in ((trainer.model, whole), (adapted, adapters)):
         trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-        assert record.disk_use(model, args, 20, [])["checkpoint"] == size * trained
+        assert disk.disk_use(model, args, 20, [])["checkpoint"] == size * trained
 
 
 def shown(table) -> list[list[str]]:
@@ -358,7 +366,7 @@ def facts() -> dict:
 
 def test_the_summary_has_each_figure_in_its_column(tmp_path):
     about = {"stage": "align", "arm": "gwc", "options": {"seed": 3}}
-    _, options, modules, data, *lines, run = record.render(about, facts(), tmp_path).renderables
+    _, options, modules, data, *lines, run = summary.render(about, facts(), tmp_path).renderables
     assert shown(options) == [["stage", "align"], ["arm", "gwc"], ["seed", "3"]]
     assert shown(modules) == [
         ["vision tower", "1,500", "0", "nf4 + bfloat16", "frozen"],
@@ -391,7 +399,9 @@ def test_a_packed_batch_is_not_told_as_rows_of_a_pass(tmp_path):
     told = facts()
     told["batch"]["packed"] = True
     told |= dict(autocast="float16", precision_because="")
-    run = record.render({"stage": None, "arm": None, "options": {}}, told, tmp_path).renderables[-1]
+    run = summary.render({"stage": None, "arm": None, "options": {}}, told, tmp_path).renderables[
+        -1
+    ]
     cells = dict(shown(run))
     packed = "256 rows packed into 4 process(es) x 32 accumulation step(s)"
     assert (cells["Batch"], cells["Autocast"]) == (packed, "float16")
@@ -534,7 +544,7 @@ def test_parameters_count_at_the_rate_of_their_module():
     named = [("model.language_model.a.lora_A.weight", parameter)]
     named.append(("model.language_model.a.original_module.weight", parameter))
     model = SimpleNamespace(named_parameters=lambda: named)
-    (row,) = record.modules(model, {"vision": 0.0, "language": 2e-4})
+    (row,) = summary.modules(model, {"vision": 0.0, "language": 2e-4})
     assert row == {
         **{"module": "adapters", "parameters": 3, "trained": 3},
         **{"learning_rate": 2e-4, "dtypes": ["float32"]},

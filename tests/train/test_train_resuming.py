@@ -145,8 +145,8 @@ def test_evaluations_and_readers_of_batches_change_no_dropout(checkpoint, tmp_pa
 def test_a_loader_without_a_seed_of_its_own_is_refused_where_a_run_is_saved(tmp_path):
     unseeded = dict(accelerator_config={"use_seedable_sampler": False})
     with pytest.raises(ValueError, match="use_seedable_sampler false .* save_strategy: no"):
-        training.arguments(tmp_path, **unseeded, save_strategy="steps")
-    training.arguments(tmp_path, **unseeded, save_strategy="no")
+        training.settings(tmp_path, **unseeded, save_strategy="steps")
+    training.settings(tmp_path, **unseeded, save_strategy="no")
 
 
 @pytest.fixture

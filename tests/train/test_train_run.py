@@ -25,8 +25,9 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.processing import arm_of
 from normalign_llava.cli import app
 from normalign_llava.data.sources import streams, table
-from normalign_llava.train.options import parse
+from normalign_llava.train.parsing import parse
 from normalign_llava.train.run import main
+from normalign_llava.train.settings import complete
 
 
 pytestmark = pytest.mark.slow
@@ -129,7 +130,7 @@ for name in list(sys.modules):  # the process has them from the beginning
         del sys.modules[name]
 import normalign_llava.cli
 from transformers import TrainerCallback
-from normalign_llava.train.options import parse
+from normalign_llava.train.parsing import parse
 from normalign_llava.train.run import train
 
 class Imported(TrainerCallback):
@@ -150,7 +151,7 @@ def test_a_run_imports_what_it_uses(prepared, tmp_path, parts):
     modules = [name.removeprefix("normalign_llava.") for name in line.split()[1:]]
     above = {name for name in modules if name.startswith(("hub_cards", "evaluation", "diagnose"))}
     assert above == {"diagnose.measure.families"}
-    assert len(modules) <= 55, sorted(modules)
+    assert len(modules) <= 63, sorted(modules)
 
 
 def test_a_checkpoint_of_the_hub_is_asked_for_once_at_its_commit(hub, prepared, tmp_path, parts):
@@ -289,8 +290,9 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, p
     assert record["options"]["bf16"]
     assert (record["run"]["autocast"], record["steps_done"]) == ("bfloat16", 3)
     other = [file, "--output_dir", str(tmp_path / "other")]
-    assert not parse(other)[1].bf16
-    assert parse([*other, "--resume_from_checkpoint", str(output / "checkpoint-2")])[1].bf16
+    resumed = [*other, "--resume_from_checkpoint", str(output / "checkpoint-2")]
+    assert not complete(parse(other)[1])[0].bf16
+    assert complete(parse(resumed)[1])[0].bf16
 
 
 @pytest.mark.parametrize("case", CASES)

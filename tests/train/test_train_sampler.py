@@ -14,7 +14,8 @@ from train_data import answers, llava, read, write_json
 from transformers import TrainerControl
 
 from normalign_llava import NormAlignTrainer
-from normalign_llava.train.collator import ConversationCollator, SeededLengthGroups
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.samplers import SeededLengthGroups
 
 
 pytestmark = pytest.mark.usefixtures("cache")

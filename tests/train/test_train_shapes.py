@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from normalign_llava.train.modules.model import ACTIVATIONS, COPIES, GRADIENTS
+from normalign_llava.train.modules.sizes import ACTIVATIONS, COPIES, GRADIENTS
 from normalign_llava.train.shapes import _Ledger, _positions, _Shape
 
 

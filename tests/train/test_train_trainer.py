@@ -22,8 +22,12 @@ from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.checkpoint.opening import open_checkpoint
+from normalign_llava.train import settings as run_settings
+from normalign_llava.train.modules.forward import eval_frozen
 from normalign_llava.train.modules.load import largest_hidden_state, load_model
-from normalign_llava.train.modules.model import base_model, eval_frozen, fill_gradients, module_of
+from normalign_llava.train.modules.model import base_model, module_of
+from normalign_llava.train.modules.sharding import fill_gradients
+from normalign_llava.train.settings import Precision
 
 
 pytestmark = pytest.mark.slow
@@ -354,11 +358,15 @@ def test_the_largest_hidden_state_is_that_of_the_model_in_float64(half, tmp_path
 
 
 @pytest.mark.parametrize("settings", [None, NF4], ids=["16", "4"])
-def test_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(tmp_path, half, settings):
+def test_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(
+    tmp_path, half, settings, monkeypatch
+):
+    tried = Precision(bf16=False, fp16=True, is_tried=True)  # as on a GPU without bfloat16
+    monkeypatch.setattr(run_settings, "choose_precision", lambda given, use_cpu: tried)
     cases = [(1e3, True, r"\d?,?\d{3}"), (15e3, False, r"\d\d,\d{3}"), (1e6, False, "overflow")]
     for size, holds, reach in cases:
-        args = training.arguments(tmp_path, **FROZEN, fp16=True, bf16=None)
-        args.fp16_is_tried = True  # as on a GPU without bfloat16
+        eager = {"attn_implementation": "eager"}
+        args = training.arguments(tmp_path, **FROZEN, bf16=None, model_init_kwargs=eager)
         given = dict(train_dataset=training.rows(), quantization_config=settings)
         trainer = NormAlignTrainer(large(tmp_path / str(size), half, size), args, **given)
         model, recorded = trainer.model, trainer.record["options"]
@@ -369,15 +377,17 @@ def test_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(tmp_path
         assert products == ({torch.float16 if holds else torch.float32} if settings else set())
         if not holds:
             assert trainer.accelerator.mixed_precision == "no" and recorded["dtype"] == "float32"
+            assert recorded["attn_implementation"] == "eager"
             assert {p.dtype for p in model.parameters()} <= {torch.float32, torch.uint8}
         trainer.train()
 
 
-def test_a_dry_run_computes_nothing_to_choose_float16(tmp_path, half):
-    args = training.arguments(tmp_path, **FROZEN, fp16=True, bf16=None, dry_run=True)
-    args.fp16_is_tried = True
+def test_a_dry_run_computes_nothing_to_choose_float16(tmp_path, half, monkeypatch):
+    tried = Precision(bf16=False, fp16=True, is_tried=True)
+    monkeypatch.setattr(run_settings, "choose_precision", lambda given, use_cpu: tried)
+    args = training.arguments(tmp_path, **FROZEN, bf16=None, dry_run=True)
     trainer = NormAlignTrainer(large(tmp_path / "large", half, 1e6), args, None, training.rows(2))
-    assert trainer.args.fp16 and not trainer.args.precision_because
+    assert trainer.args.fp16 and not trainer.precision.because
 
 
 def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(tmp_path):

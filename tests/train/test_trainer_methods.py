@@ -20,9 +20,9 @@ from transformers import AutoProcessor, EarlyStoppingCallback, TrainerCallback, 
 from normalign_llava import NormAlignTrainer
 from normalign_llava.checkpoint.files import LOCK
 from normalign_llava.hub_cards.card import write
+from normalign_llava.train import trainer as trainer_module
 from normalign_llava.train.callbacks.loss_curve import PAUSE, LossCurve, draw_losses, loss_curves
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.modules import model
 
 
 pytestmark = pytest.mark.slow
@@ -403,7 +403,7 @@ def test_a_model_that_is_sharded_is_saved_under_its_own_name_and_read_by_parts(
     assert config["architectures"] == [kind.__name__]
     assert (tmp_path / "saved" / "modeling_normalign_llava.py").exists()  # that of its class
     trainer.weights_in, read = [checkpoint], []
-    monkeypatch.setattr(model, "load_sharded", lambda *given: read.append(given))
+    monkeypatch.setattr(trainer_module, "load_sharded", lambda *given: read.append(given))
     trainer._load_from_checkpoint(str(tmp_path / "saved"))
     assert read == [(trainer.model, tmp_path / "saved")]
     assert trainer.weights_in == [tmp_path / "saved", checkpoint]  # the newest first
@@ -677,7 +677,7 @@ def test_the_options_of_a_trainer_give_another_trainer_the_same(tmp_path, checkp
         )
 
     first = made(args)
-    assert repr(args) == before and args.accelerator_config.dispatch_batches is None
+    assert repr(args) == before and args.accelerator_config is None
     assert first.learning_rates["projector"] == 2e-5
     second = made(dataclasses.replace(first.args, seed=5))
     assert second.learning_rates == first.learning_rates
@@ -781,7 +781,7 @@ def test_the_curve_is_drawn_at_a_save_once_a_minute_in_the_first_process(tmp_pat
     state = TrainerState(log_history=logged_losses(3), best_global_step=1)
     callback.on_save(args, state, None)
     assert not curves.drawn
-    callback._drawn -= PAUSE
+    callback._drawn_at -= PAUSE
     callback.on_save(args, TrainerState(log_history=logged_losses(2)), None)  # no curve yet
     assert not curves.drawn
     state.is_world_process_zero = False

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far decoder layers move visual and text tokens, at chosen steps, on one batch (figure 5)."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -12,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollator, TrainerCallback
 
-from ...checkpoint.files import DYNAMICS, atomic_write
+from ...checkpoint.files import DYNAMICS
 from ...diagnose.measure.depth import DepthProbe
 from ...diagnose.measure.families import decoder_layers, token_positions
 from ...diagnose.report import KINDS
 from ..collator import ConversationCollator
-from ..modules.model import base_model, evaluating
-from ..options import NormAlignConfig
+from ..modules.model import base_model
+from ..modules.precision import evaluating
+from ..settings import RunConfig
+from .step_lines import write_step
 
 
 class CosineProbe(TrainerCallback):
@@ -37,47 +38,56 @@ class CosineProbe(TrainerCallback):
         self._means: dict[str, float] = {}
 
     @classmethod
-    def of_rows(cls, rows: Iterable, collator: DataCollator, args: NormAlignConfig) -> Self:
-        """The probe on the first `probe_rows` training rows, padded."""
+    def of_rows(cls, rows: Iterable, collator: DataCollator, args: RunConfig) -> Self:
+        """Returns the probe on the first `probe_rows` training rows, padded."""
         if isinstance(collator, ConversationCollator):
             collator = replace(collator, padding_free=False)
-        return cls(args.probe_steps or (), collator(list(islice(rows, args.probe_rows))))
+        first_rows = list(islice(rows, args.probe_rows))
+        return cls(args.probe_steps or (), collator(first_rows))
 
     def collect(self) -> dict[str, float]:
-        """The means over the layers, if they were measured since the last call."""
-        means, self._means = self._means, {}
+        """Returns the means over the layers, if they were measured since the last call."""
+        means = self._means
+        self._means = {}
         return means
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Measures step 0, unless the run is resumed at a later one."""
         if state.global_step == 0:
             self.on_step_end(args, state, control, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
+        """Measures every layer, and writes the line of this step."""
         if state.global_step not in self.steps:
             return
         batch = {name: value.to(args.device) for name, value in self.batch.items()}
         with evaluating(model, args):
             curves = layer_cosines(model, batch)
-        means = {kind: sum(curve) / len(curve) for kind, curve in curves.items() if curve}
-        self._means = {f"cosine/{kind}": mean for kind, mean in means.items()}
+        self._means = {}
+        for kind, curve in curves.items():
+            if curve:
+                self._means[f"cosine/{kind}"] = sum(curve) / len(curve)
         if state.is_world_process_zero:
-            path, step = Path(args.output_dir) / DYNAMICS, state.global_step
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            lines = [line for line in lines if json.loads(line)["step"] < step]
-            lines.append(json.dumps({"step": step, **curves}))
-            with atomic_write(path) as written:
-                written.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_step(Path(args.output_dir) / DYNAMICS, state.global_step, [curves])
 
 
 def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Mean cosine of input and output of every decoder layer, of `"visual"` and `"text"` tokens."""
-    inner = base_model(model)
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    positions = token_positions(ids, mask, inner.config.image_token_id)
-    none = torch.zeros_like(positions["text"])
-    masks = torch.stack([positions.get(kind, none).flatten() for kind in KINDS])
-    depth = DepthProbe(decoder_layers(inner.model.language_model))
-    with torch.no_grad(), depth.watching(lambda: masks):
+    """Returns the mean cosine of input and output of every decoder layer.
+
+    The lists of `"visual"` and `"text"` tokens are empty if the batch has none.
+    """
+    unwrapped = base_model(model)
+    input_ids = batch["input_ids"]
+    image_token = unwrapped.config.image_token_id
+    positions = token_positions(input_ids, batch.get("attention_mask"), image_token)
+    nowhere = torch.zeros_like(input_ids, dtype=torch.bool)
+    masks = torch.stack([positions.get(kind, nowhere).flatten() for kind in KINDS])
+    probe = DepthProbe(decoder_layers(unwrapped.model.language_model))
+    with torch.no_grad(), probe.watching(lambda: masks):
         model(**batch, use_cache=False, logits_to_keep=1)
-    curves = depth.result().cosine
-    return {kind: curves[kind].mean if kind in curves else [] for kind in ("visual", "text")}
+    measured = probe.result().cosine
+    cosines: dict[str, list[float]] = {"visual": [], "text": []}
+    for kind in cosines:
+        if kind in measured:
+            cosines[kind] = measured[kind].mean
+    return cosines

@@ -31,37 +31,40 @@ class LossCurve(TrainerCallback):
     """
 
     def __init__(self):
-        self._drawn = time.monotonic()
+        self._drawn_at = time.monotonic()
 
     def on_save(self, args, state, control, **kwargs):
-        if time.monotonic() - self._drawn > PAUSE:
+        if time.monotonic() - self._drawn_at > PAUSE:
             self._draw(args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._draw(args, state)
 
     def _draw(self, args, state) -> None:
-        curves = loss_curves(state.log_history)
-        longest = max((len(points) for points in curves.values()), default=0)
-        if not state.is_world_process_zero or longest < FEWEST:
+        """Draws the picture in the first process, if a curve is long enough."""
+        if not state.is_world_process_zero:
             return
-        self._drawn = time.monotonic()
+        curves = loss_curves(state.log_history)
+        if all(len(points) < FEWEST for points in curves.values()):
+            return
+        self._drawn_at = time.monotonic()
         file = Path(args.output_dir) / LOSS_CURVE
         try:
-            with atomic_write(file) as written:
-                draw_losses(curves, written, best=state.best_global_step)
+            with atomic_write(file) as partial:
+                draw_losses(curves, partial, best=state.best_global_step)
         except OSError as error:  # the model that is saved next matters more
             logger.warning(f"{file} was not drawn: {error}")
 
 
 def loss_curves(log_history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Pairs of step and loss, for `"loss"` and for every held-out loss in the log, by step."""
-    curves: dict[str, dict[int, float]] = {}
-    for entry in log_history:
-        for key, value in entry.items():
-            if key == "loss" or (key.startswith("eval_") and key.endswith("loss")):
-                curves.setdefault(key, {})[entry["step"]] = value
-    return {key: sorted(values.items()) for key, values in curves.items()}
+    """Returns pairs of step and loss, for `"loss"` and for every held-out loss in the log."""
+    losses_by_step: dict[str, dict[int, float]] = {}
+    for log_entry in log_history:
+        for key, logged_value in log_entry.items():
+            is_held_out = key.startswith("eval_") and key.endswith("loss")
+            if key == "loss" or is_held_out:
+                losses_by_step.setdefault(key, {})[log_entry["step"]] = logged_value
+    return {key: sorted(losses.items()) for key, losses in losses_by_step.items()}
 
 
 def draw_losses(
@@ -73,16 +76,13 @@ def draw_losses(
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for key, points in curves.items():
-        steps = [step for step, _ in points]
-        losses = [loss for _, loss in points]
-        marker = "." if len(points) < 50 else ""
-        if key == "loss":
+    for loss_name, points in curves.items():
+        steps, losses = zip(*points, strict=True)
+        if loss_name == "loss":
+            marker = "." if len(points) < 50 else ""
             axes.plot(steps, losses, marker=marker, linewidth=1, color="0.55", label="training")
         else:
-            name = key.removeprefix("eval_").removesuffix("loss").rstrip("_")
-            label = f"held out: {name}" if name else "held out"
-            axes.plot(steps, losses, marker="o", linewidth=1.8, label=label)
+            axes.plot(steps, losses, marker="o", linewidth=1.8, label=_held_out_label(loss_name))
     if best:
         axes.axvline(best, color="0.8", linestyle="--", linewidth=1, zorder=0, label="best step")
     axes.set_xlabel("step")
@@ -92,3 +92,11 @@ def draw_losses(
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(file, format="png", dpi=150)
+
+
+def _held_out_label(loss_name: str) -> str:
+    """Returns the label of a held-out loss, with the data set's name if there are several."""
+    data_name = loss_name.removeprefix("eval_").removesuffix("loss").rstrip("_")
+    if data_name:
+        return f"held out: {data_name}"
+    return "held out"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the model answers to a few held-out rows at each evaluation."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,13 +13,15 @@ from torch import nn
 from transformers import LlavaProcessor, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from ...checkpoint.files import SAMPLES, atomic_write
+from ...checkpoint.files import SAMPLES
 from ...data.rows.images import ImageRules, image_problem
 from ...errors import Console
 from ...evaluation.answering import Message, answers
 from ...evaluation.questions import text_of, with_images
-from ..modules.model import base_model, evaluating
-from ..options import NormAlignConfig
+from ..modules.model import base_model
+from ..modules.precision import evaluating
+from ..settings import RunConfig
+from .step_lines import write_step
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -28,16 +29,18 @@ logger = get_logger(__name__)  # logs in one process only
 DEFAULT_COUNT = 4
 
 
-def sample_callback(
-    held_out: Any, args: NormAlignConfig, *, is_sharded: bool
-) -> "SampleCallback | None":
-    """The callback of a run; None if no rows are to be answered.
+def sample_callback(held_out: Any, args: RunConfig, *, is_sharded: bool) -> "SampleCallback | None":
+    """Returns the callback of a run; None if no rows are to be answered.
 
     Args:
-        held_out: Parsed rows, or several data sets by name, of which the first is used.
-        is_sharded: Whether no process has the whole model. Then none is answered, which is logged.
+        held_out: Parsed rows, or several data sets by name. Only the first one is used.
+        args: The options of the run.
+        is_sharded: Whether no process has the whole model. Then no row is answered, and a warning
+            says so.
     """
-    count = DEFAULT_COUNT if args.sample_count is None else args.sample_count
+    count = args.sample_count
+    if count is None:
+        count = DEFAULT_COUNT
     if held_out is None or count == 0:
         return None
     if is_sharded:
@@ -47,7 +50,9 @@ def sample_callback(
                 "gather it. Use `normalign ask` on a checkpoint."
             )
         return None
-    rows = next(iter(held_out.values())) if isinstance(held_out, dict) else held_out
+    rows = held_out
+    if isinstance(held_out, dict):
+        rows = next(iter(held_out.values()))
     return SampleCallback(rows, count, args.sample_max_new_tokens)
 
 
@@ -66,21 +71,29 @@ class Sample:
     @property
     def images(self) -> list[Any]:
         """The images of all turns, in order."""
-        parts = [part for message in self.prompt for part in message["content"]]
-        return [part["image"] for part in parts if part["type"] == "image"]
+        images = []
+        for message in self.prompt:
+            for part in message["content"]:
+                if part["type"] == "image":
+                    images.append(part["image"])
+        return images
 
 
 def first_samples(rows: Iterable[dict[str, Any]], count: int) -> list[Sample]:
-    """The first `count` of the parsed rows, without those whose images cannot be read."""
+    """Returns the first `count` parsed rows whose images can be read."""
     rules = ImageRules()
     readable = (row for row in rows if image_problem(row["images"], rules) is None)
     return [_sample(row) for row in islice(readable, count)]
 
 
 def _sample(row: dict[str, Any]) -> Sample:
+    """Returns a parsed row, divided at its last answer."""
     messages = row["messages"]
-    last = max(index for index, turn in enumerate(messages) if turn["role"] == "assistant")
-    return Sample(with_images(messages[:last], row["images"]), text_of(messages[last]))
+    last = len(messages) - 1
+    while messages[last]["role"] != "assistant":
+        last -= 1
+    prompt = with_images(messages[:last], row["images"])
+    return Sample(prompt, text_of(messages[last]))
 
 
 class SampleCallback(TrainerCallback):
@@ -121,52 +134,55 @@ class SampleCallback(TrainerCallback):
         if not state.is_world_process_zero or self._answered_at == state.global_step:
             return
         self._answered_at = state.global_step
-        answering = base_model(model)
+        unwrapped = base_model(model)
         texts = []
         with evaluating(model, args):
             for sample in self.samples:
-                texts += answers(answering, processing_class, [sample.prompt], self.max_new_tokens)
-        folder = Path(args.output_dir)
-        names = [self._images_of(number) for number in range(len(self.samples))]
-        self._write_images(folder, names)
-        lines = _lines_before(folder / SAMPLES, state.global_step)
+                prompts = [sample.prompt]
+                texts += answers(unwrapped, processing_class, prompts, self.max_new_tokens)
+        self._print(state.global_step, texts)
+        self._write(Path(args.output_dir), state.global_step, texts)
+
+    def _print(self, step: int, texts: list[str]) -> None:
+        """Prints questions, answers and true answers."""
         console = Console()
-        console.print(f"Held-out rows at step {state.global_step}:", soft_wrap=True)
+        console.print(f"Held-out rows at step {step}:", soft_wrap=True)
+        for sample, text in zip(self.samples, texts, strict=True):
+            question = _short(sample.question)
+            line = f"  {question}: {_short(text)} (true: {_short(sample.truth)})"
+            console.print(line, soft_wrap=True)
+
+    def _write(self, output_dir: Path, step: int, texts: list[str]) -> None:
+        """Writes the images, and a line for each answer."""
+        entries = []
         for number, (sample, text) in enumerate(zip(self.samples, texts, strict=True)):
-            entry = {"step": state.global_step, "sample": number, "question": sample.question}
-            entry |= {"answer": text, "truth": sample.truth, "images": names[number]}
-            lines.append(json.dumps(entry, ensure_ascii=False))
-            said = f"  {_short(sample.question)}: {_short(text)} (true: {_short(sample.truth)})"
-            console.print(said, soft_wrap=True)
-        with atomic_write(folder / SAMPLES) as partial:
-            content = "\n".join(lines) + "\n"
-            partial.write_text(content, encoding="utf-8", errors="replace")
-
-    def _images_of(self, number: int) -> list[str]:
-        """The names of a sample's image files, in `output_dir`."""
-        return [
-            f"samples/{number}-{index}.png" for index in range(len(self.samples[number].images))
-        ]
-
-    def _write_images(self, folder: Path, names: list[list[str]]) -> None:
-        for sample, files in zip(self.samples, names, strict=True):
-            for image, name in zip(sample.images, files, strict=True):
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                image.save(folder / name)
+            entries.append(
+                {
+                    "sample": number,
+                    "question": sample.question,
+                    "answer": text,
+                    "truth": sample.truth,
+                    "images": _write_images(sample, number, output_dir),
+                }
+            )
+        write_step(output_dir / SAMPLES, step, entries)
 
 
-def _lines_before(file: Path, step: int) -> list[str]:
-    """The lines of earlier steps."""
-    if not file.exists():
-        return []
-    kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if json.loads(line)["step"] < step:
-            kept.append(line)
-    return kept
+def _write_images(sample: Sample, number: int, output_dir: Path) -> list[str]:
+    """Writes the images of a sample, and returns the names of their files in `output_dir`."""
+    names = []
+    for index, image in enumerate(sample.images):
+        file_name = f"samples/{number}-{index}.png"
+        file = output_dir / file_name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image.save(file)
+        names.append(file_name)
+    return names
 
 
 def _short(text: str) -> str:
-    """A text on one line, of at most 100 letters."""
+    """Returns a text on one line, of at most 100 letters."""
     line = " ".join(text.split())
-    return line if len(line) <= 100 else f"{line[:97]}..."
+    if len(line) > 100:
+        return f"{line[:97]}..."
+    return line

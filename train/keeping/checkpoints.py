@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run: how they are written, which are complete, from which a run resumes."""
+"""The checkpoints of a run: writing them, checking them, and choosing one to resume from."""
 
 import os
 import shlex
@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile, ZipFile, is_zipfile
 
 from accelerate import PartialState
@@ -24,125 +25,147 @@ RESULT = ("config.json", ADAPTER_CONFIG, TRAINING_RECORD)
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint is complete: the first process writes the trainer's state last."""
+    """Returns whether a checkpoint is complete: the trainer's state is written last."""
     return isinstance(json_or_none(checkpoint / STATE), dict)
 
 
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
-    """What a checkpoint lacks, but the Trainer would resume without: its mark, or some state."""
+    """Returns what a checkpoint lacks, but the Trainer would resume without: its mark or states."""
     folder = Path(checkpoint)
     if not is_complete(folder):
         return [f"{STATE}, which is written last"]
     saved = {path.name for path in folder.glob("rng_state*.pth")}
     if not saved:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
-    ranks = {f"rng_state_{rank}.pth" for rank in range(world_size)}
-    names = ranks if world_size > 1 else {"rng_state.pth"}
-    damaged = [f"a whole {path.name} (it is damaged)" for path in truncated_states(folder)]
-    deepspeed = (folder / "latest").exists()  # and in it all states
-    # Of one process or DDP, of FSDP in one file, of FSDP in shards.
-    optimizers = [folder / name for name in ("optimizer.pt", "optimizer.bin", "optimizer_0")]
-    present = {
-        "the optimizer's state": deepspeed or any(path.exists() for path in optimizers),
-        "scheduler.pt": deepspeed or (folder / "scheduler.pt").exists(),
-        f"random states of {world_size} process(es) (it has {len(saved)})": saved == names,
-    }
-    return [name for name, is_there in present.items() if not is_there] + damaged
+    missing = []
+    if not (folder / "latest").exists():  # DeepSpeed's, with the states of all
+        # One process or DDP, FSDP in one file, FSDP in shards.
+        optimizers = ("optimizer.pt", "optimizer.bin", "optimizer_0")
+        if not any((folder / name).exists() for name in optimizers):
+            missing.append("the optimizer's state")
+        if not (folder / "scheduler.pt").exists():
+            missing.append("scheduler.pt")
+    if saved != _random_states(world_size):
+        missing.append(f"random states of {world_size} process(es) (it has {len(saved)})")
+    for path in truncated_states(folder):
+        missing.append(f"a whole {path.name} (it is damaged)")
+    return missing
+
+
+def _random_states(world_size: int) -> set[str]:
+    """Returns the names of the files with the random states of all processes."""
+    if world_size == 1:
+        return {"rng_state.pth"}
+    return {f"rng_state_{rank}.pth" for rank in range(world_size)}
 
 
 def truncated_states(checkpoint: Path) -> list[Path]:
-    """The files of states whose end is missing, which is where such a file lists what it holds."""
+    """Returns the files of states whose end, where such a file lists its contents, is missing."""
     return [path for path in state_files(checkpoint) if not is_zipfile(path)]
 
 
 def state_files(checkpoint: Path) -> list[Path]:
-    """The files of states that torch wrote, each of them an archive."""
-    patterns = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
-    return sorted(path for pattern in patterns for path in checkpoint.glob(pattern))
+    """Returns the files of states that torch wrote. Each is a zip archive."""
+    files: list[Path] = []
+    for pattern in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"):
+        files += checkpoint.glob(pattern)
+    return sorted(files)
 
 
 @contextmanager
 def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
-    """Has states or weights of a checkpoint read; of what fails, names the file that is damaged."""
+    """Names the damaged file of a checkpoint, if reading its states or weights fails within it."""
     try:
         yield
     except Exception as error:
-        damaged = [] if checkpoint is None else _unreadable(Path(checkpoint))
-        if not damaged:
+        if checkpoint is None:
+            raise
+        damaged = _unreadable_file(Path(checkpoint))
+        if damaged is None:
             raise
         lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
-            f"{damaged[0]} is damaged: {lines[0]} Remove {checkpoint}, and resume from the one "
+            f"{damaged} is damaged: {lines[0]} Remove {checkpoint}, and resume from the one "
             "before with --resume_from_checkpoint; or copy the file there again."
         ) from error
 
 
-def _unreadable(checkpoint: Path) -> list[Path]:
-    """The files of a checkpoint that cannot be read, by reading them as far as the first one."""
-    for path in state_files(checkpoint):
+def _unreadable_file(checkpoint: Path) -> Path | None:
+    """Returns the first file of a checkpoint that cannot be read, or None."""
+    for states in state_files(checkpoint):
         try:
-            with ZipFile(path) as archive:
+            with ZipFile(states) as archive:
                 damaged_entry = archive.testzip()
         except (OSError, ValueError, BadZipFile):
-            return [path]
+            return states
         if damaged_entry is not None:
-            return [path]
-    for path in sorted(checkpoint.glob("*.safetensors")):
+            return states
+    for weights in sorted(checkpoint.glob("*.safetensors")):
         try:
-            with safe_open(path, "pt"):
+            with safe_open(weights, "pt"):
                 pass
         except (OSError, SafetensorError):
-            return [path]
-    return []
+            return weights
+    return None
 
 
 def newest_complete(output_dir: str | os.PathLike, world_size: int) -> Path | None:
-    """The checkpoint of the highest step in `output_dir` that can be resumed from, or None."""
-    newest_first = reversed(checkpoints_in(output_dir))
-    return next((folder for folder in newest_first if not missing_from(folder, world_size)), None)
+    """Returns the checkpoint of the highest step that can be resumed from, or None."""
+    for checkpoint in reversed(checkpoints_in(output_dir)):
+        if not missing_from(checkpoint, world_size):
+            return checkpoint
+    return None
 
 
 def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
-    """The folders `checkpoint-N` of a run, by step."""
+    """Returns the folders `checkpoint-N` of a run, by step."""
     return [Path(path) for path in sort_checkpoints(str(output_dir))]
 
 
 @contextmanager
 def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterator[None]:
-    """Removes an earlier folder, for which others must wait, and what a full disk cut short."""
+    """Removes an earlier folder before a checkpoint is written; on a full disk, the part written.
+
+    Other processes must wait until the first one has removed the folder.
+    """
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
         _remove(folder)
     try:
         yield
     except BaseException as error:  # torch.distributed.checkpoint's own is not an Exception
-        if (cause := write_failure(error)) is None or is_complete(folder):
+        cause = write_failure(error)
+        if cause is None or is_complete(folder):
             raise
         _remove(folder)
-        last = newest_complete(folder.parent, world_size)
-        free = shutil.disk_usage(folder.parent).free / 2**20
+        free_mib = shutil.disk_usage(folder.parent).free / 2**20
+        last_complete = newest_complete(folder.parent, world_size)
+        next_command = "start again"
+        if last_complete:
+            next_command = f"resume with --resume_from_checkpoint {last_complete}"
         raise OSError(
-            f"The checkpoint {folder} could not be written: {cause}. {free:,.1f} MiB are free. "
+            f"The checkpoint {folder} could not be written: {cause}. {free_mib:,.1f} MiB are free. "
             "Make room, keep fewer (--save_total_limit) or write elsewhere (--output_dir), then "
-            f"{f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
+            f"{next_command}."
         ) from error
 
 
-def _remove(folder: Path) -> None:
-    (folder / STATE).unlink(missing_ok=True)  # first, as the removal may be interrupted
-    shutil.rmtree(folder, ignore_errors=True)
+def _remove(checkpoint: Path) -> None:
+    (checkpoint / STATE).unlink(missing_ok=True)  # first, as the removal may be interrupted
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 @contextmanager
 def writing_result(output: Path) -> Iterator[None]:
-    """Has the trained model written; on a full disk, removes the files that mark it as a model."""
+    """Removes the files that mark a folder as a model, if a full disk stops the writing of it."""
     try:
         yield
     except Exception as error:
-        if (cause := write_failure(error)) is None:
+        cause = write_failure(error)
+        if cause is None:
             raise
-        for name in RESULT:
-            (output / name).unlink(missing_ok=True)
+        for file_name in RESULT:
+            (output / file_name).unlink(missing_ok=True)
         raise OSError(
             f"The trained model could not be written to {output}: {cause}. Make room, and run the "
             "same command with --resume_from_checkpoint: it goes on from the last checkpoint."
@@ -151,7 +174,11 @@ def writing_result(output: Path) -> Iterator[None]:
 
 @contextmanager
 def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
-    """[`only_writer`] for a run. All processes call it: the first takes the lock, or all stop."""
+    """Locks the folder of a run, as [`only_writer`] does.
+
+    All processes must call this together. The first one takes the lock. If it cannot, all of them
+    raise ValueError.
+    """
     problem = [""]
     with ExitStack() as lock:
         if PartialState().is_main_process:
@@ -167,82 +194,130 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
         yield
 
 
-def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> Path | None:
-    """The checkpoint to resume from, which the first process prints, or None for the beginning.
+def is_resumed(resume: str | bool | None) -> bool:
+    """Returns whether an option `resume_from_checkpoint` asks for an earlier run."""
+    return str(resume).lower() not in OFF
 
-    `resume` is a folder; `"last"` or true for the newest complete checkpoint in `output`, or the
-    beginning if there is none; None or false for the beginning.
+
+def resolve_resume(resume: str | bool | None, output: Path, world_size: int) -> Path | None:
+    """Returns the checkpoint to resume from, or None for the beginning. One process prints it.
+
+    Args:
+        resume: A folder; `"last"` or true for the newest complete checkpoint in `output`, or the
+            beginning if there is none; None or false for the beginning.
+        output: The folder of the run.
+        world_size: How many processes train.
+
+    Raises:
+        ValueError: The checkpoint is not complete, or resuming would write over another run.
     """
-    option, earlier = str(resume).lower(), checkpoints_in(output)
-    has_result = any((output / name).exists() for name in RESULT)
+    option = str(resume).lower()
     if option in OFF:
-        if earlier:
-            remedy = "Add --resume_from_checkpoint, or change --output_dir."
-            raise ValueError(f"{output} holds an earlier run. {remedy}")
-        if has_result:
-            raise ValueError(f"{output} holds a model. Choose another --output_dir.")
+        check_new(output)
         return None
-    if option not in ("last", "true", "yes", "on"):
-        named = Path(str(resume))
-        if not named.is_dir():
-            known = ", ".join(path.name for path in earlier) or "no checkpoint"
-            raise ValueError(f"There is no checkpoint {named}. {output} has {known}.")
-        if missing := missing_from(named, world_size):
-            raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
-        if earlier and named.resolve().parent != output.resolve():
-            raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
-        if later := _later(named, earlier):
-            raise ValueError(
-                f"{output} holds {', '.join(later)}, which a later resume from `last` would take "
-                f"for the newest of the run that goes on from {named.name}. Remove them, or write "
-                "to another --output_dir."
-            )
-        return named
+    if option in ("last", "true", "yes", "on"):
+        return last_checkpoint(output, world_size)
+    named = Path(str(resume))
+    check_named(named, output, world_size)
+    return named
+
+
+def has_result(output: Path) -> bool:
+    """Returns whether a folder holds a model."""
+    return any((output / name).exists() for name in RESULT)
+
+
+def check_new(output: Path) -> None:
+    """Raises ValueError if a new run would write over something."""
+    if checkpoints_in(output):
+        remedy = "Add --resume_from_checkpoint, or change --output_dir."
+        raise ValueError(f"{output} holds an earlier run. {remedy}")
+    if has_result(output):
+        raise ValueError(f"{output} holds a model. Choose another --output_dir.")
+
+
+def check_named(named: Path, output: Path, world_size: int) -> None:
+    """Raises ValueError unless a run in `output` can go on from a named checkpoint."""
+    earlier = checkpoints_in(output)
+    if not named.is_dir():
+        existing = ", ".join(path.name for path in earlier) or "no checkpoint"
+        raise ValueError(f"There is no checkpoint {named}. {output} has {existing}.")
+    missing = missing_from(named, world_size)
+    if missing:
+        raise ValueError(f"{named} lacks {'; '.join(missing)}. Name a complete one, or last.")
+    if earlier and named.resolve().parent != output.resolve():
+        raise ValueError(f"{output} holds another run than {named}'s. Change --output_dir.")
+    later_checkpoints = _complete_after(named, earlier)
+    if later_checkpoints:
+        raise ValueError(
+            f"{output} holds {', '.join(later_checkpoints)}, which a later resume from `last` "
+            f"would take for the newest of the run that goes on from {named.name}. Remove them, or "
+            "write to another --output_dir."
+        )
+
+
+def _complete_after(named: Path, checkpoints: list[Path]) -> list[str]:
+    """Returns the names of the complete checkpoints that come after one of `checkpoints`."""
+    places = [checkpoint.resolve() for checkpoint in checkpoints]
+    place = named.resolve()
+    if place not in places:
+        return []
+    after = checkpoints[places.index(place) + 1 :]
+    return [checkpoint.name for checkpoint in after if is_complete(checkpoint)]
+
+
+def last_checkpoint(output: Path, world_size: int) -> Path | None:
+    """Returns the newest complete checkpoint, or None for the beginning, and prints it."""
     newest = newest_complete(output, world_size)
+    unused = checkpoints_in(output)
+    if newest:
+        unused = unused[unused.index(newest) + 1 :]
     console = Console(stderr=True, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
-    for folder in earlier[earlier.index(newest) + 1 :] if newest else earlier:
-        if is_complete(folder):
-            lacks = "; ".join(missing_from(folder, world_size))
+    for checkpoint in unused:
+        if is_complete(checkpoint):
+            missing = "; ".join(missing_from(checkpoint, world_size))
             raise ValueError(
-                f"Resuming from {newest or 'the beginning'} would write over {folder}, which only "
-                f"lacks {lacks}. Resume with as many processes, or remove it."
+                f"Resuming from {newest or 'the beginning'} would write over {checkpoint}, which "
+                f"only lacks {missing}. Resume with as many processes, or remove it."
             )
-        console.print(f"Skipped {folder}: it was not written to its end.")
-    if has_result and not newest:
+        console.print(f"Skipped {checkpoint}: it was not written to its end.")
+    if newest is None and has_result(output):
         raise ValueError(f"{output} holds a model, but no checkpoint. Choose another --output_dir.")
     origin = newest or f"the beginning: {output} holds no complete checkpoint"
     console.print(f"Resuming from {origin}.")
     return newest
 
 
-def _later(named: Path, checkpoints: list[Path]) -> list[str]:
-    """The complete checkpoints after one of them."""
-    places = [folder.resolve() for folder in checkpoints]
-    if named.resolve() not in places:
-        return []
-    after = checkpoints[places.index(named.resolve()) + 1 :]
-    return [folder.name for folder in after if is_complete(folder)]
+def _training_record(folder: Path) -> dict[str, Any]:
+    """Returns the training record of a folder, or an empty one."""
+    record = json_or_none(folder / TRAINING_RECORD)
+    return record if isinstance(record, dict) else {}
 
 
 def began_in(resume: str | bool | None, output_dir: str | None) -> tuple[bool, bool] | None:
-    """`bf16` and `fp16` of a run that is resumed, by the record in its checkpoints, or None."""
-    for folder in (Path(str(resume)), *reversed(checkpoints_in(output_dir or "trainer_output"))):
-        options = (json_or_none(folder / TRAINING_RECORD) or {}).get("options", {})
+    """Returns `bf16` and `fp16` of the run that is resumed, or None if no checkpoint says it."""
+    newest_first = reversed(checkpoints_in(output_dir or "trainer_output"))
+    for folder in (Path(str(resume)), *newest_first):
+        options = _training_record(folder).get("options", {})
         if "bf16" in options:
             return options["bf16"], options.get("fp16", False)
     return None
 
 
 def after_stop(output: Path, world_size: int, step: int) -> str:
-    """What is lost of a run that was stopped after `step`, and how to resume it."""
+    """Returns what is lost of a run that was stopped after `step`, and how to resume it."""
     if not step:
         return "Nothing was trained."
-    record = json_or_none(output / TRAINING_RECORD) or {}
-    last = (record.get("best") or {}).get("of_steps", record.get("steps_done"))
-    if last == step:
+    record = _training_record(output)
+    last_step = record.get("steps_done")
+    best = record.get("best")
+    if best:  # the weights are those of an earlier step
+        last_step = best.get("of_steps", last_step)
+    if last_step == step:
         return f"The trained model is complete in {output}."
-    done = f"Step {step} was done."
-    if newest := newest_complete(output, world_size):
-        resume = f"--resume_from_checkpoint {shlex.quote(str(newest))}"
-        return f"{done} Resume with the same command and {resume}. What was done since is lost."
-    return f"{done} {output} holds no complete checkpoint, so it is lost. Lower --save_steps."
+    fact = f"Step {step} was done."
+    newest = newest_complete(output, world_size)
+    if newest is None:
+        return f"{fact} {output} holds no complete checkpoint, so it is lost. Lower --save_steps."
+    option = f"--resume_from_checkpoint {shlex.quote(str(newest))}"
+    return f"{fact} Resume with the same command and {option}. What was done since is lost."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows with bad images that training met: one count for all that read rows in a run."""
+"""The rows with bad images that training met, counted over all processes of a run."""
 
 import fcntl
 import json
@@ -22,8 +22,8 @@ class SkippedRows:
     so have the processes of a run with one `output_dir`. A resumed run finds the file again.
 
     Args:
-        path: The file, which is made with the first row. By default a temporary one, which ends
-            with this object.
+        path: The file. It is created with the first row. By default it is a temporary file, and is
+            removed with this object.
     """
 
     def __init__(self, path: str | os.PathLike | None = None):
@@ -34,10 +34,16 @@ class SkippedRows:
             self.path = Path(path)
 
     def add(self, source: str, row: int, allowed: float) -> int | None:
-        """Adds a row, unless there would be more than `allowed`; None if it is one of them.
+        """Adds a row, unless more than `allowed` rows would be in the set.
 
-        If it is not, nothing is added, and the number that there would be is returned: a run that
-        is resumed after this row was mended has it no more.
+        Args:
+            source: The source of the row.
+            row: Its number there.
+            allowed: How many rows may be in the set.
+
+        Returns:
+            None if the row is in the set now. Otherwise how many rows there would be: the row is
+            left out, as a run that is resumed after the row was mended does not skip it.
         """
         if allowed < 1:
             return 1
@@ -46,16 +52,16 @@ class SkippedRows:
         with open(self.path, "a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
             file.seek(0)
-            known = set(file.read().splitlines())
-            count = len(known | {line})
+            stored = set(file.read().splitlines())
+            count = len(stored | {line})
             if count > allowed:
                 return count
-            if line not in known:
+            if line not in stored:
                 file.write(line + b"\n")
         return None
 
     def clear(self) -> None:
-        """Forgets all rows, for a run that begins anew; other processes must not add any yet."""
+        """Removes all rows, for a run that begins anew; other processes must not add any yet."""
         self.path.unlink(missing_ok=True)
 
 

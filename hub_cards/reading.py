@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a checkpoint folder for its card and for sending it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ..checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
+from ..checkpoint.untrusted import check_files, check_weights, json_object, loading
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..diagnose.report import REPORT, SCHEMA_VERSION, report_json
+
+
+DIAGNOSTICS = "diagnostics"
+NOTICES = ("notices/vision", "notices/language")
+"""Folders of the licences and notices that came with the parts."""
+_FIGURE = r"(?!attention_|(baseline_)?image_)\w[\w.-]*\.png"  # of no sample, in no other folder
+
+
+def notices(folder: Path) -> list[str]:
+    """Returns the paths of the parts' licences and notices in a checkpoint folder."""
+    notice_paths = []
+    for notice_folder in NOTICES:
+        for file in folder.glob(f"{notice_folder}/[!.]*"):
+            if file.is_file():
+                notice_paths.append(f"{notice_folder}/{file.name}")
+    return sorted(notice_paths)
+
+
+def public_report(text: str) -> tuple[bytes, list[str]]:
+    """Removes questions, images, attention maps and drawings of samples from a report.
+
+    Args:
+        text: The content of `report.json`.
+
+    Returns:
+        The content without them, and the names of the figures that it still has.
+    """
+    report_path = f"{DIAGNOSTICS}/{REPORT}"
+    with loading(report_path, remedy="Diagnose again, or remove it."):
+        content = json_object(text.encode(), report_path)
+        schema_version = content["schema_version"]
+        if schema_version != SCHEMA_VERSION:
+            raise ValueError(
+                f"{report_path} has schema {schema_version}, not {SCHEMA_VERSION}. Diagnose again."
+            )
+        for report in (content["report"], content["against"]):
+            if report:
+                for question in report["attention"]:
+                    question.update(question="", image=None, maps=[])
+        kept_figures = []
+        for figure in content["figures"]:
+            if re.fullmatch(_FIGURE, figure["file"]):
+                kept_figures.append(figure)
+        content["figures"] = kept_figures
+        content["provenance"].pop("first question", None)
+    return report_json(content).encode(), [figure["file"] for figure in kept_figures]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files that would be loaded.
+
+    Raises:
+        ValueError: One is missing or broken.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        check_adapter(folder)
+        return [folder / ADAPTER_WEIGHTS]
+    return check_weights(folder)
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], NormAlignLlavaConfig | None]:
+    """Reads `config.json`: as it is stored, and as an object. For an adapter it is empty and None.
+
+    Raises:
+        ValueError: It is of another model, or a file of the checkpoint is not safe to read.
+    """
+    config_json = check_files(folder)
+    if not config_json:
+        return config_json, None
+    model_type = config_json.get("model_type")
+    if model_type != NormAlignLlavaConfig.model_type:
+        raise ValueError(
+            f"{folder} is a {model_type!r} model. This command is for NormAlign-LLaVA only."
+        )
+    return config_json, NormAlignLlavaConfig.from_dict(config_json)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object. Returns an empty one if the file does not exist.
+
+    Raises:
+        ValueError: The file holds anything else.
+    """
+    if not file.is_file():
+        return {}
+    return json_object(file.read_bytes(), str(file))
+
+
+def read_norm(folder: Path) -> dict[str, torch.Tensor]:
+    """Reads gain and bias of the projector's norm, by name of the tensor.
+
+    Raises:
+        ValueError: The weights are broken.
+    """
+    norm_tensors = {}
+    for weight_file in weight_files(folder):
+        with loading(str(weight_file)), safe_open(weight_file, "pt") as tensors:
+            for tensor_name in tensors.keys():  # noqa: SIM118
+                if "multi_modal_projector.norm." in tensor_name:
+                    norm_tensors[tensor_name] = tensors.get_tensor(tensor_name)
+    return norm_tensors

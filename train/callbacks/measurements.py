@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements of the modules during training, for the log."""
+
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, reduce
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from ...diagnose.measure.families import decoder_layers, token_positions
+from ...modeling_normalign_llava import _gathered, gain_magnitude
+from ..modules.model import base_model, module_of, projector_norm, trained_parameters
+from ..settings import RunConfig
+
+
+GRADIENT_PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
+"""Parts whose gradients are measured. The norm's gain and bias are apart from the projector."""
+
+
+class Measurements(TrainerCallback):
+    """Measures the modules at the steps that are logged; at others it costs next to nothing.
+
+    docs/options.md lists what is logged, over all micro-batches and processes of the step. Frozen
+    parts have no entry. DeepSpeed hides gradients. `logging_strategy="epoch"` has no such steps.
+    """
+
+    def __init__(self, args: RunConfig):
+        self.max_grad_norm = args.max_grad_norm
+        self._hooks: list[Any] = []
+        self._measuring = False
+        # The inputs of the forward pass, until the norms of its tokens are measured.
+        self._inputs: dict[str, Any] = {}
+        self._clip_divisor: Tensor | float = 1.0  # by which clipping divides this step's gradients
+        self._clipped_steps: Tensor | int = 0  # since the last log
+        self._known_steps = 0  # since the last log: steps with a known gradient norm
+        self._gradient_norms: dict[str, Tensor] = {}
+        self._token_norms: dict[str, Tensor] = {}  # by key: the sum of norms, and their number
+
+    def after_clip(self, total_norm: Tensor | float | None) -> None:
+        """Takes the norm of all gradients before clipping, on its device; DeepSpeed's is None."""
+        if total_norm is None or not self.max_grad_norm:
+            return
+        divisor = (whole_norm(total_norm) + 1e-6) / self.max_grad_norm  # as torch computes it
+        self._clip_divisor = torch.as_tensor(divisor).clamp(min=1.0)
+        self._clipped_steps = self._clipped_steps + (self._clip_divisor > 1)
+        self._known_steps += 1
+
+    def collect(self) -> dict[str, float]:
+        """Returns the measurements of a logged step; an empty dictionary for any other step.
+
+        All processes must call this together.
+        """
+        if not self._measuring:
+            return {}
+        self._measuring = False
+        measured = {}
+        for name, tensor in (norm_values(self._model) | self._gradient_norms).items():
+            measured[name] = tensor.item()
+        for name, (norm_sum, count) in reduce(self._token_norms, "sum").items():
+            if count:
+                measured[name] = (norm_sum / count).item()
+        if self._known_steps:
+            measured["clip/share"] = int(self._clipped_steps) / self._known_steps
+        self._forget_clipping()
+        return measured
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._model = base_model(model)
+        self._forget_clipping()
+        state.compute_steps(args, state.max_steps)  # a resumed state has those of earlier options
+
+    def _forget_clipping(self) -> None:
+        self._clipped_steps = 0
+        self._known_steps = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Registers the hooks that measure tokens, if the step will be logged."""
+        step = state.global_step + 1
+        is_logged = args.logging_strategy == "steps" and step % state.logging_steps == 0
+        is_logged_first = step == 1 and args.logging_first_step
+        self._measuring = is_logged or is_logged_first
+        if not self._measuring:
+            return
+        self._gradient_norms = {}
+        self._token_norms = {}
+        multimodal = self._model.model
+        first_layer = decoder_layers(multimodal.language_model)[0]
+        self._hooks = [
+            multimodal.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
+            first_layer.register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
+        ]
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Removes the hooks, and measures the gradients of each part."""
+        for hook in self._hooks:
+            hook.remove()
+        if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
+            return
+        norms_of_parts: dict[str, list[Tensor]] = {}
+        for parameter_name, parameter in trained_parameters(model).items():
+            if parameter.grad is None:
+                continue
+            norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
+            part_norms = norms_of_parts.setdefault(_gradient_part(parameter_name), [])
+            part_norms.append(whole_norm(norm).to(args.device))
+        # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
+        for part, part_norms in norms_of_parts.items():
+            clipped_norm = torch.stack(part_norms).norm()
+            self._gradient_norms[f"grad_norm/{part}"] = clipped_norm * self._clip_divisor
+
+    def _keep_inputs(self, module, args, kwargs):
+        self._inputs = kwargs
+
+    @torch.no_grad()
+    def _add_token_norms(self, module, args, kwargs):
+        """Adds the norms of the hidden states `(B, T, d)` that enter the decoder."""
+        inputs = self._inputs
+        if not inputs:
+            return  # gradient checkpointing runs the layer again
+        self._inputs = {}
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        norms = torch.linalg.vector_norm(hidden_states, dim=-1, dtype=torch.float32)
+        image_token = self._model.config.image_token_id
+        positions = token_positions(inputs["input_ids"], inputs.get("attention_mask"), image_token)
+        for kind, is_of_kind in positions.items():
+            mask = is_of_kind.to(norms.device)
+            norm_sum = torch.where(mask, norms, 0).sum()
+            key = f"norm/{kind}"
+            earlier = self._token_norms.get(key, 0)
+            self._token_norms[key] = torch.stack([norm_sum, mask.sum()]) + earlier
+
+
+@torch.no_grad()
+def norm_values(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the size of gain and bias (table 5) and the factor of gradient compensation (eq. 12).
+
+    The keys are named as in the log.
+    """
+    norm = projector_norm(model)
+    values = {"gwc/factor": torch.ones(())}
+    if isinstance(norm, nn.Identity):
+        return values
+    with _gathered(*norm.parameters()) as (gain, *biases):
+        values["gain/l2"] = torch.linalg.vector_norm(gain, dtype=torch.float32)
+        values["gain/mean_abs"] = gain.float().abs().mean()
+        for bias in biases:  # an RMSNorm has none
+            values["bias/mean_abs"] = bias.float().abs().mean()
+        if norm.compensate:
+            values["gwc/factor"] = 1 / gain_magnitude(gain, norm.gain_floor)
+    return values
+
+
+def _gradient_part(parameter_name: str) -> str:
+    """Returns which of `GRADIENT_PARTS` a parameter belongs to."""
+    module = module_of(parameter_name)
+    if module == "norm":
+        return "gain" if parameter_name.endswith("weight") else "bias"
+    full_names = {"vision": "vision_tower", "language": "language_model"}
+    return full_names.get(module, module)
+
+
+def whole_norm(norm: Any) -> Any:
+    """Returns a norm as a number or a whole tensor, also if FSDP2 divides the gradients."""
+    if isinstance(norm, DTensor):
+        return norm.full_tensor()
+    return norm

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk that a run takes."""
+
+import os
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from peft import PeftModel
+from torch import nn
+
+from ...checkpoint import weights as stored
+from ..modules.model import frozen_modules, trained_parameters
+from ..modules.sizes import OPTIMIZER, OptimizerClass, static_bytes, tensor_bytes
+from ..settings import RunConfig
+from .checkpoints import checkpoints_in
+
+
+def disk_use(
+    model: nn.Module,
+    args: RunConfig,
+    steps: int,
+    weights_in: Sequence[Path],
+    optimizer_class: OptimizerClass | None = None,
+) -> dict[str, int]:
+    """Returns the bytes of a checkpoint, how many are kept at a time, and the bytes of the run.
+
+    Args:
+        model: The model to train.
+        args: The options of the run.
+        steps: Its optimizer steps.
+        weights_in: Folders with files of frozen modules, which are linked and not written.
+        optimizer_class: The optimizer's class and arguments, in place of `args.optim`.
+    """
+    if isinstance(model, PeftModel):
+        weights = _trained_bytes(model)
+        written_once = 0
+    else:
+        weights, written_once = _weights_bytes(model, weights_in)
+    checkpoint = weights
+    if not args.save_only_model:
+        checkpoint += _states_bytes(model, args, optimizer_class)
+    kept = _checkpoints_kept(args, steps)
+    total = written_once + kept * checkpoint + weights
+    return {"checkpoint": checkpoint, "checkpoints": kept, "total": total}
+
+
+def _trained_bytes(model: nn.Module) -> int:
+    """Returns the bytes of the parameters that are trained."""
+    return sum(tensor_bytes(parameter) for parameter in trained_parameters(model).values())
+
+
+def _states_bytes(model: nn.Module, args: RunConfig, optimizer_class: OptimizerClass | None) -> int:
+    """Returns the bytes of the optimizer's states in a checkpoint."""
+    kind = AcceleratorState().distributed_type
+    is_sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    states = static_bytes(model, args, optimizer_class)[OPTIMIZER]
+    if is_sharded:
+        states *= args.world_size
+    saves_weights_too = kind == DistributedType.DEEPSPEED
+    saves_weights_too |= is_sharded and isinstance(model, PeftModel)
+    if saves_weights_too:
+        states += _trained_bytes(model)
+    return states
+
+
+def _weights_bytes(model: nn.Module, weights_in: Sequence[Path]) -> tuple[int, int]:
+    """Returns the bytes of weights that each checkpoint writes, and of those written once.
+
+    Files of frozen modules are written once, or not at all if the folders `weights_in` hold them.
+    """
+    whole = {}  # ZeRO-3 leaves empty tensors behind, which know their shapes
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        shape = getattr(tensor, "ds_shape", tensor.shape)
+        whole[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    layout = stored.stored_tensors(model, whole)
+    frozen = frozen_modules(model)
+    linked = stored.unchanged_files(layout, frozen, weights_in)
+    in_each = 0
+    once = 0
+    for file, names in stored.shards_of(layout).items():
+        if file in linked:
+            continue
+        size = sum(layout[name].nbytes for name in names)
+        if stored.module_of_file(names[0]) in frozen:
+            once += size
+        else:
+            in_each += size
+    return in_each, once
+
+
+def _checkpoints_kept(args: RunConfig, steps: int) -> int:
+    """Returns how many checkpoints of a run lie on the disk at a time, at most."""
+    strategy = args.save_strategy.value
+    if strategy == "no":
+        return 0
+    if strategy == "epoch":
+        saves = ceil(args.num_train_epochs)
+    else:
+        every = args.save_steps
+        if every < 1:
+            every = ceil(every * steps)
+        saves = ceil(steps / every)
+    # The oldest is removed when the newest is written, and the best one stays.
+    limit = (args.save_total_limit or saves) + 1
+    if args.load_best_model_at_end and args.save_total_limit == 1:
+        limit += 1
+    return min(saves, limit)
+
+
+def check_disk(output_dir: str | os.PathLike, size: int) -> None:
+    """Raises ValueError if a run needs more than what is free and its earlier checkpoints take."""
+    for folder in checkpoints_in(output_dir):
+        for path in folder.rglob("*"):
+            file = path.stat()
+            if file.st_nlink == 1:
+                size -= file.st_size
+    remedy = (
+        "Make room, keep fewer checkpoints (--save_total_limit 1), write elsewhere (--output_dir), "
+        "or, if the run need not be resumed, save no optimizer states (--save_only_model)."
+    )
+    stored.check_space(Path(output_dir), size, remedy)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model is divided among processes, by FSDP2 or DeepSpeed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import distributed as dist, nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...checkpoint.files import INDEX
+from .model import projector_norm, replaced
+
+
+def prepare_sharding(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    """Names what FSDP2 wraps one by one: the layers, or what the configuration names; the norm."""
+    # accelerate's own list fails on classes that the model lacks. Its one policy would use gain and
+    # bias, and reduce their gradients, in bfloat16, so the norm is a unit with a policy of its own.
+    plugin = accelerator.state.fsdp_plugin
+    plugin.set_state_dict_type("FULL_STATE_DICT")  # with another one, the Trainer saves no model
+    norm = type(projector_norm(model))
+    classes = {type(module) for module in model.modules()}
+    layers = [cls.__name__ for cls in classes if issubclass(cls, GradientCheckpointingLayer)]
+    names = {*(plugin.transformer_cls_names_to_wrap or layers), norm.__name__}
+    plugin.transformer_cls_names_to_wrap = sorted(names)
+    prepare = accelerator.prepare
+    fully_shard = fsdp.fully_shard
+
+    def shard(module: nn.Module, **kwargs: Any) -> fsdp.FSDPModule:
+        if type(module) is norm:
+            kwargs["mp_policy"] = fsdp.MixedPrecisionPolicy()
+        return fully_shard(module, **kwargs)
+
+    def prepare_with_norm(*args: Any, **kwargs: Any) -> Any:
+        with replaced(fsdp, fully_shard=shard):
+            return prepare(*args, **kwargs)
+
+    accelerator.prepare = prepare_with_norm
+
+
+def load_sharded(model: fsdp.FSDPModule, folder: Path) -> None:
+    """Loads weights under FSDP2, file by file: the first process reads, and all get their part."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    for name in sorted({*index["weight_map"].values()}):
+        state = {}
+        if dist.get_rank() == 0:
+            state = load_file(folder / name)
+        set_model_state_dict(model, state, options=options)
+
+
+def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """Gives zero gradients to trained parameters that have none, before an FSDP2 step."""
+    # The vision tower's last layers are not read, but torch loads no states of some parameters.
+    trained = []
+    for group in optimizer.param_groups:
+        trained += [parameter for parameter in group["params"] if parameter.requires_grad]
+    if any(parameter.grad is not None for parameter in trained):
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def sharding() -> str:
+    """Returns how the model is divided among processes. It decides how states are saved."""
+    kind = AcceleratorState().distributed_type
+    names = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}
+    return names.get(kind, "none")
+
+
+def zero_stage() -> int:
+    """Returns the stage of ZeRO that divides as much as this run does."""
+    state = AcceleratorState()
+    if state.distributed_type == DistributedType.DEEPSPEED:
+        return state.deepspeed_plugin.zero_stage
+    if state.distributed_type == DistributedType.FSDP:
+        return 3
+    return 0
