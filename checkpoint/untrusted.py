@@ -114,14 +114,14 @@ def _kernels(settings: dict[str, Any]) -> Iterator[str]:
 def check_weights(
     checkpoint: str | os.PathLike,
     revision: str | None = None,
-    holding: Callable[[Iterable[str]], str] | None = None,
+    choose_tensor: Callable[[Iterable[str]], str] | None = None,
 ) -> list[Path]:
     """Checks that the files of weights are whole, and in the folder. Files on the Hub are fetched.
 
     Args:
         checkpoint: A folder or Hub id.
         revision: A branch, tag or commit of the Hub.
-        holding: Chooses one of the names of tensors in an index. Only the file with this tensor is
+        choose_tensor: Chooses a name of a tensor in an index. Only the file with this tensor is
             read. By default all files are.
 
     Returns:
@@ -133,7 +133,7 @@ def check_weights(
     weights = files_of(checkpoint, [WEIGHTS], revision)
     if not weights:
         for index in files_of(checkpoint, [INDEX], revision):
-            file_names = _names_in_index(index, holding)
+            file_names = _names_in_index(index, choose_tensor)
             weights = files_of(checkpoint, file_names, revision)
             missing_names = sorted(set(file_names) - {file.name for file in weights})
             if missing_names:
@@ -151,7 +151,7 @@ def check_weights(
     return weights
 
 
-def _names_in_index(index: Path, holding: Callable[[Iterable[str]], str] | None) -> list[str]:
+def _names_in_index(index: Path, choose_tensor: Callable[[Iterable[str]], str] | None) -> list[str]:
     """Returns the names of all files in an index, or of the file with the tensor to choose."""
     weight_map: Any = json_object(index.read_bytes(), str(index)).get("weight_map")
     file_names = []
@@ -159,8 +159,8 @@ def _names_in_index(index: Path, holding: Callable[[Iterable[str]], str] | None)
         file_names = [str(name) for name in weight_map.values()]
     if not file_names or not all(map(_WEIGHT_FILE.fullmatch, file_names)):
         raise ValueError(f"{index} is not an index of safetensors files in its folder. {AGAIN}")
-    if holding:
-        return [weight_map[holding(weight_map)]]
+    if choose_tensor:
+        return [weight_map[choose_tensor(weight_map)]]
     return sorted(set(file_names))
 
 

@@ -77,7 +77,7 @@ def _comparison(report: Report, against: Report) -> str:
 
 def problem(report: Report) -> str:
     """Whether the model has the problem that the paper describes, by the rule for RQ2 and RQ3."""
-    size = _size(report.interface.visual, report)
+    size = _relative_norm(report.interface.visual, report)
     rotation = _rotation(report)
     if size is None or rotation is None:
         return "Whether it has the problem that the paper describes was not measured."
@@ -142,8 +142,8 @@ def _not_measured(claim: str) -> Finding:
 
 def _at_projector(report: Report) -> Finding:
     """RQ1, for the rows that the projector reads, or else for the encoder's (Ovis)."""
-    projector_input = _size(report.interface.projector_input, report)
-    encoder_output = _size(report.interface.encoder_output, report)
+    projector_input = _relative_norm(report.interface.projector_input, report)
+    encoder_output = _relative_norm(report.interface.encoder_output, report)
     effect = projector_input or encoder_output
     if effect is None:
         return _not_measured(RQ1)
@@ -161,7 +161,7 @@ def _at_decoder(report: Report) -> Finding:
     if report.has_norm:
         reason = "The norm after the projector sets the norm of visual tokens."
         return Finding(RQ2, DOES_NOT_APPLY, reason)
-    effect = _size(report.interface.visual, report)
+    effect = _relative_norm(report.interface.visual, report)
     if effect is None:
         return _not_measured(RQ2)
     sentence = f"They enter the decoder at {_times(effect)} the norm of text."
@@ -259,17 +259,19 @@ def _focus(report: Report, against: Report) -> Finding:
     return Finding(FOCUS, CRITERIA["entropy"].outcome(effect), sentence)
 
 
-def _size(visual: Moments | None, report: Report) -> Effect | None:
-    """Mean norm of visual tokens over N_text, or over the norm of text in the data without it."""
-    text = report.interface.vocabulary or report.interface.text
-    if visual is None or text is None or not text.mean:
+def _relative_norm(norms: Moments | None, report: Report) -> Effect | None:
+    """Returns a mean L2 norm over N_text, or over that of text in the data if N_text is unknown."""
+    reference = report.interface.vocabulary
+    if reference is None:
+        reference = report.interface.text
+    if norms is None or reference is None or not reference.mean:
         return None
-    ratio = visual.mean / text.mean
-    if report.samples < 2 or not visual.mean:
+    ratio = norms.mean / reference.mean
+    if report.samples < 2 or not norms.mean:
         return Effect(ratio, None)
-    error = _relative_error(visual, report.samples)
+    error = _relative_error(norms, report.samples)
     if report.interface.vocabulary is None:  # the vocabulary's mean has no error
-        error = math.hypot(error, _relative_error(text, report.samples))
+        error = math.hypot(error, _relative_error(reference, report.samples))
     return Effect(ratio, ratio * error)
 
 

@@ -345,7 +345,7 @@ def image_problems(
         return dict(gather_object(list(chain.from_iterable(results))))
 
 
-def file_problems(
+def unopened_image_problems(
     paths: Callable[[range], list[list[str]]], count: int, rules: ImageRules
 ) -> dict[int, Problem]:
     """Finds images that do not exist or are not allowed. No image is opened.

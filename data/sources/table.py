@@ -233,7 +233,7 @@ def _image_problems(
     unopened_numbers = np.setdiff1d(row_numbers, sampled_numbers, assume_unique=True)
     if row_checks.too_many(len(problems), len(sampled_numbers), allowed_share, deviations=3):
         return problems | _problems_of_opened(unopened_numbers, table, reader, source)
-    return problems | _problems_of_files(unopened_numbers, table, source)
+    return problems | _problems_of_unopened(unopened_numbers, table, source)
 
 
 def _problems_of_opened(
@@ -249,7 +249,7 @@ def _problems_of_opened(
     return {int(row_numbers[position]): problem for position, problem in problems.items()}
 
 
-def _problems_of_files(
+def _problems_of_unopened(
     row_numbers: np.ndarray, table: Dataset, source: Source
 ) -> dict[int, Problem]:
     """Looks for the image files of the rows of these numbers, without opening them."""
@@ -265,7 +265,7 @@ def _problems_of_files(
                 paths[position] = []
         return paths
 
-    return row_checks.file_problems(paths_of, len(table), source.rules)
+    return row_checks.unopened_image_problems(paths_of, len(table), source.rules)
 
 
 def _bad_rows(table: Dataset, problems: dict[int, Problem]) -> dict[int, DroppedRow]:

@@ -404,17 +404,17 @@ def test_weights_are_those_of_the_index_unless_one_file_has_them(tmp_path):
         asked.extend(names)
         return "t1"
 
-    assert check_weights(tmp_path, holding=second) == [tmp_path / TWO]
+    assert check_weights(tmp_path, choose_tensor=second) == [tmp_path / TWO]
     assert sorted(asked) == ["more", "t0", "t1"]
     (tmp_path / ONE).unlink()
-    assert check_weights(tmp_path, holding=second) == [tmp_path / TWO]
+    assert check_weights(tmp_path, choose_tensor=second) == [tmp_path / TWO]
     with pytest.raises(ValueError, match=f"{INDEX} names {ONE}, which is missing"):
         check_weights(tmp_path)
     (tmp_path / TWO).write_bytes((tmp_path / TWO).read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{TWO} cannot be loaded"):
-        check_weights(tmp_path, holding=second)
+        check_weights(tmp_path, choose_tensor=second)
     save_file({"t": torch.zeros(2)}, tmp_path / WEIGHTS)
-    assert check_weights(tmp_path, holding=second) == [tmp_path / WEIGHTS]
+    assert check_weights(tmp_path, choose_tensor=second) == [tmp_path / WEIGHTS]
 
 
 @pytest.mark.parametrize(

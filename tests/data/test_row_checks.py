@@ -239,7 +239,7 @@ def test_what_other_processes_found_is_among_the_problems(monkeypatch):
     monkeypatch.setattr(checks, "gather_object", lambda own: [*own, *found.items()])
     images, paths = lambda few: [[inside("red")] for _ in few], lambda few: [[] for _ in few]
     assert checks.image_problems(images, 3, "data", ImageRules()) == found
-    assert checks.file_problems(paths, 3, ImageRules()) == found
+    assert checks.unopened_image_problems(paths, 3, ImageRules()) == found
 
 
 def test_one_process_of_several_warns_and_records(monkeypatch, tmp_path, caplog):
