@@ -110,6 +110,8 @@ def check_values(options: NormAlignConfig) -> None:
     """Raises ValueError for a value that a library would pass over, or refuse after long work."""
     for name, least in LEAST.items():
         value = getattr(options, name)
+        if isinstance(value, str):
+            raise TypeError(f"{name} must be a number, got {value!r}. Leave out the quotes.")
         if value is not None and not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}.")
     if not any(options.learning_rates(use_peft=False).values()):

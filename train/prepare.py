@@ -188,6 +188,8 @@ def given_options(
         return args.to_give()
     if isinstance(args, NormAlignConfig):
         return args
+    if not isinstance(args, TrainingArguments):
+        raise TypeError(f"args is a {type(args).__name__}. Give a NormAlignConfig.")
     known = {field.name for field in fields(NormAlignConfig) if field.init}
     options = {name: value for name, value in vars(args).items() if name in known}
     is_ours = collator is None or isinstance(collator, ConversationCollator)
@@ -292,6 +294,8 @@ def check_model(given: GivenModel, arm: str | None) -> None:
 
 def open_named(given: GivenModel, settings: RunConfig) -> Checkpoint:
     """Returns the checkpoint to load; raises ValueError or OSError if it cannot be trained."""
+    if not isinstance(given.model, str | os.PathLike):
+        raise TypeError(f"model is a {type(given.model).__name__}. Give a folder, Hub id or model.")
     if given.quantization is not None and is_deepspeed_zero3_enabled():
         raise ValueError("load_in_4bit and load_in_8bit do not go with ZeRO-3. Use zero2.")
     revision = (settings.model_init_kwargs or {}).get("revision")
@@ -313,6 +317,9 @@ def check_adapters(
     """Returns the adapters of the language model; raises ValueError if it cannot have them."""
     if given.adapters is None and given.quantization is None:
         return None
+    if not isinstance(given.quantization, BitsAndBytesConfig | None):
+        kind = type(given.quantization).__name__
+        raise TypeError(f"quantization_config is a {kind}. Give a BitsAndBytesConfig.")
     from .modules.adapter import check_quantized, language_adapter  # late: few runs have them
 
     adapters = None

@@ -55,7 +55,8 @@ class RunConfig(NormAlignConfig):
     """A `NormAlignConfig` in which every option has its value: what TRL's trainer works with.
 
     [`complete`] makes it from what was given. As an `SFTConfig`, it chooses the device and opens
-    the process group when it is made.
+    the process group when it is made. In a copy of `dataclasses.replace`, values that nobody gave
+    are found anew.
 
     Attributes:
         given: What a person gave, without secrets.
@@ -66,9 +67,13 @@ class RunConfig(NormAlignConfig):
     settled: InitVar[dict[str, Any] | None] = None
 
     def __post_init__(self, given: NormAlignConfig | None, settled: dict[str, Any] | None):
-        SFTConfig.__post_init__(self)
         self.given = given or NormAlignConfig(self.output_dir)
         self.settled = settled or {}
+        if self.settled:  # of `dataclasses.replace`: beside a change, TRL would refuse old values
+            anew, _ = complete(self.to_give())
+            vars(self).update(vars(anew))
+        else:
+            SFTConfig.__post_init__(self)
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -109,6 +114,7 @@ def complete(given: NormAlignConfig) -> tuple[RunConfig, Precision]:
         ValueError: Options contradict each other, or an option would have no effect.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes that read have a core each
+    given = replace(given)  # what was set since it was made is checked too
     values = values_of(given)
     for name, default in (stage_defaults(given) | machine_defaults(given)).items():
         if values[name] is None:

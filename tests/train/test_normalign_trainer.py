@@ -122,6 +122,20 @@ def test_without_options_it_trains_on_a_cpu_by_trls_defaults(
         assert args.bf16 is bf16 or not args.use_cpu
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("args", {"max_steps": 2}, "args is a dict. Give a NormAlignConfig"),
+        ("model", None, "model is a NoneType. Give a folder"),
+        ("quantization_config", "4bit", "quantization_config is a str. Give a BitsAndBytesConfig"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(tmp_path, checkpoint, name, value, said):
+    given = {"model": str(checkpoint), "args": options(tmp_path), name: value}
+    with pytest.raises(TypeError, match=said):
+        NormAlignTrainer(**given, train_dataset=rows(count=2))
+
+
 def test_several_gpus_in_one_process_are_refused_before_anything_is_read(
     tmp_path, model, monkeypatch
 ):

@@ -199,6 +199,53 @@ def test_the_options_of_a_run_may_be_given_to_another_one(tmp_path, copied):
     assert rates(settings) == [3e-4] * 4
 
 
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        (dict(stage="tune"), dict(gradient_checkpointing=True)),
+        (dict(bf16=None), dict(fp16=True)),
+        (
+            dict(stage="tune"),
+            dict(eval_strategy="steps", eval_steps=100, load_best_model_at_end=True),
+        ),
+        (dict(stage="tune"), dict(lr_scheduler_type="constant")),
+        (dict(stage="tune"), dict(stage="align")),
+    ],
+)
+def test_what_follows_in_the_options_of_a_run_follows_anew_in_a_copy(
+    tmp_path, processor, given, changes
+):
+    processor(0.3)  # fast in bfloat16
+    settings = config(tmp_path, **given)
+    settings.settle(gradient_accumulation_steps=4)
+    for copied in (settings, COPIES["pickle"](settings)):
+        replaced = dataclasses.replace(copied, **changes)
+        assert plain(replaced) == plain(config(tmp_path, **{**given, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("stage", "tuna", "stage must be one of 'align'"), ("max_steps", 0, "for all epochs")],
+)
+def test_an_option_that_is_set_later_is_checked(tmp_path, name, value, said):
+    args = as_given(tmp_path)
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=said):
+        complete(args)
+
+
+def test_a_path_that_is_set_later_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = as_given(tmp_path)
+    args.output_dir = "~/later"
+    assert complete(args)[0].output_dir == str(tmp_path / "later")
+
+
+def test_a_number_that_is_a_text_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="learning_rate must be a number, got '1e-3'"):
+        NormAlignConfig(str(tmp_path), learning_rate="1e-3")
+
+
 def test_a_config_is_passive(tmp_path, monkeypatch):
     """It measures nothing, sets nothing in the environment, and opens no process group."""
     monkeypatch.setattr(precision, "_seconds", lambda: pytest.fail("the machine was measured"))
