@@ -71,7 +71,7 @@ class RunConfig(NormAlignConfig):
         self.settled = settled or {}
         if self.settled:  # of `dataclasses.replace`: beside a change, TRL would refuse old values
             anew, _ = complete(self.to_give())
-            vars(self).update(vars(anew))
+            self.__dict__.update(anew.__dict__)
         else:
             SFTConfig.__post_init__(self)
 
